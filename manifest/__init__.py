@@ -1,0 +1,1 @@
+"""What was saved: leaves, chunks, versions, layouts, records, and the log that orders them."""

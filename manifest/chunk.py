@@ -1,0 +1,69 @@
+"""Buffers and chunks: all that providers and tiers share.
+
+A *buffer* is a 1-D contiguous ``torch.uint8`` tensor on any device, the one type in which bytes travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+Buffer: TypeAlias = torch.Tensor
+
+CHUNK_SIZE = 16 * 1024 * 1024
+"""Default length of a chunk, in bytes."""
+
+CHUNK_GRAIN = 16
+"""Chunk lengths are multiples of this many bytes, so that no element of any dtype (complex128: 16) is split."""
+
+MAX_CHUNK_SIZE = 1 << 30
+
+
+class Event(Protocol):
+    """What a fill on a device returns: the copy is complete once ``synchronize`` has returned."""
+
+    def synchronize(self) -> None: ...
+
+
+class Chunk(NamedTuple):
+    """A run of a shard's bytes, in row-major order.
+
+    Attributes:
+        start: offset of the first byte within the shard, in bytes.
+        nbytes: length in bytes.
+        fill: copies those bytes, straight from where they are, into a buffer of exactly ``nbytes``. It returns an
+            event to wait for when the copy runs on a device stream, otherwise None.
+    """
+
+    start: int
+    nbytes: int
+    fill: Callable[[Buffer], Event | None]
+
+
+def empty_buffer(nbytes: int) -> Buffer:
+    """A fresh, uninitialised host buffer of ``nbytes`` bytes."""
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def as_buffer(data: bytes | bytearray | memoryview | np.ndarray) -> Buffer:
+    """A host buffer with the bytes of ``data``: a view where ``data`` is writable, a copy where it is not."""
+    array = np.frombuffer(data, dtype=np.uint8)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def view(buffer: Buffer) -> memoryview:
+    """The host memory of a buffer, without a copy."""
+    return memoryview(buffer.numpy())
+
+
+def to_bytes(buffer: Buffer) -> bytes:
+    """The bytes of a host buffer, copied."""
+    return view(buffer).tobytes()
+
+
+def spans(nbytes: int, size: int) -> list[tuple[int, int]]:
+    """``(start, length)`` of each chunk of a shard of ``nbytes`` bytes cut at multiples of ``size``; none if empty."""
+    return [(start, min(size, nbytes - start)) for start in range(0, nbytes, size)]

@@ -1,0 +1,1 @@
+"""Where state comes from and goes back to."""

@@ -1,0 +1,80 @@
+"""The contract of a state provider.
+
+A provider is given a value; it says what the value is, streams it out as chunks, and takes chunks back:
+
+* ``chunks(size)`` yields chunks lazily, in order, that together are the value's bytes in row-major order, cut at
+  multiples of ``size``. ``fill`` copies straight from where the bytes are: no intermediate copy of a whole value.
+* What has been yielded and not filled may not change meanwhile; once filled it may.
+* ``load(start, data)`` takes verified bytes back, in any order and any partition of the value's bytes.
+* ``done()`` completes the load and returns the value to put into the state.
+* A provider knows nothing of tiers. Providers compose by wrapping and by nesting.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
+
+import torch
+
+from tierstate.manifest.box import Box
+from tierstate.manifest.chunk import Buffer, Chunk
+from tierstate.manifest.leaf import Spec
+
+
+class Provider(ABC):
+    """Turns one value into chunks and back. See the module for the contract.
+
+    A custom provider is registered for a type with ``tierstate.register_provider(MyType, MyProvider)``, or named in
+    the entry-point group ``tierstate.providers`` under its ``kind``, or returned by the value's own
+    ``__state_provider__()``. It is constructed with the value alone.
+    """
+
+    kind: ClassVar[str]
+    """Name under which the manifest finds this class again."""
+
+    unsafe: ClassVar[str] = ""
+    """Why loading this kind needs the user's leave; empty where it is safe with bytes from anybody."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> Spec:
+        """What the value is: kind, dtype, itemsize, global shape, attributes."""
+
+    @property
+    def box(self) -> Box:
+        """The part of the global shape that this process holds; the whole by default."""
+        return Box.whole(self.spec.shape)
+
+    @abstractmethod
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        """The value's bytes, in chunks of ``size`` bytes (a multiple of 16), the last one shorter."""
+
+    @classmethod
+    @abstractmethod
+    def fresh(cls, spec: Spec, device: torch.device | None = None) -> Self:
+        """A provider that builds a new value from a saved spec; tensors go to ``device`` (default: host)."""
+
+    def mismatch(self, spec: Spec) -> str:
+        """Why a saved leaf of this spec cannot be restored into this value; empty where it can."""
+        mine = self.spec
+        if spec.kind != mine.kind:
+            return f"is {mine.kind} here, {spec.kind} in the version"
+        if spec.dtype != mine.dtype:
+            return f"has dtype {mine.dtype} here, {spec.dtype} in the version"
+        if spec.shape != mine.shape:
+            return f"has shape {mine.shape} here, {spec.shape} in the version"
+        return ""
+
+    def receiver(self, spec: Spec) -> Provider:
+        """The provider that takes a saved leaf of this spec in place of this value: itself, where it is mutable."""
+        return self
+
+    @abstractmethod
+    def load(self, start: int, data: Buffer) -> None:
+        """Take back the bytes ``start : start + len(data)``, already verified. Called from worker threads."""
+
+    @abstractmethod
+    def done(self) -> Any:
+        """Complete the load and return the value to put into the state."""

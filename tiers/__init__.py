@@ -1,0 +1,1 @@
+"""Where bytes live, and the engine that moves them."""

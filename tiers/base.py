@@ -1,0 +1,217 @@
+"""The contract of a tier.
+
+A tier keeps immutable objects of bytes under keys. It knows nothing of chunks, leaves or steps. Five methods and
+``traits`` make a backend; every one of them promises:
+
+* **whole or absent**: no reader sees an object before its writer closed without error; an aborted or killed writer
+  leaves nothing visible.
+* **create-only**: ``put`` or ``writer`` on an existing key raises `AlreadyExists` and changes nothing, also when two
+  processes race.
+* **exact**: a read fills every byte of every range or raises; never short, never stale.
+* **durable**: if ``traits.persistent``, what ``close()`` or ``put()`` returned for survives the death of the host.
+* **leases**: a buffer given to ``append(buffer, release)`` is untouched by the caller until the tier has called
+  ``release``: once, on success and on failure. A memory tier may keep it for as long as the object lives.
+* **honest errors**: `TierFull`, `NotFound`, `AccessDenied`, `TierUnavailable`, `Damaged` are different things.
+
+`tierstate.tiers.testing.TierContract` is this list as a test suite.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+from tierstate.manifest.chunk import Buffer, empty_buffer
+
+Release = Callable[[], None]
+
+MAX_KEY = 512
+_KEY = re.compile(r"[A-Za-z0-9_\-=+@,][A-Za-z0-9._\-=+@,]*(/[A-Za-z0-9_\-=+@,][A-Za-z0-9._\-=+@,]*)*")
+
+
+class Range(NamedTuple):
+    """A wanted run of an object: ``len(out)`` bytes from ``offset``, to be written into ``out``."""
+
+    offset: int
+    out: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a tier is, so that the engine need not know its class.
+
+    Attributes:
+        persistent: what it keeps survives the death of the host.
+        shared: which ranks see the same objects.
+        failure_domain: tiers of the same domain are lost together.
+        alignment: offsets and lengths that are multiples of this many bytes are moved without an extra copy.
+        part_size: bytes per request that the tier likes best.
+        parallelism: requests in flight that the tier likes best.
+        capacity: bytes it may keep; None where only the medium decides.
+        bandwidth: bytes per second to expect; None where unknown.
+        conditional_create: whether create-only also holds between racing processes: True and False were probed,
+            None is not known yet.
+        notes: what was found when the tier was opened, for people.
+    """
+
+    persistent: bool
+    shared: Literal["process", "host", "site"]
+    failure_domain: str
+    alignment: int = 1
+    part_size: int = 16 * 1024 * 1024
+    parallelism: int = 4
+    capacity: int | None = None
+    bandwidth: float | None = None
+    conditional_create: bool | None = True
+    notes: tuple[str, ...] = ()
+
+
+class ObjectWriter(ABC):
+    """One object being written. Leaving the ``with`` block closes it, or aborts it on an exception."""
+
+    @abstractmethod
+    def append(self, buffer: Buffer, release: Release | None = None) -> None:
+        """Add the bytes of a host buffer. ``release`` is called once, when the buffer is no longer needed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make the object visible, and durable on a persistent tier. On an error nothing is visible.
+
+        Raises:
+            AlreadyExists: the key was taken meanwhile.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Forget the object. Safe to call at any time, also twice and after ``close``, where it does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class Tier(ABC):
+    """A place that keeps immutable objects of bytes under keys. See the module for the contract.
+
+    The constructor's keyword-only parameters, with their annotations, are the tier's keys in a policy. A parameter
+    named ``arena`` is not: the engine hands its arena to a tier that asks for it.
+    """
+
+    name: str = ""
+    """The tier's name in the policy; set by the engine, used in messages."""
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """What this tier is."""
+
+    @abstractmethod
+    def put(self, key: str, data: Buffer) -> None:
+        """Create an object from one host buffer, which the caller keeps.
+
+        Raises:
+            AlreadyExists, TierFull, AccessDenied, TierUnavailable
+            ValueError: the key is not a key (see `check_key`).
+        """
+
+    @abstractmethod
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        """Fill every range. Ranges may come in any order and may overlap in the object.
+
+        Raises:
+            NotFound: there is no such object.
+            Damaged: a range ends behind the object's end.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[str]:
+        """Keys of all objects whose key starts with ``prefix`` (``""``: all), in order of their code points."""
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Length of an object in bytes.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object. A key that does not exist is no error: deleting is safe to do again."""
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        """Create an object piece by piece. The default gathers the pieces in memory and calls `put`.
+
+        Args:
+            size_hint: the object's likely length in bytes, for preallocation; it may be wrong.
+
+        Raises:
+            AlreadyExists: the key is taken. A tier may find that out only at ``close``.
+        """
+        check_key(key)
+        return _Gather(self, key)
+
+    def get(self, key: str) -> Buffer:
+        """A whole object in a fresh host buffer."""
+        out = empty_buffer(self.size(key))
+        self.read(key, [Range(0, out)])
+        return out
+
+    def close(self) -> None:  # noqa: B027 - most tiers hold nothing
+        """Let go of files, connections and memory. The tier is not used afterwards."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+
+class _Gather(ObjectWriter):
+    """The default writer: copies what it is given, and puts it in one piece."""
+
+    def __init__(self, tier: Tier, key: str) -> None:
+        self._tier, self._key = tier, key
+        self._pieces: list[Buffer] = []
+        self._open = True
+
+    def append(self, buffer: Buffer, release: Release | None = None) -> None:
+        try:
+            self._pieces.append(buffer.clone())
+        finally:
+            if release is not None:
+                release()
+
+    def close(self) -> None:
+        import torch
+
+        if self._open:
+            self._open = False
+            pieces, self._pieces = self._pieces, []
+            self._tier.put(self._key, torch.cat(pieces) if pieces else empty_buffer(0))
+
+    def abort(self) -> None:
+        self._open = False
+        self._pieces = []
+
+
+def check_key(key: str) -> str:
+    """The key itself, if it is one: names of letters, digits and ``._-=+@,`` joined by ``/``, none starting with a dot.
+
+    Raises:
+        ValueError: anything else, so that no key can lead out of its tier.
+    """
+    if len(key) > MAX_KEY or not _KEY.fullmatch(key):
+        raise ValueError(
+            f"{key[:80]!r} is not a key; a key is names of letters, digits and ._-=+@, joined by '/', "
+            f"none starting with a dot, at most {MAX_KEY} characters"
+        )
+    return key

@@ -1,0 +1,1 @@
+"""tierstate: training state on every tier of a cluster, without stopping the training."""
