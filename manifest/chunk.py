@@ -56,7 +56,7 @@ def as_buffer(data: bytes | bytearray | memoryview | np.ndarray) -> Buffer:
 
 def view(buffer: Buffer) -> memoryview:
     """The host memory of a buffer, without a copy."""
-    return memoryview(buffer.numpy())
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]
 
 
 def to_bytes(buffer: Buffer) -> bytes:
