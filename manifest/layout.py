@@ -1,0 +1,153 @@
+"""Layouts: where a version's chunks lie in one tier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from . import columns as col
+from .errors import FormatError
+from .head import refuse_unknown
+from .version import Version
+
+Array = col.Array
+WHAT = "layout"
+ABSENT = 0xFFFFFFFF
+"""Object index of a chunk that this tier does not have: its rules send the leaf elsewhere."""
+
+RAW = "raw"
+_OBJECT = re.compile(r"packs/[A-Za-z0-9][A-Za-z0-9._\-]{0,99}/[A-Za-z0-9][A-Za-z0-9._\-]{0,199}")
+
+
+class Place(NamedTuple):
+    """Where one chunk lies: the object's key, the offset and stored length in it, and how it is encoded."""
+
+    object: str
+    offset: int
+    stored: int
+    codec: str
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Rows aligned with a version's chunk table.
+
+    Attributes:
+        objects: keys of the packs.
+        object_sizes: ``(objects,)`` of uint64: whole length of each pack, so that a truncated one is known at a glance.
+        codecs: names of the codecs used.
+        object, offset, stored, codec: ``(chunks,)``: index of the pack (or ABSENT), offset in it, stored length, index
+            of the codec.
+    """
+
+    objects: tuple[str, ...]
+    object_sizes: Array
+    codecs: tuple[str, ...]
+    object: Array
+    offset: Array
+    stored: Array
+    codec: Array
+
+    @classmethod
+    def build(cls, places: Sequence[Place | None], sizes: dict[str, int]) -> Layout:
+        """A layout from one place per chunk (None: absent) and the length of every object named."""
+        objects = list(dict.fromkeys(p.object for p in places if p))
+        codecs = list(dict.fromkeys(p.codec for p in places if p))
+        at, how = {o: i for i, o in enumerate(objects)}, {c: i for i, c in enumerate(codecs)}
+        return cls(
+            tuple(objects),
+            np.array([sizes[o] for o in objects], "<u8"),
+            tuple(codecs),
+            np.array([at[p.object] if p else ABSENT for p in places], "<u4"),
+            np.array([p.offset if p else 0 for p in places], "<u8"),
+            np.array([p.stored if p else 0 for p in places], "<u4"),
+            np.array([how[p.codec] if p else 0 for p in places], "<u1"),
+        )
+
+    @cached_property
+    def present(self) -> Array:
+        """``(chunks,)`` of bool: which chunks this tier has."""
+        found: Array = self.object != ABSENT
+        return found
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Stored bytes of the chunks that are here, each place counted once however many chunks share it."""
+        rows = np.flatnonzero(self.present)
+        places = np.stack([self.object[rows].astype("u8"), self.offset[rows]], axis=1)
+        _, first = np.unique(places, axis=0, return_index=True)
+        return int(self.stored[rows[first]].sum(dtype="i8"))
+
+    def place(self, row: int) -> Place | None:
+        """Where the chunk of this row lies, or None."""
+        index = int(self.object[row])
+        if index == ABSENT:
+            return None
+        return Place(self.objects[index], int(self.offset[row]), int(self.stored[row]), self.codecs[self.codec[row]])
+
+    def size_of(self, key: str) -> int:
+        """Whole length of a pack that this layout names."""
+        return int(self.object_sizes[self.objects.index(key)])
+
+    def encode(self) -> bytes:
+        """The layout section."""
+        return col.encode(
+            {"codecs": list(self.codecs), "requires": []},
+            {
+                **col.pool(list(self.objects), "object.key"),
+                "object.size": self.object_sizes,
+                "row.object": self.object,
+                "row.offset": self.offset,
+                "row.stored": self.stored,
+                "row.codec": self.codec,
+            },
+        )
+
+    @classmethod
+    def decode(cls, data: memoryview, version: Version) -> Layout:
+        """The layout of ``version`` from its section.
+
+        Raises:
+            FormatError: the bytes are no layout, belong to another number of chunks, or point outside their packs.
+        """
+        head, columns = col.decode(data, WHAT)
+        refuse_unknown(head, WHAT)
+        objects = col.texts(columns, "object.key", WHAT)
+        rows = len(version.digests)
+        layout = cls(
+            tuple(objects),
+            col.column(columns, "object.size", "<u8", WHAT, len(objects)),
+            tuple(str(c) for c in col.field(head, "codecs", list, WHAT)),
+            col.column(columns, "row.object", "<u4", WHAT, rows),
+            col.column(columns, "row.offset", "<u8", WHAT, rows),
+            col.column(columns, "row.stored", "<u4", WHAT, rows),
+            col.column(columns, "row.codec", "<u1", WHAT, rows),
+        )
+        layout._check(version)
+        return layout
+
+    def _check(self, version: Version) -> None:
+        for key in self.objects:
+            if not _OBJECT.fullmatch(key):
+                raise FormatError(f"{WHAT} names {key[:80]!r}, which is no pack")
+        rows = np.flatnonzero(self.present)
+        if not len(rows):
+            return
+        if int(self.object[rows].max()) >= len(self.objects) or int(self.codec[rows].max()) >= len(self.codecs):
+            raise FormatError(f"{WHAT}: a row names an object or a codec that is not listed")
+        sizes, stored = self.object_sizes[self.object[rows]], self.stored[rows].astype("<u8")
+        if bool(np.any(stored > sizes)) or bool(np.any(self.offset[rows] > sizes - stored)):
+            raise FormatError(f"{WHAT}: a chunk ends behind its pack")
+        raw = np.array([c == RAW for c in self.codecs])[self.codec[rows]]
+        if bool(np.any(stored.astype("i8")[raw] != version.chunk_nbytes[rows][raw])):
+            raise FormatError(f"{WHAT}: a raw chunk is stored with a length that is not its own")
+
+
+def is_pack(key: str) -> bool:
+    """Whether a key is the key of a pack."""
+    return _OBJECT.fullmatch(key) is not None

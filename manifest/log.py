@@ -1,0 +1,152 @@
+"""The log: the records of one run in one tier, and the commit that adds to it."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from .chunk import Buffer, as_buffer, view
+from .errors import AlreadyExists, CommitUnknown, FormatError, NotFound, TierstateError, TierUnavailable
+from .record import MAX_RECORD, Record
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,99}")
+_SEQ = re.compile(r"[0-9]{12}")
+
+
+class Objects(Protocol):
+    """What the log needs of a tier."""
+
+    name: str
+
+    def put(self, key: str, data: Buffer) -> None: ...
+    def get(self, key: str) -> Buffer: ...
+    def list(self, prefix: str) -> Iterator[str]: ...
+    def size(self, key: str) -> int: ...
+    def delete(self, key: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look at one place of the log found: a record, or why there is none."""
+
+    seq: int
+    record: Record | None
+    error: TierstateError | None = None
+
+
+def check_run(run: str) -> str:
+    """The name itself, if it can name a run.
+
+    Raises:
+        ValueError: anything but letters, digits, ``.``, ``_``, ``-``, starting with a letter or digit.
+    """
+    if not _RUN.fullmatch(run):
+        raise ValueError(f"{run[:80]!r} cannot name a run; use up to 100 letters, digits, '.', '_' and '-'")
+    return run
+
+
+def commit_id() -> str:
+    """A new commit's unique id, by which its writer knows it again."""
+    return uuid.uuid4().hex
+
+
+def runs(tier: Objects) -> list[str]:
+    """Names of all runs with records in a tier."""
+    names = (key.split("/") for key in tier.list("versions/"))
+    return sorted({parts[1] for parts in names if len(parts) == 3 and _RUN.fullmatch(parts[1])})
+
+
+class Log:
+    """The records of one run in one tier, under ``versions/<run>/<seq>``."""
+
+    def __init__(self, tier: Objects, run: str) -> None:
+        self.tier, self.run = tier, check_run(run)
+        self._prefix = f"versions/{run}/"
+
+    def key(self, seq: int) -> str:
+        """The key of a record."""
+        return f"{self._prefix}{seq:012d}"
+
+    def seqs(self) -> list[int]:
+        """Sequence numbers of all records, rising, without reading any."""
+        names = (key.removeprefix(self._prefix) for key in self.tier.list(self._prefix))
+        return sorted(int(name) for name in names if _SEQ.fullmatch(name))
+
+    def read(self, seq: int) -> Record:
+        """One record.
+
+        Raises:
+            NotFound: there is none of that number.
+            FormatError: it is damaged, foreign, too large, or of another run or number.
+            TierError: the tier could not be read.
+        """
+        key = self.key(seq)
+        size = self.tier.size(key)
+        if size > MAX_RECORD:
+            raise FormatError(f"{self.tier.name}: {key}: {size} bytes are too many for a record")
+        try:
+            record = Record.decode(view(self.tier.get(key)).toreadonly())
+        except FormatError as error:
+            raise FormatError(f"{self.tier.name}: {key}: {error}") from error
+        head = record.version.head
+        if (head.run, head.seq) != (self.run, seq):
+            raise FormatError(f"{self.tier.name}: {key}: holds version {head.seq} of run {head.run!r}")
+        return record
+
+    def look(self, seq: int) -> Found:
+        """Like `read`, with the error as a value."""
+        try:
+            return Found(seq, self.read(seq))
+        except (FormatError, NotFound, TierUnavailable) as error:
+            return Found(seq, None, error)
+
+    def newest_first(self) -> Iterator[Found]:
+        """All places of the log from the newest on, read one by one as they are asked for."""
+        return (self.look(seq) for seq in reversed(self.seqs()))
+
+    def latest(self) -> Record | None:
+        """The newest record, or None where there is none.
+
+        Raises:
+            FormatError: the newest record cannot be read.
+        """
+        seqs = self.seqs()
+        return self.read(seqs[-1]) if seqs else None
+
+    def commit(self, record: Record) -> None:
+        """Create the record: from then on the version is committed to the tier.
+
+        An answer that got lost is settled by reading back: the commit id in the record tells ours from another's.
+
+        Raises:
+            AlreadyExists: another writer committed this number; nothing was changed.
+            CommitUnknown: neither the commit nor the reading back was answered; delete nothing.
+            TierError: it did not take effect.
+        """
+        seq = record.version.head.seq
+        try:
+            self.tier.put(self.key(seq), as_buffer(record.encode()))
+        except (AlreadyExists, TierUnavailable) as error:
+            if not self._is_ours(seq, record, error):
+                raise
+
+    def _is_ours(self, seq: int, record: Record, error: TierstateError) -> bool:
+        try:
+            return bool(self.read(seq).commit["id"] == record.commit["id"])
+        except NotFound:
+            return False
+        except FormatError:
+            # Somebody's object is there, whole or not, and it is not the one we sent.
+            return False
+        except TierstateError as second:
+            raise CommitUnknown(
+                f"{self.tier.name}: the commit of version {seq} of run {self.run!r} was not answered ({error}), "
+                f"and reading it back failed too ({second}); nothing was deleted"
+            ) from error
+
+    def forget(self, seq: int) -> None:
+        """Delete a record. Its packs stay until they are swept."""
+        self.tier.delete(self.key(seq))
