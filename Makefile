@@ -1,0 +1,50 @@
+# One command each: `make demo` shows the main job, `make test` runs the tests, `make check` is what CI runs.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# `tests/tiers` starts a real S3 server; it lives in an environment of its own, since it pins old packages.
+SWIFT  := .venv-swift
+
+.PHONY: demo test check format lint types wheel bench soak clean
+
+demo: $(VENV)/ready
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/ready $(SWIFT)/ready
+	$(BIN)/pytest -m "not soak"
+
+check: $(VENV)/ready $(SWIFT)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not soak" -q
+	$(MAKE) wheel
+
+# The tests once more, against the built wheel in an environment that has never seen the checkout.
+wheel: $(VENV)/ready $(SWIFT)/ready
+	sh tests/against_wheel.sh $(PYTHON) $(BIN)/python
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+soak: $(VENV)/ready $(SWIFT)/ready
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q
+
+bench: $(VENV)/ready
+	$(BIN)/python -m benchmarks
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierstate needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
+	touch $@
+
+$(SWIFT)/ready: constraints-swift.txt
+	$(PYTHON) -m venv $(SWIFT)
+	$(SWIFT)/bin/pip install --quiet --requirement constraints-swift.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(SWIFT) .demo build dist *.egg-info

@@ -1,0 +1,129 @@
+"""The arena: the host memory through which all saves and restores pass, in page-aligned slabs under one budget."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+import torch
+
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import CaptureError
+
+PAGE = 4096
+
+
+class Slab:
+    """One slab on loan. It goes back to the arena when as many `release` calls have come as there are leases.
+
+    Attributes:
+        buffer: the slab's memory, page-aligned.
+    """
+
+    def __init__(self, arena: Arena, memory: mmap.mmap) -> None:
+        self._arena = arena
+        self.memory = memory
+        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        self.leases = 0
+        self.kept = False
+
+    def lease(self) -> None:
+        """One more party needs the slab."""
+        with self._arena.changed:
+            self.leases += 1
+
+    def release(self) -> None:
+        """One party less needs it."""
+        self._arena._release(self)
+
+
+class Arena:
+    """Slabs of one size under one budget; a full arena makes the next acquirer wait, and never grows.
+
+    Slabs that a memory tier keeps (`keep`) leave the budget: from then on they count against that tier's capacity.
+    Memory is mapped when first needed and shared, so that another process can hold it too.
+
+    Args:
+        size: bytes that may be in flight at once.
+        slab_size: bytes of one slab; rounded up to whole pages.
+
+    Raises:
+        ValueError: fewer than two slabs fit, so that copying in and writing out could not overlap.
+    """
+
+    def __init__(self, size: int, slab_size: int) -> None:
+        self.slab_size = -(-slab_size // PAGE) * PAGE
+        self.slots = size // self.slab_size
+        if self.slots < 2:
+            raise ValueError(
+                f"an arena of {size} bytes holds {self.slots} slabs of {self.slab_size} bytes; "
+                "it needs two at least: make `arena: size` at least twice `chunk`"
+            )
+        self.changed = threading.Condition()
+        self.in_flight = 0
+        self.kept = 0
+        self.peak = 0
+        self._free: list[Slab] = []
+        self._out: dict[int, Slab] = {}
+
+    def room(self) -> int:
+        """Bytes that can be acquired now without waiting."""
+        with self.changed:
+            return (self.slots - self.in_flight) * self.slab_size
+
+    def acquire(self, stop: Callable[[], bool] = lambda: False) -> Slab:
+        """A slab with one lease, as soon as the budget has room.
+
+        Raises:
+            CaptureError: ``stop`` returned true while waiting.
+        """
+        with self.changed:
+            while self.in_flight >= self.slots:
+                if stop():
+                    raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
+                self.changed.wait(0.1)
+            slab = self._free.pop() if self._free else Slab(self, mmap.mmap(-1, self.slab_size))
+            slab.leases = 1
+            self._out[slab.buffer.data_ptr()] = slab
+            self.in_flight += 1
+            self.peak = max(self.peak, self.in_flight + self.kept)
+            return slab
+
+    def keep(self, buffer: Buffer) -> int:
+        """Take the slab that holds this buffer out of the budget, for a tier that will hold it for long.
+
+        Returns:
+            Bytes that this newly pins: 0 where the slab is kept already or the buffer is not the arena's.
+        """
+        with self.changed:
+            slab = self._out.get(buffer.untyped_storage().data_ptr())
+            if slab is None or slab.kept:
+                return 0
+            slab.kept = True
+            self.kept += 1
+            self.in_flight -= 1
+            self.changed.notify_all()
+            return self.slab_size
+
+    def _release(self, slab: Slab) -> None:
+        with self.changed:
+            slab.leases -= 1
+            if slab.leases > 0:
+                return
+            if slab.leases < 0:
+                raise RuntimeError("a slab was released more often than it was leased")
+            del self._out[slab.buffer.data_ptr()]
+            if slab.kept:
+                slab.kept = False
+                self.kept -= 1
+            else:
+                self.in_flight -= 1
+            if self.in_flight + len(self._free) < self.slots:
+                self._free.append(slab)
+            self.changed.notify_all()
+
+    def wake(self) -> None:
+        """Let waiting acquirers look at their ``stop`` again."""
+        with self.changed:
+            self.changed.notify_all()

@@ -1,0 +1,272 @@
+"""The flow: saves on their way from the captured state to every tier they are due in."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from tierstate.manifest.digest import algorithm
+from tierstate.manifest.errors import AlreadyExists, CaptureError, TierstateError, TierUnavailable
+from tierstate.manifest.head import Head
+from tierstate.manifest.leaf import Leaf
+from tierstate.manifest.merge import check_whole
+from tierstate.manifest.version import Version
+
+from .arena import Arena
+from .capture import Batch, Capture, Plan
+from .lane import Copy, Intake, Lane
+from .placement import Last, codecs_of, due, entry_tiers, route
+from .policy import Policy
+from .publication import Publication, Route
+from .shelf import Shelf
+from .ticket import Ticket
+
+log = logging.getLogger("tierstate")
+
+
+class _Work(NamedTuple):
+    """What the capture thread does next."""
+
+    ticket: Ticket
+    plan: Plan
+    intakes: list[Intake]
+
+
+class Flow:
+    """Carries saves to the tiers of a policy: one thread captures, one per tier publishes.
+
+    Args:
+        policy: where what goes.
+        shelves: the run in each tier, in the policy's order.
+        arena: the memory saves pass through.
+    """
+
+    def __init__(self, policy: Policy, shelves: Sequence[Shelf], arena: Arena) -> None:
+        self._policy, self._arena = policy, arena
+        self._shelves = {shelf.name: shelf for shelf in shelves}
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._last: dict[str, Last | None] = {}
+        self._routes: tuple[tuple[Leaf, ...], dict[str, Route]] | None = None
+        self._tickets: list[Ticket] = []
+        self._seq: int | None = None
+        self.parent = ""
+        self.skipped = 0
+        self.lanes: dict[str, Lane] = {}
+        self._captures: SimpleQueue[_Work | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, plan: Plan, head: Head) -> Ticket:
+        """Start a save. The state must hold still until ``ticket.captured`` is done.
+
+        Args:
+            plan: what to capture.
+            head: of the version to be.
+        """
+        if os.getpid() != self._pid:
+            raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
+        self._start()
+        self._raise_if_lost()
+        routes = self._route(plan.leaves)
+        names, elsewhere = self._due(head, routes)
+        ticket = Ticket(head, plan.nbytes, names, elsewhere)
+        if self._must_skip(plan):
+            self.skipped += 1
+            log.warning("step %d is not saved: the arena is full (on_full: skip)", head.step)
+            ticket.skip()
+            return ticket
+        for name in names:
+            self._last[name] = (head.step, head.time)
+        with self._lock:
+            self._tickets = [t for t in self._tickets if not self._is_over(t)] + [ticket]
+        intakes = self._dispatch(ticket, plan, names, routes)
+        self._captures.put(_Work(ticket, plan, intakes))
+        return ticket
+
+    def next_seq(self) -> int:
+        """The number of the next version: above all that any tier has, as far as they can be read."""
+        if self._seq is None:
+            self._seq = max((self._highest(shelf) for shelf in self._shelves.values()), default=0)
+        self._seq += 1
+        return self._seq
+
+    @staticmethod
+    def _highest(shelf: Shelf) -> int:
+        try:
+            return shelf.highest_seq()
+        except TierstateError as error:
+            log.warning("%s: its log cannot be listed: %s", shelf.name, error)
+            return 0
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self.lanes = {n: Lane(s, self._in_use(n), self._settled) for n, s in self._shelves.items()}
+            self._thread = threading.Thread(target=self._capture_all, name="tierstate-capture", daemon=True)
+            self._thread.start()
+
+    def _route(self, leaves: tuple[Leaf, ...]) -> dict[str, Route]:
+        """Routes of these leaves, remembered while the structure stays."""
+        if self._routes is None or self._routes[0] != leaves:
+            paths = [leaf.path for leaf in leaves]
+            masks = route(self._policy, paths)
+            routes = {name: Route(mask, codecs_of(self._policy, name, paths)) for name, mask in masks.items()}
+            self._routes = leaves, routes
+        return self._routes[1]
+
+    def _due(self, head: Head, routes: Mapping[str, Route]) -> tuple[list[str], dict[str, str]]:
+        last = {name: self._last_of(name) for name in self._shelves}
+        names = set(due(self._policy, head.step, last, head.time))
+        going, elsewhere = [], {}
+        for tier in self._policy.tiers:
+            if tier.name not in names:
+                elsewhere[tier.name] = f"its `every: {tier.every}` is not due"
+            elif not routes[tier.name].leaves.any():
+                elsewhere[tier.name] = "no rule sends a leaf there"
+            else:
+                going.append(tier.name)
+        return going, elsewhere
+
+    def _last_of(self, name: str) -> Last | None:
+        """Step and time of the newest save that went to a tier: by this process, or else by the tier's log."""
+        if name not in self._last:
+            try:
+                newest = self._shelves[name].newest()
+            except TierstateError as error:
+                log.warning("%s: its log cannot be read, so this save is taken to be due there: %s", name, error)
+                return None
+            self._last[name] = (newest.version.head.step, newest.version.head.time) if newest else None
+        return self._last[name]
+
+    def _must_skip(self, plan: Plan) -> bool:
+        needed = min(plan.nbytes, self._arena.slots * self._arena.slab_size)
+        return self._policy.arena.on_full == "skip" and self._arena.room() < needed
+
+    def _dispatch(self, ticket: Ticket, plan: Plan, names: Sequence[str], routes: Mapping[str, Route]) -> list[Intake]:
+        """Give the save to the lanes of its tiers: from slabs where it enters, from a faster tier elsewhere."""
+        persistent = [self._shelves[n].tier.traits.persistent for n in names]
+        entry, cascade = entry_tiers(names, persistent, [self.lanes[n].healthy for n in names])
+        rows = plan.row_leaves(self._policy.chunk)
+        intakes = []
+        for name in names:
+            publication = Publication(self._shelves[name], ticket.head, plan.leaves, rows, routes[name])
+            if name in cascade:
+                sources = [self._shelves[n] for n in entry]
+                self.lanes[name].put(Copy(ticket, publication, sources, self._arena))
+            else:
+                intake = Intake(ticket, publication)
+                self.lanes[name].put(intake)
+                intakes.append(intake)
+        return intakes
+
+    def _capture_all(self) -> None:
+        while (work := self._captures.get()) is not None:
+            try:
+                version = self._capture(work)
+            except BaseException as error:
+                failure = error if isinstance(error, TierstateError) else CaptureError(f"the capture failed: {error!r}")
+                self._end(work, failure)
+            else:
+                self._end(work, version)
+            del work
+
+    def _capture(self, work: _Work) -> Version:
+        plan, head = work.plan, dataclasses.replace(work.ticket.head, parent=self.parent)
+
+        def dispatch(batch: Batch) -> None:
+            for intake in work.intakes:
+                batch.slab.lease()
+                intake.feed(batch)
+            batch.slab.release()
+
+        digest = algorithm(head.digest)
+        stop = work.ticket.cancelled.is_set
+        digests = Capture(plan, head.chunk, self._arena, digest, dispatch, stop).run()
+        version = Version.build(head, plan.leaves, plan.shards(), digests)
+        check_whole(version)
+        self.parent = version.id
+        return version
+
+    @staticmethod
+    def _end(work: _Work, outcome: Version | BaseException) -> None:
+        if isinstance(outcome, Version):
+            work.ticket.captured.set_result(outcome)
+        else:
+            work.ticket.captured.set_exception(outcome)
+        for intake in work.intakes:
+            intake.feed(outcome)
+
+    def _in_use(self, name: str) -> Callable[[], set[int]]:
+        """Numbers of saves that a slower tier has yet to read from this one."""
+        slower = list(self._shelves)[list(self._shelves).index(name) + 1 :]
+
+        def pinned() -> set[int]:
+            with self._lock:
+                return {t.head.seq for t in self._tickets for s in slower if s in t.tiers and not t.tiers[s].done()}
+
+        return pinned
+
+    def _settled(self, ticket: Ticket) -> None:
+        for name in ticket.tiers:
+            if ticket.error(name) is not None and self._last.get(name) == (ticket.head.step, ticket.head.time):
+                # What did not arrive does not count for the cadence: the next save goes there instead.
+                self._last[name] = None
+            if isinstance(ticket.error(name), AlreadyExists):
+                # Another writer took the number: look again at what is taken before the next save.
+                self._seq = None
+
+    @staticmethod
+    def _is_over(ticket: Ticket) -> bool:
+        """Nothing is under way, and nothing is left to tell."""
+        return ticket.settled() and all(ticket.error(n) is None or n in ticket.told for n in ticket.tiers)
+
+    def _raise_if_lost(self) -> None:
+        """An earlier save that reached no persistent tier at all is told at the next one, once."""
+        for ticket in list(self._tickets):
+            lasting = [n for n in ticket.tiers if self._shelves[n].tier.traits.persistent]
+            errors = [ticket.error(n) for n in lasting]
+            if lasting and all(errors) and not ticket.told & set(lasting):
+                ticket.told |= set(ticket.tiers)
+                error = errors[0]
+                assert error is not None
+                error.add_note(f"this is what became of the save of step {ticket.head.step}; it has no durable copy")
+                raise error
+
+    def failures(self) -> list[tuple[Ticket, str, BaseException]]:
+        """What went wrong and has been told to nobody yet; it counts as told from now on."""
+        found = []
+        for ticket in self._tickets:
+            for name in ticket.tiers:
+                error = ticket.error(name)
+                if error is not None and name not in ticket.told:
+                    ticket.told.add(name)
+                    found.append((ticket, name, error))
+        return found
+
+    def close(self, timeout: float | None = None) -> None:
+        """Bring what is under way to every tier, and end the threads.
+
+        Raises:
+            TierUnavailable: it was not done within ``timeout`` seconds; the message says what was not.
+        """
+        if self._thread is None or os.getpid() != self._pid:
+            return
+        end = None if timeout is None else time.monotonic() + timeout
+        self._captures.put(None)
+        for lane in self.lanes.values():
+            lane.end()
+        self._thread.join(timeout)
+        for lane in self.lanes.values():
+            lane.join(None if end is None else max(0.0, end - time.monotonic()))
+        late = [f"step {t.head.step} to {n}" for t in self._tickets for n, f in t.tiers.items() if not f.done()]
+        if late:
+            for ticket in self._tickets:
+                ticket.cancelled.set()
+            self._arena.wake()
+            raise TierUnavailable(f"closed after {timeout} s while still under way: {', '.join(late)}")
+        self._thread = None

@@ -1,0 +1,202 @@
+"""Lanes: one thread per tier, in which saves are published in their order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+
+from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
+from tierstate.manifest.index import as_array
+from tierstate.manifest.record import Record
+from tierstate.manifest.version import Version
+
+from .arena import Arena
+from .capture import Batch
+from .fetch import Fetch, Holding
+from .publication import Publication
+from .shelf import Shelf
+from .ticket import Ticket
+
+log = logging.getLogger("tierstate")
+
+HISTORY = 1024
+"""Saves whose times are remembered."""
+
+
+class Job(Protocol):
+    """One save's way into one tier."""
+
+    ticket: Ticket
+    publication: Publication
+
+    def run(self) -> Record:
+        """Publish; raises what went wrong, with nothing left behind."""
+
+
+class Intake:
+    """Publishes a save from the slabs of its capture, while the capture still runs."""
+
+    def __init__(self, ticket: Ticket, publication: Publication) -> None:
+        self.ticket, self.publication = ticket, publication
+        self._queue: SimpleQueue[Batch | Version | BaseException] = SimpleQueue()
+
+    def feed(self, item: Batch | Version | BaseException) -> None:
+        """The next slab, with a lease that is this intake's; at the end the version, or why there will be none."""
+        self._queue.put(item)
+
+    def run(self) -> Record:
+        """Write slab by slab, then commit. A failure is kept until the capture ends: it must not have to wait."""
+        failure: BaseException | None = None
+        while isinstance(item := self._queue.get(), Batch):
+            try:
+                if failure is None:
+                    self._write(item)
+            except Exception as error:
+                failure = error
+            finally:
+                item.slab.release()
+        try:
+            if failure is not None:
+                raise failure
+            if isinstance(item, BaseException):
+                raise item
+            return self.publication.commit(item)
+        except BaseException as error:
+            self.publication.abort(error)
+            raise
+
+    def _write(self, batch: Batch) -> None:
+        for i in self.publication.missing(batch.rows, as_array(batch.digests)):
+            raw = batch.slab.buffer[batch.at[i] : batch.at[i] + batch.nbytes[i]]
+            self.publication.write(batch.rows[i], raw, batch.digests[i], batch.slab)
+
+
+class Copy:
+    """Publishes a save from the tiers that have it already: a cascade.
+
+    Args:
+        sources: the run in those tiers, nearest first.
+    """
+
+    def __init__(self, ticket: Ticket, publication: Publication, sources: Sequence[Shelf], arena: Arena) -> None:
+        self.ticket, self.publication = ticket, publication
+        self._sources, self._arena = sources, arena
+
+    def run(self) -> Record:
+        """Wait for the sources, read what this tier lacks, verified, and write it."""
+        version = self.ticket.captured.result()
+        holdings = self._holdings()
+        try:
+            rows = np.arange(len(version.digests))
+            missing = [int(rows[i]) for i in self.publication.missing(rows.tolist(), version.digests)]
+            fetch = Fetch(version, holdings, self._arena, stop=self.ticket.cancelled.is_set)
+            fetch.run(
+                missing,
+                lambda row, raw, slab: self.publication.write(row, raw, version.digests[row].tobytes(), slab),
+            )
+            return self.publication.commit(version)
+        except BaseException as error:
+            self.publication.abort(error)
+            raise
+
+    def _holdings(self) -> list[Holding]:
+        """Tiers in which the save has arrived; all are waited for, since they may hold different leaves."""
+        holdings, errors = [], []
+        for shelf in self._sources:
+            try:
+                record = self.ticket.tiers[shelf.name].result()
+            except TierstateError as error:
+                errors.append(error)
+            else:
+                holdings.append(Holding(shelf, record.layout))
+        if not holdings:
+            told = "; ".join(f"{s.name}: {e}" for s, e in zip(self._sources, errors, strict=True))
+            raise TierUnavailable(
+                f"step {self.ticket.head.step} cannot go on to {self.publication.shelf.name}: "
+                f"no faster tier has it ({told})",
+                tier=self.publication.shelf.name,
+            )
+        return holdings
+
+
+class Lane:
+    """The thread of one tier.
+
+    Args:
+        shelf: the run in the tier.
+        in_use: numbers that retention must leave alone for now.
+        settled: called after each job.
+    """
+
+    def __init__(self, shelf: Shelf, in_use: Callable[[], set[int]], settled: Callable[[Ticket], None]) -> None:
+        self.shelf = shelf
+        self._in_use, self._settled = in_use, settled
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self.waiting = 0
+        self.healthy = True
+        self.saves = 0
+        self.failures = 0
+        self.seconds: deque[float] = deque(maxlen=HISTORY)
+        self.raw = 0
+        self.stored = 0
+        self._thread = threading.Thread(target=self._run, name=f"tierstate-{shelf.name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Add a save; it is published after those before it."""
+        self.waiting += 1
+        self._queue.put(job)
+
+    def end(self) -> None:
+        """No more saves come."""
+        self._queue.put(None)
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the thread to end; whether it did."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            self._publish(job)
+            self.waiting -= 1
+            self._settled(job.ticket)
+            # The job holds the version and its tables: not until the next save comes.
+            del job
+
+    def _publish(self, job: Job) -> None:
+        ticket = job.ticket
+        if not self.shelf.tier.traits.persistent:
+            # A tier that forgets anyway drops its oldest versions before the next one comes, not after.
+            self._retire(room_for_one=True)
+        try:
+            record = job.run()
+        except BaseException as error:
+            self._fail(job, error)
+            return
+        self.healthy = True
+        self.saves += 1
+        self.raw += record.version.nbytes
+        self.stored += job.publication.stored
+        self.seconds.append(ticket.committed(self.shelf.name, record))
+        self._retire()
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        self.failures += 1
+        name = self.shelf.name
+        if isinstance(error, TierstateError) and not isinstance(error, CaptureError):
+            self.healthy = False
+        log.error("step %d was not saved to %s: %s", job.ticket.head.step, name, error)
+        job.ticket.failed(name, error)
+
+    def _retire(self, *, room_for_one: bool = False) -> None:
+        try:
+            self.shelf.retire(self._in_use(), room_for_one=room_for_one)
+        except TierstateError as error:
+            log.warning("%s: old versions could not be dropped, which is tried again: %s", self.shelf.name, error)

@@ -1,0 +1,176 @@
+"""Packs: objects of many encoded chunks, back to back, with a footer that says what they are.
+
+::
+
+    chunk | chunk | ... | footer: a table | u32 length of the table | xxh3-128 of the table | magic (8 bytes)
+
+Small chunks follow each other without a gap; chunks of 1 MiB and more start at a multiple of 4 KiB, so that they can
+be read directly into aligned memory. The footer has one row per chunk, from which layouts can be rebuilt.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tierstate.manifest import columns as col
+from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
+from tierstate.manifest.digest import checksum
+from tierstate.manifest.errors import FormatError
+from tierstate.manifest.index import as_array
+from tierstate.manifest.layout import Place
+
+from .base import ObjectWriter, Range, Release, Tier
+
+MAGIC = b"\x89TSP\r\n\x1a\n"
+BLOCK = 4096
+BIG = 1 << 20
+MAX_PACK = 4 << 30
+"""A save's bytes go into as few packs as this length allows: one large file per rank is what file systems like."""
+
+MEND = "mend"
+"""What stands in place of a pack's number when it holds chunks that were damaged elsewhere."""
+
+MAX_FOOTER = 256 << 20
+_TRAILER = 4 + 16 + 8
+_ZEROS = torch.zeros(BLOCK, dtype=torch.uint8)
+
+
+class Row(NamedTuple):
+    """A footer's row: the chunk's digest and raw length, and where and how it is stored."""
+
+    digest: bytes
+    nbytes: int
+    place: Place
+
+
+class PackWriter:
+    """The packs of one save to one tier, opened as they are needed.
+
+    Args:
+        tier: where they go.
+        run, seq, rank: what they are named after.
+        label: what stands in place of the pack's number, if not its number.
+    """
+
+    def __init__(self, tier: Tier, run: str, seq: int, rank: int = 0, label: str = "") -> None:
+        self._tier, self._run, self._label = tier, run, label
+        self._stem = f"packs/{run}/{seq:012d}-{rank}"
+        self._object: ObjectWriter | None = None
+        self._key, self._at = "", 0
+        self._rows: list[Row] = []
+        self.sizes: dict[str, int] = {}
+        self.stored = 0
+
+    def add(self, data: Buffer, digest: bytes, nbytes: int, codec: str, release: Release | None = None) -> Place:
+        """Append one encoded chunk; ``release`` is called when the tier needs ``data`` no longer, also on an error."""
+        try:
+            pack = self._room(len(data))
+        except BaseException:
+            if release is not None:
+                release()
+            raise
+        place = Place(self._key, self._at, len(data), codec)
+        pack.append(data, release)
+        self._at += len(data)
+        self.stored += len(data)
+        self._rows.append(Row(digest, nbytes, place))
+        return place
+
+    def _room(self, nbytes: int) -> ObjectWriter:
+        """The open pack, at a place fit for a chunk of that length."""
+        if self._object is not None and self._at + nbytes + BLOCK > MAX_PACK:
+            self._finish()
+        if self._object is None:
+            label = self._label or str(len(self.sizes))
+            self._key = f"{self._stem}-{label}-{uuid.uuid4().hex[:12]}"
+            self._object, self._at = self._tier.writer(self._key), 0
+        if nbytes >= BIG and (gap := -self._at % BLOCK):
+            self._object.append(_ZEROS[:gap])
+            self._at += gap
+        return self._object
+
+    def close(self) -> dict[str, int]:
+        """Make all packs visible and durable; their lengths by key."""
+        if self._object is not None:
+            self._finish()
+        return self.sizes
+
+    def _finish(self) -> None:
+        assert self._object is not None
+        footer = as_buffer(encode_footer(self._rows))
+        self._object.append(footer)
+        # Forget the writer only once it closed: after an error, abort() must still reach it.
+        self._object.close()
+        self.sizes[self._key] = self._at + len(footer)
+        self._object, self._rows = None, []
+
+    def abort(self) -> None:
+        """Leave nothing: the open pack is aborted, closed ones are deleted."""
+        if self._object is not None:
+            self._object.abort()
+            self._object = None
+        for key in self.sizes:
+            self._tier.delete(key)
+        self.sizes = {}
+
+
+def encode_footer(rows: list[Row]) -> bytes:
+    """The footer of a pack that holds these chunks."""
+    codecs = sorted({r.place.codec for r in rows})
+    table = col.encode(
+        {"codecs": codecs, "requires": []},
+        {
+            "chunk.digest": as_array([r.digest for r in rows]).reshape(-1),
+            "chunk.nbytes": np.array([r.nbytes for r in rows], "<u4"),
+            "chunk.offset": np.array([r.place.offset for r in rows], "<u8"),
+            "chunk.stored": np.array([r.place.stored for r in rows], "<u4"),
+            "chunk.codec": np.array([codecs.index(r.place.codec) for r in rows], "<u1"),
+        },
+    )
+    return table + len(table).to_bytes(4, "little") + checksum(table) + MAGIC
+
+
+def read_footer(tier: Tier, key: str) -> list[Row]:
+    """What a pack says it holds.
+
+    Raises:
+        FormatError: the object is no pack, or its footer is damaged.
+        TierError: the tier could not be read.
+    """
+    size = tier.size(key)
+    if size < _TRAILER:
+        raise FormatError(f"{tier.name}: {key}: {size} bytes are no pack")
+    trailer = bytes(view(_read(tier, key, size - _TRAILER, _TRAILER)))
+    length = int.from_bytes(trailer[:4], "little")
+    if trailer[20:] != MAGIC or length > min(size - _TRAILER, MAX_FOOTER):
+        raise FormatError(f"{tier.name}: {key}: does not end like a pack")
+    table = view(_read(tier, key, size - _TRAILER - length, length)).toreadonly()
+    if checksum(table) != trailer[4:20]:
+        raise FormatError(f"{tier.name}: {key}: its footer is not what was written")
+    return list(_rows(table, key, size - _TRAILER - length))
+
+
+def _read(tier: Tier, key: str, offset: int, nbytes: int) -> Buffer:
+    out = empty_buffer(nbytes)
+    tier.read(key, [Range(offset, out)])
+    return out
+
+
+def _rows(table: memoryview, key: str, end: int) -> Iterator[Row]:
+    what = f"footer of {key}"
+    head, columns = col.decode(table, what)
+    codecs = [str(c) for c in col.field(head, "codecs", list, what)]
+    nbytes = col.column(columns, "chunk.nbytes", "<u4", what)
+    digests = col.column(columns, "chunk.digest", "<u8", what, 2 * len(nbytes)).reshape(-1, 2)
+    offset = col.column(columns, "chunk.offset", "<u8", what, len(nbytes)).tolist()
+    stored = col.column(columns, "chunk.stored", "<u4", what, len(nbytes)).tolist()
+    codec = col.column(columns, "chunk.codec", "<u1", what, len(nbytes)).tolist()
+    for i, n in enumerate(nbytes.tolist()):
+        if codec[i] >= len(codecs) or offset[i] + stored[i] > end:
+            raise FormatError(f"{what}: chunk {i} lies outside the pack, or has no codec")
+        yield Row(digests[i].tobytes(), n, Place(key, offset[i], stored[i], codecs[codec[i]]))

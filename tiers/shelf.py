@@ -1,0 +1,197 @@
+"""A shelf: one run in one tier, as this process knows it: its newest record, what can be reused, what was mended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from tierstate.manifest.errors import FormatError, NotFound, TierstateError
+from tierstate.manifest.index import Array, DigestIndex
+from tierstate.manifest.layout import Layout, Place
+from tierstate.manifest.log import Log, runs
+from tierstate.manifest.record import Record
+from tierstate.manifest.retention import Decision, Keep, Mark, decide
+
+from .base import Tier
+from .packs import MEND, Row, read_footer
+
+log = logging.getLogger("tierstate")
+
+
+class _Known(NamedTuple):
+    """What retention needs of a committed version."""
+
+    mark: Mark
+    objects: frozenset[str]
+
+
+class Shelf:
+    """One run in one tier.
+
+    Args:
+        tier: the tier.
+        run: the run.
+        keep: its retention; None keeps everything.
+    """
+
+    def __init__(self, tier: Tier, run: str, keep: Keep | None = None) -> None:
+        self.tier, self.run, self.keep = tier, run, keep
+        self.log = Log(tier, run)
+        self._lock = threading.Lock()
+        self._newest: Record | None = None
+        self._opened = False
+        self._known: dict[int, _Known] = {}
+        self._mends: dict[bytes, Place] | None = None
+        self._sound: dict[str, bool] = {}
+        self._indexed: tuple[Record, DigestIndex] | None = None
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self.tier.name
+
+    def newest(self) -> Record | None:
+        """The newest readable record; those behind an unreadable one are passed over with a warning.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+        with self._lock:
+            if not self._opened:
+                self._newest = self._find_newest()
+                self._opened = True
+            return self._newest
+
+    def _find_newest(self) -> Record | None:
+        for found in self.log.newest_first():
+            if found.record is not None:
+                return found.record
+            if isinstance(found.error, (FormatError, NotFound)):
+                log.warning("%s: version %d of run %s is passed over: %s", self.name, found.seq, self.run, found.error)
+            elif found.error is not None:
+                raise found.error
+        return None
+
+    def highest_seq(self) -> int:
+        """The highest number taken in this tier, whether its record is readable or not; 0 for an empty log."""
+        seqs = self.log.seqs()
+        return seqs[-1] if seqs else 0
+
+    def reusable(self, digests: Array) -> list[Place | None]:
+        """For each of ``(n, 2)`` digests, where this tier has that chunk by its newest record, if it does.
+
+        Only the newest record counts: it is never dropped, so what it names stays. A pack that is gone or has another
+        length is not relied upon; a chunk that was mended is found at its new place.
+        """
+        record = self.newest()
+        if record is None:
+            return [None] * len(digests)
+        index = self._index_of(record)
+        found = []
+        for row, digest in zip(index.find(digests).tolist(), digests, strict=True):
+            place = record.layout.place(row) if row >= 0 else None
+            mended = self.mended(digest.tobytes()) if place else None
+            found.append(mended or (place if place and self._is_sound(place.object, record.layout) else None))
+        return found
+
+    def _index_of(self, record: Record) -> DigestIndex:
+        if self._indexed is None or self._indexed[0] is not record:
+            # Absent rows get a digest that no chunk has, so that the index keeps the version's row numbers.
+            digests = np.where(record.layout.present[:, None], record.version.digests, np.uint64(0))
+            self._indexed = record, DigestIndex(digests)
+        return self._indexed[1]
+
+    def _is_sound(self, key: str, layout: Layout) -> bool:
+        """Whether a pack is there with its whole length; asked once per pack and process."""
+        if key not in self._sound:
+            try:
+                self._sound[key] = self.tier.size(key) == layout.size_of(key)
+            except NotFound:
+                self._sound[key] = False
+            if not self._sound[key]:
+                log.warning("%s: pack %s is missing or truncated: its chunks are written again", self.name, key)
+        return self._sound[key]
+
+    def mended(self, digest: bytes) -> Place | None:
+        """Where a chunk that had been damaged in this tier was written again, if it was."""
+        with self._lock:
+            if self._mends is None:
+                self._mends = self._load_mends()
+            return self._mends.get(digest)
+
+    def _load_mends(self) -> dict[bytes, Place]:
+        found: dict[bytes, Place] = {}
+        for key in self.tier.list(f"packs/{self.run}/"):
+            if f"-{MEND}-" in key:
+                try:
+                    found |= {row.digest: row.place for row in read_footer(self.tier, key)}
+                except (FormatError, NotFound) as error:
+                    log.warning("%s: a mended pack cannot be used: %s", self.name, error)
+        return found
+
+    def add_mends(self, rows: Collection[Row]) -> None:
+        """Remember chunks that this process has just written again."""
+        with self._lock:
+            self._mends = (self._mends or {}) | {row.digest: row.place for row in rows}
+
+    def distrust(self, key: str) -> None:
+        """A pack was found damaged: later saves must not build on it."""
+        self._sound[key] = False
+
+    def publish(self, record: Record) -> None:
+        """Commit a record; from then on it is what later saves reuse chunks from."""
+        self.log.commit(record)
+        with self._lock:
+            self._newest, self._opened = record, True
+            for key, size in zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True):
+                self._sound.setdefault(key, bool(size))
+
+    def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> Decision:
+        """Drop what the policy does not keep: first the records, then the packs that no other record names.
+
+        Args:
+            in_use: numbers that a cascade still reads from here; they stay for now.
+            room_for_one: the version that is about to come counts as one of the ``last``.
+        """
+        keep = self.keep
+        if keep is None or keep.all:
+            return Decision({}, ())
+        if room_for_one and keep.last:
+            keep = Keep(last=max(1, keep.last - 1), every=keep.every)
+        self._learn()
+        decision = decide([k.mark for k in self._known.values()], keep, in_use)
+        for seq in decision.drop:
+            self._drop(seq)
+        return decision
+
+    def _learn(self) -> None:
+        """Read the records that this process does not know yet; forget those that are gone."""
+        seqs = self.log.seqs()
+        self._known = {seq: known for seq, known in self._known.items() if seq in set(seqs)}
+        for seq in seqs:
+            if seq not in self._known:
+                try:
+                    record = self.log.read(seq)
+                except TierstateError as error:
+                    log.warning("%s: version %d of run %s is left alone: %s", self.name, seq, self.run, error)
+                    continue
+                self._known[seq] = _Known(Mark(seq, record.version.head.step), frozenset(record.layout.objects))
+
+    def _drop(self, seq: int) -> None:
+        objects = self._known.pop(seq).objects
+        self.log.forget(seq)
+        # Packs are judged after the record is gone: interrupted here, they are left over, never missing.
+        used = self._named_elsewhere()
+        for key in sorted(objects - used) if used is not None else ():
+            if f"-{MEND}-" not in key:
+                self.tier.delete(key)
+
+    def _named_elsewhere(self) -> set[str] | None:
+        """Packs that any record in this tier names; None if a record cannot be read, since then nobody knows."""
+        if runs(self.tier) not in ([], [self.run]) or set(self.log.seqs()) - set(self._known):
+            return None
+        return set().union(*(known.objects for known in self._known.values()))

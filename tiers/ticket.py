@@ -1,0 +1,91 @@
+"""A ticket: one save under way, and what became of it in each tier."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from tierstate.manifest.errors import CaptureError, NotFound, TierUnavailable
+from tierstate.manifest.head import Head
+from tierstate.manifest.record import Record
+from tierstate.manifest.version import Version
+
+
+class Ticket:
+    """One save under way.
+
+    Attributes:
+        head: the version's head, without what is known only when all is captured.
+        nbytes: raw bytes of the state.
+        captured: the version, once every byte has been copied out.
+        tiers: per tier that this save goes to, the record once it is committed there.
+        elsewhere: per tier that this save does not go to, why not.
+        skipped: the arena was full and the policy says skip: nothing was saved.
+        seconds: time from the call to each tier's commit.
+    """
+
+    def __init__(self, head: Head, nbytes: int, tiers: Sequence[str], elsewhere: Mapping[str, str]) -> None:
+        self.head, self.nbytes = head, nbytes
+        self.captured: Future[Version] = Future()
+        self.tiers: dict[str, Future[Record]] = {name: Future() for name in tiers}
+        self.elsewhere = dict(elsewhere)
+        self.skipped = False
+        self.seconds: dict[str, float] = {}
+        self.cancelled = threading.Event()
+        self.told: set[str] = set()
+        self._start = time.monotonic()
+
+    def committed(self, tier: str, record: Record) -> float:
+        """The version is committed to a tier. Returns the seconds since the call of save."""
+        self.seconds[tier] = time.monotonic() - self._start
+        self.tiers[tier].set_result(record)
+        return self.seconds[tier]
+
+    def failed(self, tier: str, error: BaseException) -> None:
+        """The version will not come to be on a tier."""
+        self.tiers[tier].set_exception(error)
+
+    def skip(self) -> None:
+        """Nothing is saved this time."""
+        self.skipped = True
+        error = CaptureError(f"the save of step {self.head.step} was skipped: the arena was full (on_full: skip)")
+        self.captured.set_exception(error)
+        for future in self.tiers.values():
+            future.set_exception(error)
+
+    def error(self, tier: str) -> BaseException | None:
+        """What went wrong on a tier, if it is known by now."""
+        future = self.tiers[tier]
+        return future.exception() if future.done() else None
+
+    def done(self, tier: str) -> bool:
+        """Whether the version is committed on a tier by now."""
+        future = self.tiers.get(tier)
+        return future is not None and future.done() and future.exception() is None
+
+    def wait(self, tier: str, timeout: float | None = None) -> Record:
+        """Wait until the version is committed on a tier.
+
+        Raises:
+            NotFound: this save does not go to that tier.
+            TierUnavailable: it was not done within ``timeout`` seconds; it goes on.
+            TierstateError: what went wrong.
+        """
+        if tier not in self.tiers:
+            why = self.elsewhere.get(tier, "the policy has no such tier")
+            raise NotFound(f"the save of step {self.head.step} does not go to tier {tier!r}: {why}", tier=tier)
+        try:
+            record = self.tiers[tier].result(timeout)
+        except FutureTimeout:
+            raise TierUnavailable(f"step {self.head.step} is not on {tier} after {timeout} s yet", tier=tier) from None
+        except BaseException:
+            self.told.add(tier)
+            raise
+        return record
+
+    def settled(self) -> bool:
+        """Whether nothing of this save is under way any more."""
+        return self.captured.done() and all(f.done() for f in self.tiers.values())

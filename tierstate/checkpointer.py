@@ -1,0 +1,304 @@
+"""The front door: a Checkpointer saves a run's state through a policy and restores it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from tierstate.manifest.diff import LeafDiff, diff
+from tierstate.manifest.errors import CaptureError, TierstateError
+from tierstate.manifest.head import Head
+from tierstate.manifest.leaf import Path, check_glob, matches_any
+from tierstate.manifest.log import check_run
+from tierstate.manifest.retention import Keep
+from tierstate.providers.target import NEW
+from tierstate.providers.tree import Tree, flatten
+from tierstate.tiers.arena import Arena
+from tierstate.tiers.capture import Plan, Source
+from tierstate.tiers.catalog import Catalog
+from tierstate.tiers.flow import Flow
+from tierstate.tiers.lane import HISTORY
+from tierstate.tiers.placement import may_pickle
+from tierstate.tiers.policy import Policy, TierPolicy
+from tierstate.tiers.registry import open_tier
+from tierstate.tiers.shelf import Shelf
+from tierstate.tiers.verify import Report, Verifier
+
+from .finding import OnDamage, Restored, Wanted, find, restore
+from .info import Stats, TierStats, VersionInfo
+from .save import Save
+
+log = logging.getLogger("tierstate")
+
+
+class Checkpointer:
+    """Saves and restores the state of one run.
+
+    Args:
+        policy: which state goes to which tier; a `Policy`, or the path of a policy file.
+        run: name of the run: letters, digits, ``.``, ``_`` and ``-``.
+        process_group: the ranks that save together. This release saves from one rank.
+        allow_pickle: globs of leaves that may be saved and loaded as pickles, beside those the policy's rules allow.
+            Loading a pickle runs whatever code it holds.
+
+    Raises:
+        PolicyError: the policy cannot be used.
+        TierstateError: a tier could not be opened.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str | os.PathLike[str],
+        run: str,
+        process_group: Any = None,
+        *,
+        allow_pickle: Sequence[str] = (),
+    ) -> None:
+        if process_group is not None and torch.distributed.get_world_size(process_group) > 1:
+            raise TierstateError("this release saves from one rank; a process group of many ranks comes later")
+        self.policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+        self.run = check_run(run)
+        self._pickles = _allows(self.policy, [check_glob(p) for p in allow_pickle])
+        self._arena = Arena(self.policy.arena.size, self.policy.chunk)
+        self._shelves = [Shelf(self._open(tier), run, _keep(tier)) for tier in self.policy.tiers]
+        self._flow = Flow(self.policy, self._shelves, self._arena)
+        self._blocked: deque[float] = deque(maxlen=HISTORY)
+        self._saves = 0
+        self._closed = False
+        self.restored: VersionInfo | None = None
+        """The version that the last `restore` or `load` gave."""
+        atexit.register(self._at_exit)
+
+    def _open(self, tier: TierPolicy) -> Any:
+        return open_tier(tier.name, tier.type, tier.options, self._arena)
+
+    def save(self, state: Any, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
+        """Save a state. Returns once every byte of it is captured: from then on it may change again.
+
+        Args:
+            state: nested dict, list, tuple of tensors, arrays, plain values, modules, optimizers, or anything with a
+                provider.
+            step: the training step, 0 or more.
+            metadata: JSON values to find with the version, such as the loss.
+
+        Raises:
+            CaptureError: the state could not be copied; nothing was saved.
+            TierstateError: an earlier save reached no persistent tier; told once, and this save was not made.
+        """
+        start = time.monotonic()
+        self._check_open()
+        tree = flatten(state, allow_pickle=self._pickles)
+        head = Head(
+            self.run,
+            self._flow.next_seq(),
+            _checked_step(step),
+            time.time(),
+            chunk=self.policy.chunk,
+            digest=self.policy.digest,
+            metadata=_checked(metadata),
+        )
+        ticket = self._flow.submit(_plan(tree), head)
+        try:
+            if not ticket.skipped:
+                ticket.captured.result()
+        except BaseException:
+            # The state must not be given back while a byte of it is still being read.
+            ticket.cancelled.set()
+            self._arena.wake()
+            ticket.captured.exception()
+            ticket.told |= set(ticket.tiers)
+            raise
+        self._saves += 1
+        self._blocked.append(time.monotonic() - start)
+        return Save(ticket, self.policy.durable)
+
+    def restore(
+        self,
+        into: Any,
+        *,
+        step: int | None = None,
+        version: str | None = None,
+        only: Sequence[str] | None = None,
+        on_damage: OnDamage = "raise",
+    ) -> Any:
+        """Restore a state in place, and return it.
+
+        Tensors, arrays, modules, optimizers and generators are filled where they are; plain values are replaced in
+        their dicts and lists. Every chunk is verified before it is written.
+
+        Args:
+            into: the state to fill, of the structure that was saved.
+            step, version: which version, by step or by the beginning of its id; by default the newest whole one.
+            only: globs of leaf paths; what does not match is left as it is.
+            on_damage: ``older`` goes back to the newest version that is whole instead of raising `Damaged`.
+
+        Raises:
+            NotFound: there is no such version.
+            StateMismatch: leaves are missing, unexpected, or of another shape or dtype; nothing was touched.
+            Damaged: a chunk is whole in no tier.
+        """
+        return self._restore(Wanted(step, version, into, only, None, on_damage, self._pickles))
+
+    def load(
+        self,
+        *,
+        step: int | None = None,
+        version: str | None = None,
+        only: Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        on_damage: OnDamage = "raise",
+    ) -> Any:
+        """A version as a fresh state, without a template: containers as they were, modules and optimizers as their
+        ``state_dict``.
+
+        Args:
+            device: where tensors go; by default the host.
+            step, version, only, on_damage: as in `restore`. With ``only``, a list of which not all items match comes
+                back as a dict by index.
+
+        Raises: as `restore`.
+        """
+        place = torch.device(device) if device is not None else None
+        return self._restore(Wanted(step, version, NEW, only, place, on_damage, self._pickles))
+
+    def _restore(self, wanted: Wanted) -> Any:
+        self._check_open()
+        found: Restored = restore(self._catalog(), self._arena, self.run, wanted)
+        self.restored = VersionInfo.of(found.entry)
+        self._flow.parent = self.restored.id
+        log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
+        return found.state
+
+    def versions(self) -> list[VersionInfo]:
+        """All versions of the run over all tiers, oldest first."""
+        places = list(self._catalog().newest_first())
+        return [VersionInfo.of(entry) for place in reversed(places) for entry in reversed(place.entries)]
+
+    def leaves(self, *, step: int | None = None, version: str | None = None) -> list[Any]:
+        """The leaves of a version, in the state's order: path, kind, dtype, shape.
+
+        Raises:
+            NotFound: there is no such version.
+        """
+        return list(find(self._catalog(), self.run, Wanted(step, version)).version.leaves)
+
+    def diff(self, old: int, new: int) -> list[LeafDiff]:
+        """What changed from one step to another, leaf by leaf, by digests alone."""
+        entries = [find(self._catalog(), self.run, Wanted(step)) for step in (old, new)]
+        return diff(entries[0].version, entries[1].version)
+
+    def verify(self, *, deep: bool = False, progress: Callable[[int], None] = lambda _nbytes: None) -> Report:
+        """Whether the tiers have what they claim to have.
+
+        Args:
+            deep: read and digest every chunk; otherwise records, and packs by presence and length.
+            progress: called with the raw bytes read since the last call.
+        """
+        return Verifier(self._catalog(), self._arena, data=deep, progress=progress).run()
+
+    def stats(self) -> Stats:
+        """What this Checkpointer has done so far."""
+        tiers = {}
+        for shelf in self._shelves:
+            lane = self._flow.lanes.get(shelf.name)
+            if lane is None:
+                tiers[shelf.name] = TierStats()
+                continue
+            tiers[shelf.name] = TierStats(
+                lane.raw, lane.stored, lane.saves, lane.failures, lane.waiting, tuple(lane.seconds), lane.healthy
+            )
+        peak = self._arena.peak * self._arena.slab_size
+        return Stats(self._saves, self._flow.skipped, tuple(self._blocked), peak, tiers)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Bring what is under way to every tier it is due in, then let go of everything.
+
+        Args:
+            timeout: seconds to wait at most.
+
+        Raises:
+            TierstateError: a save did not arrive somewhere and nobody has been told yet; every such failure is listed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            self._flow.close(timeout)
+        finally:
+            failures = self._flow.failures()
+            for shelf in self._shelves:
+                shelf.tier.close()
+        if failures:
+            error = failures[0][2]
+            for other, place, reason in failures:
+                error.add_note(f"step {other.head.step} did not arrive at {place}: {reason}")
+            raise error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except TierstateError as failure:
+            if error is None:
+                raise
+            # What went wrong in the block comes first; what went wrong with the saves must not hide it.
+            error.add_note(f"and saves failed too: {failure}")
+
+    def _at_exit(self) -> None:
+        try:
+            self.close()
+        except TierstateError as failure:
+            log.error("at exit: %s", failure)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierstateError("this Checkpointer is closed; make a new one")
+
+    def _catalog(self) -> Catalog:
+        return Catalog(self._shelves)
+
+
+def _allows(policy: Policy, globs: Sequence[str]) -> Callable[[Path], bool]:
+    by_rule = may_pickle(policy)
+    return lambda path: by_rule(path) or matches_any(globs, path)
+
+
+def _keep(tier: TierPolicy) -> Keep | None:
+    keep = tier.keep
+    return None if keep is None else Keep(keep.last, keep.every, bool(keep.all))
+
+
+def _plan(tree: Tree) -> Plan:
+    sources = [
+        Source(i, node.provider.box, node.leaf.spec.nbytes, node.provider.chunks)
+        for i, node in enumerate(tree.nodes)
+        if node.provider is not None
+    ]
+    return Plan(tuple(node.leaf for node in tree.nodes), tuple(sources))
+
+
+def _checked_step(step: int) -> int:
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step={step!r}: a step is an int, 0 or more")
+    return step
+
+
+def _checked(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    try:
+        return dict(json.loads(json.dumps(dict(metadata or {}))))
+    except (TypeError, ValueError) as error:
+        raise CaptureError(f"metadata must be JSON values: {error}; convert tensors by float(...)") from error

@@ -1,0 +1,192 @@
+"""Finding the version to restore, and restoring it from whatever tiers have it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import Damaged, NotFound, StateMismatch, TierstateError
+from tierstate.manifest.leaf import Path
+from tierstate.providers.base import Provider
+from tierstate.providers.target import NEW, Target, plan_restore
+from tierstate.tiers.arena import Arena, Slab
+from tierstate.tiers.catalog import Catalog, Entry, Place
+from tierstate.tiers.fetch import Fetch
+from tierstate.tiers.mend import Mender
+
+log = logging.getLogger("tierstate")
+
+OnDamage = Literal["raise", "older"]
+WORKERS = 4
+
+
+class Wanted(NamedTuple):
+    """Which version, and which part of it, goes where.
+
+    Attributes:
+        step, version: a step, or the beginning of an id; neither: the newest whole version.
+        into: the state to restore in place, or NEW for a fresh one.
+        only: globs of leaf paths; None: everything.
+        device: where fresh tensors go.
+        on_damage: ``raise``, or ``older`` to go back to the newest version that is whole.
+        allow_pickle: leaves whose pickles may be loaded.
+    """
+
+    step: int | None = None
+    version: str | None = None
+    into: Any = NEW
+    only: Sequence[str] | None = None
+    device: torch.device | None = None
+    on_damage: OnDamage = "raise"
+    allow_pickle: Callable[[Path], bool] = lambda _path: False
+
+
+class Restored(NamedTuple):
+    """A state, and the version it came from."""
+
+    state: Any
+    entry: Entry
+
+
+def restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restored:
+    """Restore the newest version that fits and is whole.
+
+    Raises:
+        NotFound: there is no such version.
+        StateMismatch: its leaves do not fit the given state, which is untouched.
+        Damaged: a part of it is whole in no tier. If bytes had been restored in place by then, the message says so.
+    """
+    passed: list[str] = []
+    for entry in _candidates(catalog, wanted, passed):
+        target = plan_restore(
+            entry.version.leaves,
+            into=wanted.into,
+            only=wanted.only,
+            device=wanted.device,
+            allow_pickle=wanted.allow_pickle,
+        )
+        _check_unsharded(entry, target)
+        try:
+            if not _is_whole(entry, target, wanted, passed):
+                continue
+            state = _fill(entry, target, arena)
+        except Damaged as error:
+            if wanted.on_damage == "raise":
+                if wanted.into is not NEW:
+                    error.add_note("the given state may be overwritten in part: do not train on from it")
+                raise
+            _pass_over(passed, _name(entry), error)
+            continue
+        return Restored(state, entry)
+    raise _none(run, wanted, catalog, passed)
+
+
+def find(catalog: Catalog, run: str, wanted: Wanted) -> Entry:
+    """The entry that a restore would try first.
+
+    Raises:
+        NotFound: there is no such version.
+    """
+    passed: list[str] = []
+    for entry in _candidates(catalog, wanted, passed):
+        return entry
+    raise _none(run, wanted, catalog, passed)
+
+
+def _candidates(catalog: Catalog, wanted: Wanted, passed: list[str]) -> Iterator[Entry]:
+    """Versions to try, newest first; once the wanted one is found, older ones only where damage leads back to them."""
+    reached = wanted.step is None and wanted.version is None
+    for place in catalog.newest_first():
+        if not place.entries:
+            _unreadable(place, wanted, reached, passed)
+        for entry in place.entries:
+            if reached or _fits(entry, wanted):
+                yield entry
+                reached = reached or wanted.on_damage == "older"
+
+
+def _fits(entry: Entry, wanted: Wanted) -> bool:
+    if wanted.version is not None:
+        return entry.version.id.startswith(wanted.version)
+    return entry.version.head.step == wanted.step
+
+
+def _unreadable(place: Place, wanted: Wanted, reached: bool, passed: list[str]) -> None:
+    """A version whose every record is unreadable might be the one that is wanted: not to be passed over in silence."""
+    told = "; ".join(f"{name}: {error}" for name, error in place.problems)
+    if reached and wanted.on_damage == "raise" and not all(e.transient for _, e in place.problems):
+        raise Damaged(
+            f"version {place.seq} is the newest, and its record cannot be read ({told}); "
+            "name a step, or say on_damage='older' to go back to the newest version that is whole"
+        )
+    passed.append(f"version {place.seq}: {told}")
+    log.warning("version %d is passed over: %s", place.seq, told)
+
+
+def _is_whole(entry: Entry, target: Target, wanted: Wanted, passed: list[str]) -> bool:
+    """Whether the tiers that can be reached have, together, all that is wanted of a version."""
+    rows = entry.version.rows_of(list(target.wanted))
+    absent = entry.absent(rows)
+    if not len(absent):
+        return True
+    version = entry.version
+    leaves = np.unique(version.chunk_leaf[absent])
+    first = version.leaves[int(leaves[0])].name
+    error = Damaged(
+        f"{_name(entry)} is not whole in {', '.join(entry.tiers)}: "
+        f"{len(leaves)} leaves are in none of them, {first} the first"
+    )
+    if wanted.step is not None or wanted.version is not None:
+        raise error
+    _pass_over(passed, _name(entry), error)
+    return False
+
+
+def _check_unsharded(entry: Entry, target: Target) -> None:
+    version = entry.version
+    for leaf, box in zip(version.shard_leaf.tolist(), version.boxes, strict=True):
+        if leaf in target.wanted and box.shape != version.leaves[leaf].spec.shape:
+            name = version.leaves[leaf].name
+            raise StateMismatch(f"{_name(entry)} holds {name} in shards of many ranks, which this release cannot join")
+
+
+def _pass_over(passed: list[str], name: str, error: TierstateError) -> None:
+    passed.append(f"{name}: {error}")
+    log.warning("%s is passed over: %s", name, error)
+
+
+def _name(entry: Entry) -> str:
+    head = entry.version.head
+    return f"version {head.seq} (step {head.step}) of run {head.run!r}"
+
+
+def _fill(entry: Entry, target: Target, arena: Arena) -> Any:
+    """Read what the target wants, verified, into its providers; then complete it."""
+    version = entry.version
+    mender = Mender(version, entry.holdings)
+    fetch = Fetch(version, entry.holdings, arena, workers=WORKERS, mended=mender)
+    providers: dict[int, Provider] = target.wanted
+    leaf, start = version.chunk_leaf, version.chunk_start
+
+    def sink(row: int, raw: Buffer, _slab: Slab | None) -> None:
+        providers[int(leaf[row])].load(int(start[row]), raw)
+
+    try:
+        fetch.run(version.rows_of(list(providers)).tolist(), sink)
+    finally:
+        mender.close()
+    return target.finish()
+
+
+def _none(run: str, wanted: Wanted, catalog: Catalog, passed: list[str]) -> TierstateError:
+    what = f"step {wanted.step}" if wanted.step is not None else f"id {wanted.version}" if wanted.version else ""
+    if passed:
+        return Damaged(f"run {run!r} has no whole version{' of ' + what if what else ''}: " + "; ".join(passed))
+    where = ", ".join(s.name for s in catalog.shelves)
+    lost = "".join(f"; {name} cannot be asked: {error}" for name, error in catalog.unreachable.items())
+    return NotFound(f"run {run!r} has no version{' with ' + what if what else ''} in {where}{lost}")

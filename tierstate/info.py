@@ -1,0 +1,101 @@
+"""What the face tells about versions and about the work done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierstate.tiers.catalog import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """One version of a run.
+
+    Attributes:
+        run, seq: the line and the place in it.
+        step: the training step.
+        id: 32 hexadecimal digits, the same in every tier.
+        time: seconds since 1970 when it was saved.
+        nbytes: raw bytes of the state.
+        tiers: names of the tiers that have its record, nearest first.
+        partial: those of them that hold only some of its leaves, as the policy's rules say.
+        stored: bytes that its chunks take in each tier, shared ones included.
+        tags: names given to it.
+        metadata: what the user gave at the save.
+        parent: id of the version before it.
+    """
+
+    run: str
+    seq: int
+    step: int
+    id: str
+    time: float
+    nbytes: int
+    tiers: tuple[str, ...]
+    partial: tuple[str, ...] = ()
+    stored: Mapping[str, int] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    parent: str = ""
+
+    @classmethod
+    def of(cls, entry: Entry) -> VersionInfo:
+        """What a catalogue's entry says."""
+        head = entry.version.head
+        return cls(
+            head.run,
+            head.seq,
+            head.step,
+            entry.version.id,
+            head.time,
+            entry.version.nbytes,
+            entry.tiers,
+            tuple(h.shelf.name for h in entry.holdings if not h.layout.present.all()),
+            {h.shelf.name: h.layout.stored_nbytes for h in entry.holdings},
+            metadata=dict(head.metadata),
+            parent=head.parent,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """What one tier has done in this process.
+
+    Attributes:
+        raw: bytes of the states saved there.
+        stored: bytes written for them; unchanged chunks were not written again, others may have been compressed.
+        saves: saves committed there.
+        failures: saves that did not arrive.
+        lag: saves that are under way or waiting.
+        seconds: from the call of ``save`` to the commit, of the newest saves.
+        healthy: whether its last save went well.
+    """
+
+    raw: int = 0
+    stored: int = 0
+    saves: int = 0
+    failures: int = 0
+    lag: int = 0
+    seconds: tuple[float, ...] = ()
+    healthy: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a Checkpointer has done.
+
+    Attributes:
+        saves: calls of ``save``.
+        skipped: those of them that were skipped because the arena was full.
+        blocked: seconds that each of the newest calls kept the training waiting.
+        arena_peak: most bytes of the arena in use at once, kept ones included.
+        tiers: by tier.
+    """
+
+    saves: int
+    skipped: int
+    blocked: tuple[float, ...]
+    arena_peak: int
+    tiers: Mapping[str, TierStats]
