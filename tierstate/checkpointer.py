@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import time
@@ -15,19 +14,16 @@ from typing import Any, Self
 import torch
 
 from tierstate.manifest.diff import LeafDiff, diff
-from tierstate.manifest.errors import CaptureError, TierstateError
+from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.head import Head
-from tierstate.manifest.leaf import Path, check_glob, matches_any
+from tierstate.manifest.leaf import Leaf, check_glob
 from tierstate.manifest.log import check_run
-from tierstate.manifest.retention import Keep
 from tierstate.providers.target import NEW
-from tierstate.providers.tree import Tree, flatten
+from tierstate.providers.tree import flatten
 from tierstate.tiers.arena import Arena
-from tierstate.tiers.capture import Plan, Source
 from tierstate.tiers.catalog import Catalog
 from tierstate.tiers.flow import Flow
 from tierstate.tiers.lane import HISTORY
-from tierstate.tiers.placement import may_pickle
 from tierstate.tiers.policy import Policy, TierPolicy
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.shelf import Shelf
@@ -35,6 +31,7 @@ from tierstate.tiers.verify import Report, Verifier
 
 from .finding import OnDamage, Restored, Wanted, find, restore
 from .info import Stats, TierStats, VersionInfo
+from .planning import allowed_pickles, checked_metadata, checked_step, plan, retention
 from .save import Save
 
 log = logging.getLogger("tierstate")
@@ -67,9 +64,9 @@ class Checkpointer:
             raise TierstateError("this release saves from one rank; a process group of many ranks comes later")
         self.policy = policy if isinstance(policy, Policy) else Policy.load(policy)
         self.run = check_run(run)
-        self._pickles = _allows(self.policy, [check_glob(p) for p in allow_pickle])
+        self._pickles = allowed_pickles(self.policy, [check_glob(p) for p in allow_pickle])
         self._arena = Arena(self.policy.arena.size, self.policy.chunk)
-        self._shelves = [Shelf(self._open(tier), run, _keep(tier)) for tier in self.policy.tiers]
+        self._shelves = [Shelf(self._open(tier), run, retention(tier)) for tier in self.policy.tiers]
         self._flow = Flow(self.policy, self._shelves, self._arena)
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
@@ -100,13 +97,13 @@ class Checkpointer:
         head = Head(
             self.run,
             self._flow.next_seq(),
-            _checked_step(step),
+            checked_step(step),
             time.time(),
             chunk=self.policy.chunk,
             digest=self.policy.digest,
-            metadata=_checked(metadata),
+            metadata=checked_metadata(metadata),
         )
-        ticket = self._flow.submit(_plan(tree), head)
+        ticket = self._flow.submit(plan(tree), head)
         try:
             if not ticket.skipped:
                 ticket.captured.result()
@@ -183,7 +180,15 @@ class Checkpointer:
         places = list(self._catalog().newest_first())
         return [VersionInfo.of(entry) for place in reversed(places) for entry in reversed(place.entries)]
 
-    def leaves(self, *, step: int | None = None, version: str | None = None) -> list[Any]:
+    def info(self, *, step: int | None = None, version: str | None = None) -> VersionInfo:
+        """One version, by default the newest.
+
+        Raises:
+            NotFound: there is no such version.
+        """
+        return VersionInfo.of(find(self._catalog(), self.run, Wanted(step, version)))
+
+    def leaves(self, *, step: int | None = None, version: str | None = None) -> list[Leaf]:
         """The leaves of a version, in the state's order: path, kind, dtype, shape.
 
         Raises:
@@ -270,35 +275,3 @@ class Checkpointer:
 
     def _catalog(self) -> Catalog:
         return Catalog(self._shelves)
-
-
-def _allows(policy: Policy, globs: Sequence[str]) -> Callable[[Path], bool]:
-    by_rule = may_pickle(policy)
-    return lambda path: by_rule(path) or matches_any(globs, path)
-
-
-def _keep(tier: TierPolicy) -> Keep | None:
-    keep = tier.keep
-    return None if keep is None else Keep(keep.last, keep.every, bool(keep.all))
-
-
-def _plan(tree: Tree) -> Plan:
-    sources = [
-        Source(i, node.provider.box, node.leaf.spec.nbytes, node.provider.chunks)
-        for i, node in enumerate(tree.nodes)
-        if node.provider is not None
-    ]
-    return Plan(tuple(node.leaf for node in tree.nodes), tuple(sources))
-
-
-def _checked_step(step: int) -> int:
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step={step!r}: a step is an int, 0 or more")
-    return step
-
-
-def _checked(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    try:
-        return dict(json.loads(json.dumps(dict(metadata or {}))))
-    except (TypeError, ValueError) as error:
-        raise CaptureError(f"metadata must be JSON values: {error}; convert tensors by float(...)") from error

@@ -1,0 +1,177 @@
+"""What the command line prints: tables for people, JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierstate.manifest.leaf import CONTAINERS, Leaf
+from tierstate.tiers.policy import Policy
+from tierstate.tiers.units import format_size
+from tierstate.tiers.verify import Report
+
+from .info import VersionInfo
+
+if TYPE_CHECKING:
+    from .live import Finding
+
+
+def print_json(value: Any) -> None:
+    """JSON on standard output; what is no JSON type as text."""
+    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """A table on standard output; columns whose name starts with ``>`` are set flush right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        made.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(str(cell)) for cell in row))
+    Console(width=None if Console().is_terminal else 160, highlight=False).print(made)
+
+
+def when(seconds: float) -> str:
+    """A time as people write it, in the local zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def show_runs(found: Mapping[str, Sequence[str]], as_json: bool) -> None:
+    """Runs and the tiers that have them."""
+    if as_json:
+        print_json([{"run": run, "tiers": list(tiers)} for run, tiers in sorted(found.items())])
+    else:
+        table(["run", "tiers"], [(run, ", ".join(tiers)) for run, tiers in sorted(found.items())])
+
+
+def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json: bool) -> None:
+    """Versions, oldest first, with a column per tier."""
+    if as_json:
+        print_json([dataclasses.asdict(v) for v in versions])
+        return
+    rows = [
+        (
+            v.seq,
+            v.step,
+            v.id[:12],
+            when(v.time),
+            format_size(v.nbytes),
+            *(_copy(v, t) for t in tiers),
+            _pairs(v.metadata),
+        )
+        for v in versions
+    ]
+    table([">seq", ">step", "id", "saved", ">size", *tiers, "metadata"], rows)
+
+
+def _copy(version: VersionInfo, tier: str) -> str:
+    if tier not in version.tiers:
+        return "-"
+    return "part" if tier in version.partial else "yes"
+
+
+def _pairs(metadata: Mapping[str, Any]) -> str:
+    return " ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in metadata.items())
+
+
+def show_leaves(info: VersionInfo, leaves: Sequence[Leaf], as_json: bool) -> None:
+    """One version and its leaves."""
+    if as_json:
+        listed = [{"path": leaf.name, **dataclasses.asdict(leaf.spec), "nbytes": leaf.spec.nbytes} for leaf in leaves]
+        print_json({**dataclasses.asdict(info), "leaves": listed})
+        return
+    print(f"version {info.seq} of run {info.run}, step {info.step}, saved {when(info.time)}")
+    print(f"id {info.id}, {format_size(info.nbytes)}, in {', '.join(info.tiers)}  {_pairs(info.metadata)}")
+    rows = [
+        (leaf.name, leaf.spec.kind, leaf.spec.dtype, _shape(leaf), format_size(leaf.spec.nbytes))
+        for leaf in leaves
+        if leaf.spec.kind not in CONTAINERS
+    ]
+    table(["leaf", "kind", "dtype", "shape", ">size"], rows)
+
+
+def _shape(leaf: Leaf) -> str:
+    return "x".join(map(str, leaf.spec.shape)) or "scalar"
+
+
+def show_report(report: Report, as_json: bool) -> None:
+    """What a verification found."""
+    if as_json:
+        print_json({**dataclasses.asdict(report), "ok": report.ok})
+        return
+    print(f"{report.versions} records, {report.chunks} chunks, {format_size(report.nbytes)} of data read")
+    for name, reason in report.unreachable.items():
+        print(f"{name} cannot be asked: {reason}")
+    if report.problems:
+        rows = [(p.tier, p.seq, "?" if p.step is None else p.step, p.leaf or "-", p.what) for p in report.problems]
+        table(["tier", ">seq", ">step", "leaf", "problem"], rows)
+    else:
+        print("no problem found" if report.ok else "no problem found in the tiers that answered")
+
+
+def show_restored(info: VersionInfo, to: Path, as_json: bool) -> None:
+    """What was restored, and where to."""
+    if as_json:
+        print_json({**dataclasses.asdict(info), "file": str(to)})
+    else:
+        print(f"restored step {info.step} ({info.id[:12]}, {format_size(info.nbytes)}) to {to}")
+
+
+def show_policy(policy: Policy, as_json: bool) -> None:
+    """A policy that was found right."""
+    rows = [(t.name, t.type, _every(t.every), _keep(t.keep), t.codec) for t in policy.tiers]
+    columns = ["tier", "type", "every", "keep", "codec"]
+    if as_json:
+        print_json({"ok": True, "durable": policy.durable, "tiers": [dict(zip(columns, r, strict=True)) for r in rows]})
+        return
+    table(columns, rows)
+    print(f"durable: {policy.durable}; {len(policy.rules)} rules; no error found")
+
+
+def _every(every: Any) -> str:
+    return "save" if every is None else f"{every} steps" if isinstance(every, int) else str(every)
+
+
+def _keep(keep: Any) -> str:
+    if keep is None or keep.all:
+        return "all"
+    return ", ".join(f"{name} {n}" for name, n in (("last", keep.last), ("every", keep.every)) if n)
+
+
+def show_policy_errors(message: str, as_json: bool) -> None:
+    """What is wrong with a policy, a line each."""
+    if as_json:
+        print_json({"ok": False, "errors": message.splitlines()})
+    else:
+        print(message)
+
+
+def show_live(findings: Sequence[Finding], as_json: bool) -> None:
+    """What was found of live tiers."""
+    if as_json:
+        print_json([{**dataclasses.asdict(f), "ok": f.ok} for f in findings])
+        return
+    rows = [
+        (f.name, f.type, "ok" if f.ok else "NOT OK", f"{len(f.kept)} of {len(f.kept) + len(f.broken)}", *_traits(f))
+        for f in findings
+    ]
+    table(["tier", "type", "", "promises kept", "persistent", "shared", "create-only", ">write/s", ">read/s"], rows)
+    for f in findings:
+        notes = [f.error, *(f"{name}: {what}" for name, what in f.broken.items()), *f.traits.get("notes", ())]
+        for note in filter(None, notes):
+            print(f"{f.name}: {note}")
+
+
+def _traits(f: Finding) -> tuple[str, ...]:
+    """Whether create-only also holds between racing processes is shown as it was found, not as one would like it."""
+    create = {True: "also in races", False: "not in races", None: "not known"}[f.traits.get("conditional_create")]
+    speeds = (format_size(int(s)) if s else "-" for s in (f.write, f.read))
+    return "yes" if f.traits.get("persistent") else "no", str(f.traits.get("shared", "-")), create, *speeds
