@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import tierstate as ts
-from tierstate.tiers.units import format_size
+from tierstate.tiers.units import rough_size
 
 HERE = Path(__file__).resolve().parent
 ROOT = Path(os.environ.get("TIERSTATE_DEMO", ".demo")).resolve()
@@ -95,13 +95,13 @@ def summary(place: Path) -> None:
         versions = ckpt.versions()
     stats = json.loads((place / "stats.json").read_text())
     blocked = statistics.median(stats["blocked"]) * 1e3
-    print(f"\n  {stats['saves']} saves of {format_size(versions[-1].nbytes)}; ", end="")
+    print(f"\n  {stats['saves']} saves of {rough_size(versions[-1].nbytes)}; ", end="")
     print(f"each kept the training waiting for {blocked:.1f} ms (median)\n")
     print(f"  {'tier':8} {'saves':>5} {'kept now':>9} {'raw':>12} {'written':>12} {'ms to commit (median)':>22}")
     for name, tier in stats["tiers"].items():
         kept = str(sum(name in v.tiers for v in versions)) if name != "host" else "(memory)"
         seconds = f"{statistics.median(tier['seconds']) * 1e3:.0f}" if tier["seconds"] else "-"
-        sizes = f"{format_size(tier['raw']):>12} {format_size(tier['stored']):>12}"
+        sizes = f"{rough_size(tier['raw']):>12} {rough_size(tier['stored']):>12}"
         print(f"  {name:8} {tier['saves']:>5} {kept:>9} {sizes} {seconds:>22}")
 
 

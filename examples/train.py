@@ -12,7 +12,7 @@ import json
 import math
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,8 @@ def main() -> None:
                 ckpt.save(job.state(), step=job.step, metadata={"loss": loss})
 
         train(job, args.steps, after)
+    if args.stats:
+        Path(args.stats).write_text(json.dumps(asdict(ckpt.stats())), encoding="utf-8")
 
 
 def arguments() -> argparse.Namespace:
@@ -161,6 +163,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="train up to this step")
     parser.add_argument("--every", type=int, default=10, help="save after each multiple of so many steps")
     parser.add_argument("--log", default="loss.jsonl", help="file to which a line is added after each step")
+    parser.add_argument("--stats", help="file for what the Checkpointer did, as JSON")
     parser.add_argument("--resume", choices=["auto", "never"], default="auto", help="whether to look for a version")
     return parser.parse_args()
 

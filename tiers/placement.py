@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstate.manifest.leaf import Path, matches
 
-from .policy import Policy, Rule
+from .policy import Policy
 
 T = TypeVar("T")
 
@@ -69,9 +69,14 @@ def entry_tiers(
     return tuple(tier for tier, now in pairs if now), tuple(tier for tier, now in pairs if not now)
 
 
-def rule_for(policy: Policy, path: Path) -> Rule | None:
-    """The first rule that matches a leaf: it alone decides; None where none does."""
-    return next((rule for rule in policy.rules if matches(rule.match, path)), None)
+def decided(policy: Policy, key: str, path: Path) -> Any:
+    """What the first rule that matches a leaf and has this key says; None where none does.
+
+    Rules are asked key by key, so that one rule may send the optimizer to fewer tiers and a later one choose the codec
+    of some of its leaves.
+    """
+    said = (getattr(rule, key) for rule in policy.rules if getattr(rule, key) is not None and matches(rule.match, path))
+    return next(said, None)
 
 
 def route(policy: Policy, paths: Sequence[Path]) -> dict[str, Mask]:
@@ -80,38 +85,23 @@ def route(policy: Policy, paths: Sequence[Path]) -> dict[str, Mask]:
     Returns:
         masks of shape ``(len(paths),)``, by the tier's name.
     """
-    rules = [rule_for(policy, path) for path in paths]
+    tiers = [decided(policy, "tiers", path) for path in paths]
     return {
-        tier.name: np.fromiter((_goes(rule, tier.name) for rule in rules), np.bool_, len(rules))
+        tier.name: np.fromiter((said is None or tier.name in said for said in tiers), np.bool_, len(tiers))
         for tier in policy.tiers
     }
 
 
-def _goes(rule: Rule | None, tier: str) -> bool:
-    return rule is None or rule.tiers is None or tier in rule.tiers
-
-
-def codec_of(policy: Policy, tier: str, path: Path) -> str:
-    """How a leaf is encoded on a tier: by its rule, or else as the tier says.
+def codecs_of(policy: Policy, tier: str, paths: Sequence[Path]) -> list[str]:
+    """How each leaf is encoded on a tier: by the rules, or else as the tier says.
 
     Raises:
         NotFound: the policy has no tier of that name.
     """
-    return codecs_of(policy, tier, [path])[0]
-
-
-def codecs_of(policy: Policy, tier: str, paths: Sequence[Path]) -> list[str]:
-    """`codec_of` for each leaf."""
     default = policy.tier(tier).codec
-    rules = [rule_for(policy, path) for path in paths]
-    return [rule.codec if rule and rule.codec else default for rule in rules]
+    return [decided(policy, "codec", path) or default for path in paths]
 
 
 def may_pickle(policy: Policy) -> Callable[[Path], bool]:
-    """Whether an object of no known type may be pickled at a path: where its rule says ``pickle: true``."""
-
-    def allowed(path: Path) -> bool:
-        rule = rule_for(policy, path)
-        return rule is not None and rule.pickle
-
-    return allowed
+    """Whether an object of no known type may be pickled at a path: where a rule says ``pickle: true``."""
+    return lambda path: bool(decided(policy, "pickle", path))

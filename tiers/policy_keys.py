@@ -129,19 +129,19 @@ class Arena(Frozen):
 
 
 class Rule(Frozen):
-    """What holds for the leaves that match, unless an earlier rule matched them.
+    """What holds for the leaves that match, key by key, unless an earlier rule that matched them said it already.
 
     Attributes:
         match: glob over leaf paths.
-        tiers: names of the tiers they go to; None for every tier.
-        codec: how they are encoded; None for the tier's own.
-        pickle: whether an object of no known type may be pickled here.
+        tiers: names of the tiers they go to; None where this rule does not say.
+        codec: how they are encoded; None where this rule does not say.
+        pickle: whether an object of no known type may be pickled here; None where this rule does not say.
     """
 
     match: Annotated[str, AfterValidator(check_glob)]
     tiers: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     codec: Codec | None = None
-    pickle: bool = False
+    pickle: bool | None = None
 
 
 class TierKeys(Frozen):

@@ -76,6 +76,15 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes}B"
 
 
+def rough_size(nbytes: float) -> str:
+    """Bytes as people read them, three digits, as in ``14.7 MiB``; what `parse_size` reads back is not the same."""
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while nbytes >= 1000 and unit != "TiB":
+        nbytes, unit = nbytes / 1024, next(units)
+    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
+
+
 def parse_seconds(value: object) -> float:
     """Seconds: of a number, or of text such as ``"90s"``, ``"30min"``, ``"1h30min"`` or ``"2d"``.
 

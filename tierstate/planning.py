@@ -21,10 +21,9 @@ def allowed_pickles(policy: Policy, globs: Sequence[str]) -> Callable[[Path], bo
     return lambda path: by_rule(path) or matches_any(globs, path)
 
 
-def retention(tier: TierPolicy) -> Keep | None:
+def retention(tier: TierPolicy) -> Keep:
     """A tier's retention as the manifest decides it."""
-    keep = tier.keep
-    return None if keep is None else Keep(keep.last, keep.every, bool(keep.all))
+    return Keep(tier.keep.last, tier.keep.every, tier.keep.all)
 
 
 def plan(tree: Tree) -> Plan:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstate.manifest.leaf import CONTAINERS, Leaf
 from tierstate.tiers.policy import Policy
-from tierstate.tiers.units import format_size
+from tierstate.tiers.units import rough_size
 from tierstate.tiers.verify import Report
 
 from .info import VersionInfo
@@ -63,7 +63,7 @@ def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json
             v.step,
             v.id[:12],
             when(v.time),
-            format_size(v.nbytes),
+            rough_size(v.nbytes),
             *(_copy(v, t) for t in tiers),
             _pairs(v.metadata),
         )
@@ -89,9 +89,9 @@ def show_leaves(info: VersionInfo, leaves: Sequence[Leaf], as_json: bool) -> Non
         print_json({**dataclasses.asdict(info), "leaves": listed})
         return
     print(f"version {info.seq} of run {info.run}, step {info.step}, saved {when(info.time)}")
-    print(f"id {info.id}, {format_size(info.nbytes)}, in {', '.join(info.tiers)}  {_pairs(info.metadata)}")
+    print(f"id {info.id}, {rough_size(info.nbytes)}, in {', '.join(info.tiers)}  {_pairs(info.metadata)}")
     rows = [
-        (leaf.name, leaf.spec.kind, leaf.spec.dtype, _shape(leaf), format_size(leaf.spec.nbytes))
+        (leaf.name, leaf.spec.kind, leaf.spec.dtype, _shape(leaf), rough_size(leaf.spec.nbytes))
         for leaf in leaves
         if leaf.spec.kind not in CONTAINERS
     ]
@@ -107,7 +107,7 @@ def show_report(report: Report, as_json: bool) -> None:
     if as_json:
         print_json({**dataclasses.asdict(report), "ok": report.ok})
         return
-    print(f"{report.versions} records, {report.chunks} chunks, {format_size(report.nbytes)} of data read")
+    print(f"{report.versions} records, {report.chunks} chunks, {rough_size(report.nbytes)} of data read")
     for name, reason in report.unreachable.items():
         print(f"{name} cannot be asked: {reason}")
     if report.problems:
@@ -122,7 +122,7 @@ def show_restored(info: VersionInfo, to: Path, as_json: bool) -> None:
     if as_json:
         print_json({**dataclasses.asdict(info), "file": str(to)})
     else:
-        print(f"restored step {info.step} ({info.id[:12]}, {format_size(info.nbytes)}) to {to}")
+        print(f"restored step {info.step} ({info.id[:12]}, {rough_size(info.nbytes)}) to {to}")
 
 
 def show_policy(policy: Policy, as_json: bool) -> None:
@@ -141,7 +141,7 @@ def _every(every: Any) -> str:
 
 
 def _keep(keep: Any) -> str:
-    if keep is None or keep.all:
+    if keep.all:
         return "all"
     return ", ".join(f"{name} {n}" for name, n in (("last", keep.last), ("every", keep.every)) if n)
 
@@ -173,5 +173,5 @@ def show_live(findings: Sequence[Finding], as_json: bool) -> None:
 def _traits(f: Finding) -> tuple[str, ...]:
     """Whether create-only also holds between racing processes is shown as it was found, not as one would like it."""
     create = {True: "also in races", False: "not in races", None: "not known"}[f.traits.get("conditional_create")]
-    speeds = (format_size(int(s)) if s else "-" for s in (f.write, f.read))
+    speeds = (rough_size(s) if s else "-" for s in (f.write, f.read))
     return "yes" if f.traits.get("persistent") else "no", str(f.traits.get("shared", "-")), create, *speeds

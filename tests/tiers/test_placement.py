@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierstate.manifest.errors import NotFound
 from tierstate.manifest.leaf import matches
-from tierstate.tiers.placement import codec_of, codecs_of, due, entry_tiers, is_due, may_pickle, route, rule_for
+from tierstate.tiers.placement import codecs_of, due, entry_tiers, is_due, may_pickle, route
 from tierstate.tiers.policy import Policy
 
 POLICY = Policy.parse(
@@ -121,18 +121,31 @@ def test_masks_and_codecs_follow_the_first_rule_that_matches(paths: list[tuple[s
         assert mask.shape == (len(paths),)
         codecs = codecs_of(POLICY, tier, paths)
         for path, goes, codec in zip(paths, mask, codecs, strict=True):
-            first = next(rule for rule in POLICY.rules if matches(rule.match, path))
-            assert rule_for(POLICY, path) is first
-            assert goes == (first.tiers is None or tier in first.tiers)
-            assert codec == codec_of(POLICY, tier, path) == (first.codec or POLICY.tier(tier).codec)
+            rules = [rule for rule in POLICY.rules if matches(rule.match, path)]
+            tiers = next((rule.tiers for rule in rules if rule.tiers is not None), None)
+            assert goes == (tiers is None or tier in tiers)
+            assert codec == next((rule.codec for rule in rules if rule.codec), POLICY.tier(tier).codec)
 
 
-def test_the_first_rule_alone_decides() -> None:
-    path = ("optimizer", "bias")
-    assert codec_of(POLICY, "host", path) == "raw"
-    assert codec_of(POLICY, "nvme", path) == "fast"
-    assert codec_of(POLICY, "nvme", ("model", "bias")) == "small"
-    assert [name for name, mask in route(POLICY, [path]).items() if mask[0]] == ["host", "nvme"]
+def test_each_key_is_decided_by_the_first_rule_that_has_it() -> None:
+    policy = Policy.parse(
+        """
+version: 1
+tiers:
+  nvme: {type: nvme, path: a, codec: fast}
+  lustre: {type: lustre, path: b}
+rules:
+  - {match: "optimizer.**", tiers: [nvme]}
+  - {match: "**.exp_avg*", codec: raw, tiers: [lustre]}
+  - {match: "**", codec: small}
+"""
+    )
+    paths = [("optimizer", "exp_avg"), ("optimizer", "step"), ("model", "exp_avg_sq"), ("model", "weight")]
+    assert {name: mask.tolist() for name, mask in route(policy, paths).items()} == {
+        "nvme": [True, True, False, True],
+        "lustre": [False, False, True, True],
+    }
+    assert codecs_of(policy, "nvme", paths) == ["raw", "small", "raw", "small"]
 
 
 def test_without_rules_everything_goes_everywhere() -> None:
@@ -144,13 +157,14 @@ def test_without_rules_everything_goes_everywhere() -> None:
     assert not may_pickle(policy)(("a",))
 
 
-def test_pickle_is_allowed_only_where_the_deciding_rule_says_so() -> None:
+def test_pickle_is_allowed_only_where_a_rule_says_so() -> None:
     allowed = may_pickle(POLICY)
     assert allowed(("extra", "thing"))
-    assert not allowed(("extra", "bias"))
+    assert allowed(("extra", "bias"))
+    assert not allowed(("extra", "deeper", "thing"))
     assert not allowed(("model", "weight"))
 
 
 def test_an_unknown_tier_has_no_codec() -> None:
     with pytest.raises(NotFound, match="'nvm' is no tier of this policy; did you mean 'nvme'"):
-        codec_of(POLICY, "nvm", ("a",))
+        codecs_of(POLICY, "nvm", [("a",)])

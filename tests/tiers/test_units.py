@@ -21,6 +21,7 @@ from tierstate.tiers.units import (
     parse_rate,
     parse_seconds,
     parse_size,
+    rough_size,
 )
 
 
@@ -120,3 +121,18 @@ def test_the_types_parse_in_models() -> None:
 def test_a_size_in_a_model_is_never_nothing() -> None:
     with pytest.raises(ValidationError, match="'0MiB' is nothing at all; write a number and KiB"):
         Model.model_validate({"size": "0MiB"})
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (15451399, "14.7 MiB"),
+        (216319559, "206 MiB"),
+        (5 << 50, "5120 TiB"),
+    ],
+)
+def test_rough_sizes_have_three_digits(nbytes: int, text: str) -> None:
+    assert rough_size(nbytes) == text

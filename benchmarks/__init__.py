@@ -1,0 +1,1 @@
+"""Measurements side by side with peers, in one run, as ratios."""
