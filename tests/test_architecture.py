@@ -31,6 +31,9 @@ def rooms():
             yield pytest.param(file, part, id=f"{part or 'tierstate'}/{file.name}")
 
 
+ROOMS = list(rooms())
+
+
 def imports(file: Path):
     """Modules a file imports, as (level, name)."""
     for node in ast.walk(ast.parse(file.read_text())):
@@ -48,7 +51,7 @@ def part_of(module: str) -> str | None:
     return names[1] if len(names) > 1 and names[1] in PARTS else ""
 
 
-@pytest.mark.parametrize(("file", "part"), rooms())
+@pytest.mark.parametrize(("file", "part"), ROOMS)
 def test_arrows_point_only_where_they_may(file, part):
     for level, module in imports(file):
         assert level <= 1, f"{file}: 'from {'.' * level}{module}' climbs out of its part; write it absolutely"
@@ -78,7 +81,7 @@ def test_there_is_no_cycle(part):
         walk(room, [])
 
 
-@pytest.mark.parametrize(("file", "part"), rooms())
+@pytest.mark.parametrize(("file", "part"), ROOMS)
 def test_every_room_says_what_it_is_and_stays_small(file, part):
     text = file.read_text()
     assert ast.get_docstring(ast.parse(text)), f"{file} opens with no phrase that says what it is"

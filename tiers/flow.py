@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
+
 from tierstate.manifest.digest import algorithm
 from tierstate.manifest.errors import AlreadyExists, CaptureError, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
@@ -28,6 +30,10 @@ from .shelf import Shelf
 from .ticket import Ticket
 
 log = logging.getLogger("tierstate")
+
+
+UNTOLD = 100
+"""Failed saves that are remembered until somebody asks; a tier may fail for weeks."""
 
 
 class _Work(NamedTuple):
@@ -76,6 +82,9 @@ class Flow:
         routes = self._route(plan.leaves)
         names, elsewhere = self._due(head, routes)
         ticket = Ticket(head, plan.nbytes, names, elsewhere)
+        if not names:
+            ticket.captured.set_result(None)
+            return ticket
         if self._must_skip(plan):
             self.skipped += 1
             log.warning("step %d is not saved: the arena is full (on_full: skip)", head.step)
@@ -84,7 +93,7 @@ class Flow:
         for name in names:
             self._last[name] = (head.step, head.time)
         with self._lock:
-            self._tickets = [t for t in self._tickets if not self._is_over(t)] + [ticket]
+            self._tickets = [*self._worth_keeping(), ticket]
         intakes = self._dispatch(ticket, plan, names, routes)
         self._captures.put(_Work(ticket, plan, intakes))
         return ticket
@@ -150,7 +159,8 @@ class Flow:
     def _dispatch(self, ticket: Ticket, plan: Plan, names: Sequence[str], routes: Mapping[str, Route]) -> list[Intake]:
         """Give the save to the lanes of its tiers: from slabs where it enters, from a faster tier elsewhere."""
         persistent = [self._shelves[n].tier.traits.persistent for n in names]
-        entry, cascade = entry_tiers(names, persistent, [self.lanes[n].healthy for n in names])
+        wish = entry_tiers(names, persistent, [self.lanes[n].healthy for n in names])
+        entry, cascade = _able_to_cascade(*wish, routes)
         rows = plan.row_leaves(self._policy.chunk)
         intakes = []
         for name in names:
@@ -194,10 +204,7 @@ class Flow:
 
     @staticmethod
     def _end(work: _Work, outcome: Version | BaseException) -> None:
-        if isinstance(outcome, Version):
-            work.ticket.captured.set_result(outcome)
-        else:
-            work.ticket.captured.set_exception(outcome)
+        work.ticket.capture_ended(outcome)
         for intake in work.intakes:
             intake.feed(outcome)
 
@@ -212,6 +219,7 @@ class Flow:
         return pinned
 
     def _settled(self, ticket: Ticket) -> None:
+        ticket.forget_tables()
         for name in ticket.tiers:
             if ticket.error(name) is not None and self._last.get(name) == (ticket.head.step, ticket.head.time):
                 # What did not arrive does not count for the cadence: the next save goes there instead.
@@ -220,10 +228,11 @@ class Flow:
                 # Another writer took the number: look again at what is taken before the next save.
                 self._seq = None
 
-    @staticmethod
-    def _is_over(ticket: Ticket) -> bool:
-        """Nothing is under way, and nothing is left to tell."""
-        return ticket.settled() and all(ticket.error(n) is None or n in ticket.told for n in ticket.tiers)
+    def _worth_keeping(self) -> list[Ticket]:
+        """Saves that are under way, and the newest of those with a failure that nobody has been told of."""
+        under_way = [t for t in self._tickets if not t.settled()]
+        untold = [t for t in self._tickets if t.settled() and any(t.error(n) and n not in t.told for n in t.tiers)]
+        return untold[-UNTOLD:] + under_way
 
     def _raise_if_lost(self) -> None:
         """An earlier save that reached no persistent tier at all is told at the next one, once."""
@@ -270,3 +279,17 @@ class Flow:
             self._arena.wake()
             raise TierUnavailable(f"closed after {timeout} s while still under way: {', '.join(late)}")
         self._thread = None
+
+
+def _able_to_cascade(
+    entry: Sequence[str], cascade: Sequence[str], routes: Mapping[str, Route]
+) -> tuple[list[str], list[str]]:
+    """A tier to which rules send leaves that no entry tier gets cannot be copied to: it is entered as well."""
+    entered, copied = list(entry), []
+    for name in cascade:
+        there = np.any([routes[n].leaves for n in entered], axis=0)
+        if np.any(routes[name].leaves & ~there):
+            entered.append(name)
+        else:
+            copied.append(name)
+    return entered, copied

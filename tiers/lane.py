@@ -90,7 +90,9 @@ class Copy:
 
     def run(self) -> Record:
         """Wait for the sources, read what this tier lacks, verified, and write it."""
-        version = self.ticket.captured.result()
+        self.ticket.captured.result()
+        version = self.ticket.version
+        assert version is not None
         holdings = self._holdings()
         try:
             rows = np.arange(len(version.digests))
@@ -110,11 +112,11 @@ class Copy:
         holdings, errors = [], []
         for shelf in self._sources:
             try:
-                record = self.ticket.tiers[shelf.name].result()
+                self.ticket.tiers[shelf.name].result()
             except TierstateError as error:
                 errors.append(error)
             else:
-                holdings.append(Holding(shelf, record.layout))
+                holdings.append(Holding(shelf, self.ticket.records[shelf.name].layout))
         if not holdings:
             told = "; ".join(f"{s.name}: {e}" for s, e in zip(self._sources, errors, strict=True))
             raise TierUnavailable(

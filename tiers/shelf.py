@@ -12,7 +12,7 @@ import numpy as np
 from tierstate.manifest.errors import FormatError, NotFound, TierstateError
 from tierstate.manifest.index import Array, DigestIndex
 from tierstate.manifest.layout import Layout, Place
-from tierstate.manifest.log import Log, runs
+from tierstate.manifest.log import Log
 from tierstate.manifest.record import Record
 from tierstate.manifest.retention import Decision, Keep, Mark, decide
 
@@ -191,7 +191,7 @@ class Shelf:
                 self.tier.delete(key)
 
     def _named_elsewhere(self) -> set[str] | None:
-        """Packs that any record in this tier names; None if a record cannot be read, since then nobody knows."""
-        if runs(self.tier) not in ([], [self.run]) or set(self.log.seqs()) - set(self._known):
+        """Packs that any record of the run names; None if one cannot be read, since then nobody knows."""
+        if set(self.log.seqs()) - set(self._known):
             return None
         return set().union(*(known.objects for known in self._known.values()))

@@ -20,8 +20,9 @@ class Ticket:
     Attributes:
         head: the version's head, without what is known only when all is captured.
         nbytes: raw bytes of the state.
-        captured: the version, once every byte has been copied out.
-        tiers: per tier that this save goes to, the record once it is committed there.
+        captured: done once every byte has been copied out, and `version` is known.
+        tiers: per tier that this save goes to, done once it is committed there.
+        version, records: the version, and its record per tier, while something of the save is still under way.
         elsewhere: per tier that this save does not go to, why not.
         skipped: the arena was full and the policy says skip: nothing was saved.
         seconds: time from the call to each tier's commit.
@@ -29,8 +30,10 @@ class Ticket:
 
     def __init__(self, head: Head, nbytes: int, tiers: Sequence[str], elsewhere: Mapping[str, str]) -> None:
         self.head, self.nbytes = head, nbytes
-        self.captured: Future[Version] = Future()
-        self.tiers: dict[str, Future[Record]] = {name: Future() for name in tiers}
+        self.captured: Future[None] = Future()
+        self.tiers: dict[str, Future[None]] = {name: Future() for name in tiers}
+        self.version: Version | None = None
+        self.records: dict[str, Record] = {}
         self.elsewhere = dict(elsewhere)
         self.skipped = False
         self.seconds: dict[str, float] = {}
@@ -38,15 +41,29 @@ class Ticket:
         self.told: set[str] = set()
         self._start = time.monotonic()
 
+    def capture_ended(self, outcome: Version | BaseException) -> None:
+        """All is captured, or will never be."""
+        if isinstance(outcome, BaseException):
+            self.captured.set_exception(outcome)
+        else:
+            self.version = outcome
+            self.captured.set_result(None)
+
     def committed(self, tier: str, record: Record) -> float:
         """The version is committed to a tier. Returns the seconds since the call of save."""
         self.seconds[tier] = time.monotonic() - self._start
-        self.tiers[tier].set_result(record)
+        self.records[tier] = record
+        self.tiers[tier].set_result(None)
         return self.seconds[tier]
 
     def failed(self, tier: str, error: BaseException) -> None:
         """The version will not come to be on a tier."""
         self.tiers[tier].set_exception(error)
+
+    def forget_tables(self) -> None:
+        """Let go of the version's tables once nothing is under way: a user may hold on to a save for long."""
+        if self.settled():
+            self.version, self.records = None, {}
 
     def skip(self) -> None:
         """Nothing is saved this time."""
@@ -66,7 +83,7 @@ class Ticket:
         future = self.tiers.get(tier)
         return future is not None and future.done() and future.exception() is None
 
-    def wait(self, tier: str, timeout: float | None = None) -> Record:
+    def wait(self, tier: str, timeout: float | None = None) -> None:
         """Wait until the version is committed on a tier.
 
         Raises:
@@ -78,13 +95,12 @@ class Ticket:
             why = self.elsewhere.get(tier, "the policy has no such tier")
             raise NotFound(f"the save of step {self.head.step} does not go to tier {tier!r}: {why}", tier=tier)
         try:
-            record = self.tiers[tier].result(timeout)
+            self.tiers[tier].result(timeout)
         except FutureTimeout:
             raise TierUnavailable(f"step {self.head.step} is not on {tier} after {timeout} s yet", tier=tier) from None
         except BaseException:
             self.told.add(tier)
             raise
-        return record
 
     def settled(self) -> bool:
         """Whether nothing of this save is under way any more."""
