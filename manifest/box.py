@@ -51,6 +51,7 @@ def runs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, Box
 
     Yields ``(flat offset of the first element, box)`` in order, at most ``2 * ndim - 1`` of them, each as large as
     possible: what lets any run of a strided tensor be copied by a few rectangular copies instead of one per row.
+    ``start`` and ``stop`` lie within the array: ``0 <= start``, ``stop <= prod(shape)``.
     """
     if start >= stop:
         return
@@ -59,7 +60,7 @@ def runs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, Box
         return
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner
-    if first > last or (first == last and start % inner and stop % inner and start // inner == stop // inner):
+    if first > last:
         row = start // inner
         yield from _row(shape, row, start - row * inner, stop - row * inner)
         return

@@ -11,6 +11,7 @@ a multiple of 64 bytes, counted from the table's own start, and nothing follows 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ def encode(head: Mapping[str, Any], columns: Mapping[str, Array]) -> bytes:
     pieces: list[bytes | memoryview] = [len(text).to_bytes(4, "little"), text]
     at = 4 + len(text)
     for column in columns.values():
-        pieces += [bytes(-at % ALIGN), np.ascontiguousarray(column).view(np.uint8).data]
+        pieces += [bytes(-at % ALIGN), np.ascontiguousarray(column, _dtype(column)).view(np.uint8).data]
         at += len(pieces[-2]) + len(pieces[-1])
     return b"".join(pieces)
 
@@ -51,6 +52,7 @@ def decode(data: memoryview, what: str) -> tuple[dict[str, Any], Columns]:
     Raises:
         FormatError: the bytes are no such table, or lengths do not add up.
     """
+    data = data.toreadonly()
     head, end = _decode_head(data, what)
     columns: Columns = {}
     for item in _listed(head, what):
@@ -117,8 +119,21 @@ def field(head: Mapping[str, Any], name: str, kind: type | tuple[type, ...], wha
     value = head.get(name)
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise FormatError(f"{what} has no valid field {name!r}: {value!r:.60}")
+        raise FormatError(f"{what} has no valid field {name!r}: {reprlib.repr(value)}")
     return value
+
+
+def names(head: Mapping[str, Any], name: str, what: str) -> list[str]:
+    """A head's field that lists strings.
+
+    Raises:
+        FormatError: it is absent, no list, or lists anything else.
+    """
+    found: list[str] = field(head, name, list, what)
+    for item in found:
+        if not isinstance(item, str):
+            raise FormatError(f"{what}: field {name!r} lists {reprlib.repr(item)}, which is not a string")
+    return found
 
 
 def column(columns: Columns, name: str, dtype: str, what: str, count: int | None = None) -> Array:

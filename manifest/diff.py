@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .box import Box
 from .index import DigestIndex
 from .leaf import CONTAINERS, Path, format_path
 from .version import Version
@@ -22,9 +23,11 @@ class LeafDiff:
 
     Attributes:
         path: the leaf's path.
-        change: ``changed`` also where only shape, dtype or attributes differ.
+        change: ``changed`` also where only shape, dtype or attributes differ, or where the two versions cut the leaf
+            into different shards or chunks: digests alone cannot tell that such leaves are equal.
         nbytes: bytes of the leaf in the newer version (in the older one where it was removed).
-        changed_nbytes: bytes of its chunks whose digests the older version does not have for it.
+        changed_nbytes: bytes of its chunks that the older version does not have at the same place of the leaf, or,
+            where it is cut differently, nowhere in the leaf.
     """
 
     path: Path
@@ -40,46 +43,74 @@ class LeafDiff:
 
 def diff(old: Version, new: Version) -> list[LeafDiff]:
     """Leaf by leaf, in the order of the newer version, removed leaves last. Containers are left out."""
-    before = {leaf.path: i for i, leaf in enumerate(old.leaves)}
-    fresh = _fresh_bytes(old, new)
+    before, after = _values(old), _values(new)
+    pairs = [(before.pop(path, None), i) for path, i in after.items()]
     found = []
-    for i, leaf in enumerate(new.leaves):
-        j = before.pop(leaf.path, None)
-        if _is_value(leaf.spec.kind):
-            same = j is not None and old.leaves[j].spec == leaf.spec and not fresh[i]
-            change: Change = "added" if j is None else "same" if same else "changed"
-            found.append(LeafDiff(leaf.path, change, leaf.spec.nbytes, int(fresh[i])))
-    gone = [old.leaves[j] for j in before.values() if _is_value(old.leaves[j].spec.kind)]
+    for (j, i), (alike, fresh) in zip(pairs, _compare(old, new, pairs), strict=True):
+        leaf = new.leaves[i]
+        same = j is not None and alike and not fresh and old.leaves[j].spec == leaf.spec
+        change: Change = "added" if j is None else "same" if same else "changed"
+        found.append(LeafDiff(leaf.path, change, leaf.spec.nbytes, fresh))
+    gone = [old.leaves[j] for j in before.values()]
     return found + [LeafDiff(leaf.path, "removed", leaf.spec.nbytes, 0) for leaf in gone]
 
 
-def _is_value(kind: str) -> bool:
-    return kind not in CONTAINERS
+def _values(version: Version) -> dict[str, int]:
+    """Encoded path and index of every leaf that is no container."""
+    return {path: i for path, i in version.leaf_index.items() if version.leaves[i].spec.kind not in CONTAINERS}
 
 
-def _fresh_bytes(old: Version, new: Version) -> NDArray[Any]:
-    """Per leaf of ``new``: bytes of chunks that the older version does not have at the same place, or anywhere."""
-    rows = np.arange(len(new.digests))
-    aligned = _aligned(old, new)
-    if aligned:
-        fresh = rows[np.any(old.digests != new.digests, axis=1)]
-    else:
-        fresh = rows[DigestIndex(old.digests).find(new.digests) < 0]
-    weights = new.chunk_nbytes[fresh]
-    return np.bincount(new.chunk_leaf[fresh], weights=weights, minlength=len(new.leaves)).astype("i8")
+def _compare(old: Version, new: Version, pairs: list[tuple[int | None, int]]) -> Iterable[tuple[bool, int]]:
+    """Per pair of leaves: whether both are cut alike, and how many bytes the older one does not have."""
+    if _aligned(old, new):
+        fresh = np.flatnonzero(np.any(old.digests != new.digests, axis=1))
+        counts = np.bincount(new.chunk_leaf[fresh], new.chunk_nbytes[fresh], len(new.leaves))
+        return ((True, int(counts[i])) for _, i in pairs)
+    then, now = _Tables(old), _Tables(new)
+    return (_compare_leaf(then, j, now, i) for j, i in pairs)
 
 
 def _aligned(old: Version, new: Version) -> bool:
-    """Whether row i of both chunk tables is the same part of the same leaf."""
+    """Whether row i of both chunk tables is the same part of the same leaf: then one comparison does for all."""
     return (
-        len(old.digests) == len(new.digests)
-        and old.head.chunk == new.head.chunk
+        old.head.chunk == new.head.chunk
         and old.head.digest == new.head.digest
-        and _paths(old.leaves) == _paths(new.leaves)
+        and list(old.leaf_index) == list(new.leaf_index)
         and np.array_equal(old.shard_leaf, new.shard_leaf)
+        and np.array_equal(old.shard_nbytes, new.shard_nbytes)
         and old.boxes == new.boxes
     )
 
 
-def _paths(leaves: Sequence[Any]) -> list[Path]:
-    return [leaf.path for leaf in leaves]
+class _Tables:
+    """A version's tables, leaf by leaf."""
+
+    def __init__(self, version: Version) -> None:
+        shards = np.searchsorted(version.shard_leaf, np.arange(len(version.leaves) + 1))
+        chunks = np.append(np.zeros(1, "i8"), version.chunk_end.astype("i8"))[shards]
+        self.digest, self._boxes = version.head.digest, version.boxes
+        self._digests, self._nbytes = version.digests, version.chunk_nbytes
+        self._shards, self._chunks = shards.tolist(), chunks.tolist()
+
+    def boxes(self, leaf: int) -> tuple[Box, ...]:
+        """The boxes of a leaf's shards."""
+        return self._boxes[self._shards[leaf] : self._shards[leaf + 1]]
+
+    def chunks(self, leaf: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Digests and lengths of a leaf's chunks."""
+        rows = slice(self._chunks[leaf], self._chunks[leaf + 1])
+        return self._digests[rows], self._nbytes[rows]
+
+
+def _compare_leaf(old: _Tables, j: int | None, new: _Tables, i: int) -> tuple[bool, int]:
+    digests, nbytes = new.chunks(i)
+    if j is None:
+        return False, int(nbytes.sum())
+    had, lengths = old.chunks(j)
+    if not len(had) and not len(digests):
+        return True, 0
+    if old.digest != new.digest:
+        return False, int(nbytes.sum())
+    alike = old.boxes(j) == new.boxes(i) and np.array_equal(lengths, nbytes)
+    fresh = np.any(had != digests, axis=1) if alike else DigestIndex(had).find(digests) < 0
+    return alike, int(nbytes[fresh].sum())

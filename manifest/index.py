@@ -24,23 +24,19 @@ class DigestIndex:
 
     def find(self, digests: Array) -> Array:
         """The row of each of ``(m, 2)`` digests, the lowest where several are equal; -1 where there is none."""
-        found = np.full(len(digests), -1, "i8")
         if not len(self._order) or not len(digests):
-            return found
-        at = np.searchsorted(self._high, digests[:, 0])
-        pending = np.arange(len(digests))
-        # Two digests agree in their first half once in 2^64, so that a second round is as good as never needed.
-        while len(pending):
-            spot = at[pending]
-            inside = spot < len(self._high)
-            pending, spot = pending[inside], spot[inside]
-            same = self._high[spot] == digests[pending, 0]
-            pending, spot = pending[same], spot[same]
-            hit = self._low[spot] == digests[pending, 1]
-            found[pending[hit]] = self._order[spot[hit]]
-            pending = pending[~hit]
-            at[pending] += 1
-        return found
+            return np.full(len(digests), -1, "i8")
+        high, low = digests[:, 0], digests[:, 1]
+        at, end = np.searchsorted(self._high, high), np.searchsorted(self._high, high, "right")
+        last, stop = len(self._order) - 1, end
+        # Bisect the second half among equal first ones: one round as a rule, and never more than 64, so that a table
+        # made to collide cannot hold us up.
+        for _ in range(int((end - at).max()).bit_length()):
+            middle = (at + stop) // 2
+            below = (at < stop) & (self._low[np.minimum(middle, last)] < low)
+            at, stop = np.where(below, middle + 1, at), np.where(below, stop, middle)
+        spot = np.minimum(at, last)
+        return np.where((at < end) & (self._low[spot] == low), self._order[spot], -1)
 
 
 def as_array(digests: list[bytes]) -> Array:

@@ -122,19 +122,20 @@ class Layout:
         layout = cls(
             tuple(objects),
             col.column(columns, "object.size", "<u8", WHAT, len(objects)),
-            tuple(str(c) for c in col.field(head, "codecs", list, WHAT)),
+            tuple(col.names(head, "codecs", WHAT)),
             col.column(columns, "row.object", "<u4", WHAT, rows),
             col.column(columns, "row.offset", "<u8", WHAT, rows),
             col.column(columns, "row.stored", "<u4", WHAT, rows),
             col.column(columns, "row.codec", "<u1", WHAT, rows),
         )
-        layout._check(version)
+        layout.check(version)
         return layout
 
-    def _check(self, version: Version) -> None:
-        for key in self.objects:
-            if not _OBJECT.fullmatch(key):
-                raise FormatError(f"{WHAT} names {key[:80]!r}, which is no pack")
+    def check(self, version: Version) -> None:
+        """Raises FormatError unless there is one row per chunk of ``version``, each inside a pack that is listed."""
+        if not len(self.object) == len(self.offset) == len(self.stored) == len(self.codec) == len(version.digests):
+            raise FormatError(f"{WHAT} has {len(self.object)} rows for {len(version.digests)} chunks")
+        self._check_objects()
         rows = np.flatnonzero(self.present)
         if not len(rows):
             return
@@ -146,6 +147,13 @@ class Layout:
         raw = np.array([c == RAW for c in self.codecs])[self.codec[rows]]
         if bool(np.any(stored.astype("i8")[raw] != version.chunk_nbytes[rows][raw])):
             raise FormatError(f"{WHAT}: a raw chunk is stored with a length that is not its own")
+
+    def _check_objects(self) -> None:
+        if len(set(self.objects)) != len(self.objects):
+            raise FormatError(f"{WHAT} lists a pack twice")
+        for key in self.objects:
+            if not _OBJECT.fullmatch(key):
+                raise FormatError(f"{WHAT} names {key[:80]!r}, which is no pack")
 
 
 def is_pack(key: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -25,8 +26,12 @@ TIED = "tied"
 STORAGE = "storage"
 """Kind of a leaf that only backs tied leaves and is no value of the state itself."""
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON would join two of them to another character
 _BARE = re.compile(r"[^\W\d][\w\-/:@+]*", re.UNICODE)
-_WORDS = frozenset({"True", "False", "None", "nan", "inf"})
+_WORDS = frozenset({"True", "False", "None"})
+
+MAX_NESTING = 16
+"""Tuples within tuples that one key may be made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,17 @@ class Leaf:
 
 
 def format_key(key: Any) -> str:
-    """One key as text, so that no two different keys look alike: ``0`` is an int, ``"0"`` a string."""
+    """One key as text, so that no two different keys look alike: ``0`` is an int, ``"0"`` a string, ``(0.5)`` a float.
+
+    What a terminal would not print is escaped; a string that is no Unicode text (lone surrogates) shows its bytes.
+    """
+    if isinstance(key, str) and _SURROGATE.search(key):
+        return f"({_surrogate_bytes(key)!r})"
     if isinstance(key, str):
         bare = _BARE.fullmatch(key) and key not in _WORDS
-        return key if bare else json.dumps(key, ensure_ascii=False)
-    return repr(key)
+        return key if bare else json.dumps(key, ensure_ascii=not key.isprintable())
+    # A float has a dot of its own, which must not look like the one between two keys.
+    return f"({key!r})" if isinstance(key, float) else repr(key)
 
 
 def format_path(path: Path) -> str:
@@ -86,7 +97,13 @@ def format_path(path: Path) -> str:
 
 
 def encode_path(path: Path) -> str:
-    """The path as canonical ASCII JSON: the same text for equal paths and for them only."""
+    """The path as canonical ASCII JSON: the same text for equal paths and for them only.
+
+    Keys are equal here when value and type are: ``True``, ``1`` and ``1.0`` are three keys, and NaN is one.
+
+    Raises:
+        CaptureError: a key is of a type that cannot be saved, or nested deeper than MAX_NESTING.
+    """
     return json.dumps([_encode_key(k) for k in path], ensure_ascii=True, separators=(",", ":"))
 
 
@@ -105,22 +122,28 @@ def decode_path(text: str) -> Path:
     return tuple(_decode_key(k) for k in keys)
 
 
-def _encode_key(key: Any) -> Any:
-    if key is None or type(key) in (str, bool, int):
+def _encode_key(key: Any, depth: int = 0) -> Any:
+    if type(key) is str:
+        return {"text": _surrogate_bytes(key).hex()} if _SURROGATE.search(key) else key
+    if key is None or type(key) in (bool, int):
         return key
     if type(key) is float:
         return {"float": key.hex()}
     if type(key) is bytes:
         return {"bytes": key.hex()}
-    if type(key) is tuple:
-        return {"tuple": [_encode_key(k) for k in key]}
+    if type(key) is tuple and depth < MAX_NESTING:
+        return {"tuple": [_encode_key(k, depth + 1) for k in key]}
     raise CaptureError(
-        f"a key of type {type(key).__qualname__} ({key!r:.60}) cannot be saved; "
-        "use str, int, bool, float, bytes, None or a tuple of these"
+        f"a key of type {type(key).__qualname__} ({reprlib.repr(key)}) cannot be saved; "
+        f"use str, int, bool, float, bytes, None or a tuple of these, at most {MAX_NESTING} deep"
     )
 
 
-def _decode_key(key: Any) -> Any:
+def _surrogate_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decode_key(key: Any, depth: int = 0) -> Any:
     if key is None or isinstance(key, (str, bool, int)):
         return key
     if isinstance(key, dict) and len(key) == 1:
@@ -130,38 +153,47 @@ def _decode_key(key: Any) -> Any:
                 return float.fromhex(value)
             if kind == "bytes":
                 return bytes.fromhex(value)
-            if kind == "tuple" and isinstance(value, list):
-                return tuple(_decode_key(k) for k in value)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise FormatError(f"leaf key {key!r:.60} cannot be read") from error
-    raise FormatError(f"leaf key {key!r:.60} is of no known kind")
+            if kind == "text":
+                return bytes.fromhex(value).decode("utf-8", "surrogatepass")
+        except (ValueError, TypeError, OverflowError) as error:
+            raise FormatError(f"leaf key {reprlib.repr(key)} cannot be read") from error
+        if kind == "tuple" and isinstance(value, list) and depth < MAX_NESTING:
+            return tuple(_decode_key(k, depth + 1) for k in value)
+    raise FormatError(f"leaf key {reprlib.repr(key)} is of no known kind, or nested deeper than {MAX_NESTING}")
 
 
 _NO_GLOB = "{!r} is not a pattern of leaf paths; write keys with dots between, as in 'model.**'"
-_SEGMENT = re.compile(r'"(?:[^"\\]|\\.)*"|[^."]+')
+_SEGMENT = re.compile(r'"(?:[^"\\]|\\.)*"|\([^"()]*\)(?=\.|\Z)|[^."]+')
 
 
 @lru_cache(maxsize=4096)
 def _split(pattern: str) -> tuple[str, ...]:
+    if pattern == ".":
+        return ()
     parts, at = [], 0
-    while at < len(pattern):
+    while at <= len(pattern):  # at its very end where it is empty or ends with a dot: no segment starts there
         found = _SEGMENT.match(pattern, at)
         if not found or (found.end() < len(pattern) and pattern[found.end()] != "."):
             raise ValueError(_NO_GLOB.format(pattern))
+        if found.group().startswith('"'):
+            _unquote(found.group(), pattern)
         parts.append(found.group())
         at = found.end() + 1
-    if not parts or pattern.endswith("."):
-        if pattern == ".":
-            return ()
-        raise ValueError(_NO_GLOB.format(pattern))
     return tuple(parts)
+
+
+def _unquote(part: str, pattern: str) -> Any:
+    try:
+        return json.loads(part)
+    except ValueError as error:
+        raise ValueError(_NO_GLOB.format(pattern)) from error
 
 
 def check_glob(pattern: str) -> str:
     """The pattern itself, if it is one.
 
     Raises:
-        ValueError: an empty segment or an open quote.
+        ValueError: an empty segment, an open quote, or an escape that JSON does not know.
     """
     _split(pattern)
     return pattern
@@ -171,7 +203,11 @@ def matches(pattern: str, path: Path) -> bool:
     """Whether a leaf path matches a glob.
 
     A pattern is written as paths are printed: segments with dots between. ``*``, ``?`` and ``[...]`` match within one
-    key, ``**`` any number of keys, also none. A quoted segment (``"a.b"``) means that very string.
+    key, ``**`` any number of keys, also none. A quoted segment (``"a.b"``) means that very string. Without quotes a
+    string matches by its own characters, any other key as it is printed, so that ``0`` is both the int and ``"0"``.
+
+    Raises:
+        ValueError: the pattern is none (see `check_glob`).
     """
     return _match(_split(pattern), tuple(path))
 
@@ -192,4 +228,4 @@ def _match(parts: tuple[str, ...], path: Path) -> bool:
 def _match_key(part: str, key: Any) -> bool:
     if part.startswith('"'):
         return isinstance(key, str) and json.loads(part) == key
-    return fnmatchcase(str(key), part)
+    return fnmatchcase(key if isinstance(key, str) else format_key(key), part)

@@ -56,7 +56,7 @@ def commit_id() -> str:
 def runs(tier: Objects) -> list[str]:
     """Names of all runs with records in a tier."""
     names = (key.split("/") for key in tier.list("versions/"))
-    return sorted({parts[1] for parts in names if len(parts) == 3 and _RUN.fullmatch(parts[1])})
+    return sorted({p[1] for p in names if len(p) == 3 and _RUN.fullmatch(p[1]) and _SEQ.fullmatch(p[2])})
 
 
 class Log:
@@ -100,7 +100,7 @@ class Log:
         """Like `read`, with the error as a value."""
         try:
             return Found(seq, self.read(seq))
-        except (FormatError, NotFound, TierUnavailable) as error:
+        except TierstateError as error:
             return Found(seq, None, error)
 
     def newest_first(self) -> Iterator[Found]:
@@ -123,10 +123,14 @@ class Log:
 
         Raises:
             AlreadyExists: another writer committed this number; nothing was changed.
-            CommitUnknown: neither the commit nor the reading back was answered; delete nothing.
+            CommitUnknown: the commit was not answered, or found its place taken, and what lies there could not be
+                read; delete nothing.
+            FormatError: the record is of another run, or could not be read back; nothing was sent.
             TierError: it did not take effect.
         """
         seq = record.version.head.seq
+        if record.version.head.run != self.run:
+            raise FormatError(f"a record of run {record.version.head.run!r} has no place in the log of {self.run!r}")
         try:
             self.tier.put(self.key(seq), as_buffer(record.encode()))
         except (AlreadyExists, TierUnavailable) as error:
@@ -138,12 +142,10 @@ class Log:
             return bool(self.read(seq).commit["id"] == record.commit["id"])
         except NotFound:
             return False
-        except FormatError:
-            # Somebody's object is there, whole or not, and it is not the one we sent.
-            return False
         except TierstateError as second:
+            # Also a FormatError: ours may have been damaged on the way back, and its packs must not be deleted.
             raise CommitUnknown(
-                f"{self.tier.name}: the commit of version {seq} of run {self.run!r} was not answered ({error}), "
+                f"{self.tier.name}: the commit of version {seq} of run {self.run!r} was not confirmed ({error}), "
                 f"and reading it back failed too ({second}); nothing was deleted"
             ) from error
 

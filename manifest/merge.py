@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .box import Box
 from .errors import StateMismatch
-from .leaf import Leaf, Path
+from .leaf import Leaf
 from .version import ShardRow, Version
 
 Array = NDArray[Any]
@@ -35,19 +35,30 @@ class _Shard(NamedTuple):
 def merge(parts: Sequence[Version]) -> Merged:
     """Merge the parts of all ranks. A part is a version with the shards of one rank.
 
-    Leaves are united by path. Of shards with the same box, as replicated leaves have, the lowest rank's is kept.
+    Leaves are united by path, in order of first appearance from the lowest rank on. Of shards with the same box, as
+    replicated leaves have, the lowest rank's is kept; so is the lowest rank's metadata. The order in which the parts
+    are given does not matter.
 
     Raises:
         StateMismatch: parts disagree on a leaf or on the version's head, shards overlap, or something is missing.
     """
     _check_heads(parts)
-    leaves, places = _unite(parts)
-    shards = _distinct(parts, places)
-    digests, rows = _gather(parts, shards)
-    head = dataclasses.replace(parts[0].head, world=len({r for p in parts for r in p.shard_rank.tolist()}) or 1)
+    order = sorted(range(len(parts)), key=lambda p: _rank_and_id(parts[p]))
+    ordered = [parts[p] for p in order]
+    leaves, places = _unite(ordered)
+    shards = _distinct(ordered, places)
+    digests, rows = _gather(ordered, shards)
+    ranks = {rank for part in parts for rank in part.shard_rank.tolist()}
+    # A rank that holds nothing but copies may have given a part without shards: it took part all the same.
+    head = dataclasses.replace(ordered[0].head, world=max(len(parts), len(ranks)))
     version = Version.build(head, leaves, [ShardRow(s.leaf, s.rank, s.box) for s in shards], digests)
     check_whole(version)
-    return Merged(version, rows)
+    return Merged(version, tuple(rows[place] for place in np.argsort(order)))
+
+
+def _rank_and_id(part: Version) -> tuple[int, str]:
+    """What parts are ordered by; those without a shard, and so without a rank, come last."""
+    return int(part.shard_rank.min()) if len(part.shard_rank) else 1 << 32, part.id
 
 
 def check_whole(version: Version) -> None:
@@ -104,13 +115,13 @@ def _check_heads(parts: Sequence[Version]) -> None:
 
 def _unite(parts: Sequence[Version]) -> tuple[list[Leaf], list[list[int]]]:
     """All leaves in order of first appearance, and for each part where its leaves went."""
-    at: dict[Path, int] = {}
+    at: dict[str, int] = {}
     leaves: list[Leaf] = []
     places = []
     for part in parts:
         place = []
-        for leaf in part.leaves:
-            index = at.setdefault(leaf.path, len(leaves))
+        for path, leaf in zip(part.leaf_index, part.leaves, strict=True):
+            index = at.setdefault(path, len(leaves))
             if index == len(leaves):
                 leaves.append(leaf)
             elif leaves[index].spec != leaf.spec:

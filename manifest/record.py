@@ -48,14 +48,16 @@ class Record:
     commit: Mapping[str, Any]
 
     def encode(self) -> bytes:
-        """The record's bytes."""
-        return frame(
-            {
-                "version": self.version.data,
-                "layout": self.layout.encode(),
-                "commit": json.dumps(dict(self.commit), sort_keys=True).encode(),
-            }
-        )
+        """The record's bytes.
+
+        Raises:
+            FormatError: it could not be read back: the layout is another version's, the commit has no id, or it is
+                larger than MAX_RECORD.
+        """
+        self.layout.check(self.version)
+        commit = json.dumps(dict(self.commit), sort_keys=True).encode()
+        _commit(memoryview(commit))
+        return frame({"version": self.version.data, "layout": self.layout.encode(), "commit": commit})
 
     @classmethod
     def decode(cls, data: memoryview) -> Record:
@@ -92,6 +94,8 @@ def frame(sections: Mapping[str, bytes], number: int = FORMAT) -> bytes:
         place = at.to_bytes(8, "little") + len(data).to_bytes(8, "little")
         table += name.encode("ascii").ljust(16, b"\0") + place + checksum(data)
         at += len(data)
+    if at + _TAIL > MAX_RECORD:
+        raise FormatError(f"a {WHAT} of {at + _TAIL} bytes is too long; at most {MAX_RECORD} are read back")
     total = (at + _TAIL).to_bytes(8, "little")
     head = MAGIC + number.to_bytes(4, "little") + len(sections).to_bytes(4, "little") + total
     record = b"".join([head, table, *body])

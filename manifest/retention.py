@@ -29,6 +29,8 @@ class Keep:
     all: bool = False
 
     def __post_init__(self) -> None:
+        if min(self.last or 0, self.every or 0) < 0:
+            raise ValueError(f"keep: last {self.last}, every {self.every}: right are numbers above zero")
         if not (self.last or self.every or self.all):
             raise ValueError("an empty keep would drop every version; say last, every or all, or leave keep out")
 

@@ -25,6 +25,8 @@ from .leaf import Leaf, Spec, decode_path, encode_path
 Array = col.Array
 WHAT = "version"
 MAX_SHARD = 1 << 56
+MAX_ITEMSIZE = 0xFFFF
+MAX_NDIM = 0xFF
 
 
 class ShardRow(NamedTuple):
@@ -58,7 +60,12 @@ class Version:
 
     @classmethod
     def build(cls, head: Head, leaves: Sequence[Leaf], shards: Sequence[ShardRow], digests: Array) -> Version:
-        """A version from rows; shards are given by rising leaf, digests in the order of shards and their chunks."""
+        """A version from rows; shards are given by rising leaf, digests in the order of shards and their chunks.
+
+        Raises:
+            FormatError: the rows do not fit together, or have no room in the tables.
+        """
+        head.check(WHAT)
         nbytes = [s.box.volume * leaves[s.leaf].spec.itemsize for s in shards]
         ends = np.cumsum([-(-n // head.chunk) for n in nbytes], dtype="<u8")
         version = cls(
@@ -73,8 +80,20 @@ class Version:
         version._check()
         return version
 
+    def _check_leaves(self) -> None:
+        if len(self.leaf_index) != len(self.leaves):
+            raise FormatError(
+                f"{WHAT}: {len(self.leaves) - len(self.leaf_index)} leaves have a path that another leaf has too"
+            )
+        for leaf in self.leaves:
+            if leaf.spec.itemsize > MAX_ITEMSIZE or len(leaf.spec.shape) > MAX_NDIM:
+                raise FormatError(
+                    f"{WHAT}: leaf {leaf.name} has elements of more than {MAX_ITEMSIZE} bytes, or too many axes"
+                )
+
     def _check(self) -> None:
         """The tables fit together; raises FormatError where they do not."""
+        self._check_leaves()
         count, shards = len(self.leaves), len(self.boxes)
         if shards and (int(self.shard_leaf.max()) >= count or bool(np.any(np.diff(self.shard_leaf.astype("i8")) < 0))):
             raise FormatError(f"{WHAT}: shards are not in the order of {count} leaves")
@@ -87,6 +106,11 @@ class Version:
             raise FormatError(f"{WHAT}: shards and chunks do not add up")
         if len(self.digests) != (int(self.chunk_end[-1]) if shards else 0):
             raise FormatError(f"{WHAT}: {len(self.digests)} digests for {int(counts.sum())} chunks")
+
+    @cached_property
+    def leaf_index(self) -> Mapping[str, int]:
+        """Encoded path of each leaf (see `encode_path`) to its index, in the order of the leaves."""
+        return {encode_path(leaf.path): i for i, leaf in enumerate(self.leaves)}
 
     @cached_property
     def shard_nbytes(self) -> Array:
@@ -134,7 +158,7 @@ class Version:
 
     @cached_property
     def data(self) -> bytes:
-        """The version section: the bytes that are the same in every tier."""
+        """The version section: the bytes that are the same in every tier, also those this program does not know."""
         return _encode(self)
 
     @cached_property
@@ -149,9 +173,12 @@ class Version:
         Raises:
             FormatError: the bytes are no version, or one that requires what this program does not know.
         """
-        version = _decode(data)
+        # A copy, so that nobody who reuses the buffer changes what is immutable; and the very bytes that were read,
+        # because a newer program's optional fields must survive on the way to the next tier.
+        section = bytes(data)
+        version = _decode(memoryview(section))
         version._check()
-        version.__dict__["id"] = checksum(data).hex()
+        version.__dict__["data"] = section
         return version
 
 
@@ -164,7 +191,7 @@ def _encode(version: Version) -> bytes:
     return col.encode(
         head,
         {
-            **col.pool([encode_path(leaf.path) for leaf in version.leaves], "leaf.path"),
+            **col.pool(list(version.leaf_index), "leaf.path"),
             "leaf.kind": np.array([kinds.index(s.kind) for s in specs], "<u2"),
             "leaf.dtype": np.array([dtypes.index(s.dtype) for s in specs], "<u2"),
             "leaf.itemsize": np.array([s.itemsize for s in specs], "<u2"),
@@ -201,7 +228,7 @@ def _decode(data: memoryview) -> Version:
 
 
 def _decode_leaves(head: Mapping[str, Any], columns: col.Columns) -> tuple[Leaf, ...]:
-    kinds, dtypes = _names(head, "kinds"), _names(head, "dtypes")
+    kinds, dtypes = col.names(head, "kinds", WHAT), col.names(head, "dtypes", WHAT)
     paths = col.texts(columns, "leaf.path", WHAT)
     count = len(paths)
     attrs = col.texts(columns, "leaf.attrs", WHAT, count)
@@ -239,10 +266,6 @@ def _split(columns: col.Columns, name: str, lengths: list[int]) -> list[tuple[in
         found.append(tuple(values[at : at + length]))
         at += length
     return found
-
-
-def _names(head: Mapping[str, Any], name: str) -> list[str]:
-    return [str(item) for item in col.field(head, name, list, WHAT)]
 
 
 def _indices(columns: col.Columns, name: str, count: int, limit: int) -> list[int]:

@@ -12,6 +12,8 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import CaptureError
 
 PAGE = 4096
+LAST = 1
+"""Slabs that captures leave free."""
 
 
 class Slab:
@@ -49,7 +51,7 @@ class Arena:
         slab_size: bytes of one slab; rounded up to whole pages.
 
     Raises:
-        ValueError: fewer than two slabs fit, so that copying in and writing out could not overlap.
+        ValueError: fewer than two slabs fit, one to copy out into and one to read back into.
     """
 
     def __init__(self, size: int, slab_size: int) -> None:
@@ -67,19 +69,26 @@ class Arena:
         self._free: list[Slab] = []
         self._out: dict[int, Slab] = {}
 
-    def room(self) -> int:
-        """Bytes that can be acquired now without waiting."""
+    def lacks(self, nbytes: int) -> bool:
+        """Whether a capture of so many bytes would have to wait; one longer than the arena waits for all of it."""
         with self.changed:
-            return (self.slots - self.in_flight) * self.slab_size
+            slots = self.slots - LAST
+            return (slots - self.in_flight) * self.slab_size < min(nbytes, slots * self.slab_size)
 
-    def acquire(self, stop: Callable[[], bool] = lambda: False) -> Slab:
+    def acquire(self, stop: Callable[[], bool] = lambda: False, *, last: bool = False) -> Slab:
         """A slab with one lease, as soon as the budget has room.
+
+        Args:
+            stop: asked while waiting.
+            last: take the last free slab too. Captures leave it to those who read back: the slabs of a capture may
+                wait behind a cascade in some tier's lane, and if that cascade had to wait for one of them, both would
+                wait forever.
 
         Raises:
             CaptureError: ``stop`` returned true while waiting.
         """
         with self.changed:
-            while self.in_flight >= self.slots:
+            while self.in_flight >= self.slots - (0 if last else LAST):
                 if stop():
                     raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
                 self.changed.wait(0.1)

@@ -115,7 +115,7 @@ class Capture:
     def _chunks(self, source: Source) -> Iterator[Chunk]:
         """The source's chunks, held to the contract: in order, without a gap, of the right lengths."""
         at = 0
-        for chunk in source.chunks(self._chunk):
+        for chunk in self._yielded(source):
             right = min(self._chunk, source.nbytes - at)
             if chunk.start != at or chunk.nbytes != right or right <= 0:
                 raise CaptureError(
@@ -126,6 +126,15 @@ class Capture:
             yield chunk
         if at != source.nbytes:
             raise CaptureError(f"{self._name(source)}: its provider gave {at} of {source.nbytes} bytes")
+
+    def _yielded(self, source: Source) -> Iterator[Chunk]:
+        try:
+            for chunk in source.chunks(self._chunk):
+                yield Chunk(*chunk)
+        except TierstateError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"{self._name(source)}: its provider failed: {error!r}") from error
 
     def _copy(self, row: int, source: Source, chunk: Chunk) -> bytes:
         if self._stop():

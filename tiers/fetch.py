@@ -12,7 +12,7 @@ import numpy as np
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.digest import algorithm
-from tierstate.manifest.errors import AccessDenied, Damaged, NotFound, TierstateError, TierUnavailable
+from tierstate.manifest.errors import Damaged, NotFound, TierError, TierstateError
 from tierstate.manifest.layout import Layout, Place
 from tierstate.manifest.version import Version
 
@@ -163,12 +163,12 @@ class Fetch:
         holding = self._holdings[read.holding]
         size = read.stop - read.start
         # A version saved with larger chunks than today's policy has does not fit a slab: such a run has its own memory.
-        slab = self._arena.acquire(self._stop) if size <= self._arena.slab_size else None
+        slab = self._arena.acquire(self._stop, last=True) if size <= self._arena.slab_size else None
         try:
             out = slab.buffer[:size] if slab is not None else empty_buffer(size)
             try:
                 holding.shelf.tier.read(read.rows[0][0].object, [Range(read.start, out)])
-            except (Damaged, NotFound, TierUnavailable, AccessDenied) as error:
+            except (Damaged, TierError) as error:
                 self._apart(read, error, sink)
                 return
             for place, rows in read.rows:

@@ -61,7 +61,7 @@ class Flow:
         self._last: dict[str, Last | None] = {}
         self._routes: tuple[tuple[Leaf, ...], dict[str, Route]] | None = None
         self._tickets: list[Ticket] = []
-        self._seq: int | None = None
+        self._seq, self._look = 0, True
         self.parent = ""
         self.skipped = 0
         self.lanes: dict[str, Lane] = {}
@@ -100,8 +100,10 @@ class Flow:
 
     def next_seq(self) -> int:
         """The number of the next version: above all that any tier has, as far as they can be read."""
-        if self._seq is None:
-            self._seq = max((self._highest(shelf) for shelf in self._shelves.values()), default=0)
+        if self._look:
+            self._look = False
+            # Never below what this process has given out: such a save may still be under way.
+            self._seq = max(self._seq, *map(self._highest, self._shelves.values()))
         self._seq += 1
         return self._seq
 
@@ -153,8 +155,7 @@ class Flow:
         return self._last[name]
 
     def _must_skip(self, plan: Plan) -> bool:
-        needed = min(plan.nbytes, self._arena.slots * self._arena.slab_size)
-        return self._policy.arena.on_full == "skip" and self._arena.room() < needed
+        return self._policy.arena.on_full == "skip" and self._arena.lacks(plan.nbytes)
 
     def _dispatch(self, ticket: Ticket, plan: Plan, names: Sequence[str], routes: Mapping[str, Route]) -> list[Intake]:
         """Give the save to the lanes of its tiers: from slabs where it enters, from a faster tier elsewhere."""
@@ -226,7 +227,7 @@ class Flow:
                 self._last[name] = None
             if isinstance(ticket.error(name), AlreadyExists):
                 # Another writer took the number: look again at what is taken before the next save.
-                self._seq = None
+                self._look = True
 
     def _worth_keeping(self) -> list[Ticket]:
         """Saves that are under way, and the newest of those with a failure that nobody has been told of."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
+from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.index import as_array
 from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
@@ -113,7 +113,7 @@ class Copy:
         for shelf in self._sources:
             try:
                 self.ticket.tiers[shelf.name].result()
-            except TierstateError as error:
+            except Exception as error:
                 errors.append(error)
             else:
                 holdings.append(Holding(shelf, self.ticket.records[shelf.name].layout))
@@ -194,11 +194,14 @@ class Lane:
         name = self.shelf.name
         if isinstance(error, TierstateError) and not isinstance(error, CaptureError):
             self.healthy = False
+        if isinstance(error, (AlreadyExists, NotFound)):
+            self.shelf.look_again()
         log.error("step %d was not saved to %s: %s", job.ticket.head.step, name, error)
         job.ticket.failed(name, error)
 
     def _retire(self, *, room_for_one: bool = False) -> None:
         try:
             self.shelf.retire(self._in_use(), room_for_one=room_for_one)
-        except TierstateError as error:
-            log.warning("%s: old versions could not be dropped, which is tried again: %s", self.shelf.name, error)
+        except Exception as error:
+            # Whatever a tier raises: this thread must live on, or every later save would wait for it forever.
+            log.warning("%s: old versions could not be dropped, which is tried again: %r", self.shelf.name, error)

@@ -40,6 +40,11 @@ _TRAILER = 4 + 16 + 8
 _ZEROS = torch.zeros(BLOCK, dtype=torch.uint8)
 
 
+def is_mend(key: str) -> bool:
+    """Whether a pack holds chunks that were damaged elsewhere, by its name."""
+    return key.rpartition("/")[2].split("-")[2:3] == [MEND]
+
+
 class Row(NamedTuple):
     """A footer's row: the chunk's digest and raw length, and where and how it is stored."""
 
@@ -111,12 +116,16 @@ class PackWriter:
 
     def abort(self) -> None:
         """Leave nothing: the open pack is aborted, closed ones are deleted."""
-        if self._object is not None:
-            self._object.abort()
+        keys, self.sizes = list(self.sizes), {}
+        try:
+            if self._object is not None:
+                # Its close may have taken effect although the answer was lost.
+                keys.append(self._key)
+                self._object.abort()
+        finally:
             self._object = None
-        for key in self.sizes:
-            self._tier.delete(key)
-        self.sizes = {}
+            for key in keys:
+                self._tier.delete(key)
 
 
 def encode_footer(rows: list[Row]) -> bytes:

@@ -17,7 +17,7 @@ from tierstate.manifest.record import Record
 from tierstate.manifest.retention import Decision, Keep, Mark, decide
 
 from .base import Tier
-from .packs import MEND, Row, read_footer
+from .packs import Row, is_mend, read_footer
 
 log = logging.getLogger("tierstate")
 
@@ -45,6 +45,7 @@ class Shelf:
         self._newest: Record | None = None
         self._opened = False
         self._known: dict[int, _Known] = {}
+        self._doomed: set[str] = set()
         self._mends: dict[bytes, Place] | None = None
         self._sound: dict[str, bool] = {}
         self._indexed: tuple[Record, DigestIndex] | None = None
@@ -126,7 +127,7 @@ class Shelf:
     def _load_mends(self) -> dict[bytes, Place]:
         found: dict[bytes, Place] = {}
         for key in self.tier.list(f"packs/{self.run}/"):
-            if f"-{MEND}-" in key:
+            if is_mend(key):
                 try:
                     found |= {row.digest: row.place for row in read_footer(self.tier, key)}
                 except (FormatError, NotFound) as error:
@@ -136,11 +137,18 @@ class Shelf:
     def add_mends(self, rows: Collection[Row]) -> None:
         """Remember chunks that this process has just written again."""
         with self._lock:
-            self._mends = (self._mends or {}) | {row.digest: row.place for row in rows}
+            if self._mends is not None:  # otherwise they are found with all others when first asked for
+                self._mends |= {row.digest: row.place for row in rows}
 
     def distrust(self, key: str) -> None:
         """A pack was found damaged: later saves must not build on it."""
         self._sound[key] = False
+
+    def look_again(self) -> None:
+        """Forget what is remembered of records and packs, because somebody else has been here; not what was damaged."""
+        with self._lock:
+            self._newest, self._opened, self._mends = None, False, None
+            self._sound = {key: sound for key, sound in self._sound.items() if not sound}
 
     def publish(self, record: Record) -> None:
         """Commit a record; from then on it is what later saves reuse chunks from."""
@@ -165,7 +173,10 @@ class Shelf:
         self._learn()
         decision = decide([k.mark for k in self._known.values()], keep, in_use)
         for seq in decision.drop:
-            self._drop(seq)
+            # Packs are judged after the record is gone: interrupted here, they are left over, never missing.
+            self.log.forget(seq)
+            self._doomed |= self._known.pop(seq).objects
+        self._sweep()
         return decision
 
     def _learn(self) -> None:
@@ -181,16 +192,17 @@ class Shelf:
                     continue
                 self._known[seq] = _Known(Mark(seq, record.version.head.step), frozenset(record.layout.objects))
 
-    def _drop(self, seq: int) -> None:
-        objects = self._known.pop(seq).objects
-        self.log.forget(seq)
-        # Packs are judged after the record is gone: interrupted here, they are left over, never missing.
-        used = self._named_elsewhere()
-        for key in sorted(objects - used) if used is not None else ():
-            if f"-{MEND}-" not in key:
+    def _sweep(self) -> None:
+        """Delete the packs of dropped versions that no record names; what fails is tried again next time."""
+        used = self._named() if self._doomed else None
+        if used is None:
+            return
+        for key in sorted(self._doomed):
+            if key not in used and not is_mend(key):
                 self.tier.delete(key)
+            self._doomed.discard(key)
 
-    def _named_elsewhere(self) -> set[str] | None:
+    def _named(self) -> set[str] | None:
         """Packs that any record of the run names; None if one cannot be read, since then nobody knows."""
         if set(self.log.seqs()) - set(self._known):
             return None

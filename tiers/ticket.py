@@ -96,10 +96,12 @@ class Ticket:
             raise NotFound(f"the save of step {self.head.step} does not go to tier {tier!r}: {why}", tier=tier)
         try:
             self.tiers[tier].result(timeout)
-        except FutureTimeout:
-            raise TierUnavailable(f"step {self.head.step} is not on {tier} after {timeout} s yet", tier=tier) from None
-        except BaseException:
-            self.told.add(tier)
+        except BaseException as error:
+            if isinstance(error, FutureTimeout) and not self.tiers[tier].done():
+                text = f"step {self.head.step} is not on {tier} after {timeout} s yet"
+                raise TierUnavailable(text, tier=tier) from None
+            if self.tiers[tier].done():
+                self.told.add(tier)
             raise
 
     def settled(self) -> bool:

@@ -1,0 +1,239 @@
+"""The restore side: which providers take a version's bytes, and how the state is put together from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, Final
+
+import torch
+
+from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch, Unsafe
+from tierstate.manifest.leaf import Leaf
+
+from .base import Provider
+from .compare import Comparison, nothing_matches, replaces
+from .registry import REGISTRY, Registry
+from .retie import Tie, pour, read_ties
+from .structure import Stem, build, grow, select
+from .survey import Leave, Place, Survey, never
+from .tensors import TensorProvider
+
+
+class _New(Enum):
+    NEW = "a fresh state"
+
+
+NEW: Final = _New.NEW
+"""Restore into nothing: build the state anew."""
+
+
+def plan_restore(
+    leaves: Sequence[Leaf],
+    *,
+    into: Any = NEW,
+    only: Sequence[str] | None = None,
+    registry: Registry = REGISTRY,
+    device: torch.device | None = None,
+    allow_pickle: Leave = never,
+) -> Target:
+    """Decide where a version's bytes go. Nothing of the given state is touched before the first ``load``.
+
+    Args:
+        leaves: the version's leaves; they may come from anybody.
+        into: the state to restore into, in place; without it the state is built anew.
+        only: globs of leaf paths; what matches a container takes everything in it.
+        device: where tensors go that are built anew (default: host).
+        allow_pickle: whether the leaf at a path may be read though it is a pickle.
+
+    Raises:
+        FormatError: the leaves are no tree, or name a provider that is not known.
+        StateMismatch: the given state and the version differ (all differences are listed), or nothing matches.
+        Unsafe: a wanted leaf is of an unsafe kind, and that is not allowed.
+    """
+    root, index = grow(leaves)
+    ties = read_ties(leaves, index)
+    chosen = select(root, only)
+    if only is not None and not chosen:
+        raise nothing_matches(leaves, only)
+    needed = {ties[i].root if i in ties else i for i in chosen}
+    classes = {
+        i: _provider_class(leaves[i], registry, allow_pickle) for i in sorted(needed) if leaves[i].spec.has_bytes
+    }
+    place, matched = None, {}
+    if into is not NEW:
+        place = Survey(registry, lenient=True).take(into)
+        comparison = Comparison(leaves, ties, chosen, only)
+        comparison.run(root, place)
+        matched = comparison.matched
+    wanted = {}
+    for i, cls in classes.items():
+        at = matched.get(i)
+        if at is not None and at.provider is not None:
+            wanted[i] = at.provider.receiver(leaves[i].spec)
+        else:
+            wanted[i] = _fresh(leaves[i], cls, device)
+    return Target(leaves, root, wanted, ties, chosen, place, matched, registry)
+
+
+def _provider_class(leaf: Leaf, registry: Registry, allow_pickle: Leave) -> type[Provider]:
+    try:
+        cls = registry.by_kind(leaf.spec.kind)
+    except FormatError as error:
+        raise FormatError(f"{leaf.name}: {error}") from error
+    if cls.unsafe and not allow_pickle(leaf.path):
+        what = leaf.spec.attrs.get("type", leaf.spec.kind)
+        raise Unsafe(
+            f"{leaf.name}: {what!s:.80} {cls.unsafe}; if you trust where it comes from, allow pickle for this leaf"
+        )
+    return cls
+
+
+def _fresh(leaf: Leaf, cls: type[Provider], device: torch.device | None) -> Provider:
+    try:
+        return cls.fresh(leaf.spec, device)
+    except FormatError as error:
+        raise FormatError(f"{leaf.name}: {error}") from error
+
+
+class Target:
+    """A planned restore.
+
+    Attributes:
+        wanted: index of a leaf -> the provider into whose ``load`` its bytes go.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        root: Stem,
+        wanted: dict[int, Provider],
+        ties: Mapping[int, Tie],
+        chosen: set[int],
+        place: Place | None,
+        matched: Mapping[int, Place],
+        registry: Registry,
+    ) -> None:
+        self.wanted = wanted
+        self._leaves, self._root, self._ties, self._chosen = leaves, root, ties, chosen
+        self._place, self._matched, self._registry = place, matched, registry
+        self._values: dict[int, Any] = {}
+        self._pending: list[tuple[Place, Stem, Any]] = []
+
+    def finish(self) -> Any:
+        """Complete a restore whose bytes were all loaded, and return the state: the given one, if it is mutable.
+
+        Things that have a state get it last, in order, so that generators are set only when all else succeeded.
+
+        Raises:
+            StateMismatch: a value does not take what was saved; the message names it.
+            FormatError: bytes that are no encoded value.
+        """
+        for i, provider in self.wanted.items():
+            self._values[i] = self._done(i, provider)
+        for i in sorted(self._chosen):
+            if i in self._ties:
+                self._values[i] = self._tie(i, self._ties[i])
+        state = self._put(self._root, self._place, renew=False)
+        for place, stem, tree in self._pending:
+            self._apply(place, stem, tree)
+        return state
+
+    def _done(self, index: int, provider: Provider) -> Any:
+        try:
+            return provider.done()
+        except (StateMismatch, FormatError) as error:
+            raise type(error)(f"{self._leaves[index].name}: {error}") from error
+
+    def _tie(self, index: int, tie: Tie) -> Any:
+        """The value of a tied leaf, which has no bytes of its own."""
+        root, place = self._values[tie.root], self._matched.get(index)
+        saved = self._leaves[tie.root].spec
+        if place is None or place.provider is None:
+            return tie.of(root, saved)
+        sink = place.provider.receiver(tie.spec)
+        if sink is not place.provider:  # replaced, not filled
+            return tie.of(root, saved)
+        source = self.wanted[tie.root] if tie.offset is None else TensorProvider(tie.view(root))
+        alias = getattr(source, "alias", None)
+        if alias is None or alias != getattr(sink, "alias", None):
+            pour(source, sink)
+        return self._done(index, sink)
+
+    def _put(self, stem: Stem, place: Place | None, renew: bool) -> Any:
+        """The value for a place: the given one, changed, or a new one."""
+        if place is None or place.stateful is None:
+            return self._assemble(stem, place, renew)
+        if self._wanted(stem):
+            tree = self._assemble(stem, place, replaces(place, stem, self._chosen))
+            self._pending.append((place, stem, tree))
+        return place.value
+
+    def _assemble(self, stem: Stem, place: Place | None, renew: bool) -> Any:
+        if not stem.kind:
+            return self._values.get(stem.index, place.value if place is not None else None)
+        if place is None or renew:
+            kids = place.children if place is not None else {}
+            return build(
+                stem,
+                {
+                    child.key: self._put(child, kids[mark][1] if mark in kids else None, renew)
+                    for mark, child in stem.children.items()
+                    if self._wanted(child)
+                },
+            )
+        changed = {}
+        for mark, child in stem.children.items():
+            if mark in place.children and self._wanted(child):
+                key, at = place.children[mark]
+                value = self._put(child, at, renew)
+                if value is not at.value:
+                    changed[key] = value
+        return _changed(place, changed)
+
+    def _wanted(self, stem: Stem) -> bool:
+        return any(s.index in self._chosen for s in stem.walk())
+
+    def _apply(self, place: Place, stem: Stem, tree: Any) -> None:
+        """Give a thing its state, and see that it kept it."""
+        how = place.stateful
+        assert how is not None
+        values = [self._values[s.index] for s in stem.walk() if s.index in self._values]
+        if how.settled(place.value, values):
+            return
+        try:
+            how.put(place.value, tree)
+        except Exception as error:
+            kind = type(place.value).__qualname__
+            raise StateMismatch(f"{place.name}: the {kind} does not take the saved state: {error}") from error
+        if not how.strict:
+            self._check_kept(place, stem)
+
+    def _check_kept(self, place: Place, stem: Stem) -> None:
+        """Optimizers cast what they are given to their parameters' dtype; that is no exact restore."""
+        try:
+            again = Survey(self._registry, lenient=True).take(place.value, place.path)
+        except CaptureError as error:
+            raise StateMismatch(f"{place.name}: cannot be read after its state was set: {error}") from error
+        kept = {at.path: at for at in again.walk() if at.provider is not None}
+        for leaf in (s for s in stem.walk() if s.index in self._values):
+            spec = self._ties[leaf.index].spec if leaf.index in self._ties else leaf.leaf.spec
+            at = kept.get(leaf.leaf.path)
+            if at is not None and at.provider is not None and at.provider.kind == spec.kind:
+                reason = at.provider.mismatch(spec)
+                if reason:
+                    raise StateMismatch(f"{leaf.leaf.name}: after the saved state was set, {reason}: it was cast")
+
+
+def _changed(place: Place, changed: Mapping[Any, Any]) -> Any:
+    """The container with some items changed: itself, if it is mutable."""
+    container = place.tree
+    if not changed:
+        return place.value if place.stateful is None else container
+    if place.kind in ("tuple", "namedtuple"):
+        keys = [key for key, _ in place.children.values()]
+        items = (changed.get(key, item) for key, item in zip(keys, container, strict=True))
+        return tuple.__new__(type(container), items)
+    for key, value in changed.items():
+        container[key] = value
+    return container

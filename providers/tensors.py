@@ -1,0 +1,181 @@
+"""Torch tensors of any dtype, stride and device."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Hashable, Iterator, Mapping
+from functools import cached_property, partial
+from typing import Any, ClassVar, Self
+
+import torch
+
+from tierstate.manifest.chunk import Buffer, Chunk, Event, spans
+from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
+from tierstate.manifest.leaf import Spec
+
+from .base import Provider
+from .dtypes import torch_dtype, torch_name
+from .strided import WORDS, Strided
+
+MAX_BYTES = 1 << 56
+MAX_DIMS = 64
+CPU = torch.device("cpu")
+_GATHERING = threading.Lock()
+
+
+class TensorProvider(Provider):
+    """A strided tensor, streamed out of and into its own memory.
+
+    The bytes are those of the elements in row-major order, with a lazy conjugate or negative applied. On CUDA copies
+    run on the current stream.
+
+    Raises:
+        CaptureError: a sparse, nested, quantized or meta tensor, or a tensor subclass that torch does not ship.
+    """
+
+    kind: ClassVar[str] = "tensor"
+
+    def __init__(self, value: torch.Tensor) -> None:
+        reason = _refusal(value)
+        if reason:
+            raise CaptureError(reason)
+        self._value = value
+        self._strided = Strided(value)
+        self._saved: Spec | None = None  # of a fresh value
+        self._gathered: Buffer | None = None
+
+    @cached_property
+    def spec(self) -> Spec:
+        if self._saved is not None:
+            return self._saved
+        value, attrs = self._value, {}
+        if value.requires_grad:
+            attrs["requires_grad"] = True
+        if isinstance(value, torch.nn.Parameter):
+            attrs["parameter"] = True
+        return Spec(self.kind, torch_name(value.dtype), value.element_size(), tuple(value.shape), attrs)
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor itself."""
+        return self._value
+
+    @cached_property
+    def alias(self) -> Hashable:
+        """Equal for tensors that are the same view of the same memory; None for one without elements."""
+        value = self._value
+        if value.numel() == 0:
+            return None
+        strides = tuple(s if n > 1 else 0 for s, n in zip(value.stride(), value.shape, strict=True))
+        lazy = (value.is_conj(), value.is_neg())
+        return (self.kind, value.device, value.data_ptr(), value.dtype, tuple(value.shape), strides, lazy)
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        for start, nbytes in spans(self._strided.nbytes, size):
+            yield Chunk(start, nbytes, partial(self._fill, start))
+
+    def _fill(self, start: int, out: Buffer) -> Event | None:
+        self._strided.read(start, out)
+        device = self._strided.device
+        if device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    @classmethod
+    def fresh(cls, spec: Spec, device: torch.device | None = None) -> Self:
+        provider = cls(allocate(spec, device or CPU))
+        provider._saved = spec
+        return provider
+
+    def load(self, start: int, data: Buffer) -> None:
+        if self._strided.direct:
+            self._strided.write(start, data)
+            return
+        with _GATHERING:
+            if self._gathered is None:
+                self._gathered = torch.empty(self._strided.nbytes, dtype=torch.uint8, device=CPU)
+        self._gathered[start : start + data.numel()].copy_(data)
+
+    def done(self) -> torch.Tensor:
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None and not self._strided.assign(gathered):
+            raise StateMismatch(
+                f"elements of the given tensor share memory (strides {self._value.stride()}), "
+                "but are not equal in the version; give a tensor with memory for each element, as after .clone()"
+            )
+        if self._saved is not None:
+            return dress(self._value, self._saved.attrs)
+        if not self._value.is_inference():  # so that autograd notices a restore between forward and backward
+            torch.autograd.graph.increment_version(self._value)
+        return self._value
+
+
+class StorageProvider(TensorProvider):
+    """The raw bytes that several overlapping tensors are views of: a leaf of kind ``storage``."""
+
+    kind: ClassVar[str] = "storage"
+
+
+def allocate(spec: Spec, device: torch.device) -> torch.Tensor:
+    """An uninitialised, contiguous tensor of a spec that may come from anybody.
+
+    Raises:
+        FormatError: the spec describes no tensor.
+    """
+    dtype, shape = check_tensor(spec), spec.shape
+    if dtype.itemsize > 8:
+        return torch.empty(shape, dtype=dtype, device=device)
+    # Through integers: torch warns about making a complex32 tensor, and knows no empty() of some rare dtypes.
+    return torch.empty(shape, dtype=WORDS[dtype.itemsize], device=device).view(dtype).detach()
+
+
+def check_tensor(spec: Spec) -> torch.dtype:
+    """The dtype of a tensor's spec that may come from anybody.
+
+    Raises:
+        FormatError: unknown dtype, another itemsize than the dtype's, a shape that is none, or attributes that do
+            not fit the dtype.
+    """
+    dtype = torch_dtype(spec.dtype)
+    if spec.itemsize != dtype.itemsize:
+        raise FormatError(f"a tensor of {spec.dtype} has {dtype.itemsize} bytes per element, not {spec.itemsize!r:.20}")
+    check_shape(spec.shape, dtype.itemsize)
+    if spec.kind == StorageProvider.kind and (dtype != torch.uint8 or len(spec.shape) != 1):
+        raise FormatError(f"a storage is a run of uint8, not {spec.dtype} of shape {spec.shape}")
+    if spec.attrs.get("requires_grad") is True and not (dtype.is_floating_point or dtype.is_complex):
+        raise FormatError(f"a tensor of {spec.dtype} cannot require a gradient")
+    return dtype
+
+
+def check_shape(shape: tuple[int, ...], itemsize: int) -> None:
+    """Raises FormatError where a shape is none, or too large for any memory."""
+    sane = len(shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in shape)
+    if not sane or math.prod(max(n, 1) for n in shape) * max(itemsize, 1) > MAX_BYTES:
+        raise FormatError(f"{shape!r:.80} is not a shape of at most {MAX_DIMS} dimensions and {MAX_BYTES} bytes")
+
+
+def dress(tensor: torch.Tensor, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor as a Parameter, or requiring a gradient, where the attributes say so."""
+    grad = attrs.get("requires_grad") is True
+    if attrs.get("parameter") is True:
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    return tensor.requires_grad_() if grad else tensor
+
+
+def _refusal(value: torch.Tensor) -> str:
+    """Why a tensor cannot be saved; empty where it can."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return f"a tensor subclass {kind} is not known; register a provider for it, or save a plain tensor"
+    if value.is_nested:
+        return "a nested tensor has no strides; save its parts, as from unbind()"
+    if value.layout is not torch.strided:
+        return f"a tensor of layout {value.layout} has no strides; save its parts, as indices() and values(), or dense"
+    if value.is_quantized:
+        return "a quantized tensor also has scales; save int_repr() with its scales and zero points"
+    if value.device.type == "meta":
+        return "a meta tensor has no bytes; give it memory first, as with to_empty(device=...)"
+    return ""

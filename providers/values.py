@@ -1,0 +1,90 @@
+"""Plain values: numbers, text, bytes, None and sequences, sets and dicts of them; never pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar, Self
+
+from tierstate.manifest.chunk import Buffer, Chunk, as_buffer, empty_buffer, spans, to_bytes
+from tierstate.manifest.errors import FormatError
+from tierstate.manifest.leaf import Spec
+
+from .base import Provider
+from .encoding import decode, encode
+
+
+class Encoded(Provider):
+    """A value that is kept as a run of bytes, and is replaced on restore, never changed in place."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._bytes: Buffer | None = None
+
+    @property
+    def data(self) -> Buffer:
+        """The encoded value, shape ``(nbytes,)``."""
+        if self._bytes is None:
+            self._bytes = as_buffer(self._encode(self._value))
+        return self._bytes
+
+    @staticmethod
+    def _encode(value: Any) -> bytes:
+        raise NotImplementedError
+
+    @staticmethod
+    def _decode(data: bytes) -> Any:
+        raise NotImplementedError
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.kind, "uint8", 1, (self.data.numel(),))
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        data = self.data
+        for start, nbytes in spans(data.numel(), size):
+            yield Chunk(start, nbytes, partial(self._fill, start))
+
+    def _fill(self, start: int, out: Buffer) -> None:
+        out.copy_(self.data[start : start + out.numel()])
+
+    @classmethod
+    def fresh(cls, spec: Spec, device: object = None) -> Self:
+        if spec.dtype != "uint8" or spec.itemsize != 1 or len(spec.shape) != 1 or not 0 <= spec.shape[0] < 1 << 56:
+            raise FormatError(
+                f"a leaf of kind {cls.kind} is a run of uint8, not {spec.dtype!r:.20} of {spec.shape!r:.40}"
+            )
+        provider = cls.__new__(cls)
+        provider._value, provider._bytes = None, empty_buffer(spec.shape[0])
+        return provider
+
+    def mismatch(self, spec: Spec) -> str:
+        """Any value may take any other's place."""
+        return "" if spec.kind == self.kind else f"is {self.kind} here, {spec.kind} in the version"
+
+    def receiver(self, spec: Spec) -> Provider:
+        return self.fresh(spec)
+
+    def load(self, start: int, data: Buffer) -> None:
+        self.data[start : start + data.numel()].copy_(data)
+
+    def done(self) -> Any:
+        return self._decode(to_bytes(self.data))
+
+
+class ValueProvider(Encoded):
+    """A plain value, encoded as it is when the provider is made (`tierstate.providers.encoding`).
+
+    Raises:
+        CaptureError: the value, or one inside it, is of no type that is kept exactly.
+    """
+
+    kind: ClassVar[str] = "value"
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._bytes = as_buffer(encode(value))
+
+    @staticmethod
+    def _decode(data: bytes) -> Any:
+        return decode(data)

@@ -1,0 +1,212 @@
+"""A bucket: objects in a store that fsspec reaches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from tierstate.manifest.chunk import Buffer, view
+from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierUnavailable
+
+from .base import ObjectWriter, Range, Tier, Traits, check_key
+from .gauge import Gauge
+from .multipart import MultipartWriter
+from .object_errors import explained, scrub, secrets_in
+from .race import RACERS, ROUNDS, one_winner
+from .ranges import check_ranges
+from .stores import MemoryStore, S3Store, open_store
+
+READ_PART = 16 << 20
+PARALLEL = 8
+SINGLE = 64 << 20
+"""Objects up to this many bytes go to S3 as one conditional PUT; longer ones in parts."""
+
+
+class Bucket(Tier):
+    """Objects under one URL. Listings are never cached; creates are sent once, and never repeated blindly.
+
+    After a create whose answer was lost (`TierUnavailable`) the object may be there or not.
+
+    Args:
+        url: protocol, bucket and prefix.
+        options: what fsspec's file system for that protocol takes.
+        capacity: bytes that the objects may have together. What others write meanwhile is not noticed.
+    """
+
+    persistent: ClassVar[bool] = True
+
+    def __init__(self, url: str, options: Mapping[str, Any], capacity: int | None = None) -> None:
+        self._secrets = secrets_in(url, options)
+        self._store = open_store(url, options)
+        self._volatile = isinstance(self._store, MemoryStore)
+        self.gauge = Gauge(capacity)
+        self._conditional: bool | None = True if self._volatile else None
+        self._notes: tuple[str, ...] = ()
+        self._ready = False
+        self._readying = threading.Lock()
+
+    @property
+    def traits(self) -> Traits:
+        store = self._store
+        bucket = store.root.strip("/").partition("/")[0]
+        return Traits(
+            persistent=not self._volatile,
+            shared="process" if self._volatile else "site",
+            failure_domain=scrub(":".join(filter(None, (store.protocol, store.host, bucket))), self._secrets),
+            part_size=READ_PART,
+            parallelism=PARALLEL,
+            capacity=self.gauge.capacity,
+            conditional_create=self._conditional,
+            notes=self._notes,
+        )
+
+    def explained(self, doing: str, key: str) -> AbstractContextManager[None]:
+        """Errors of the store in the block become ours, without secrets."""
+        place = f"{self._store.protocol}://{self._store.path(key).lstrip('/')}"
+        return explained(doing, self.name, key, place, self._secrets)
+
+    # Reading
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        check_key(key)
+        if not ranges or any(offset < 0 or not out.numel() for offset, out in ranges):
+            # The store is not asked for empty ranges, so it would not say that they are wrong.
+            check_ranges(f"{self.name}: {key}", self.size(key), ranges)
+        pieces = [piece for wanted in ranges for piece in _split(wanted)]
+        for i in range(0, len(pieces), PARALLEL):
+            self._fill(key, pieces[i : i + PARALLEL])
+
+    def _fill(self, key: str, pieces: Sequence[Range]) -> None:
+        with self.explained("read", key):
+            starts, ends = zip(*((offset, offset + out.numel()) for offset, out in pieces), strict=True)
+            answers = self._store.fetch(key, starts, ends)
+        for (offset, out), data in zip(pieces, answers, strict=True):
+            if len(data) != out.numel():
+                check_ranges(f"{self.name}: {key}", self.size(key), pieces)
+                text = f"the store sent {len(data)} bytes from {offset}, {out.numel()} were asked for"
+                raise TierUnavailable(f"{self.name}: {key}: {text}", tier=self.name, key=key)
+            # NumPy lets other threads run meanwhile; assigning to a memoryview does not.
+            np.copyto(out.numpy(), np.frombuffer(data, np.uint8))
+
+    def list(self, prefix: str) -> Iterator[str]:
+        folder = prefix.rpartition("/")[0]
+        if folder and not _is_key(folder):
+            return iter(())
+        with self.explained("list", prefix):
+            names = self._store.names(prefix)
+        return iter(sorted(name for name in names if _is_key(name)))
+
+    def size(self, key: str) -> int:
+        check_key(key)
+        with self.explained("read", key):
+            return self._store.size(key)
+
+    def check_free(self, key: str) -> None:
+        """Nothing, unless the object exists.
+
+        Raises:
+            AlreadyExists
+        """
+        try:
+            self.size(key)
+        except NotFound:
+            return
+        raise AlreadyExists(f"{self.name}: {key}: exists already, nothing was changed", tier=self.name, key=key)
+
+    # Writing
+
+    def put(self, key: str, data: Buffer) -> None:
+        check_key(key)
+        if data.numel() > SINGLE and isinstance(self._store, S3Store):
+            with self.writer(key, data.numel()) as writer:
+                writer.append(data)
+            return
+        self._prepare()
+        self.gauge.take(data.numel(), self.name, key)
+        try:
+            self.create(key, data)
+        except BaseException:
+            self.gauge.give_back(data.numel())
+            raise
+
+    def create(self, key: str, data: Buffer) -> None:
+        """One conditional create, sent once. Where races have been seen to go wrong, it looks first."""
+        if self._conditional is False:
+            self.check_free(key)
+        self._send(key, data)
+
+    def _send(self, name: str, data: Buffer) -> None:
+        with self.explained("create", name):
+            self._store.create(name, view(data))
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        check_key(key)
+        self._prepare()
+        self.check_free(key)
+        store = self._store
+        if isinstance(store, S3Store):
+            return MultipartWriter(self, key, size_hint or 0, lambda: store.upload(key))
+        return super().writer(key, size_hint)
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        size = 0
+        if self.gauge.capacity is not None:
+            try:
+                size = self.size(key)
+            except NotFound:
+                return
+        self._remove(key)
+        self.gauge.give_back(size)
+
+    def _remove(self, name: str) -> None:
+        with self.explained("delete", name):
+            self._store.remove(name)
+
+    def _prepare(self) -> None:
+        """Before the first write: whether creates are conditional is found out, and the fill if it matters."""
+        with self._readying:
+            if self._ready:
+                return
+            if self._conditional is None:
+                self._probe()
+            if self.gauge.capacity is not None:
+                self.gauge.used = sum(self.size(key) for key in self.list(""))
+            self._ready = True
+
+    def _probe(self) -> None:
+        notes: list[str] = []
+
+        def remove(name: str) -> None:
+            try:
+                self._remove(name)
+            except AccessDenied as error:
+                notes.append(f"a scratch object could not be deleted: {error}")
+
+        self._conditional = one_winner(lambda name: self._send(name, torch.zeros(8, dtype=torch.uint8)), remove)
+        found = (
+            f"one winner in each of {ROUNDS} races of {RACERS}; that is no proof for others"
+            if self._conditional
+            else f"several winners in a race of {RACERS}; racing writers of one key may both succeed"
+        )
+        self._notes = (*notes, f"conditional create: {found}")
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _split(wanted: Range) -> Iterator[Range]:
+    for at in range(0, wanted.out.numel(), READ_PART):
+        yield Range(wanted.offset + at, wanted.out[at : at + READ_PART])
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return bool(check_key(text))
+    except ValueError:
+        return False

@@ -1,0 +1,263 @@
+"""The directory tier: files under one folder, each created whole and once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError
+
+from .base import Range, Release, Tier, Traits, check_key
+from .files import TEMP, BufferedFile, create_temp, file_size, open_file, remove_leftover, sync_folder, walk
+from .gauge import Gauge
+from .posix import explain, explained
+from .ranges import check_ranges
+from .writing import StepWriter
+
+MAX_NAME = 255
+"""Bytes of one name that file systems allow."""
+
+
+class Directory(Tier):
+    """Files under a folder, by a recipe that holds on every POSIX file system, also between hosts.
+
+    Bytes go to a temporary file in the object's own folder; it is synced, then linked to its name (``link(2)`` has
+    one winner, and fails where the name is taken), then the folder is synced, then the temporary name removed.
+    Temporary files are locked while their writer lives; what dead writers left is removed before the first write.
+
+    A folder that does not exist is made by the first write, and holds nothing for readers. Since an object is a file,
+    a key can not be the beginning of another up to a ``/``: the second one is refused with `AlreadyExists`.
+
+    Args:
+        path: the folder; a relative one is taken from where the process is now.
+        capacity: bytes that the objects may have together. What others write meanwhile is not noticed.
+    """
+
+    persistent: ClassVar[bool] = True
+    shared: ClassVar[Literal["process", "host", "site"]] = "host"
+    leftover_age: ClassVar[float] = 0.0
+    """Seconds for which a temporary file is left alone even if its lock is free."""
+
+    def __init__(self, path: Path, capacity: int | None = None) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._gauge = Gauge(capacity)
+        self._notes: tuple[str, ...] = ()
+        self._ready = False
+        self._readying = threading.Lock()
+        self._synced: set[Path] = set()
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            persistent=True,
+            shared=self.shared,
+            failure_domain=self._failure_domain(),
+            alignment=4096,
+            capacity=self._gauge.capacity,
+            conditional_create=True,
+            notes=self._notes,
+        )
+
+    def _failure_domain(self) -> str:
+        return f"host:{socket.gethostname()}"
+
+    def file(self, key: str) -> Path:
+        """The path of an object's file.
+
+        Raises:
+            ValueError: the key is not a key, or a name in it is too long for a file system.
+        """
+        for name in check_key(key).split("/"):
+            if len(name) > MAX_NAME:
+                raise ValueError(f"{key[:80]!r} is not a key for files: a name may have {MAX_NAME} characters at most")
+        return self.path / key
+
+    def _check_folders(self, path: Path) -> None:
+        """Nothing, unless a folder between the root and ``path`` is a link, which could lead anywhere."""
+        for folder in path.relative_to(self.path).parents:
+            if folder.parts and os.path.islink(self.path / folder):
+                raise AccessDenied(
+                    f"{self.name}: {self.path / folder} is a link; the folders of a tier must be real", tier=self.name
+                )
+
+    def _check_root(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise TierError(
+                f"{self.name}: {self.path} is not a folder; give a folder, or a path where one can be made",
+                tier=self.name,
+            )
+
+    # Reading
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        path = self.file(key)
+        self._check_folders(path)
+        with explained("read", self.name, key, path), closing(open_file(path)) as file:
+            check_ranges(f"{self.name}: {key}", file.status().st_size, ranges)
+            for offset, out in ranges:
+                file.read(offset, out)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        folder, _, stem = prefix.rpartition("/")
+        if folder and not _is_key(folder):
+            return iter(())
+        top = self.path / folder
+        self._check_folders(top / "any")
+        with explained("list", self.name, prefix, top), suppress(NotADirectoryError):
+            self._check_root()
+            keys = (os.path.relpath(entry.path, self.path) for entry in walk(top, stem))
+            return iter(sorted(key for key in keys if key.startswith(prefix) and _is_key(key)))
+        return iter(())
+
+    def size(self, key: str) -> int:
+        path = self.file(key)
+        self._check_folders(path)
+        with explained("read", self.name, key, path):
+            return file_size(path)
+
+    # Writing
+
+    def put(self, key: str, data: Buffer) -> None:
+        with self.writer(key, data.numel()) as writer:
+            writer.append(data)
+
+    def writer(self, key: str, size_hint: int | None = None) -> FileWriter:
+        path = self.file(key)
+        self._prepare()
+        self._check_folders(path)
+        if os.path.lexists(path):
+            raise AlreadyExists(f"{self.name}: {key}: {path} exists, nothing was changed", tier=self.name, key=key)
+        with explained("write", self.name, key, path):
+            try:
+                self._make_folder(path.parent)
+                file = create_temp(path.parent)
+            except FileNotFoundError:
+                # Somebody removed a folder that this process had made or seen: make it once more.
+                self._synced.clear()
+                self._make_folder(path.parent)
+                file = create_temp(path.parent)
+        return FileWriter(self, key, path, file)
+
+    def delete(self, key: str) -> None:
+        path = self.file(key)
+        self._check_folders(path)
+        with explained("delete", self.name, key, path), suppress(FileNotFoundError, NotADirectoryError):
+            status = os.lstat(path)
+            if not stat.S_ISDIR(status.st_mode):
+                os.unlink(path)
+                self._gauge.give_back(status.st_size)
+                # A record must not come back after a crash when what it names is gone for good.
+                sync_folder(path.parent)
+
+    def _prepare(self) -> None:
+        """Before the first write: the root is there, dead writers' files are not, and the fill is known."""
+        with self._readying:
+            if self._ready:
+                return
+            with explained("write", self.name, "", self.path):
+                self._check_root()
+                self._make_root()
+                self._sweep()
+                if self._gauge.capacity is not None:
+                    self._gauge.used = sum(entry.stat(follow_symlinks=False).st_size for entry in walk(self.path))
+            self._ready = True
+
+    def _sweep(self) -> None:
+        # The file system's own clock says what is old: hosts disagree.
+        with closing(create_temp(self.path)) as clock:
+            now = clock.status().st_mtime
+            os.unlink(clock.path)
+        for entry in walk(self.path):
+            if entry.name.startswith(TEMP):
+                try:
+                    remove_leftover(Path(entry.path), now, self.leftover_age)
+                except PermissionError as error:
+                    self._notes += (f"a dead writer's file could not be removed: {error}",)
+
+    def _make_root(self) -> None:
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        for path in reversed(missing):
+            self._make_and_sync(path)
+        self._synced.add(self.path)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder under the root, and those above it. Each is synced once, whoever made it."""
+        if folder in self._synced:
+            return
+        if folder == self.path:
+            self._make_root()
+            return
+        self._make_folder(folder.parent)
+        self._make_and_sync(folder)
+        self._synced.add(folder)
+
+    def _make_and_sync(self, folder: Path) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+            self._made(folder)
+        sync_folder(folder.parent)
+
+    def _made(self, folder: Path) -> None:
+        """Called for each new folder, before anything is in it."""
+
+
+class FileWriter(StepWriter):
+    """Writes a temporary file, and links it to the object's name when closed."""
+
+    def __init__(self, tier: Directory, key: str, path: Path, file: BufferedFile) -> None:
+        super().__init__(f"{tier.name}: {key}")
+        self._tier, self._key, self._path, self._file = tier, key, path, file
+        self._length = 0
+
+    def _add(self, buffer: Buffer, release: Release | None) -> bool:
+        nbytes = buffer.numel()
+        self._tier._gauge.take(nbytes, self._tier.name, self._key)
+        start, self._length = self._length, self._length + nbytes
+        with explained("write", self._tier.name, self._key, self._file.path):
+            self._file.write(start, buffer)
+        return False
+
+    def _publish(self) -> None:
+        with explained("write", self._tier.name, self._key, self._path):
+            self._file.sync()
+            self._link()
+            try:
+                sync_folder(self._path.parent)
+            except OSError:
+                # Seen by others perhaps, but not safe: nobody may rely on it.
+                os.unlink(self._path)
+                raise
+        self._clear()
+
+    def _link(self) -> None:
+        try:
+            os.link(self._file.path, self._path, follow_symlinks=False)
+        except FileExistsError as error:
+            # Over a network the first try's answer may be lost and the second find the name taken: by ourselves.
+            if os.path.samestat(os.lstat(self._path), self._file.status()):
+                return
+            raise explain(error, "create", self._tier.name, self._key, self._path) from error
+
+    def _discard(self) -> None:
+        self._tier._gauge.give_back(self._length)
+        self._clear()
+
+    def _clear(self) -> None:
+        # What cannot be removed now is a dead writer's file for the next one who opens the tier.
+        with suppress(OSError):
+            os.unlink(self._file.path)
+        self._file.close()
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return bool(check_key(text))
+    except ValueError:
+        return False

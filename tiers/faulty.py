@@ -1,0 +1,192 @@
+"""A tier around a tier that fails, lies or forgets at a chosen call: for tests of whoever uses tiers."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from tierstate.manifest.chunk import Buffer
+
+from .base import ObjectWriter, Range, Release, Tier, Traits
+
+Operation: TypeAlias = Literal["put", "read", "list", "size", "delete", "writer", "append", "close"]
+Damage: TypeAlias = Literal["flip", "truncate", "drop"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, where, and at which call.
+
+    Attributes:
+        operation: ``append`` and ``close`` are those of writers, counted over all of them.
+        at: number of the call, from 1; 0 for every call.
+        error: raised in place of the call, or after it.
+        after: the call takes effect first, and then its answer is lost.
+        damage: ``flip`` turns the bit ``8 * where`` of the bytes, ``truncate`` loses those from ``where`` on, ``drop``
+            loses the call; each without a word. A truncated or dropped read leaves the rest of ``out`` as it was.
+        where: offset of a byte, in what is put, appended, or read by the first range.
+    """
+
+    operation: Operation
+    at: int = 1
+    error: BaseException | None = None
+    after: bool = False
+    damage: Damage | None = None
+    where: int = 0
+
+
+class Faulty(Tier):
+    """Another tier with faults. ``calls`` counts the calls of each operation, also those that failed.
+
+    Example: the third ``put`` takes effect, and its answer is lost::
+
+        tier = Faulty(Memory(), Fault("put", 3, TierUnavailable("no answer"), after=True))
+    """
+
+    def __init__(self, inner: Tier, *faults: Fault) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.faults = list(faults)
+        self.calls: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, fault: Fault) -> None:
+        """One more fault; its calls are counted from now on."""
+        with self._lock:
+            at = fault.at and fault.at + self.calls[fault.operation]
+        self.faults.append(Fault(fault.operation, at, fault.error, fault.after, fault.damage, fault.where))
+
+    def heal(self) -> None:
+        """No more faults."""
+        self.faults.clear()
+
+    def begin(self, operation: Operation) -> Fault | None:
+        """Count a call; raise its error if that comes first, otherwise return its fault, for `end`."""
+        with self._lock:
+            self.calls[operation] += 1
+            n = self.calls[operation]
+        fault = next((f for f in self.faults if f.operation == operation and f.at in (0, n)), None)
+        if fault is not None and fault.error is not None and not fault.after:
+            raise fault.error
+        return fault
+
+    @property
+    def traits(self) -> Traits:
+        return self.inner.traits
+
+    def put(self, key: str, data: Buffer) -> None:
+        fault = self.begin("put")
+        if not _dropped(fault):
+            self.inner.put(key, damaged(data, fault))
+        end(fault)
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        fault = self.begin("read")
+        if not _dropped(fault):
+            before = ranges[0].out.clone() if ranges else None
+            self.inner.read(key, ranges)
+            if ranges and before is not None and fault is not None and fault.damage:
+                got = damaged(ranges[0].out, fault).clone()
+                ranges[0].out.copy_(before)
+                ranges[0].out[: got.numel()].copy_(got)
+        end(fault)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        fault = self.begin("list")
+        keys = iter(()) if _dropped(fault) else self.inner.list(prefix)
+        end(fault)
+        return keys
+
+    def size(self, key: str) -> int:
+        fault = self.begin("size")
+        size = self.inner.size(key)
+        end(fault)
+        return size
+
+    def delete(self, key: str) -> None:
+        fault = self.begin("delete")
+        if not _dropped(fault):
+            self.inner.delete(key)
+        end(fault)
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        fault = self.begin("writer")
+        writer = FaultyWriter(self, self.inner.writer(key, size_hint))
+        end(fault)
+        return writer
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FaultyWriter(ObjectWriter):
+    """Another writer with the faults of its tier. As a good writer does, it gives the object up after an error."""
+
+    def __init__(self, tier: Faulty, inner: ObjectWriter) -> None:
+        self._tier, self._inner = tier, inner
+        self._failure: BaseException | None = None
+
+    def append(self, buffer: Buffer, release: Release | None = None) -> None:
+        try:
+            fault = self._tier.begin("append")
+        except BaseException as error:
+            self._give_up(error)
+            if release is not None:
+                release()
+            raise
+        if _dropped(fault):
+            if release is not None:
+                release()
+        else:
+            self._inner.append(damaged(buffer, fault), release)
+        try:
+            end(fault)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def close(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            fault = self._tier.begin("close")
+            if _dropped(fault):
+                self._inner.abort()
+            else:
+                self._inner.close()
+            end(fault)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def _give_up(self, error: BaseException) -> None:
+        self._failure = error
+        self._inner.abort()
+
+
+def damaged(data: Buffer, fault: Fault | None) -> Buffer:
+    """The bytes as the fault leaves them; the very buffer where it leaves them alone."""
+    if fault is None or not data.numel():
+        return data
+    if fault.damage == "truncate":
+        return data[: fault.where]
+    if fault.damage == "flip":
+        data = data.clone()
+        data[min(fault.where, data.numel() - 1)] ^= 1
+    return data
+
+
+def end(fault: Fault | None) -> None:
+    """Raise the error of a fault whose call has taken effect."""
+    if fault is not None and fault.error is not None and fault.after:
+        raise fault.error
+
+
+def _dropped(fault: Fault | None) -> bool:
+    return fault is not None and fault.damage == "drop"

@@ -1,0 +1,43 @@
+"""A gauge: bytes in use under a capacity."""
+
+from __future__ import annotations
+
+import threading
+
+from tierstate.manifest.errors import TierFull
+
+from .units import format_size
+
+
+class Gauge:
+    """Counts the bytes that a tier holds, and says when no more may come. Safe to use from many threads.
+
+    Args:
+        capacity: bytes that may be in use at once; None counts and never refuses.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, tier: str, key: str) -> None:
+        """Count ``nbytes`` more.
+
+        Raises:
+            TierFull: that would be more than the capacity; nothing was counted.
+        """
+        with self._lock:
+            if nbytes > 0 and self.capacity is not None and self.used + nbytes > self.capacity:
+                raise TierFull(
+                    f"{tier}: {key}: no room for {format_size(nbytes)} more: {format_size(self.used)} of the capacity "
+                    f"of {format_size(self.capacity)} are in use; raise the tier's 'capacity' or keep fewer versions",
+                    tier=tier,
+                    key=key,
+                )
+            self.used += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Count ``nbytes`` less; never less than nothing, since others may have filled what we empty."""
+        with self._lock:
+            self.used = max(0, self.used - nbytes)

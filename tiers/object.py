@@ -1,0 +1,82 @@
+"""The object tier: any store that has a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tierstate.manifest.chunk import Buffer
+
+from .base import ObjectWriter, Range, Tier, Traits
+from .bucket import Bucket
+from .directory import Directory
+from .object_errors import scrub, secrets_in
+from .units import Size
+
+
+class ObjectStore(Tier):
+    """Objects under a URL: ``s3://bucket/prefix`` and whatever else fsspec reaches.
+
+    ``file://`` is served by the recipe of directory tiers, since fsspec's own files are neither created whole nor only
+    once. ``memory://`` holds for the process, for tests. Of the others S3 is the one that was tried against servers;
+    on a store where a write can be seen before it is complete, so can ours.
+
+    Args:
+        url: where; the bucket must exist.
+        options: what fsspec's file system takes, as in ``{endpoint_url: ..., key: ..., secret: ...}``; never printed.
+        capacity: bytes that the objects may have together; None for as many as the store takes.
+
+    Raises:
+        ValueError: no URL, or one of a protocol not known.
+        ImportError: a package for the protocol is missing.
+    """
+
+    persistent: ClassVar[bool] = True
+
+    def __init__(self, *, url: str, options: dict[str, Any] | None = None, capacity: Size | None = None) -> None:
+        protocol, found, path = url.partition("://")
+        if not found or not path.strip("/"):
+            shown = scrub(url, secrets_in(url, options or {}))
+            raise ValueError(f"url: {shown!r} does not say where; write protocol, bucket and path, as in 's3://b/ckpt'")
+        self._inner: Tier
+        if protocol in ("file", "local"):
+            if options:
+                raise ValueError("options: a file:// URL takes none; remove them")
+            self._inner = Directory(Path(path), capacity)
+        else:
+            self._inner = Bucket(url, options or {}, capacity)
+
+    @property
+    def name(self) -> str:
+        """The tier's name in the policy; set by the engine, used in messages."""
+        return self._inner.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._inner.name = name
+
+    @property
+    def traits(self) -> Traits:
+        return self._inner.traits
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._inner.put(key, data)
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        self._inner.read(key, ranges)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        return self._inner.list(prefix)
+
+    def size(self, key: str) -> int:
+        return self._inner.size(key)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        return self._inner.writer(key, size_hint)
+
+    def close(self) -> None:
+        self._inner.close()

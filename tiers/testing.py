@@ -1,0 +1,49 @@
+"""The contract of a tier as a test suite, for everybody who writes one.
+
+Ten lines are enough; they need pytest and hypothesis (``pip install pytest hypothesis``)::
+
+    from tierstate.tiers.testing import TierContract
+
+    class TestMyTier(TierContract):
+        def make(self, tmp_path):
+            return MyTier(path=tmp_path)
+
+        def reopen(self, tier):  # optional: another handle on the same place
+            return MyTier(path=tier.path)
+
+`PROMISES` is the same list for use without pytest: ``(name, check)``, where ``check(tier, prefix)`` tries one promise
+with objects under the key ``prefix``, removes them, and raises `PromiseBroken` where the promise does not hold.
+`Faulty` wraps a tier and lets chosen calls go wrong, for tests of what uses tiers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .evidence import Check, Lease, PromiseBroken, random_bytes
+from .faulty import Fault, Faulty
+from .promises import PROMISES
+
+if TYPE_CHECKING:
+    from .contract import TierContract, TierMachine
+
+__all__ = [
+    "PROMISES",
+    "Check",
+    "Fault",
+    "Faulty",
+    "Lease",
+    "PromiseBroken",
+    "TierContract",
+    "TierMachine",
+    "random_bytes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Only these need pytest and hypothesis, which who merely checks a live tier need not have.
+    if name in ("TierContract", "TierMachine"):
+        from . import contract
+
+        return getattr(contract, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
