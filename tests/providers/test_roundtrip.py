@@ -1,0 +1,38 @@
+"""The core property: any state comes back bit for bit, through any chunks, in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moving import restore, transfer
+from strategies import difference, scrambled, states
+
+from tierstate.providers.tree import flatten
+
+SIZES = st.integers(1, 8).map(lambda n: 16 * n)
+
+
+@given(states(), SIZES, st.integers(1, 70), st.integers(0, 99))
+@settings(deadline=None, max_examples=200)
+def test_a_fresh_load_is_the_state(state: Any, size: int, piece: int, seed: int) -> None:
+    leaves, data = transfer(flatten(state), size)
+    assert difference(state, restore(leaves, data, piece=piece, seed=seed)) == ""
+
+
+@given(states(), SIZES, st.integers(1, 70), st.integers(0, 99))
+@settings(deadline=None, max_examples=200)
+def test_a_load_in_place_is_the_state(state: Any, size: int, piece: int, seed: int) -> None:
+    leaves, data = transfer(flatten(state), size)
+    given_state = scrambled(state)
+    out = restore(leaves, data, piece=piece, seed=seed, into=given_state)
+    assert difference(state, out) == ""
+    if isinstance(state, (dict, list)) and type(out) is type(given_state) and leaves[0].spec.kind != "value":
+        assert out is given_state
+
+
+@given(states())
+@settings(deadline=None, max_examples=100)
+def test_equal_states_have_equal_leaves_and_bytes(state: Any) -> None:
+    assert transfer(flatten(state), 16) == transfer(flatten(state), 4096)
