@@ -2,18 +2,16 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# `tests/tiers` starts a real S3 server; it lives in an environment of its own, since it pins old packages.
-SWIFT  := .venv-swift
 
 .PHONY: demo test check format lint types wheel bench soak clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/ready $(SWIFT)/ready
+test: $(VENV)/ready
 	$(BIN)/pytest -m "not soak"
 
-check: $(VENV)/ready $(SWIFT)/ready
+check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -21,14 +19,14 @@ check: $(VENV)/ready $(SWIFT)/ready
 	$(MAKE) wheel
 
 # The tests once more, against the built wheel in an environment that has never seen the checkout.
-wheel: $(VENV)/ready $(SWIFT)/ready
+wheel: $(VENV)/ready
 	sh tests/against_wheel.sh $(PYTHON) $(BIN)/python
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: $(VENV)/ready $(SWIFT)/ready
+soak: $(VENV)/ready
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q
 
 bench: $(VENV)/ready
@@ -41,10 +39,5 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
 	touch $@
 
-$(SWIFT)/ready: constraints-swift.txt
-	$(PYTHON) -m venv $(SWIFT)
-	$(SWIFT)/bin/pip install --quiet --requirement constraints-swift.txt
-	touch $@
-
 clean:
-	rm -rf $(VENV) $(SWIFT) .demo build dist *.egg-info
+	rm -rf $(VENV) .venv-swift .demo build dist *.egg-info

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
 def empty_buffer(nbytes: int) -> Buffer:
     """A fresh, uninitialised host buffer of ``nbytes`` bytes."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def as_buffer(data: bytes | bytearray | memoryview | np.ndarray) -> Buffer:

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 
@@ -75,7 +75,11 @@ class ObjectWriter(ABC):
 
     @abstractmethod
     def append(self, buffer: Buffer, release: Release | None = None) -> None:
-        """Add the bytes of a host buffer. ``release`` is called once, when the buffer is no longer needed."""
+        """Add the bytes of a host buffer. ``release`` is called once, when the buffer is no longer needed.
+
+        A tier that keeps buffers for as long as the object lives takes an ``arena`` and tells it (``arena.keep``), so
+        that they leave the budget of what is in flight.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -108,6 +112,9 @@ class Tier(ABC):
     named ``arena`` is not: the engine hands its arena to a tier that asks for it.
     """
 
+    persistent: ClassVar[bool] = True
+    """Whether tiers of this class survive the host: what a policy knows before it opens one. `traits` has the truth."""
+
     name: str = ""
     """The tier's name in the policy; set by the engine, used in messages."""
 
@@ -131,7 +138,7 @@ class Tier(ABC):
 
         Raises:
             NotFound: there is no such object.
-            Damaged: a range ends behind the object's end.
+            Damaged: a range starts before the object, or ends behind its end.
         """
 
     @abstractmethod
@@ -159,8 +166,9 @@ class Tier(ABC):
         Raises:
             AlreadyExists: the key is taken. A tier may find that out only at ``close``.
         """
-        check_key(key)
-        return _Gather(self, key)
+        from .writing import Gather  # which builds on this room
+
+        return Gather(self, check_key(key))
 
     def get(self, key: str) -> Buffer:
         """A whole object in a fresh host buffer."""
@@ -173,34 +181,6 @@ class Tier(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
-
-
-class _Gather(ObjectWriter):
-    """The default writer: copies what it is given, and puts it in one piece."""
-
-    def __init__(self, tier: Tier, key: str) -> None:
-        self._tier, self._key = tier, key
-        self._pieces: list[Buffer] = []
-        self._open = True
-
-    def append(self, buffer: Buffer, release: Release | None = None) -> None:
-        try:
-            self._pieces.append(buffer.clone())
-        finally:
-            if release is not None:
-                release()
-
-    def close(self) -> None:
-        import torch
-
-        if self._open:
-            self._open = False
-            pieces, self._pieces = self._pieces, []
-            self._tier.put(self._key, torch.cat(pieces) if pieces else empty_buffer(0))
-
-    def abort(self) -> None:
-        self._open = False
-        self._pieces = []
 
 
 def check_key(key: str) -> str:

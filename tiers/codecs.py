@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from tierstate.manifest.chunk import Buffer, as_buffer, view
+from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
 from tierstate.manifest.errors import Damaged
 from tierstate.manifest.layout import RAW
 
@@ -59,7 +57,7 @@ def decode(codec: str, stored: Buffer, nbytes: int) -> Buffer:
     if codec != BLOSC:
         raise Damaged(f"stored with codec {codec!r}, which this program does not know")
     _check_blosc(stored, nbytes)
-    out = torch.empty(nbytes, dtype=torch.uint8)
+    out = empty_buffer(nbytes)
     try:
         _blosc("fast", 1).decode(view(stored), view(out))
     except (RuntimeError, ValueError) as error:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from tierstate.manifest import columns as col
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
@@ -37,7 +36,7 @@ MEND = "mend"
 
 MAX_FOOTER = 256 << 20
 _TRAILER = 4 + 16 + 8
-_ZEROS = torch.zeros(BLOCK, dtype=torch.uint8)
+_ZEROS = as_buffer(bytearray(BLOCK))
 
 
 def is_mend(key: str) -> bool:

@@ -7,10 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tierstate.manifest.chunk import Buffer
+import torch
+
+from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import TierError
 
-from .base import ObjectWriter, Release
+from .base import ObjectWriter, Release, Tier
 
 
 class StepWriter(ObjectWriter):
@@ -79,3 +81,23 @@ class StepWriter(ObjectWriter):
     @abstractmethod
     def _discard(self) -> None:
         """Leave nothing behind, and release the leases that were kept. Called once at most."""
+
+
+class Gather(StepWriter):
+    """The writer of a tier that has none of its own: gathers copies, and puts them in one piece."""
+
+    def __init__(self, tier: Tier, key: str) -> None:
+        super().__init__(f"{tier.name}: {key}")
+        self._tier, self._key = tier, key
+        self._pieces: list[Buffer] = []
+
+    def _add(self, buffer: Buffer, release: Release | None) -> bool:
+        self._pieces.append(buffer.clone())
+        return False
+
+    def _publish(self) -> None:
+        self._tier.put(self._key, torch.cat([empty_buffer(0), *self._pieces]))
+        self._pieces = []
+
+    def _discard(self) -> None:
+        self._pieces = []

@@ -1,0 +1,154 @@
+"""The object tier: over files, and over fsspec's memory."""
+
+import importlib
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tierstate.manifest.chunk import empty_buffer
+from tierstate.manifest.errors import (
+    AccessDenied,
+    AlreadyExists,
+    NotFound,
+    TierError,
+    TierFull,
+)
+from tierstate.tiers import stores
+from tierstate.tiers.base import Tier
+from tierstate.tiers.object import ObjectStore
+from tierstate.tiers.race import one_winner
+from tierstate.tiers.testing import TierContract
+
+
+class TestFilesContract(TierContract):
+    examples = 5
+
+    def make(self, tmp_path: Path) -> Tier:
+        return ObjectStore(url=f"file://{tmp_path}/ckpt")
+
+
+class TestMemoryUrlContract(TierContract):
+    def make(self, tmp_path: Path) -> Tier:
+        return ObjectStore(url=f"memory://{uuid.uuid4().hex}/ckpt")
+
+    def reopen(self, tier: Tier) -> Tier:
+        return ObjectStore(url=f"memory://{tier.traits.failure_domain.removeprefix('memory:')}/ckpt")
+
+
+# URLs and options
+
+
+@pytest.mark.parametrize("url", ["bucket/ckpt", "s3://", "", "s3:///"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(ValueError, match="does not say where; write protocol, bucket and path"):
+        ObjectStore(url=url)
+
+
+def test_a_protocol_that_is_not_known() -> None:
+    with pytest.raises(ValueError, match="s33:// is no protocol known here"):
+        ObjectStore(url="s33://bucket/ckpt")
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec_registry = importlib.import_module("fsspec.registry")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for registered in ("s3", "s3a"):
+        monkeypatch.delitem(fsspec_registry._registry, registered, raising=False)
+    with pytest.raises(ImportError, match="s3:// needs the package s3fs: pip install s3fs"):
+        ObjectStore(url="s3://bucket/ckpt")
+
+
+def test_files_take_no_options(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a file:// URL takes none"):
+        ObjectStore(url=f"file://{tmp_path}", options={"auto_mkdir": True})
+
+
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    code = "import sys, tierstate.tiers.object; sys.exit(any(m in sys.modules for m in ('fsspec', 's3fs', 'botocore')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_name_is_in_messages(tmp_path: Path) -> None:
+    for url in (f"file://{tmp_path}", "memory://named/ckpt"):
+        tier = ObjectStore(url=url)
+        tier.name = "archive"
+        with pytest.raises(NotFound, match=r"^archive: a: ") as found:
+            tier.size("a")
+        assert (found.value.tier, found.value.key) == ("archive", "a")
+
+
+def test_user_options_stand_over_ours() -> None:
+    options = {
+        "key": "k",
+        "config_kwargs": {"s3": {"addressing_style": "path"}, "read_timeout": 7, "retries": {"mode": "legacy"}},
+    }
+    config = stores.s3_options(options, once=False)["config_kwargs"]
+    assert config["s3"] == {"payload_signing_enabled": False, "addressing_style": "path"}
+    assert (config["read_timeout"], config["retries"]) == (7, {"mode": "legacy", "total_max_attempts": 3})
+    assert stores.s3_options(options, once=True)["config_kwargs"]["retries"]["total_max_attempts"] == 1
+    assert options["config_kwargs"]["s3"] == {"addressing_style": "path"}
+
+
+def test_capacity_of_a_bucket() -> None:
+    url = f"memory://{uuid.uuid4().hex}/ckpt"
+    ObjectStore(url=url).put("a", empty_buffer(60))
+    tier = ObjectStore(url=url, capacity=100)
+    with pytest.raises(TierFull, match="60B of the capacity of 100B are in use"):
+        tier.put("b", empty_buffer(41))
+    for _ in range(2):
+        with pytest.raises(AlreadyExists):
+            tier.put("a", empty_buffer(30))
+    tier.put("b", empty_buffer(40))
+    tier.delete("a")
+    tier.delete("a")
+    tier.put("c", empty_buffer(60))
+    with pytest.raises(TierFull):
+        tier.put("d", empty_buffer(1))
+
+
+def test_traits() -> None:
+    traits = ObjectStore(url="memory://b/ckpt").traits
+    assert (traits.persistent, traits.shared, traits.conditional_create) == (False, "process", True)
+    traits = ObjectStore(url="s3://b/ckpt", options={"endpoint_url": "http://me:pass@host:1"}, capacity=5).traits
+    assert (traits.persistent, traits.shared, traits.conditional_create) == (True, "site", None)
+    assert (traits.failure_domain, traits.capacity) == ("s3:host:1:b", 5)
+    assert ObjectStore.persistent is True
+
+
+# The probe of conditional creates
+
+
+class Creates:
+    """A store of names whose creates let ``winners`` of each name through, and fail the others."""
+
+    def __init__(self, winners: int, error: type[TierError] = AlreadyExists) -> None:
+        self.left, self.lock, self.error = winners, threading.Lock(), error
+        self.winners, self.names = winners, set[str]()
+
+    def create(self, name: str) -> None:
+        with self.lock:
+            self.left -= 1
+            if self.left < 0:
+                raise self.error("no")
+            self.names.add(name)
+
+    def delete(self, name: str) -> None:
+        self.names.remove(name)
+        self.left = self.winners
+
+
+@pytest.mark.parametrize(("winners", "verdict"), [(1, True), (2, False), (8, False)])
+def test_races_are_judged_by_their_winners(winners: int, verdict: bool) -> None:
+    store = Creates(winners)
+    assert one_winner(store.create, store.delete) is verdict
+    assert not store.names
+
+
+def test_a_race_that_nobody_wins_is_an_error() -> None:
+    store = Creates(0, AccessDenied)
+    with pytest.raises(AccessDenied):
+        one_winner(store.create, store.delete)
