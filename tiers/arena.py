@@ -73,7 +73,7 @@ class Arena:
         """Whether a capture of so many bytes would have to wait; one longer than the arena waits for all of it."""
         with self.changed:
             slots = self.slots - LAST
-            return (slots - self.in_flight) * self.slab_size < min(nbytes, slots * self.slab_size)
+            return max(0, slots - self.in_flight) * self.slab_size < min(nbytes, slots * self.slab_size)
 
     def acquire(self, stop: Callable[[], bool] = lambda: False, *, last: bool = False) -> Slab:
         """A slab with one lease, as soon as the budget has room.

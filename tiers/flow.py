@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tierstate.manifest.digest import algorithm
-from tierstate.manifest.errors import AlreadyExists, CaptureError, TierstateError, TierUnavailable
+from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
 from tierstate.manifest.leaf import Leaf
 from tierstate.manifest.merge import check_whole
@@ -225,8 +225,8 @@ class Flow:
             if ticket.error(name) is not None and self._last.get(name) == (ticket.head.step, ticket.head.time):
                 # What did not arrive does not count for the cadence: the next save goes there instead.
                 self._last[name] = None
-            if isinstance(ticket.error(name), AlreadyExists):
-                # Another writer took the number: look again at what is taken before the next save.
+            if isinstance(ticket.error(name), (AlreadyExists, NotFound)):
+                # Another writer took the number, or dropped what this save built on: look before the next save.
                 self._look = True
 
     def _worth_keeping(self) -> list[Ticket]:

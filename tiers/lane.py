@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
+from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound, TierUnavailable
 from tierstate.manifest.index import as_array
 from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
@@ -77,6 +77,10 @@ class Intake:
             self.publication.write(batch.rows[i], raw, batch.digests[i], batch.slab)
 
 
+class NoSource(TierUnavailable):
+    """No tier has what is to be copied; the tier it was to be copied to is not to blame."""
+
+
 class Copy:
     """Publishes a save from the tiers that have it already: a cascade.
 
@@ -119,7 +123,7 @@ class Copy:
                 holdings.append(Holding(shelf, self.ticket.records[shelf.name].layout))
         if not holdings:
             told = "; ".join(f"{s.name}: {e}" for s, e in zip(self._sources, errors, strict=True))
-            raise TierUnavailable(
+            raise NoSource(
                 f"step {self.ticket.head.step} cannot go on to {self.publication.shelf.name}: "
                 f"no faster tier has it ({told})",
                 tier=self.publication.shelf.name,
@@ -192,7 +196,8 @@ class Lane:
     def _fail(self, job: Job, error: BaseException) -> None:
         self.failures += 1
         name = self.shelf.name
-        if isinstance(error, TierstateError) and not isinstance(error, CaptureError):
+        if not (isinstance(error, (NoSource, Damaged)) or job.ticket.captured.exception()):
+            # Its own doing, and not that there was nothing to write.
             self.healthy = False
         if isinstance(error, (AlreadyExists, NotFound)):
             self.shelf.look_again()

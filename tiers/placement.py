@@ -52,7 +52,8 @@ def entry_tiers(
     """Parts the due tiers into those that are written from the captured state, and those that are copied to later.
 
     A save enters every tier that is not persistent, and the first persistent one that is healthy. An unhealthy one
-    before that is entered too, so that it is tried again. If none is healthy, the first is entered alone.
+    before that is entered too, so that it is tried again. If none is healthy, all are entered: nobody can tell which
+    one is back, and a tier that is only ever copied to would wait for the others.
 
     Args:
         due: the tiers, or their names, in the policy's order.
@@ -63,7 +64,7 @@ def entry_tiers(
         ``(entry, cascade)``, each in the given order.
     """
     lasting = [i for i, lasts in enumerate(persistent) if lasts]
-    first = next((i for i in lasting if healthy[i]), lasting[0] if lasting else -1)
+    first = next((i for i in lasting if healthy[i]), lasting[-1] if lasting else -1)
     enters = [not lasts or i <= first for i, lasts in enumerate(persistent)]
     pairs = list(zip(due, enters, strict=True))
     return tuple(tier for tier, now in pairs if now), tuple(tier for tier, now in pairs if not now)

@@ -25,7 +25,7 @@ from .faulty import Fault, Faulty
 from .promises import PROMISES
 
 if TYPE_CHECKING:
-    from .contract import TierContract, TierMachine
+    from .contract import TierContract, TierMachine, machine_of
 
 __all__ = [
     "PROMISES",
@@ -36,13 +36,14 @@ __all__ = [
     "PromiseBroken",
     "TierContract",
     "TierMachine",
+    "machine_of",
     "random_bytes",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # Only these need pytest and hypothesis, which who merely checks a live tier need not have.
-    if name in ("TierContract", "TierMachine"):
+    if name in ("TierContract", "TierMachine", "machine_of"):
         from . import contract
 
         return getattr(contract, name)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from tierstate.manifest.diff import LeafDiff, diff
-from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.errors import TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
 from tierstate.manifest.leaf import Leaf, check_glob
 from tierstate.manifest.log import check_run
@@ -70,6 +70,7 @@ class Checkpointer:
         self._flow = Flow(self.policy, self._shelves, self._arena)
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
+        self._pid = os.getpid()
         self._closed = False
         self.restored: VersionInfo | None = None
         """The version that the last `restore` or `load` gave."""
@@ -237,14 +238,20 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        if os.getpid() != self._pid:
+            return  # a forked child: threads, files and locks are the parent's
+        error: BaseException | None = None
         try:
             self._flow.close(timeout)
+        except TierUnavailable as late:
+            error = late
         finally:
-            failures = self._flow.failures()
             for shelf in self._shelves:
                 shelf.tier.close()
-        if failures:
+        failures = self._flow.failures()
+        if error is None and failures:
             error = failures[0][2]
+        if error is not None:
             for other, place, reason in failures:
                 error.add_note(f"step {other.head.step} did not arrive at {place}: {reason}")
             raise error

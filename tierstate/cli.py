@@ -160,7 +160,7 @@ def _told() -> Iterator[None]:
     """Errors of ours as one message and exit status 2, without a traceback."""
     try:
         yield
-    except (TierstateError, ValueError, OSError) as error:
+    except (TierstateError, ValueError, OSError, ImportError) as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         print(f"tierstate: {error}{notes}", file=sys.stderr)
         sys.exit(2)

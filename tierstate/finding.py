@@ -58,32 +58,42 @@ def restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restore
 
     Raises:
         NotFound: there is no such version.
-        StateMismatch: its leaves do not fit the given state, which is untouched.
-        Damaged: a part of it is whole in no tier. If bytes had been restored in place by then, the message says so.
+        StateMismatch: its leaves do not fit the given state.
+        Damaged: a part of it is whole in no tier.
+
+    If the given state was touched before an error came, a note on the error says so.
     """
     passed: list[str] = []
-    for entry in _candidates(catalog, wanted, passed):
-        target = plan_restore(
-            entry.version.leaves,
-            into=wanted.into,
-            only=wanted.only,
-            device=wanted.device,
-            allow_pickle=wanted.allow_pickle,
-        )
-        _check_unsharded(entry, target)
-        try:
-            if not _is_whole(entry, target, wanted, passed):
-                continue
-            state = _fill(entry, target, arena)
-        except Damaged as error:
-            if wanted.on_damage == "raise":
-                if wanted.into is not NEW:
-                    error.add_note("the given state may be overwritten in part: do not train on from it")
-                raise
-            _pass_over(passed, _name(entry), error)
-            continue
-        return Restored(state, entry)
-    raise _none(run, wanted, catalog, passed)
+    touched = False
+    try:
+        for entry in _candidates(catalog, wanted, passed):
+            target = _plan(entry, wanted)
+            try:
+                if not _is_whole(entry, target, wanted, passed):
+                    continue
+                touched = wanted.into is not NEW
+                return Restored(_fill(entry, target, arena), entry)
+            except Damaged as error:
+                if wanted.on_damage == "raise":
+                    raise
+                _pass_over(passed, _name(entry), error)
+        raise _none(run, wanted, catalog, passed)
+    except BaseException as error:
+        if touched:
+            error.add_note("the given state may be overwritten in part: do not train on from it")
+        raise
+
+
+def _plan(entry: Entry, wanted: Wanted) -> Target:
+    target = plan_restore(
+        entry.version.leaves,
+        into=wanted.into,
+        only=wanted.only,
+        device=wanted.device,
+        allow_pickle=wanted.allow_pickle,
+    )
+    _check_unsharded(entry, target)
+    return target
 
 
 def find(catalog: Catalog, run: str, wanted: Wanted) -> Entry:

@@ -49,7 +49,7 @@ def look_at(spec: TierPolicy) -> Finding:
     finding = Finding(spec.name, spec.type)
     try:
         tier = open_tier(spec.name, spec.type, spec.options)
-    except (TierstateError, ImportError) as error:
+    except (TierstateError, ImportError, ValueError) as error:
         finding.error = str(error)
         return finding
     prefix = f"scratch/{uuid.uuid4().hex[:12]}"

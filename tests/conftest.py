@@ -1,0 +1,22 @@
+"""Hypothesis profiles, and places for tiers."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from worlds import scratch
+
+# Examples do I/O, so a slow disk must not fail one; HYPOTHESIS_PROFILE=soak looks twenty times as long.
+_IO = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
+settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=_IO, print_blob=True)
+settings.register_profile("soak", settings.get_profile("default"), max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder in memory where there is one, so that syncing files costs nothing."""
+    with scratch() as path:
+        yield path

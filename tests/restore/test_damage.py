@@ -1,0 +1,476 @@
+"""Damage: whatever is flipped, cut, lost or swapped in a tier is found, passed by, told and mended."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import difference
+from worlds import alike, faulty, opened, policy, scratch, tensors, tier, wrapped
+
+import tierstate as ts
+from tierstate.manifest import columns as col
+from tierstate.manifest.layout import Layout
+from tierstate.manifest.log import Log
+from tierstate.manifest.record import FORMAT, Record, frame, unframe
+from tierstate.manifest.version import Version
+from tierstate.tiers.memory import Memory
+from tierstate.tiers.testing import Fault
+
+FOLDER = {"nvme": "nvme", "file": "object"}
+HOW = st.sampled_from(["flip", "truncate", "delete", "swap", "grow"])
+STATE = (20_000, 300, 5000, 40)
+
+
+def two(place: Path, **keys: Any) -> ts.Policy:
+    """A policy over two tiers of files."""
+    return policy({"nvme": tier("nvme", place, **keys), "file": tier("file", place, codec="auto")})
+
+
+def saved(spec: ts.Policy, versions: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Save versions that share most chunks; what they were."""
+    state, truth = tensors(*STATE), []
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(versions):
+            state["abcd"[step % 4]] += 1.0
+            state["a"][step] = -1.0
+            ckpt.save(state, step=step)
+            truth.append({name: t.clone() for name, t in state.items()})
+    return truth
+
+
+def objects(place: Path, name: str, prefix: str) -> list[Path]:
+    """The files of a tier's objects."""
+    return sorted(p for p in (place / FOLDER[name] / prefix).rglob("*") if p.is_file())
+
+
+def damage(path: Path, how: str, where: float, others: list[Path]) -> None:
+    """Damage an object; ``where`` is a share of its length."""
+    data = bytearray(path.read_bytes())
+    at = min(int(where * len(data)), len(data) - 1)
+    if how == "delete":
+        path.unlink()
+        return
+    if how == "flip":
+        data[at] ^= 0x10
+    elif how == "truncate":
+        del data[at:]
+    elif how == "grow":
+        data += b"\0"
+    else:
+        data = bytearray(next((p for p in others if p != path), path).read_bytes())
+    path.write_bytes(data)
+
+
+def all_restore(spec: ts.Policy, truth: list[dict[str, torch.Tensor]]) -> None:
+    """Every version loads, and restores in place, as it was."""
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step, was in enumerate(truth):
+            assert alike(was, ckpt.load(step=step))
+            into = {name: torch.zeros_like(t) for name, t in was.items()}
+            assert ckpt.restore(into=into, step=step) is into
+            assert alike(was, into)
+
+
+# Falling through, and mending
+
+
+@given(hits=st.lists(st.tuples(st.integers(0, 9), HOW, st.floats(0, 1)), min_size=1, max_size=3), codec=st.booleans())
+def test_damaged_packs_of_the_nearest_tier_are_passed_by_and_mended(hits: list[Any], codec: bool) -> None:
+    with scratch() as place:
+        spec = two(place, codec="small" if codec else "raw")
+        truth = saved(spec)
+        for which, how, where in hits:
+            packs = objects(place, "nvme", "packs")
+            if packs:
+                damage(packs[which % len(packs)], how, where, packs)
+        all_restore(spec, truth)
+        with ts.Checkpointer(spec, "run") as ckpt:
+            problems = ckpt.verify(deep=True).problems
+            # A pack that has lost its footer alone, or grown, has the wrong length, but nothing of it was lost.
+            assert all(p.tier == "nvme" and not p.leaf and "are right" in p.what for p in problems)
+        shutil.rmtree(place / "object")
+        all_restore(spec, truth)
+        with ts.Checkpointer(spec, "run") as ckpt:
+            truth.append({**truth[-1], "b": truth[-1]["b"] * 2})
+            ckpt.save(truth[-1], step=len(truth) - 1)
+        shutil.rmtree(place / "object")
+        all_restore(spec, truth)
+
+
+@given(which=st.integers(0, 9), how=HOW, where=st.floats(0, 1), name=st.sampled_from(["nvme", "file"]))
+def test_a_damaged_record_is_passed_by_and_found(which: int, how: str, where: float, name: str) -> None:
+    with scratch() as place:
+        spec = two(place)
+        truth = saved(spec)
+        records = objects(place, name, "versions")
+        damage(records[which % 3], how, where, records[1:])
+        all_restore(spec, truth)
+        with ts.Checkpointer(spec, "run") as ckpt:
+            unread = [v.step for v in ckpt.versions() if name not in v.tiers]
+            problems = ckpt.verify().problems
+            assert len(unread) == (0 if records[which % 3] == records[1] and how == "swap" else 1) or how == "swap"
+            assert [p.tier for p in problems] == ([] if how == "delete" else [name] * len(unread))
+            # A new process must not take the damaged number again, nor build on what it cannot read.
+            truth.append({**truth[-1], "d": truth[-1]["d"] - 1})
+            ckpt.save(truth[-1], step=3)
+        all_restore(spec, truth)
+
+
+@given(which=st.integers(0, 9), how=HOW, where=st.floats(0, 1), name=st.sampled_from(["nvme", "file"]))
+def test_verify_finds_damage_in_any_chunk_of_any_tier(which: int, how: str, where: float, name: str) -> None:
+    with scratch() as place:
+        spec = two(place)
+        saved(spec)
+        packs = objects(place, name, "packs")
+        path = packs[which % len(packs)]
+        before = path.read_bytes()
+        damage(path, how, where, packs)
+        key = str(path.relative_to(place / FOLDER[name]))
+        hit = not path.exists() or touches(spec, name, key, before, path.read_bytes())
+        with ts.Checkpointer(spec, "run") as ckpt:
+            report = ckpt.verify(deep=True)
+            assert report.ok != hit
+            assert {p.tier for p in report.problems} == ({name} if hit else set())
+            if not path.exists() or path.stat().st_size != len(before):
+                assert not ckpt.verify().ok, "a look at lengths is enough"
+
+
+def touches(spec: ts.Policy, name: str, key: str, before: bytes, after: bytes) -> bool:
+    """Whether a pack's length, or a byte of it that belongs to a chunk, is another."""
+    log = Log(opened(spec, name), "run")
+    layouts = [log.read(seq).layout for seq in log.seqs()]
+    places = {p for layout in layouts for row in range(len(layout.object)) if (p := layout.place(row))}
+    chunks = [(p.offset, p.offset + p.stored) for p in places if p.object == key]
+    return len(before) != len(after) or any(before[a:b] != after[a:b] for a, b in chunks)
+
+
+def test_a_mended_tier_is_built_on_by_the_same_process_too(place):
+    spec = two(place)
+    truth = saved(spec, 1)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        (pack,) = objects(place, "nvme", "packs")
+        damage(pack, "flip", 0.1, [])
+        assert difference(truth[0], ckpt.load()) == ""
+        mends = [p for p in objects(place, "nvme", "packs") if p != pack]
+        assert len(mends) == 1
+        assert mends[0].stat().st_size < 6000, "only the damaged chunk is written"
+        ckpt.save(truth[0], step=1).wait("file")
+        # The rest of the damaged pack is not relied upon any more.
+        record = Log(opened(spec, "nvme"), "run").read(2)
+        assert str(pack.relative_to(place / "nvme")) not in record.layout.objects
+        assert difference(truth[0], ckpt.load()) == ""
+    shutil.rmtree(place / "object")
+    pack.unlink()
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert difference(truth[0], ckpt.load(step=1)) == ""
+
+
+def test_a_tier_that_cannot_be_mended_hinders_nothing(place):
+    with wrapped(Memory()) as keys:
+        spec = policy({"bad": keys, "file": tier("file", place)})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.save(tensors(*STATE), step=0).wait("file")
+            inner = faulty(keys).inner
+            (key,) = inner.list("packs/")
+            inner.delete(key)
+            faulty(keys).add(Fault("writer", 0, ts.AccessDenied("read-only")))
+            assert difference(tensors(*STATE), ckpt.load()) == ""
+            faulty(keys).heal()
+            faulty(keys).add(Fault("close", 0, ts.TierFull("full")))
+            assert difference(tensors(*STATE), ckpt.load()) == ""
+            faulty(keys).heal()
+            assert difference(tensors(*STATE), ckpt.load()) == ""
+            assert ckpt.verify(deep=True).ok
+
+
+@pytest.mark.parametrize(
+    "error", [ts.TierUnavailable("gone"), ts.TierError("odd"), ts.AccessDenied("no"), ts.NotFound("?")]
+)
+def test_a_tier_that_cannot_be_read_is_passed_by(place, error):
+    with wrapped(Memory()) as keys:
+        spec = policy({"bad": keys, "file": tier("file", place)})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.save(tensors(*STATE), step=0).wait("file")
+            faulty(keys).add(Fault("read", 0, error))
+            assert difference(tensors(*STATE), ckpt.load()) == ""
+            faulty(keys).add(Fault("list", 0, error))
+            assert difference(tensors(*STATE), ckpt.load()) == ""
+            assert not ckpt.verify().ok
+
+
+# Nothing left to fall through to
+
+
+def test_damage_in_every_tier_names_leaf_version_and_tiers(place):
+    spec = two(place)
+    saved(spec, 2)
+    for name in FOLDER:
+        shutil.rmtree(place / FOLDER[name] / "packs")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        into = tensors(*STATE, seed=5)
+        with pytest.raises(ts.Damaged) as caught:
+            ckpt.restore(into=into)
+        text = str(caught.value)
+        assert "leaf a of version 2 (step 1, " in text or "leaf b of version 2 (step 1, " in text
+        assert "nvme: " in text
+        assert "file: " in text
+        assert caught.value.__notes__ == ["the given state may be overwritten in part: do not train on from it"]
+        with pytest.raises(ts.Damaged) as caught:
+            ckpt.load()
+        assert not hasattr(caught.value, "__notes__"), "a fresh state was nobody's yet"
+        into = tensors(*STATE, seed=5)
+        with pytest.raises(ts.Damaged, match=r"no whole version: version 2 .*version 1 ") as caught:
+            ckpt.restore(into=into, on_damage="older")
+        assert len(caught.value.__notes__) == 1
+
+
+def test_on_damage_older_goes_back_to_the_newest_whole_version(place):
+    spec = policy({"nvme": tier("nvme", place)})
+    truth = []
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(4):
+            truth.append(tensors(*STATE, seed=step))
+            ckpt.save(truth[-1], step=step)
+    packs = objects(place, "nvme", "packs")
+    damage(packs[3], "flip", 0.5, [])
+    damage(packs[2], "delete", 0, [])
+    records = objects(place, "nvme", "versions")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with pytest.raises(ts.Damaged):
+            ckpt.load()
+        into = tensors(*STATE, seed=9)
+        assert difference(truth[1], ckpt.restore(into=into, on_damage="older")) == ""
+        assert ckpt.restored is not None
+        assert ckpt.restored.step == 1
+        assert difference(truth[1], ckpt.load(step=3, on_damage="older")) == ""
+        records[3].write_bytes(b"not a record")
+        with pytest.raises(ts.Damaged, match="version 4 is the newest, and its record cannot be read"):
+            ckpt.load()
+        assert difference(truth[1], ckpt.load(on_damage="older")) == ""
+        assert difference(truth[0], ckpt.load(step=0)) == ""
+        with pytest.raises(ts.Damaged, match="no whole version of step 3"):
+            ckpt.load(step=3)
+
+
+def test_an_older_version_that_does_not_fit_says_that_the_state_was_touched(place):
+    spec = policy({"nvme": tier("nvme", place)})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save({"other": torch.ones(3)}, step=0)
+        ckpt.save(tensors(*STATE), step=1).wait()
+        damage(objects(place, "nvme", "packs")[1], "truncate", 0.5, [])
+        with pytest.raises(ts.StateMismatch) as caught:
+            ckpt.restore(into=tensors(*STATE, seed=1), on_damage="older")
+        assert "overwritten in part" in caught.value.__notes__[0]
+
+
+# Records from elsewhere
+
+
+def rewritten(place: Path, change: Any) -> None:
+    """Put another record in the place of the only one."""
+    (path,) = objects(place, "nvme", "versions")
+    path.write_bytes(change(path.read_bytes()))
+
+
+def sections(data: bytes, number: int = FORMAT, **changed: Any) -> bytes:
+    """A sound frame around sections of which some were changed."""
+    found = {name: bytes(part) for name, part in unframe(memoryview(data)).items()}
+    return frame({**found, **{name: change(found[name]) for name, change in changed.items()}}, number)
+
+
+def hostile(attribute: str, value: Any) -> Any:
+    """A change of one of the layout's columns, which does not pass by its own checks."""
+
+    def change(data: bytes) -> bytes:
+        record = Record.decode(memoryview(data))
+        layout = record.layout
+        fields = {name: getattr(layout, name) for name in Layout.__dataclass_fields__}
+        made = Layout(**{**fields, attribute: value(fields[attribute])})
+        return sections(data, layout=lambda _: made.encode())
+
+    return change
+
+
+def requiring(section: bytes) -> bytes:
+    """A section that a later program wrote, and of which it said that older ones must not read it."""
+    head, columns = col.decode(memoryview(section), "section")
+    return col.encode({**head, "requires": ["erasure-codes"]}, columns)
+
+
+RECORDS = {
+    "foreign": (lambda _: b"PK\x03\x04" + bytes(100), "not a record"),
+    "empty": (lambda _: b"", "not a record"),
+    "truncated": (lambda data: data[: len(data) // 2], "truncated"),
+    "padded": (lambda data: data + bytes(64), "truncated or padded"),
+    "future": (lambda data: sections(data, 2), "format number 2; this program reads 1: use a newer one"),
+    "requires": (lambda data: sections(data, layout=requiring), "layout requires erasure-codes, which this program"),
+    "later": (lambda data: sections(data, version=requiring), "version requires erasure-codes, which this program"),
+    "escape": (hostile("objects", lambda _: ("../../../etc/passwd",)), "no pack"),
+    "absolute": (hostile("objects", lambda _: ("/etc/passwd",)), "no pack"),
+    "inside": (hostile("objects", lambda _: ("packs/../../secret",)), "no pack"),
+    "record": (hostile("objects", lambda _: ("versions/run/000000000001",)), "no pack"),
+    "behind": (hostile("offset", lambda old: old + np.uint64(1 << 40)), "behind its pack"),
+    "wrap": (hostile("offset", lambda old: old + np.uint64((1 << 64) - 8)), "behind its pack"),
+    "long": (hostile("stored", lambda old: old + np.uint32(4)), "length|behind"),
+    "object": (hostile("object", lambda old: old + np.uint32(7)), "not listed"),
+    "codec": (hostile("codec", lambda old: old + np.uint8(200)), "not listed"),
+    "rows": (hostile("offset", lambda old: old[:-1]), "rows"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_is_none_of_ours_is_refused(place, name):
+    spec = policy({"nvme": tier("nvme", place)})
+    saved(spec, 1)
+    secret = place / "secret"
+    secret.write_bytes(bytes(100_000))
+    change, match = RECORDS[name]
+    rewritten(place, change)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        into = tensors(*STATE, seed=3)
+        for call in (ckpt.load, lambda: ckpt.restore(into=into), lambda: ckpt.load(step=0)):
+            with pytest.raises(ts.Damaged, match=match):
+                call()
+        assert difference(tensors(*STATE, seed=3), into) == "", "memory is untouched"
+        with pytest.raises(ts.FormatError, match=match):
+            Log(opened(spec, "nvme"), "run").read(1)
+        report = ckpt.verify(deep=True)
+        assert [p.seq for p in report.problems] == [1]
+        # The number stays taken, and the run goes on.
+        ckpt.save(tensors(*STATE), step=1).wait()
+        assert [v.seq for v in ckpt.versions()] == [2]
+        assert difference(tensors(*STATE), ckpt.load()) == ""
+
+
+def test_an_unknown_codec_and_lying_lengths_are_damage(place):
+    """What only reading the chunks can tell."""
+    spec = policy({"nvme": tier("nvme", place, codec="small")})
+    state = {"a": torch.zeros(4096)}
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save(state, step=0)
+    (path,) = objects(place, "nvme", "versions")
+    sound = path.read_bytes()
+    for change, match in (
+        (hostile("codecs", lambda _: ("quantum",)), "'quantum', which this program does not know"),
+        (hostile("stored", lambda old: old - np.uint32(1)), "compressed chunk says"),
+        (hostile("codecs", lambda _: ("raw",)), "a length that is not its own"),
+    ):
+        path.write_bytes(change(sound))
+        with ts.Checkpointer(spec, "run") as ckpt, pytest.raises(ts.Damaged, match=match):
+            ckpt.load()
+
+
+@given(
+    section=st.sampled_from(["version", "layout", "commit"]),
+    at=st.floats(0, 1),
+    new=st.binary(min_size=1, max_size=9),
+    cut=st.integers(0, 8),
+)
+def test_any_bytes_in_a_sound_frame_end_in_an_error_of_ours(section: str, at: float, new: bytes, cut: int) -> None:
+    """Somebody who can write checksums can write anything; they get an error of ours, and never a wrong state."""
+
+    def change(old: bytes) -> bytes:
+        start = int(at * len(old))
+        return old[:start] + new + old[start + cut :]
+
+    with scratch() as place:
+        spec = policy({"nvme": tier("nvme", place)})
+        truth = saved(spec, 1)
+        rewritten(place, lambda data: sections(data, **{section: change}))
+        with ts.Checkpointer(spec, "run") as ckpt:
+            try:
+                found = ckpt.load()
+            except ts.TierstateError:
+                return
+            assert isinstance(found, dict)
+            report = ckpt.verify(deep=True)
+            if section != "version":
+                assert difference(truth[0], found) == ""
+                assert report.ok
+
+
+def test_a_record_of_another_run_or_number_is_refused(place):
+    spec = policy({"nvme": tier("nvme", place)})
+    saved(spec, 2)
+    one, another = objects(place, "nvme", "versions")
+    another.write_bytes(one.read_bytes())
+    (place / "nvme/versions/other").mkdir()
+    (place / "nvme/versions/other/000000000001").write_bytes(one.read_bytes())
+    with ts.Checkpointer(spec, "run") as ckpt, pytest.raises(ts.Damaged, match="holds version 1 of run 'run'"):
+        ckpt.load()
+    with ts.Checkpointer(spec, "other") as ckpt, pytest.raises(ts.Damaged, match="holds version 1 of run 'run'"):
+        ckpt.load()
+
+
+def test_a_version_of_the_same_id_is_the_same_everywhere(place):
+    """The version section is the same bytes in each tier, and its digest the id."""
+    spec = two(place)
+    saved(spec, 1)
+    found = {
+        bytes(unframe(memoryview(path.read_bytes()))["version"])
+        for name in FOLDER
+        for path in objects(place, name, "versions")
+    }
+    assert len(found) == 1
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert Version.decode(memoryview(found.pop())).id == ckpt.info().id
+
+
+# States that do not fit
+
+
+MISMATCHES: dict[str, Any] = {
+    "missing": lambda s: {k: v for k, v in s.items() if k != "a"},
+    "unexpected": lambda s: {**s, "z": torch.ones(2)},
+    "shape": lambda s: {**s, "b": torch.ones(76)},
+    "dtype": lambda s: {**s, "b": s["b"].double()},
+    "kind": lambda s: {**s, "b": "text"},
+    "nested": lambda s: {**s, "b": {"c": s["b"]}},
+    "container": lambda s: list(s.values()),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_state_that_changed_shape_is_told_and_untouched(place, name):
+    spec = two(place)
+    saved(spec, 1)
+    into = MISMATCHES[name](tensors(*STATE, seed=7))
+    before = MISMATCHES[name](tensors(*STATE, seed=7))
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with pytest.raises(ts.StateMismatch) as caught:
+            ckpt.restore(into=into)
+        assert difference(before, into) == ""
+        assert not hasattr(caught.value, "__notes__")
+        if name in ("missing", "shape", "dtype", "kind"):
+            assert ("a" if name == "missing" else "b") in str(caught.value)
+
+
+def test_all_mismatches_are_listed(place):
+    spec = two(place)
+    saved(spec, 1)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with pytest.raises(ts.StateMismatch) as caught:
+            ckpt.restore(into={"b": torch.ones(3), "c": torch.ones(1250, dtype=torch.int32), "new": 1, "d": 3})
+        for part in ("a", "b", "c", "d", "new"):
+            assert part in str(caught.value)
+        with pytest.raises(ts.StateMismatch):
+            ckpt.load(only=["nothing.like.it"])
+
+
+def test_only_a_part_is_restored_and_the_rest_left_alone(place):
+    spec = two(place)
+    truth = saved(spec, 1)
+    into = {**tensors(*STATE, seed=7), "extra": 1}
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.restore(into=into, only=["[ab]"])
+    for name in "ab":
+        assert torch.equal(into[name], truth[0][name])
+    for name in "cd":
+        assert torch.equal(into[name], tensors(*STATE, seed=7)[name])

@@ -1,0 +1,317 @@
+"""Saves on their way through tiers: cascade, cadence, rules, order, retention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import difference
+from worlds import alike, arena_of, faulty, names, opened, policy, scratch, tensors, tier, unreferenced, wrapped
+
+import tierstate as ts
+from tierstate.manifest.log import Log
+from tierstate.tiers.memory import Memory
+from tierstate.tiers.nvme import Nvme
+from tierstate.tiers.testing import Fault
+
+FOUR = ("host", "nvme", "lustre", "file")
+
+
+def four(place: Path, **keys: dict[str, Any]) -> ts.Policy:
+    """A policy over four tiers, of which some have keys of their own."""
+    return policy({kind: tier(kind, place, **keys.get(kind, {})) for kind in FOUR}, durable="nvme")
+
+
+def test_a_save_reaches_every_tier_and_is_the_same_version_everywhere(place):
+    state = tensors(50_000, 300)
+    spec = four(place, lustre={"codec": "small"}, file={"codec": "auto"})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        save = ckpt.save(state, step=7, metadata={"loss": 0.5})
+        assert save.tiers == FOUR
+        save.wait()
+        assert save.done()
+        assert save.done("nvme")
+        for name in FOUR:
+            save.wait(name)
+        assert set(save.seconds) == set(FOUR)
+        assert save.seconds["nvme"] <= save.seconds["lustre"]
+        (info,) = ckpt.versions()
+        assert (info.tiers, info.step, info.metadata, info.partial) == (FOUR, 7, {"loss": 0.5}, ())
+        assert arena_of(ckpt).in_flight == 0
+    for name in FOUR[1:]:
+        assert Log(opened(spec, name), "run").read(1).version.id == info.id
+
+
+@given(
+    every=st.lists(st.integers(1, 7), min_size=2, max_size=3),
+    steps=st.lists(st.integers(0, 30), min_size=1, max_size=12),
+    processes=st.sets(st.integers(1, 11)),
+)
+def test_cadence_is_the_first_save_at_or_after_each_multiple(every: list[int], steps: list[int], processes: set[int]):
+    with scratch() as place:
+        spec = policy({k: tier(k, place, every=n) for k, n in zip(FOUR[1:], every, strict=False)})
+        expected: dict[str, list[int]] = {t.name: [] for t in spec.tiers}
+        ckpt, went = ts.Checkpointer(spec, "run"), []
+        for i, step in enumerate(steps):
+            if i in processes:
+                ckpt.close()
+                ckpt = ts.Checkpointer(spec, "run")
+            due = [n for n, e in zip(expected, every, strict=True) if is_new(step, e, expected[n])]
+            for name in due:
+                expected[name].append(step)
+            went += [i] if due else []
+            assert ckpt.save(tensors(100, seed=i), step=step).tiers == tuple(due)
+        ckpt.close()
+        with ts.Checkpointer(spec, "run") as ckpt:
+            for name, wanted in expected.items():
+                assert [v.step for v in ckpt.versions() if name in v.tiers] == wanted
+            assert torch.equal(ckpt.load()["a"], tensors(100, seed=went[-1])["a"])
+
+
+def is_new(step: int, every: int, before: list[int]) -> bool:
+    """Whether this step is the first at or after a multiple."""
+    return not before or step // every != before[-1] // every
+
+
+def test_what_is_not_due_says_so(place):
+    with ts.Checkpointer(four(place, lustre={"every": 10}), "run") as ckpt:
+        ckpt.save(tensors(100), step=10)
+        save = ckpt.save(tensors(100), step=11)
+        assert save.tiers == ("host", "nvme", "file")
+        assert not save.done("lustre")
+        with pytest.raises(ts.NotFound, match=r"does not go to tier 'lustre'.*every: 10.*not due"):
+            save.wait("lustre")
+        with pytest.raises(ts.NotFound, match=r"no such tier"):
+            save.wait("tape")
+
+
+def parted(place: Path, **late: Any) -> ts.Policy:
+    """The model goes to two tiers, the optimizer to one of them and another."""
+    rules = [{"match": "model.**", "tiers": ["nvme", "lustre"]}, {"match": "optimizer.**", "tiers": ["lustre", "file"]}]
+    tiers = {"nvme": tier("nvme", place), "lustre": tier("lustre", place, **late), "file": tier("file", place)}
+    return policy(tiers, rules=rules)
+
+
+def test_rules_part_a_state_and_restore_joins_it(place):
+    state = {"model": tensors(30_000), "optimizer": tensors(60_000, 8000, seed=1), "step": 3}
+    spec = parted(place)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save(state, step=3)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        (info,) = ckpt.versions()
+        assert info.tiers == ("nvme", "lustre", "file")
+        assert info.partial == ("nvme", "file")
+        assert info.stored["nvme"] < info.stored["file"] < info.stored["lustre"]
+        assert difference(state, ckpt.load()) == ""
+        assert ckpt.verify(deep=True).ok
+    for lost in ("lustre", "nvme"):
+        with ts.Checkpointer(spec, "run") as ckpt:
+            where = opened(spec, lost)
+            where.delete("versions/run/000000000001")
+            if lost == "lustre":
+                assert difference(state, ckpt.load()) == ""
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with pytest.raises(ts.Damaged, match=r"not whole in file.*model\.a"):
+            ckpt.load(step=3)
+        assert difference(state["optimizer"], ckpt.load(only=["optimizer.**"])["optimizer"]) == ""
+
+
+def test_the_newest_whole_version_is_restored_and_the_newest_part_where_that_is_wanted(place):
+    spec = policy(
+        {"nvme": tier("nvme", place), "file": tier("file", place, every=2)},
+        rules=[{"match": "optimizer.**", "tiers": ["file"]}],
+    )
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in (2, 3):
+            ckpt.save({"model": tensors(9000, seed=step), "optimizer": tensors(9000, seed=-step)}, step=step)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert torch.equal(ckpt.load()["model"]["a"], tensors(9000, seed=2)["a"])
+        assert ckpt.restored is not None
+        assert ckpt.restored.step == 2
+        assert torch.equal(ckpt.load(only=["model.**"])["model"]["a"], tensors(9000, seed=3)["a"])
+        with pytest.raises(ts.Damaged, match=r"not whole in nvme.*optimizer"):
+            ckpt.load(step=3)
+        with pytest.raises(ts.NotFound, match=r"no version with step 9 in nvme, file"):
+            ckpt.load(step=9)
+
+
+def test_versions_are_found_by_step_and_by_the_beginning_of_their_id(place):
+    with ts.Checkpointer(four(place), "run") as ckpt:
+        for step in range(3):
+            ckpt.save(tensors(100, seed=step), step=step)
+        ids = [v.id for v in ckpt.versions()]
+        for step, name in enumerate(ids):
+            assert torch.equal(ckpt.load(version=name[:12])["a"], tensors(100, seed=step)["a"])
+            assert ckpt.info(step=step).id == name
+        with pytest.raises(ts.NotFound, match="no version with id zz"):
+            ckpt.load(version="zz")
+
+
+def test_a_run_without_a_version_is_not_found(place):
+    spec = four(place)
+    with ts.Checkpointer(spec, "empty") as ckpt:
+        for call in (ckpt.load, ckpt.info, lambda: ckpt.restore(into=tensors(8)), ckpt.leaves):
+            with pytest.raises(ts.NotFound, match="'empty' has no version in host, nvme, lustre, file"):
+                call()
+        assert ckpt.versions() == []
+        assert ckpt.verify(deep=True).ok
+    assert not (place / "nvme").exists()
+
+
+def test_every_tier_gets_its_versions_in_order(place):
+    with wrapped(Memory()) as first, wrapped(Memory()) as second:
+        spec = policy({"first": first, "second": second})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            for step in range(20):
+                ckpt.save(tensors(5000, seed=step % 3), step=step)
+        for keys in (first, second):
+            records = [key for operation, key in faulty(keys).log if key.startswith("versions/")]
+            assert records == [f"versions/run/{n:012d}" for n in range(1, 21)]
+
+
+def test_a_record_is_put_after_its_packs(place):
+    """Seen from outside at every moment of a save: what a record names is there."""
+    with wrapped(Memory()) as keys:
+        spec = policy({"only": keys})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.save(tensors(9000), step=0).wait()
+            where = faulty(keys)
+            gate = where.shut("put")
+            save = ckpt.save(tensors(9000, seed=1), step=1)
+            with pytest.raises(ts.TierUnavailable, match=r"not on only after 0\.2 s"):
+                save.wait(timeout=0.2)
+            assert not save.done()
+            assert Log(where.inner, "run").seqs() == [1]
+            assert len(unreferenced(where.inner, "run")) == 1, "the pack is whole before its record is sent"
+            gate.set()
+            save.wait()
+            assert unreferenced(where.inner, "run") == set()
+
+
+# Retention
+
+
+@given(
+    last=st.integers(1, 4),
+    every=st.one_of(st.none(), st.integers(2, 6)),
+    changes=st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=10),
+    process=st.integers(0, 10),
+    kind=st.sampled_from(["memory", "host", "nvme", "file"]),
+)
+def test_what_is_kept_restores_and_nothing_else_is_left(
+    last: int, every: int | None, changes: list[set[int]], process: int, kind: str
+) -> None:
+    """Versions share chunks; whatever is dropped, the others are whole, and no pack is left that nobody names."""
+    with scratch() as place:
+        keep = {"last": last} if every is None else {"last": last, "every": every}
+        spec = policy({kind: tier(kind, place, keep=keep), "all": tier("lustre", place)})
+        state, truth = tensors(9000, 4096, 100, 12_000), []
+        ckpt = ts.Checkpointer(spec, "run")
+        for step, leaves in enumerate(changes):
+            for leaf in leaves:
+                state[chr(97 + leaf)] += 1.0
+            if step == process and kind not in ("memory", "host"):
+                ckpt.close()
+                ckpt = ts.Checkpointer(spec, "run")
+            truth.append({name: t.clone() for name, t in state.items()})
+            # Waited for, since what a slower tier still reads is not dropped yet.
+            ckpt.save(state, step=step).wait("all")
+        with ckpt:
+            ckpt._flow.close()
+            steps = range(len(changes))
+            kept = [s for s in steps if s in steps[-last:] or (every is not None and s % every == 0)]
+            assert [v.step for v in ckpt.versions() if kind in v.tiers] == kept
+            assert unreferenced(ckpt._shelves[0].tier, "run") == set()
+            assert ckpt.verify(deep=True).ok
+            for step, was in enumerate(truth):
+                assert alike(was, ckpt.load(step=step))
+
+
+def test_runs_in_one_tier_do_not_keep_each_other_from_being_dropped(place):
+    spec = policy({"nvme": tier("nvme", place, keep={"last": 1})})
+    with ts.Checkpointer(spec, "one") as one, ts.Checkpointer(spec, "a-mend-2") as two:
+        for step in range(3):
+            one.save(tensors(9000, seed=step), step=step).wait()
+            two.save(tensors(9000, seed=10 + step), step=step).wait()
+    where = opened(spec, "nvme")
+    assert len(names(where, "packs/one/")) == len(names(where, "packs/a-mend-2/")) == 1
+    with ts.Checkpointer(spec, "a-mend-2") as two:
+        assert torch.equal(two.load()["a"], tensors(9000, seed=12)["a"])
+
+
+def test_packs_that_could_not_be_deleted_are_deleted_later(place):
+    with wrapped(Memory()) as keys:
+        spec = policy({"only": {**keys, "keep": {"last": 1}}})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.save(tensors(5000), step=0).wait()
+            where = faulty(keys)
+            # The record goes, then its pack does not.
+            where.add(Fault("delete", 2, ts.TierUnavailable("no answer")))
+            ckpt.save(tensors(5000, seed=1), step=1).wait()
+            ckpt.save(tensors(5000, seed=2), step=2).wait()
+            ckpt._flow.close()
+            assert unreferenced(where.inner, "run") == set()
+            assert ckpt.verify(deep=True).ok
+
+
+def test_an_unreadable_record_stops_the_deleting_of_packs(place):
+    spec = policy({"nvme": tier("nvme", place, keep={"last": 2})})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(2):
+            ckpt.save(tensors(9000, seed=step), step=step)
+    record = place / "nvme/versions/run/000000000001"
+    record.write_bytes(record.read_bytes()[:-1] + b"\0")
+    before = set(names(opened(spec, "nvme"), "packs/"))
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(2, 6):
+            ckpt.save(tensors(9000, seed=step), step=step)
+    assert before <= set(names(opened(spec, "nvme"), "packs/"))
+    assert record.exists()
+
+
+def test_a_version_that_a_slower_tier_still_reads_is_not_dropped(place):
+    with wrapped(Memory()) as slow:
+        spec = policy({"nvme": tier("nvme", place, keep={"last": 1}), "slow": slow})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            gate = faulty(slow).shut("writer")
+            saves = [ckpt.save(tensors(9000, seed=step), step=step) for step in range(3)]
+            for save in saves:
+                save.wait("nvme")
+            assert [v.step for v in ckpt.versions()] == [0, 1, 2]
+            gate.set()
+            for save in saves:
+                save.wait("slow")
+            ckpt.save(tensors(9000, seed=3), step=3).wait("nvme")
+        with ts.Checkpointer(spec, "run") as ckpt:
+            assert [v.step for v in ckpt.versions() if "nvme" in v.tiers] == [3]
+            assert [v.step for v in ckpt.versions() if "slow" in v.tiers] == [0, 1, 2, 3]
+            assert ckpt.verify(deep=True).ok
+
+
+def test_a_host_tier_lets_go_of_its_slabs(place):
+    spec = policy({"host": tier("host", place, keep={"last": 2}), "nvme": tier("nvme", place)})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(6):
+            ckpt.save(tensors(80_000, seed=step), step=step)
+        ckpt._flow.close()
+        arena = arena_of(ckpt)
+        assert arena.in_flight == 0
+        assert 0 < arena.kept <= 2 * 20
+        assert ckpt.stats().arena_peak <= 256 * 1024 + 3 * 20 * 4096
+        assert difference(tensors(80_000, seed=5), ckpt.load()) == ""
+    assert arena.kept == 0
+
+
+def test_two_tiers_of_one_place_are_one_log_and_the_second_is_told(place):
+    """A policy that names a place twice: nothing is lost, and the conflict is said."""
+    spec = policy({"one": tier("nvme", place), "two": tier("nvme", place)})
+    with pytest.raises(ts.AlreadyExists), ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save(tensors(9000), step=1)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert difference(tensors(9000), ckpt.load()) == ""
+        assert ckpt.verify(deep=True).ok
+    assert len(names(Nvme(path=place / "nvme"), "packs/")) == 1

@@ -1,0 +1,105 @@
+"""Codecs: what is encoded comes back, and what is not an encoding ends in Damaged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
+from tierstate.manifest.errors import Damaged
+from tierstate.tiers.codecs import BLOSC, CODECS, PAYS_BELOW, SAMPLE, decode, encode
+
+ITEMSIZES = st.sampled_from([1, 2, 3, 4, 5, 8, 16, 24, 200, 255, 256, 300, 65_535])
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> bytes:
+    """Bytes of every sort: short ones, long runs, noise, and floats that resemble each other; also past the sample."""
+    kind = draw(st.sampled_from(["any", "run", "noise", "floats"]))
+    n = draw(st.sampled_from([0, 1, 15, 16, 17, 4096, 65_537, 2 * SAMPLE, 2 * SAMPLE + 1, 700_001]))
+    chance = np.random.default_rng(draw(st.integers(0, 99)))
+    if kind == "any":
+        return draw(st.binary(max_size=300))
+    if kind == "run":
+        return bytes([draw(st.integers(0, 255))]) * n
+    if kind == "noise":
+        return chance.bytes(n)
+    return chance.normal(size=n // 4).astype("<f4").tobytes()
+
+
+@given(data=contents(), itemsize=ITEMSIZES, codec=st.sampled_from(CODECS))
+def test_what_is_encoded_comes_back(data: bytes, itemsize: int, codec: str) -> None:
+    buffer = as_buffer(data)
+    name, stored = encode(codec, buffer, itemsize)
+    assert to_bytes(decode(name, stored, len(data))) == data
+    assert to_bytes(buffer) == data
+    if name == "raw":
+        assert stored is buffer, "raw bytes are not copied"
+    else:
+        assert len(stored) <= PAYS_BELOW * len(data)
+    if codec == "raw":
+        assert name == "raw"
+
+
+def test_compressing_pays_where_it_can() -> None:
+    weights = torch.randn(200_000, generator=torch.Generator().manual_seed(0)).bfloat16().view(torch.uint8)
+    zeros = torch.zeros(1 << 20, dtype=torch.uint8)
+    for codec in ("fast", "small", "auto"):
+        assert encode(codec, zeros, 4)[0] == BLOSC
+        assert len(encode(codec, zeros, 4)[1]) < 50_000
+        name, stored = encode(codec, weights, 2)
+        assert name == BLOSC
+        assert len(stored) < 0.85 * len(weights)
+    noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    assert encode("small", noise, 4) == ("raw", noise)
+
+
+@given(stored=st.binary(max_size=400), nbytes=st.integers(0, 1 << 20), codec=st.sampled_from(["raw", BLOSC, "lzma"]))
+def test_any_bytes_are_decoded_or_damaged(stored: bytes, nbytes: int, codec: str) -> None:
+    check(codec, as_buffer(stored), nbytes)
+
+
+@given(
+    data=contents(),
+    codec=st.sampled_from(["fast", "small"]),
+    at=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+    cut=st.integers(-20, 20),
+)
+def test_an_encoding_that_was_changed_is_decoded_or_damaged(
+    data: bytes, codec: str, at: float, bit: int, cut: int
+) -> None:
+    name, stored = encode(codec, as_buffer(data), 4)
+    changed = bytearray(to_bytes(stored))
+    if changed:
+        changed[int(at * len(changed))] ^= 1 << bit
+    check(name, as_buffer(bytes(changed[:cut] if cut < 0 else changed + bytes(cut))), len(data))
+
+
+@given(header=st.binary(min_size=4, max_size=4), rest=st.binary(max_size=200), blocksize=st.integers(0, (1 << 32) - 1))
+def test_a_hostile_header_with_right_lengths_is_decoded_or_damaged(header: bytes, rest: bytes, blocksize: int) -> None:
+    total = 16 + len(rest)
+    for nbytes in (0, 1, 4096, 100_000):
+        lengths = nbytes.to_bytes(4, "little") + blocksize.to_bytes(4, "little") + total.to_bytes(4, "little")
+        check(BLOSC, as_buffer(header + lengths + rest), nbytes)
+
+
+def check(codec: str, stored: Buffer, nbytes: int) -> None:
+    """Decoding gives a buffer of the right length, or `Damaged`."""
+    try:
+        raw = decode(codec, stored, nbytes)
+    except Damaged:
+        return
+    assert len(raw) == nbytes
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(Damaged, match="3 raw bytes where 4 are right"):
+        decode("raw", as_buffer(b"abc"), 4)
+    with pytest.raises(Damaged, match="'lzma', which this program does not know"):
+        decode("lzma", as_buffer(b"abc"), 3)
+    with pytest.raises(Damaged, match=r"\(5000, 12\) are right"):
+        decode(BLOSC, as_buffer(bytes(12)), 5000)
