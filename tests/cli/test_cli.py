@@ -6,96 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jsonschema
 import pytest
 import torch
-import yaml
+from calling import Call, damage, state
 from strategies import difference
-from worlds import names, opened
 
 import tierstate as ts
-from tierstate.cli import main
-
-POLICY = """
-version: 1
-chunk: 4KiB
-arena: {{size: 64KiB}}
-tiers:
-  nvme: {{type: nvme, path: {place}/nvme}}
-  store: {{type: object, url: "file://{place}/object", every: 2}}
-rules:
-  - {{match: "trust", pickle: true}}
-"""
-
-
-class Answer(NamedTuple):
-    """What a command did."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Call = Callable[..., Answer]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs a command in this process, by the entry point itself."""
-
-    def run(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["tierstate", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = capsys.readouterr()
-        code = caught.value.code
-        assert isinstance(code, int)
-        return Answer(code, out, err)
-
-    return run
-
-
-def state(step: int) -> dict[str, Any]:
-    """A state with containers of several kinds."""
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "model": OrderedDict(w=torch.randn(3000, generator=generator), b=torch.ones(4, dtype=torch.bfloat16)),
-        "sizes": (1, 2.5, "three"),
-        "step": step,
-    }
-
-
-@pytest.fixture
-def policy(place: Path) -> Path:
-    """A policy file, and two runs: ``gpt`` with steps 1, 2, 3, of which 1 and 2 are in both tiers, and ``other``."""
-    path = place / "policy.yaml"
-    path.write_text(POLICY.format(place=place))
-    with ts.Checkpointer(path, "gpt") as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(state(step), step=step, metadata={"loss": 1.0 / step})
-    with ts.Checkpointer(path, "other") as ckpt:
-        ckpt.save({}, step=0)
-    return path
-
-
-def damage(policy: Path, tier: str = "nvme") -> None:
-    """Flip a bit in the newest pack of a tier."""
-    folder = policy.parent / {"nvme": "nvme", "store": "object"}[tier]
-    path = sorted((folder / "packs/gpt").iterdir())[-1]
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
-
 
 # ls, show
 
@@ -268,85 +186,6 @@ def test_wrong_usage_is_status_2(call: Call, policy: Path) -> None:
         answer = call(*arguments)
         assert answer.status == 2
         assert "Traceback" not in answer.err
-
-
-# policy
-
-
-def test_policy_check_says_what_a_policy_does(call: Call, policy: Path) -> None:
-    answer = call("policy", "check", policy)
-    assert answer.status == 0
-    assert "durable: nvme" in answer.out
-    found = call("policy", "check", policy, "--json").json
-    assert found["ok"] is True
-    assert [t["tier"] for t in found["tiers"]] == ["nvme", "store"]
-
-
-def test_policy_check_lists_every_error(call: Call, place: Path) -> None:
-    path = place / "broken.yaml"
-    path.write_text("version: 1\nchunk: 3 bananas\ntiers:\n  nvme: {type: nvmee, path: x}\n")
-    answer = call("policy", "check", path)
-    assert answer.status == 1
-    assert len(answer.out.splitlines()) == 2
-    found = call("policy", "check", path, "--json")
-    assert found.status == 1
-    assert found.json["ok"] is False
-    assert len(found.json["errors"]) == 2
-
-
-def test_policy_schema_is_a_schema_that_good_policies_pass(call: Call, policy: Path) -> None:
-    schema = call("policy", "schema").json
-    jsonschema.Draft202012Validator.check_schema(schema)
-    validator = jsonschema.Draft202012Validator(schema)
-    document = yaml.safe_load(policy.read_text())
-    validator.validate(document)
-    with pytest.raises(jsonschema.ValidationError):
-        validator.validate({**document, "chunks": 3})
-
-
-def live(call: Call, place: Path, tiers: dict[str, Any]) -> Answer:
-    path = place / "live.yaml"
-    path.write_text(yaml.safe_dump({"version": 1, "tiers": tiers}, sort_keys=False))
-    return call("policy", "check", path, "--live", "--json")
-
-
-def test_policy_check_live_tries_every_tier_and_leaves_nothing(call: Call, place: Path) -> None:
-    tiers = {
-        "memory": {"type": "memory"},
-        "host": {"type": "host"},
-        "nvme": {"type": "nvme", "path": str(place / "nvme")},
-        "lustre": {"type": "lustre", "path": str(place / "lustre"), "stripe_count": 2},
-        "store": {"type": "object", "url": f"file://{place}/object"},
-        "bucket": {"type": "object", "url": f"memory://{place.name}"},
-    }
-    answer = live(call, place, tiers)
-    assert answer.status == 0, answer
-    assert [(f["name"], f["ok"], f["broken"], f["error"]) for f in answer.json] == [(n, True, {}, "") for n in tiers]
-    assert all(f["write"] > 0 and f["read"] > 0 and len(f["kept"]) >= 10 for f in answer.json)
-    assert [p for p in place.rglob("*") if p.is_file()] == [place / "live.yaml"]
-    spec = ts.Policy.load(place / "live.yaml")
-    assert names(opened(spec, "bucket")) == []
-    table = call("policy", "check", place / "live.yaml", "--live")
-    assert table.status == 0
-    assert table.out.count(" ok ") == len(tiers)
-
-
-def test_policy_check_live_reports_what_cannot_be_used(call: Call, place: Path) -> None:
-    (place / "file").write_text("")
-    tiers = {
-        "good": {"type": "nvme", "path": str(place / "good")},
-        "file": {"type": "nvme", "path": str(place / "file")},
-        "below": {"type": "nvme", "path": str(place / "file/below")},
-        "proc": {"type": "nvme", "path": "/proc/none/such"},
-        "nowhere": {"type": "object", "url": "nonsense"},
-        "protocol": {"type": "object", "url": "gopher://bucket/x"},
-    }
-    answer = live(call, place, tiers)
-    assert answer.status == 1, answer
-    found = {f["name"]: f for f in answer.json}
-    assert set(found) == set(tiers)
-    assert [name for name, f in found.items() if f["ok"]] == ["good"]
-    assert all(f["error"] or f["broken"] for name, f in found.items() if name != "good")
 
 
 # As a program

@@ -15,14 +15,14 @@ SIZES = st.integers(1, 8).map(lambda n: 16 * n)
 
 
 @given(states(), SIZES, st.integers(1, 70), st.integers(0, 99))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 def test_a_fresh_load_is_the_state(state: Any, size: int, piece: int, seed: int) -> None:
     leaves, data = transfer(flatten(state), size)
     assert difference(state, restore(leaves, data, piece=piece, seed=seed)) == ""
 
 
 @given(states(), SIZES, st.integers(1, 70), st.integers(0, 99))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 def test_a_load_in_place_is_the_state(state: Any, size: int, piece: int, seed: int) -> None:
     leaves, data = transfer(flatten(state), size)
     given_state = scrambled(state)

@@ -18,13 +18,13 @@ from tierstate.providers.tensors import StorageProvider, TensorProvider
 
 
 @given(tensors(), st.integers(1, 9))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 def test_chunks_are_the_bits_in_row_major_order(tensor: torch.Tensor, grains: int) -> None:
     assert stream(TensorProvider(tensor), 16 * grains) == bits(tensor)
 
 
 @given(tensors(), st.integers(1, 70), st.integers(0, 9))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 def test_any_partition_loads_in_any_order(tensor: torch.Tensor, piece: int, seed: int) -> None:
     fresh = TensorProvider.fresh(TensorProvider(tensor).spec)
     feed(fresh, bits(tensor), piece, seed)

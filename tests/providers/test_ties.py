@@ -29,7 +29,7 @@ def sharing(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 @given(sharing(), st.integers(1, 70))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 def test_any_overlap_comes_back(state: list[torch.Tensor], piece: int) -> None:
     leaves, data = transfer(flatten(state), 16)
     assert difference(state, restore(leaves, data, piece=piece)) == ""

@@ -1,0 +1,36 @@
+"""Two tiers of files, and what lies in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from worlds import policy, tensors, tier
+
+import tierstate as ts
+
+FOLDER = {"nvme": "nvme", "file": "object"}
+STATE = (20_000, 300, 5000, 40)
+
+
+def two(place: Path, **keys: Any) -> ts.Policy:
+    """A policy over two tiers of files."""
+    return policy({"nvme": tier("nvme", place, **keys), "file": tier("file", place, codec="auto")})
+
+
+def saved(spec: ts.Policy, versions: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Save versions that share most chunks; what they were."""
+    state, truth = tensors(*STATE), []
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(versions):
+            state["abcd"[step % 4]] += 1.0
+            state["a"][step] = -1.0
+            ckpt.save(state, step=step)
+            truth.append({name: t.clone() for name, t in state.items()})
+    return truth
+
+
+def objects(place: Path, name: str, prefix: str) -> list[Path]:
+    """The files of a tier's objects."""
+    return sorted(p for p in (place / FOLDER[name] / prefix).rglob("*") if p.is_file())

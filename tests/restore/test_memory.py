@@ -1,0 +1,75 @@
+"""The arena under saves: bounded, never stuck; and no thread is left."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from strategies import difference
+from worlds import arena_of, engine_threads, faulty, policy, tensors, tier, wrapped
+
+import tierstate as ts
+from tierstate.tiers.lane import Copy
+from tierstate.tiers.memory import Memory
+
+
+def test_a_state_longer_than_the_arena_goes_through_it(place):
+    spec = policy({k: tier(k, place) for k in ("nvme", "lustre", "file", "bucket")}, arena={"size": "8KiB"})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(3):
+            ckpt.save(tensors(300_000, 70_000, seed=step), step=step).wait("bucket")
+        assert ckpt.stats().arena_peak <= 8192
+        assert difference(tensors(300_000, 70_000, seed=2), ckpt.load()) == ""
+        assert ckpt.verify(deep=True).ok
+
+
+@pytest.mark.timeout(60)
+def test_a_cascade_goes_on_behind_which_a_later_save_waits(place, monkeypatch):
+    """One lane copies an old save, and the slabs of a new one, which fill the arena, wait behind it."""
+    gate, holdings = threading.Event(), Copy._holdings
+    monkeypatch.setattr(Copy, "_holdings", lambda self: gate.wait(30) and holdings(self))
+    tiers = {"nvme": tier("nvme", place, every=2), "file": tier("file", place)}
+    spec = policy(tiers, arena={"size": "16KiB"})
+    ckpt = ts.Checkpointer(spec, "run")
+    copied = ckpt.save(tensors(100_000), step=2)
+    copied.wait("nvme")
+    saver = threading.Thread(target=ckpt.save, args=(tensors(100_000, seed=1), 3), daemon=True)
+    saver.start()
+    while not arena_of(ckpt).lacks(1):
+        time.sleep(0.01)
+    gate.set()
+    copied.wait("file", timeout=20)
+    saver.join(20)
+    assert not saver.is_alive()
+    ckpt.close()
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert [v.step for v in ckpt.versions()] == [2, 3]
+        assert ckpt.verify(deep=True).ok
+
+
+def test_a_full_arena_blocks_or_skips(place):
+    with wrapped(Memory()) as keys:
+        spec = policy({"only": keys}, arena={"size": "64KiB", "on_full": "skip"})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            gate = faulty(keys).shut("append")
+            first = ckpt.save(tensors(50_000), step=1)
+            second = ckpt.save(tensors(50_000, seed=1), step=2)
+            assert second.skipped
+            assert not first.skipped
+            with pytest.raises(ts.CaptureError, match="skipped: the arena was full"):
+                second.wait()
+            assert ckpt.stats().skipped == 1
+            gate.set()
+            first.wait()
+            ckpt.save(tensors(50_000, seed=2), step=3).wait()
+            assert [v.step for v in ckpt.versions()] == [1, 3]
+
+
+def test_no_thread_is_left(place):
+    spec = policy({k: tier(k, place) for k in ("host", "nvme", "file")})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert engine_threads() == [], "reading needs no threads"
+        ckpt.save(tensors(9000), step=1)
+        assert len(engine_threads()) == 4
+    assert engine_threads() == []
