@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
-
-import torch
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import CaptureError
 
-PAGE = 4096
+from .pages import PAGE, fault_in, map_pages, pin, unpin
+
 LAST = 1
 """Slabs that captures leave free."""
 
@@ -23,12 +21,27 @@ class Slab:
         buffer: the slab's memory, page-aligned.
     """
 
-    def __init__(self, arena: Arena, memory: mmap.mmap) -> None:
+    def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self.memory = memory
-        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        self.buffer = map_pages(arena.slab_size)
         self.leases = 0
         self.kept = False
+        self.ready = False
+        self.pinned = False
+
+    def prepare(self) -> None:
+        """Fault the memory in, and pin it where CUDA is."""
+        if not self.ready:
+            fault_in(self.buffer)
+            self.ready = True
+        if not self.pinned:
+            self.pinned = pin(self.buffer)
+
+    def discard(self) -> None:
+        """Undo the pinning; the memory goes with its last view."""
+        if self.pinned:
+            unpin(self.buffer)
+            self.pinned = False
 
     def lease(self) -> None:
         """One more party needs the slab."""
@@ -44,7 +57,7 @@ class Arena:
     """Slabs of one size under one budget; a full arena makes the next acquirer wait, and never grows.
 
     Slabs that a memory tier keeps (`keep`) leave the budget: from then on they count against that tier's capacity.
-    Memory is mapped when first needed and shared, so that another process can hold it too.
+    Memory is mapped when first needed, and kept for the next save.
 
     Args:
         size: bytes that may be in flight at once.
@@ -68,6 +81,7 @@ class Arena:
         self.peak = 0
         self._free: list[Slab] = []
         self._out: dict[int, Slab] = {}
+        self._preparing = False
 
     def lacks(self, nbytes: int) -> bool:
         """Whether a capture of so many bytes would have to wait; one longer than the arena waits for all of it."""
@@ -92,12 +106,37 @@ class Arena:
                 if stop():
                     raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
                 self.changed.wait(0.1)
-            slab = self._free.pop() if self._free else Slab(self, mmap.mmap(-1, self.slab_size))
+            slab = self._free.pop() if self._free else Slab(self)
             slab.leases = 1
-            self._out[slab.buffer.data_ptr()] = slab
+            self._out[_address(slab.buffer)] = slab
             self.in_flight += 1
             self.peak = max(self.peak, self.in_flight + self.kept)
             return slab
+
+    def prepare(self, nbytes: int) -> None:
+        """Have memory for so many bytes faulted in, by a thread of its own, as far as the budget goes.
+
+        The first touch of memory costs more than all that is done with it afterwards.
+        """
+        with self.changed:
+            missing = min(self.slots, -(-nbytes // self.slab_size)) - self.in_flight - len(self._free)
+            if self._preparing or missing <= 0:
+                return
+            self._preparing = True
+        threading.Thread(target=self._prepare, args=(missing,), name="tierstate-arena", daemon=True).start()
+
+    def _prepare(self, count: int) -> None:
+        try:
+            for _ in range(count):
+                slab = Slab(self)
+                slab.prepare()
+                with self.changed:
+                    if self.in_flight + len(self._free) >= self.slots:
+                        slab.discard()
+                        return
+                    self._free.append(slab)
+        finally:
+            self._preparing = False
 
     def keep(self, buffer: Buffer) -> int:
         """Take the slab that holds this buffer out of the budget, for a tier that will hold it for long.
@@ -106,7 +145,7 @@ class Arena:
             Bytes that this newly pins: 0 where the slab is kept already or the buffer is not the arena's.
         """
         with self.changed:
-            slab = self._out.get(buffer.untyped_storage().data_ptr())
+            slab = self._out.get(_address(buffer))
             if slab is None or slab.kept:
                 return 0
             slab.kept = True
@@ -122,17 +161,24 @@ class Arena:
                 return
             if slab.leases < 0:
                 raise RuntimeError("a slab was released more often than it was leased")
-            del self._out[slab.buffer.data_ptr()]
+            del self._out[_address(slab.buffer)]
             if slab.kept:
                 slab.kept = False
                 self.kept -= 1
             else:
                 self.in_flight -= 1
+            slab.ready = True
             if self.in_flight + len(self._free) < self.slots:
                 self._free.append(slab)
+            else:
+                slab.discard()
             self.changed.notify_all()
 
     def wake(self) -> None:
         """Let waiting acquirers look at their ``stop`` again."""
         with self.changed:
             self.changed.notify_all()
+
+
+def _address(buffer: Buffer) -> int:
+    return buffer.untyped_storage().data_ptr()

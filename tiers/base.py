@@ -55,6 +55,7 @@ class Traits:
         bandwidth: bytes per second to expect; None where unknown.
         conditional_create: whether create-only also holds between racing processes: True and False were probed,
             None is not known yet.
+        io: how long objects are moved, as found out at the first transfer; empty where there is no choice.
         notes: what was found when the tier was opened, for people.
     """
 
@@ -67,6 +68,7 @@ class Traits:
     capacity: int | None = None
     bandwidth: float | None = None
     conditional_create: bool | None = True
+    io: str = ""
     notes: tuple[str, ...] = ()
 
 

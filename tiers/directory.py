@@ -15,10 +15,12 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError
 
 from .base import Range, Release, Tier, Traits, check_key
+from .direct import DirectIo, Io
 from .files import TEMP, BufferedFile, create_temp, file_size, open_file, remove_leftover, sync_folder, walk
 from .gauge import Gauge
 from .posix import explain, explained
 from .ranges import check_ranges
+from .stream import Stream
 from .writing import StepWriter
 
 MAX_NAME = 255
@@ -38,6 +40,7 @@ class Directory(Tier):
     Args:
         path: the folder; a relative one is taken from where the process is now.
         capacity: bytes that the objects may have together. What others write meanwhile is not noticed.
+        io: how long objects are moved: past the page cache by io_uring or by threads, or through it.
     """
 
     persistent: ClassVar[bool] = True
@@ -45,7 +48,8 @@ class Directory(Tier):
     leftover_age: ClassVar[float] = 0.0
     """Seconds for which a temporary file is left alone even if its lock is free."""
 
-    def __init__(self, path: Path, capacity: int | None = None) -> None:
+    def __init__(self, path: Path, capacity: int | None = None, io: Io = "auto") -> None:
+        self._io = DirectIo(io)
         self.path = Path(path).expanduser().absolute()
         self._gauge = Gauge(capacity)
         self._notes: tuple[str, ...] = ()
@@ -62,6 +66,7 @@ class Directory(Tier):
             alignment=4096,
             capacity=self._gauge.capacity,
             conditional_create=True,
+            io=self._io.note,
             notes=self._notes,
         )
 
@@ -101,8 +106,7 @@ class Directory(Tier):
         self._check_folders(path)
         with explained("read", self.name, key, path), closing(open_file(path)) as file:
             check_ranges(f"{self.name}: {key}", file.status().st_size, ranges)
-            for offset, out in ranges:
-                file.read(offset, out)
+            self._io.read(path, file, ranges)
 
     def list(self, prefix: str) -> Iterator[str]:
         folder, _, stem = prefix.rpartition("/")
@@ -121,6 +125,9 @@ class Directory(Tier):
         self._check_folders(path)
         with explained("read", self.name, key, path):
             return file_size(path)
+
+    def close(self) -> None:
+        self._io.close()
 
     # Writing
 
@@ -143,7 +150,13 @@ class Directory(Tier):
                 self._synced.clear()
                 self._make_folder(path.parent)
                 file = create_temp(path.parent)
-        return FileWriter(self, key, path, file)
+            try:
+                stream = Stream(file, self._io.engine(file.descriptor))
+            except BaseException:
+                os.unlink(file.path)
+                file.close()
+                raise
+        return FileWriter(self, key, path, file, stream)
 
     def delete(self, key: str) -> None:
         path = self.file(key)
@@ -211,21 +224,21 @@ class Directory(Tier):
 class FileWriter(StepWriter):
     """Writes a temporary file, and links it to the object's name when closed."""
 
-    def __init__(self, tier: Directory, key: str, path: Path, file: BufferedFile) -> None:
+    def __init__(self, tier: Directory, key: str, path: Path, file: BufferedFile, stream: Stream) -> None:
         super().__init__(f"{tier.name}: {key}")
-        self._tier, self._key, self._path, self._file = tier, key, path, file
+        self._tier, self._key, self._path, self._file, self._stream = tier, key, path, file, stream
         self._length = 0
 
     def _add(self, buffer: Buffer, release: Release | None) -> bool:
         nbytes = buffer.numel()
         self._tier._gauge.take(nbytes, self._tier.name, self._key)
-        start, self._length = self._length, self._length + nbytes
+        self._length += nbytes
         with explained("write", self._tier.name, self._key, self._file.path):
-            self._file.write(start, buffer)
-        return False
+            return self._stream.append(buffer, release)
 
     def _publish(self) -> None:
         with explained("write", self._tier.name, self._key, self._path):
+            self._stream.finish()
             self._file.sync()
             self._link()
             try:
@@ -246,6 +259,7 @@ class FileWriter(StepWriter):
             raise explain(error, "create", self._tier.name, self._key, self._path) from error
 
     def _discard(self) -> None:
+        self._stream.give_up()
         self._tier._gauge.give_back(self._length)
         self._clear()
 

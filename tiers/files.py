@@ -34,6 +34,11 @@ class BufferedFile:
         self._file = open(descriptor, "rb", buffering=0)  # noqa: SIM115
         self.path = path
 
+    @property
+    def descriptor(self) -> int:
+        """The open file's number."""
+        return self._file.fileno()
+
     def write(self, offset: int, data: Buffer) -> None:
         """Write all of ``data`` at ``offset``, however many calls that takes."""
         rest = view(data)
@@ -85,13 +90,16 @@ class BufferedFile:
         self._file.close()
 
 
-def open_file(path: Path) -> BufferedFile:
+def open_file(path: Path, flags: int = 0) -> BufferedFile:
     """A regular file for reading; a link is not followed, a pipe not waited for.
+
+    Args:
+        flags: more flags to open it with.
 
     Raises:
         OSError: ENOENT where there is no regular file, ELOOP where there is a link.
     """
-    file = BufferedFile(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), path)
+    file = BufferedFile(os.open(path, flags | os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), path)
     if not stat.S_ISREG(file.status().st_mode):
         file.close()
         raise OSError(errno.ENOENT, "not a regular file", str(path))

@@ -90,6 +90,7 @@ class Flow:
             log.warning("step %d is not saved: the arena is full (on_full: skip)", head.step)
             ticket.skip()
             return ticket
+        self._arena.prepare(plan.nbytes)
         for name in names:
             self._last[name] = (head.step, head.time)
         with self._lock:

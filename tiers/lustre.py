@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from .direct import Io
 from .directory import Directory
 from .units import Size, format_size
 
@@ -44,6 +45,7 @@ class Lustre(Directory):
         stripe_count: storage targets per file; 0 for the site's default, -1 for all of them.
         stripe_size: bytes on one target before the next comes, a multiple of 64 KiB; None for the site's default.
         pool: the pool of targets to use; None for the site's default.
+        io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
 
     Raises:
         ValueError: a stripe count, size or pool that no Lustre takes.
@@ -61,8 +63,9 @@ class Lustre(Directory):
         stripe_count: int = 0,
         stripe_size: Size | None = None,
         pool: str | None = None,
+        io: Io = "auto",
     ) -> None:
-        super().__init__(path, capacity)
+        super().__init__(path, capacity, io)
         wished = bool(stripe_count or stripe_size or pool)
         self._layout = pack_layout(stripe_count, stripe_size or 0, pool or "") if wished else b""
 

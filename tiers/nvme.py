@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .direct import Io
 from .directory import Directory
 from .units import Size
 
@@ -14,7 +15,8 @@ class Nvme(Directory):
     Args:
         path: the folder.
         capacity: bytes that its objects may have together; None for as many as the disk takes.
+        io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
     """
 
-    def __init__(self, *, path: Path, capacity: Size | None = None) -> None:
-        super().__init__(path, capacity)
+    def __init__(self, *, path: Path, capacity: Size | None = None, io: Io = "auto") -> None:
+        super().__init__(path, capacity, io)

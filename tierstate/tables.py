@@ -165,7 +165,12 @@ def show_live(findings: Sequence[Finding], as_json: bool) -> None:
     ]
     table(["tier", "type", "", "promises kept", "persistent", "shared", "create-only", ">write/s", ">read/s"], rows)
     for f in findings:
-        notes = [f.error, *(f"{name}: {what}" for name, what in f.broken.items()), *f.traits.get("notes", ())]
+        notes = [
+            f.error,
+            *(f"{name}: {what}" for name, what in f.broken.items()),
+            f.traits.get("io"),
+            *f.traits.get("notes", ()),
+        ]
         for note in filter(None, notes):
             print(f"{f.name}: {note}")
 

@@ -1,0 +1,166 @@
+"""The engines of direct I/O: transfers between files and memory, many in flight, with the same promises from each.
+
+`UringEngine` gives the kernel a queue of transfers (io_uring, by pyuring); `ThreadEngine` runs each in a thread
+(``pwritev``, ``preadv``). Both are driven by threads of their own, so that any thread may submit, and both finish every
+transfer that was begun, error or not, before the memory it used is given back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from tierstate.manifest.chunk import Buffer, view
+
+Done = Callable[["OSError | None"], None]
+"""Called once when a transfer is over, from a thread of the engine: without an error, all bytes were moved."""
+
+MAX_TRANSFER = 1 << 29
+"""Bytes per system call: io_uring cuts lengths to 32 bits, and one huge call would block all that follow."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Bytes to move.
+
+    Attributes:
+        write: from memory to the file; otherwise the other way.
+        descriptor: an open file.
+        buffer: host memory; it stays alive and untouched until ``done``.
+        offset: of the first byte in the file.
+        done: called when it is over.
+        moved: bytes moved so far.
+    """
+
+    write: bool
+    descriptor: int
+    buffer: Buffer
+    offset: int
+    done: Done = lambda _error: None
+    moved: int = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes still to move, of one system call."""
+        return min(self.buffer.numel() - self.moved, MAX_TRANSFER)
+
+    def advance(self, result: int) -> OSError | None:
+        """Take note of a system call's result, as the kernel gives it. Returns what was wrong with it.
+
+        A short transfer is no error: the rest is submitted again, and then the kernel says what the matter is, as with
+        a disk that has just become full.
+        """
+        if result < 0:
+            return OSError(-result, os.strerror(-result))
+        if result == 0:
+            return OSError(errno.EIO, "the file ended" if not self.write else "a write of nothing")
+        self.moved += result
+        return None
+
+
+class Engine(ABC):
+    """Moves bytes. Made for one process: a child that was forked cannot use it.
+
+    Args:
+        depth: transfers in flight.
+    """
+
+    name: str
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._pid = os.getpid()
+
+    def submit(self, transfer: Transfer) -> None:
+        """Begin a transfer. ``transfer.done`` is called when it is over, whatever comes."""
+        if os.getpid() != self._pid:
+            raise OSError(errno.EINVAL, "this I/O engine belongs to the process that forked this one")
+        if transfer.buffer.numel() == 0:
+            transfer.done(None)
+        else:
+            self._submit(transfer)
+
+    @abstractmethod
+    def _submit(self, transfer: Transfer) -> None: ...
+
+    @abstractmethod
+    def end(self) -> None:
+        """Have the engine's threads end when what was submitted is done, without waiting for it."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Wait until the engine's threads have ended."""
+
+    def close(self) -> None:
+        """Finish what is under way and end the engine's threads."""
+        self.end()
+        self.join()
+
+    def run(self, transfer: Transfer) -> None:
+        """Move bytes and wait until it is done.
+
+        Raises:
+            OSError: what went wrong.
+        """
+        over = threading.Event()
+        found: list[OSError | None] = []
+
+        def done(error: OSError | None) -> None:
+            found.append(error)
+            over.set()
+
+        transfer.done = done
+        self.submit(transfer)
+        over.wait()
+        if found[0] is not None:
+            raise found[0]
+
+
+class ThreadEngine(Engine):
+    """Each of a few threads moves one transfer at a time."""
+
+    name = "threads"
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__(depth)
+        self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"tierstate-io-{i}", daemon=True) for i in range(depth)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _submit(self, transfer: Transfer) -> None:
+        self._queue.put(transfer)
+
+    def _work(self) -> None:
+        while (transfer := self._queue.get()) is not None:
+            error: OSError | None = None
+            while error is None and transfer.left:
+                error = transfer.advance(_call(transfer))
+            transfer.done(error)
+            del transfer
+
+    def end(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+def _call(transfer: Transfer) -> int:
+    """One system call; its result, or the negative errno, as io_uring gives them."""
+    memory = view(transfer.buffer)[transfer.moved : transfer.moved + transfer.left]
+    try:
+        if transfer.write:
+            return os.pwritev(transfer.descriptor, [memory], transfer.offset + transfer.moved)
+        return os.preadv(transfer.descriptor, [memory], transfer.offset + transfer.moved)
+    except OSError as error:
+        return -(error.errno or errno.EIO)

@@ -1,0 +1,208 @@
+"""A stream: bytes appended to one new file, past the page cache, straight from where they lie if that is aligned."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import threading
+from functools import lru_cache
+
+from tierstate.manifest.chunk import Buffer
+
+from .base import Release
+from .engine import Engine, Transfer
+from .files import BufferedFile
+from .pages import PAGE, map_pages
+
+BOUNCE = 1 << 20
+"""Bytes of a buffer in which small and unaligned pieces are gathered until they can be written in whole blocks."""
+
+BOUNCES = 4
+RESERVE = 256 << 20
+"""Bytes reserved in the file at a time, ahead of the writes."""
+
+_KEEP_SIZE = 1
+
+
+class Stream:
+    """Appends to one file. All calls come from one thread at a time; transfers go on beside them.
+
+    Args:
+        file: a new, empty file.
+        engine: what moves the bytes; None to go through the page cache.
+
+    A file that stays shorter than one bounce buffer goes through the page cache in any case: one small write is not
+    worth the detour. A longer one is written in whole blocks by direct I/O alone, and cut to its length at the end.
+    """
+
+    def __init__(self, file: BufferedFile, engine: Engine | None) -> None:
+        self._file, self._engine = file, engine
+        self._changed = threading.Condition()
+        self._flying = 0
+        self._error: OSError | None = None
+        self._free: list[Buffer] = []
+        self._bounces = 0
+        self._bounce: Buffer | None = None
+        self._staged = 0
+        self._written = 0
+        self._reserved = 0
+        self._direct = False
+
+    @property
+    def length(self) -> int:
+        """Bytes appended so far."""
+        return self._written + self._staged
+
+    def append(self, buffer: Buffer, release: Release | None) -> bool:
+        """Add bytes. Returns whether the lease is kept, to be released when the transfer is over.
+
+        Raises:
+            OSError: an earlier transfer failed. None is raised once this buffer's own has begun.
+        """
+        self._raise()
+        if self._engine is None:
+            self._file.write(self._written, buffer)
+            self._written += buffer.numel()
+            return False
+        at, kept = 0, False
+        while at < buffer.numel():
+            piece = buffer[at:]
+            whole = piece.numel() // PAGE * PAGE
+            if whole >= BOUNCE and self.length % PAGE == 0 and piece.data_ptr() % PAGE == 0:
+                self._flush()
+                self._send(piece[:whole], release)
+                at, kept = at + whole, release is not None
+                if not kept:
+                    # The caller may change the buffer once we return.
+                    self._settle()
+            else:
+                at += self._stage(piece)
+        return kept
+
+    def _stage(self, piece: Buffer) -> int:
+        """Copy the beginning of a piece into the bounce buffer; how much of it."""
+        if self._bounce is None:
+            self._bounce = self._take_bounce()
+        count = min(piece.numel(), BOUNCE - self._staged)
+        self._bounce[self._staged : self._staged + count].copy_(piece[:count])
+        self._staged += count
+        if self._staged == BOUNCE:
+            self._flush()
+        return count
+
+    def _take_bounce(self) -> Buffer:
+        with self._changed:
+            while not self._free and self._bounces == BOUNCES:
+                self._changed.wait()
+            if self._free:
+                return self._free.pop()
+            self._bounces += 1
+        return map_pages(BOUNCE)
+
+    def _flush(self) -> None:
+        """Send what is staged; it ends at a block's end, or is the last of the file and is padded."""
+        if self._bounce is None or not self._staged:
+            return
+        bounce, staged = self._bounce, self._staged
+        self._bounce, self._staged = None, 0
+        blocks = -(-staged // PAGE) * PAGE
+        bounce[staged:blocks] = 0
+
+        def give_back() -> None:
+            with self._changed:
+                self._free.append(bounce)
+                self._changed.notify_all()
+
+        self._send(bounce[:blocks], give_back, staged)
+
+    def _send(self, buffer: Buffer, release: Release | None, nbytes: int | None = None) -> None:
+        assert self._engine is not None
+        with self._changed:
+            while self._flying >= self._engine.depth:
+                self._changed.wait()
+            self._flying += 1
+        self._go_direct()
+        self._reserve(self._written + buffer.numel())
+
+        def done(error: OSError | None) -> None:
+            if release is not None:
+                release()
+            with self._changed:
+                self._flying -= 1
+                self._error = self._error or error
+                self._changed.notify_all()
+
+        self._engine.submit(Transfer(True, self._file.descriptor, buffer, self._written, done))
+        self._written += buffer.numel() if nbytes is None else nbytes
+
+    def _go_direct(self) -> None:
+        if not self._direct:
+            flags = fcntl.fcntl(self._file.descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._file.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            self._direct = True
+
+    def _reserve(self, end: int) -> None:
+        """Have blocks reserved up to there, where the file system can; the writes themselves tell if it is full."""
+        if end > self._reserved:
+            step = max(RESERVE, end - self._reserved)
+            reserve(self._file.descriptor, self._reserved, step)
+            self._reserved += step
+
+    def finish(self) -> None:
+        """Return when all bytes are in the file, which has its length; not synced yet.
+
+        Raises:
+            OSError: a transfer failed.
+        """
+        if not self._direct:
+            if self._bounce is not None and self._staged:
+                self._file.write(0, self._bounce[: self._staged])
+                self._written, self._staged, self._bounce = self._staged, 0, None
+            return
+        length = self.length
+        self._flush()
+        self._settle()
+        self._raise()
+        os.ftruncate(self._file.descriptor, length)
+
+    def _settle(self) -> None:
+        with self._changed:
+            while self._flying:
+                self._changed.wait()
+
+    def give_up(self) -> None:
+        """Return when no transfer is under way any more: only then may memory and file be let go."""
+        self._settle()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise OSError(self._error.errno, self._error.strerror) from self._error
+
+
+def reserve(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Reserve blocks without changing the file's length; False where that cannot be done, which is no error.
+
+    `os.posix_fallocate` is not used: where the file system cannot reserve, it writes a byte into every block.
+    """
+    call = _libc().fallocate
+    return bool(call(descriptor, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0)
+
+
+def takes_direct(descriptor: int) -> bool:
+    """Whether the file system takes direct I/O on this file."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return True
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
