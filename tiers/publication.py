@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import CommitUnknown, TierstateError
+from tierstate.manifest.errors import CommitUnknown, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
 from tierstate.manifest.index import Array
 from tierstate.manifest.layout import Layout, Place
@@ -56,6 +56,7 @@ class Publication:
         self._packs = PackWriter(shelf.tier, head.run, head.seq)
         self._places: list[Place | None] = [None] * len(row_leaves)
         self._new: dict[bytes, Place] = {}
+        self._sent = False
         self._routed: Array = route.leaves[row_leaves] if len(row_leaves) else np.zeros(0, bool)
 
     @property
@@ -98,6 +99,7 @@ class Publication:
         self._packs.close()
         sizes = self._sizes()
         record = Record(version, Layout.build(self._places, sizes), self._signature())
+        self._sent = True
         self.shelf.publish(record)
         return record
 
@@ -113,8 +115,11 @@ class Publication:
         return {"id": commit_id(), "tier": self.shelf.name, "host": socket.gethostname(), "pid": os.getpid()}
 
     def abort(self, error: BaseException) -> None:
-        """Leave nothing behind, unless nobody knows whether the record took effect: then its packs must stay."""
-        if isinstance(error, CommitUnknown):
+        """Leave nothing behind, unless the record may take effect yet: then its packs must stay.
+
+        A create that was not answered may still be under way, even if reading back has found nothing so far.
+        """
+        if isinstance(error, CommitUnknown) or (self._sent and isinstance(error, TierUnavailable)):
             return
         try:
             self._packs.abort()
