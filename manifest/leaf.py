@@ -205,11 +205,23 @@ def matches(pattern: str, path: Path) -> bool:
     A pattern is written as paths are printed: segments with dots between. ``*``, ``?`` and ``[...]`` match within one
     key, ``**`` any number of keys, also none. A quoted segment (``"a.b"``) means that very string. Without quotes a
     string matches by its own characters, any other key as it is printed, so that ``0`` is both the int and ``"0"``.
+    Strings with dots, as a module's ``state_dict`` has them, match as one key and as the keys between their dots:
+    ``model.layers.*.weight`` finds the leaf ``model."layers.0.weight"``.
 
     Raises:
         ValueError: the pattern is none (see `check_glob`).
     """
-    return _match(_split(pattern), tuple(path))
+    parts = _split(pattern)
+    return _match(parts, tuple(path)) or (_has_dots(path) and _match(parts, _at_dots(path)))
+
+
+def _has_dots(path: Path) -> bool:
+    return any(isinstance(key, str) and "." in key for key in path)
+
+
+def _at_dots(path: Path) -> Path:
+    """The path with its strings cut at their dots."""
+    return tuple(part for key in path for part in (key.split(".") if isinstance(key, str) else (key,)))
 
 
 def matches_any(patterns: Iterable[str], path: Path) -> bool:

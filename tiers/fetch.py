@@ -252,9 +252,12 @@ class Fetch:
 
     def _note(self, troubles: list[Trouble]) -> None:
         with self._lock:
+            known = {trouble.tier for trouble in self.troubles}
             self.troubles += troubles
         for trouble in troubles:
-            log.warning("%s: %s: %s", trouble.tier, self._leaf(trouble.row), trouble.error)
+            # One warning a tier: a lost pack is thousands of chunks. `troubles` has them all.
+            level = logging.DEBUG if trouble.tier in known else logging.WARNING
+            log.log(level, "%s: %s: %s", trouble.tier, self._leaf(trouble.row), trouble.error)
 
     def _leaf(self, row: int) -> str:
         return self._version.leaves[int(self._version.chunk_leaf[row])].name
