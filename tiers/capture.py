@@ -23,12 +23,21 @@ _LINE = 64
 
 
 class Source(NamedTuple):
-    """One shard to capture: its leaf's index, its box, its length, and its chunks for a given size."""
+    """One shard to capture.
+
+    Attributes:
+        leaf: its leaf's index.
+        box: its place in the leaf.
+        nbytes: its length.
+        chunks: its chunks for a given size.
+        guarded: whether it holds still after the call of save, until somebody who is made to wait changes it.
+    """
 
     leaf: int
     box: Box
     nbytes: int
     chunks: Callable[[int], Iterator[Chunk]]
+    guarded: bool = False
 
 
 class Plan(NamedTuple):
@@ -72,6 +81,7 @@ class Capture:
         digest: the digest function.
         dispatch: takes each full slab, with one lease that is from then on the taker's.
         stop: asked while waiting for room.
+        unguarded_done: called when all that is not guarded has been copied.
     """
 
     def __init__(
@@ -82,14 +92,19 @@ class Capture:
         digest: Digest,
         dispatch: Callable[[Batch], None],
         stop: Callable[[], bool],
+        unguarded_done: Callable[[], None] = lambda: None,
     ) -> None:
+        self._unguarded_done = unguarded_done
         self._plan, self._chunk, self._arena = plan, chunk, arena
         self._digest, self._dispatch, self._stop = digest, dispatch, stop
         self._batch: Batch | None = None
         self._end = 0
 
     def run(self) -> Array:
-        """Copy everything; small leaves first, so that they share slabs. Returns ``(chunks, 2)`` digests by row.
+        """Copy everything: what is not guarded first, and small leaves first, so that they share slabs.
+
+        Returns:
+            digests by row, ``(chunks, 2)``.
 
         Raises:
             CaptureError: a leaf could not be read; the message names it.
@@ -97,6 +112,8 @@ class Capture:
         digests: list[bytes] = [b""] * sum(-(-s.nbytes // self._chunk) for s in self._plan.sources)
         try:
             for first, source in self._order():
+                if source.guarded:
+                    self._unguarded_done()
                 for i, chunk in enumerate(self._chunks(source)):
                     digests[first + i] = self._copy(first + i, source, chunk)
             self._flush()
@@ -110,7 +127,7 @@ class Capture:
         for source in self._plan.sources:
             found.append((first, source))
             first += -(-source.nbytes // self._chunk)
-        return sorted(found, key=lambda item: item[1].nbytes >= BIG)
+        return sorted(found, key=lambda item: (item[1].guarded, item[1].nbytes >= BIG))
 
     def _chunks(self, source: Source) -> Iterator[Chunk]:
         """The source's chunks, held to the contract: in order, without a gap, of the right lengths."""

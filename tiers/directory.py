@@ -150,12 +150,7 @@ class Directory(Tier):
                 self._synced.clear()
                 self._make_folder(path.parent)
                 file = create_temp(path.parent)
-            try:
-                stream = Stream(file, self._io.engine(file.descriptor))
-            except BaseException:
-                os.unlink(file.path)
-                file.close()
-                raise
+        stream = Stream(file, lambda: self._io.engine(file.descriptor))
         return FileWriter(self, key, path, file, stream)
 
     def delete(self, key: str) -> None:

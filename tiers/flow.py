@@ -83,7 +83,7 @@ class Flow:
         names, elsewhere = self._due(head, routes)
         ticket = Ticket(head, plan.nbytes, names, elsewhere)
         if not names:
-            ticket.captured.set_result(None)
+            ticket.nothing_to_do()
             return ticket
         if self._must_skip(plan):
             self.skipped += 1
@@ -198,7 +198,7 @@ class Flow:
 
         digest = algorithm(head.digest)
         stop = work.ticket.cancelled.is_set
-        digests = Capture(plan, head.chunk, self._arena, digest, dispatch, stop).run()
+        digests = Capture(plan, head.chunk, self._arena, digest, dispatch, stop, work.ticket.freed.set).run()
         version = Version.build(head, plan.leaves, plan.shards(), digests)
         check_whole(version)
         self.parent = version.id

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Callable
 from functools import lru_cache
 
 from tierstate.manifest.chunk import Buffer
@@ -31,14 +32,16 @@ class Stream:
 
     Args:
         file: a new, empty file.
-        engine: what moves the bytes; None to go through the page cache.
+        choose: what moves the bytes; None to go through the page cache. Asked once the file turns out to be long.
 
     A file that stays shorter than one bounce buffer goes through the page cache in any case: one small write is not
     worth the detour. A longer one is written in whole blocks by direct I/O alone, and cut to its length at the end.
     """
 
-    def __init__(self, file: BufferedFile, engine: Engine | None) -> None:
-        self._file, self._engine = file, engine
+    def __init__(self, file: BufferedFile, choose: Callable[[], Engine | None]) -> None:
+        self._file, self._choose = file, choose
+        self._engine: Engine | None = None
+        self._begun = False
         self._changed = threading.Condition()
         self._flying = 0
         self._error: OSError | None = None
@@ -62,9 +65,13 @@ class Stream:
             OSError: an earlier transfer failed. None is raised once this buffer's own has begun.
         """
         self._raise()
+        if not self._begun:
+            if self.length + buffer.numel() < BOUNCE:
+                self._stage(buffer)
+                return False
+            self._begin()
         if self._engine is None:
-            self._file.write(self._written, buffer)
-            self._written += buffer.numel()
+            self._write_cached(buffer)
             return False
         at, kept = 0, False
         while at < buffer.numel():
@@ -80,6 +87,22 @@ class Stream:
             else:
                 at += self._stage(piece)
         return kept
+
+    def _begin(self) -> None:
+        """The file is a long one: find out how it is to be written."""
+        self._engine, self._begun = self._choose(), True
+        if self._engine is None:
+            self._write_staged()
+
+    def _write_cached(self, buffer: Buffer) -> None:
+        self._file.write(self._written, buffer)
+        self._written += buffer.numel()
+
+    def _write_staged(self) -> None:
+        if self._bounce is not None:
+            staged, self._staged = self._bounce[: self._staged], 0
+            self._write_cached(staged)
+            self._bounce = None
 
     def _stage(self, piece: Buffer) -> int:
         """Copy the beginning of a piece into the bounce buffer; how much of it."""
@@ -156,10 +179,9 @@ class Stream:
         Raises:
             OSError: a transfer failed.
         """
-        if not self._direct:
-            if self._bounce is not None and self._staged:
-                self._file.write(0, self._bounce[: self._staged])
-                self._written, self._staged, self._bounce = self._staged, 0, None
+        if not self._begun:
+            self._write_staged()
+        if self._engine is None:
             return
         length = self.length
         self._flush()

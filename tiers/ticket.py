@@ -20,6 +20,7 @@ class Ticket:
     Attributes:
         head: the version's head, without what is known only when all is captured.
         nbytes: raw bytes of the state.
+        freed: done once all that is not guarded has been copied out.
         captured: done once every byte has been copied out, and `version` is known.
         tiers: per tier that this save goes to, done once it is committed there.
         version, records: the version, and its record per tier, while something of the save is still under way.
@@ -30,6 +31,7 @@ class Ticket:
 
     def __init__(self, head: Head, nbytes: int, tiers: Sequence[str], elsewhere: Mapping[str, str]) -> None:
         self.head, self.nbytes = head, nbytes
+        self.freed = threading.Event()
         self.captured: Future[None] = Future()
         self.tiers: dict[str, Future[None]] = {name: Future() for name in tiers}
         self.version: Version | None = None
@@ -41,6 +43,11 @@ class Ticket:
         self.told: set[str] = set()
         self._start = time.monotonic()
 
+    def nothing_to_do(self) -> None:
+        """No tier is due, so that nothing is copied."""
+        self.captured.set_result(None)
+        self.freed.set()
+
     def capture_ended(self, outcome: Version | BaseException) -> None:
         """All is captured, or will never be."""
         if isinstance(outcome, BaseException):
@@ -48,6 +55,7 @@ class Ticket:
         else:
             self.version = outcome
             self.captured.set_result(None)
+        self.freed.set()
 
     def committed(self, tier: str, record: Record) -> float:
         """The version is committed to a tier. Returns the seconds since the call of save."""
@@ -70,6 +78,7 @@ class Ticket:
         self.skipped = True
         error = CaptureError(f"the save of step {self.head.step} was skipped: the arena was full (on_full: skip)")
         self.captured.set_exception(error)
+        self.freed.set()
         for future in self.tiers.values():
             future.set_exception(error)
 

@@ -30,6 +30,7 @@ from tierstate.tiers.shelf import Shelf
 from tierstate.tiers.verify import Report, Verifier
 
 from .finding import OnDamage, Restored, Wanted, find, restore
+from .guard import Guard
 from .info import Stats, TierStats, VersionInfo
 from .planning import allowed_pickles, checked_metadata, checked_step, plan, retention
 from .save import Save
@@ -68,6 +69,7 @@ class Checkpointer:
         self._arena = Arena(self.policy.arena.size, self.policy.chunk)
         self._shelves = [Shelf(self._open(tier), run, retention(tier)) for tier in self.policy.tiers]
         self._flow = Flow(self.policy, self._shelves, self._arena)
+        self._guard = Guard()
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
         self._pid = os.getpid()
@@ -79,8 +81,18 @@ class Checkpointer:
     def _open(self, tier: TierPolicy) -> Any:
         return open_tier(tier.name, tier.type, tier.options, self._arena)
 
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Capture lazily what only this optimizer's step changes: its parameters and its state.
+
+        `save` then returns as soon as everything else is captured. The rest is captured while the next forward and
+        backward pass runs, and the optimizer's next step waits for it. Whoever changes parameters otherwise, beside
+        ``optimizer.step()``, waits for ``save.wait_captured()`` first. `restore` and `close` wait by themselves.
+        """
+        self._check_open()
+        self._guard.add(optimizer)
+
     def save(self, state: Any, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
-        """Save a state. Returns once every byte of it is captured: from then on it may change again.
+        """Save a state. Returns once every byte of it is captured, but for what is guarded: then it may change again.
 
         Args:
             state: nested dict, list, tuple of tensors, arrays, plain values, modules, optimizers, or anything with a
@@ -104,9 +116,11 @@ class Checkpointer:
             digest=self.policy.digest,
             metadata=checked_metadata(metadata),
         )
-        ticket = self._flow.submit(plan(tree), head)
+        ticket = self._flow.submit(plan(tree, self._guard.covers()), head)
         try:
-            if not ticket.skipped:
+            ticket.freed.wait()
+            self._guard.watch(ticket)
+            if ticket.captured.done() and not ticket.skipped:
                 ticket.captured.result()
         except BaseException:
             # The state must not be given back while a byte of it is still being read.
@@ -170,6 +184,7 @@ class Checkpointer:
 
     def _restore(self, wanted: Wanted) -> Any:
         self._check_open()
+        self._guard.wait()
         found: Restored = restore(self._catalog(), self._arena, self.run, wanted)
         self.restored = VersionInfo.of(found.entry)
         self._flow.parent = self.restored.id
@@ -223,7 +238,7 @@ class Checkpointer:
                 lane.raw, lane.stored, lane.saves, lane.failures, lane.waiting, tuple(lane.seconds), lane.healthy
             )
         peak = self._arena.peak * self._arena.slab_size
-        return Stats(self._saves, self._flow.skipped, tuple(self._blocked), peak, tiers)
+        return Stats(self._saves, self._flow.skipped, tuple(self._blocked), self._guard.waited, peak, tiers)
 
     def close(self, timeout: float | None = None) -> None:
         """Bring what is under way to every tier it is due in, then let go of everything.
@@ -246,6 +261,7 @@ class Checkpointer:
         except TierUnavailable as late:
             error = late
         finally:
+            self._guard.close()
             for shelf in self._shelves:
                 shelf.tier.close()
         failures = self._flow.failures()

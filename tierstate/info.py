@@ -90,6 +90,7 @@ class Stats:
         saves: calls of ``save``.
         skipped: those of them that were skipped because the arena was full.
         blocked: seconds that each of the newest calls kept the training waiting.
+        waited: seconds that steps of guarded optimizers have waited for the capture to end.
         arena_peak: most bytes of the arena in use at once, kept ones included.
         tiers: by tier.
     """
@@ -97,5 +98,6 @@ class Stats:
     saves: int
     skipped: int
     blocked: tuple[float, ...]
+    waited: float
     arena_peak: int
     tiers: Mapping[str, TierStats]

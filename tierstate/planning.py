@@ -9,6 +9,7 @@ from typing import Any
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.leaf import Path, matches_any
 from tierstate.manifest.retention import Keep
+from tierstate.providers.base import Provider
 from tierstate.providers.tree import Tree
 from tierstate.tiers.capture import Plan, Source
 from tierstate.tiers.placement import may_pickle
@@ -26,10 +27,10 @@ def retention(tier: TierPolicy) -> Keep:
     return Keep(tier.keep.last, tier.keep.every, tier.keep.all)
 
 
-def plan(tree: Tree) -> Plan:
-    """What the flow is to capture of a flattened state."""
+def plan(tree: Tree, guarded: Callable[[Provider], bool]) -> Plan:
+    """What the flow is to capture of a flattened state, and which of it may be captured after save has returned."""
     sources = [
-        Source(i, node.provider.box, node.leaf.spec.nbytes, node.provider.chunks)
+        Source(i, node.provider.box, node.leaf.spec.nbytes, node.provider.chunks, guarded(node.provider))
         for i, node in enumerate(tree.nodes)
         if node.provider is not None
     ]

@@ -256,7 +256,7 @@ def test_a_stream_writes_what_was_appended(make, pieces, tmp_path_factory):
     engine = make(depth=2) if make else None
     leases, whole = [], []
     with closing(BufferedFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), path)) as file:
-        stream = Stream(file, engine)
+        stream = Stream(file, lambda: engine)
         for i, (nbytes, at_page, leased) in enumerate(pieces):
             data = random_bytes(nbytes, i)
             whole.append(data.numpy().tobytes())
@@ -292,7 +292,7 @@ def test_a_stream_tells_of_a_failed_transfer_and_lets_go(make, tmp_path):
         stream.finish()
 
     with closing(make(depth=2)) as engine, closing(BufferedFile(os.open(read_only, os.O_RDONLY), read_only)) as file:
-        stream = Stream(file, engine)
+        stream = Stream(file, lambda: engine)
         with pytest.raises(OSError, match="Bad file descriptor"):
             append_all(stream)
         stream.give_up()

@@ -1,0 +1,178 @@
+"""Lazy capture: save returns early, and still nothing of the state after the call gets into the version."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import difference
+from worlds import arena_of, engine_threads, policy, scratch, tier
+
+import tierstate as ts
+from tierstate.manifest.errors import CaptureError
+from tierstate.providers.tensors import TensorProvider
+from tierstate.tiers.capture import Capture
+
+
+class Job:
+    """A small model with what changes at other times than its parameters: running means, a counter, a plain tensor."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 64))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.seen = torch.zeros(5000)
+        self.steps = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "seen": self.seen, "steps": self.steps}
+
+    def truth(self) -> dict[str, Any]:
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return copy.deepcopy({**parts, "seen": self.seen, "steps": self.steps})
+
+    def step(self) -> None:
+        self.seen += 1
+        self.steps += 1
+        self.model(torch.randn(8, 64)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that takes its time over each chunk."""
+    copy_chunk, dice = Capture._copy, random.Random(3)
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(dice.random() * 0.003)
+        return copy_chunk(*args)
+
+    monkeypatch.setattr(Capture, "_copy", slowly)
+
+
+@pytest.mark.usefixtures("slow")
+@settings(max_examples=5)
+@given(pauses=st.lists(st.floats(0, 0.03), min_size=6, max_size=6))
+def test_versions_are_the_state_at_the_call_whenever_the_next_step_comes(pauses: list[float]) -> None:
+    with scratch() as place:
+        spec, job, truth = policy({"nvme": tier("nvme", place)}, chunk="4KiB"), Job(), {}
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.guard(job.optimizer)
+            for pause in pauses:
+                job.step()
+                truth[job.steps] = job.truth()
+                ckpt.save(job.state(), step=job.steps)
+                time.sleep(pause)
+            for step, state in truth.items():
+                assert difference(state, ckpt.load(step=step)) == ""
+            assert ckpt.stats().waited > 0
+            assert arena_of(ckpt).in_flight == 0
+        assert engine_threads() == []
+
+
+class Gate:
+    """Holds back the capture of one leaf."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: torch.Tensor, error: Exception | None = None) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        fill = TensorProvider._fill
+
+        def gated(provider: TensorProvider, start: int, out: torch.Tensor) -> Any:
+            if provider.value.data_ptr() == held.data_ptr():
+                self.reached.set()
+                assert self.open.wait(30)
+                if error is not None:
+                    raise error
+            return fill(provider, start, out)
+
+        monkeypatch.setattr(TensorProvider, "_fill", gated)
+
+
+@pytest.fixture
+def job() -> Job:
+    made = Job()
+    made.step()
+    return made
+
+
+def test_save_returns_before_the_parameters_are_captured_and_the_step_waits(
+    job: Job, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, job.model[0].weight)
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.guard(job.optimizer)
+        truth = job.truth()
+        save = ckpt.save(job.state(), step=1)
+        assert gate.reached.wait(30), "save has returned, and the capture of this leaf has only begun"
+        # What no optimizer owns was captured before save returned, so it may change at once.
+        job.seen.fill_(-1)
+        job.model[1].running_mean.fill_(-1)
+        job.model(torch.randn(8, 64)).square().mean().backward()
+        before = job.model[0].weight.detach().clone()
+        stepping = threading.Thread(target=job.optimizer.step)
+        stepping.start()
+        stepping.join(0.2)
+        assert stepping.is_alive(), "the step waits"
+        assert torch.equal(job.model[0].weight, before)
+        gate.open.set()
+        stepping.join(30)
+        assert not torch.equal(job.model[0].weight, before)
+        save.wait()
+        assert difference(truth, ckpt.load(step=1)) == ""
+
+
+def test_a_guarded_capture_that_fails_is_told_and_does_not_stop_the_step(
+    job: Job, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, job.model[0].weight, RuntimeError("the device is gone"))
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.guard(job.optimizer)
+        save = ckpt.save(job.state(), step=1)
+        gate.open.set()
+        job.step()
+        with pytest.raises(CaptureError, match="the device is gone"):
+            save.wait()
+        assert ckpt.versions() == []
+        assert arena_of(ckpt).in_flight == 0
+
+
+def test_a_restore_waits_and_close_lets_the_optimizer_go(
+    job: Job, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, job.model[0].weight)
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.guard(job.optimizer)
+        ckpt.guard(job.optimizer)
+        gate.open.set()
+        ckpt.save(job.state(), step=1).wait()
+        first = job.truth()
+        job.step()
+        second = job.truth()
+        gate.reached.clear()
+        gate.open.clear()
+        ckpt.save(job.state(), step=2)
+        assert gate.reached.wait(30)
+        threading.Timer(0.1, gate.open.set).start()
+        job.steps = ckpt.restore(into=job.state(), step=1)["steps"]
+        assert difference(first, job.truth()) == ""
+    assert not job.optimizer._optimizer_step_pre_hooks
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        assert difference(second, ckpt.load(step=2)) == ""
+
+
+def test_without_a_guard_all_is_captured_when_save_returns(job: Job, place: Path) -> None:
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        truth = job.truth()
+        save = ckpt.save(job.state(), step=1)
+        save.wait_captured(0)
+        job.step()
+        save.wait()
+        assert difference(truth, ckpt.load(step=1)) == ""

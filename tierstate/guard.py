@@ -1,0 +1,81 @@
+"""Lazy capture: a guarded optimizer's step waits until what it changes has been copied out.
+
+Between two steps the parameters and the optimizer's state hold still, so that they can be copied while the next
+forward and backward pass runs (DataStates-LLM, arXiv 2406.10707).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tierstate.providers.base import Provider
+from tierstate.providers.tensors import TensorProvider
+from tierstate.tiers.ticket import Ticket
+
+Memory = tuple[torch.device, int]
+
+
+class Guard:
+    """The guarded optimizers of a Checkpointer, and the saves they have to wait for."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hooks: list[Any] = []
+        self._tickets: list[Ticket] = []
+        self.waited = 0.0
+        """Seconds that steps have waited."""
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the optimizer's step wait, from now on."""
+        if all(known is not optimizer for known in self._optimizers):
+            self._optimizers.append(optimizer)
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+
+    def covers(self) -> Callable[[Provider], bool]:
+        """Whether a provider's tensor lies in memory that nobody but a guarded step changes, as things are now."""
+        memory = {_memory(tensor) for optimizer in self._optimizers for tensor in _tensors(optimizer)}
+        return lambda provider: isinstance(provider, TensorProvider) and _memory(provider.value) in memory
+
+    def watch(self, ticket: Ticket) -> None:
+        """One more save to wait for."""
+        if not ticket.captured.done():
+            self._tickets.append(ticket)
+
+    def wait(self) -> None:
+        """Return when every save that was watched is captured, or has failed: its failure is told elsewhere."""
+        tickets, self._tickets = self._tickets, []
+        start = time.monotonic()
+        try:
+            for ticket in tickets:
+                ticket.captured.exception()
+        except BaseException:
+            # Interrupted: the state is still being read, so whoever comes next has to wait for it too.
+            self._tickets = tickets
+            raise
+        self.waited += time.monotonic() - start if tickets else 0.0
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.wait()
+
+    def close(self) -> None:
+        """Let the optimizers go, once all is captured."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizers, self._hooks = [], []
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """All that a step changes: parameters, and tensors of their state."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _memory(tensor: torch.Tensor) -> Memory:
+    return tensor.device, tensor.untyped_storage().data_ptr()
