@@ -272,14 +272,17 @@ class Flow:
         for lane in self.lanes.values():
             lane.end()
         self._thread.join(timeout)
-        for lane in self.lanes.values():
-            lane.join(None if end is None else max(0.0, end - time.monotonic()))
+        lanes = list(self.lanes.values())
+        ended = [lane for lane in lanes if lane.join(None if end is None else max(0.0, end - time.monotonic()))]
         late = [f"step {t.head.step} to {n}" for t in self._tickets for n, f in t.tiers.items() if not f.done()]
         if late:
             for ticket in self._tickets:
                 ticket.cancelled.set()
             self._arena.wake()
             raise TierUnavailable(f"closed after {timeout} s while still under way: {', '.join(late)}")
+        for lane in ended:
+            # What a slower tier still had to read when its own turn came.
+            lane.retire()
         self._thread = None
 
 

@@ -180,7 +180,7 @@ class Lane:
         ticket = job.ticket
         if not self.shelf.tier.traits.persistent:
             # A tier that forgets anyway drops its oldest versions before the next one comes, not after.
-            self._retire(room_for_one=True)
+            self.retire(room_for_one=True)
         try:
             record = job.run()
         except BaseException as error:
@@ -191,7 +191,7 @@ class Lane:
         self.raw += record.version.nbytes
         self.stored += job.publication.stored
         self.seconds.append(ticket.committed(self.shelf.name, record))
-        self._retire()
+        self.retire()
 
     def _fail(self, job: Job, error: BaseException) -> None:
         self.failures += 1
@@ -204,7 +204,8 @@ class Lane:
         log.error("step %d was not saved to %s: %s", job.ticket.head.step, name, error)
         job.ticket.failed(name, error)
 
-    def _retire(self, *, room_for_one: bool = False) -> None:
+    def retire(self, *, room_for_one: bool = False) -> None:
+        """Drop what need not be kept; a failure is only logged, and tried again next time."""
         try:
             self.shelf.retire(self._in_use(), room_for_one=room_for_one)
         except Exception as error:

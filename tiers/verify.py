@@ -121,7 +121,9 @@ class Verifier:
                 Fetch(version, [holding], self._arena).run([row], lambda _row, _raw, _slab: None)
             except Damaged as error:
                 leaf = version.leaves[int(version.chunk_leaf[row])].name
-                yield Problem(holding.shelf.name, version.head.seq, version.head.step, leaf, str(error))
+                # What is wrong in this tier; the error itself speaks of all tiers that a restore would try.
+                what = str(error.__cause__ or error)
+                yield Problem(holding.shelf.name, version.head.seq, version.head.step, leaf, what)
             nbytes = int(version.chunk_nbytes[row])
             self.report.chunks += 1
             self.report.nbytes += nbytes

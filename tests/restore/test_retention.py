@@ -135,3 +135,19 @@ def test_two_tiers_of_one_place_are_one_log_and_the_second_is_told(place):
         assert difference(tensors(9000), ckpt.load()) == ""
         assert ckpt.verify(deep=True).ok
     assert len(names(Nvme(path=place / "nvme"), "packs/")) == 1
+
+
+def test_what_a_lagging_tier_held_back_is_dropped_at_close(place):
+    with wrapped(Memory()) as slow:
+        spec = policy({"nvme": tier("nvme", place, keep={"last": 1}), "slow": slow})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            gate = faulty(slow).shut("put")
+            for step in range(4):
+                ckpt.save(tensors(9000, seed=step), step=step).wait("nvme")
+            assert [v.step for v in ckpt.versions() if "nvme" in v.tiers] == [0, 1, 2, 3], (
+                "the slow tier reads them yet"
+            )
+            gate.set()
+        where = opened(spec, "nvme")
+        assert len(names(where, "versions/run/")) == len(names(where, "packs/run/")) == 1
+        assert len(names(faulty(slow).inner, "versions/run/")) == 4
