@@ -16,7 +16,7 @@ check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -m "not soak" -q
-	$(MAKE) wheel
+	@$(MAKE) --no-print-directory wheel
 
 # The tests once more, against the built wheel in an environment that has never seen the checkout.
 wheel: $(VENV)/ready
