@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tierstate.manifest.box import Box
-from tierstate.manifest.chunk import Chunk
+from tierstate.manifest.chunk import Chunk, Event
 from tierstate.manifest.digest import Digest
 from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.manifest.index import Array, as_array
@@ -41,10 +41,15 @@ class Source(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to capture: leaves, and their shards by rising leaf."""
+    """What to capture: leaves, and their shards by rising leaf.
+
+    Attributes:
+        fences: events of device streams after which the state is what it was when save was called.
+    """
 
     leaves: tuple[Leaf, ...]
     sources: tuple[Source, ...]
+    fences: tuple[Event, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +116,8 @@ class Capture:
         """
         digests: list[bytes] = [b""] * sum(-(-s.nbytes // self._chunk) for s in self._plan.sources)
         try:
+            for fence in self._plan.fences:
+                fence.synchronize()
             for first, source in self._order():
                 if source.guarded:
                     self._unguarded_done()

@@ -26,6 +26,9 @@ log = logging.getLogger("tierstate")
 Io = Literal["auto", "uring", "threads", "buffered"]
 """What moves the bytes: io_uring, threads, or the page cache; ``auto`` takes the first that can be had."""
 
+PATIENCE = 1.0
+"""Seconds that closing waits for transfers under way, of which there are none unless a close before has given up."""
+
 WORTH_IT = 1 << 20
 """Bytes of one range from which on the page cache is passed by: shorter ones are rather read through it."""
 
@@ -65,7 +68,7 @@ class DirectIo:
                 self._engine, self.note = self._choose(descriptor)
                 if self._engine is not None:
                     # For whoever drops a tier without closing it: the threads hold the engine, but not us.
-                    weakref.finalize(self, self._engine.end)
+                    weakref.finalize(self, self._engine.end).atexit = False
             return self._engine
 
     def _choose(self, descriptor: int) -> tuple[Engine | None, str]:
@@ -103,11 +106,12 @@ class DirectIo:
                     _read_blocks(engine, direct, offset, out)
 
     def close(self) -> None:
-        """End the engine's threads."""
+        """End the engine's threads. One that is stuck in a transfer is not waited for much longer than a moment."""
         with self._lock:
-            if self._engine is not None and self._pid == os.getpid():
-                self._engine.close()
+            engine = self._engine if self._pid == os.getpid() else None
             self._engine, self._closed = None, True
+        if engine is not None and not engine.close(PATIENCE):
+            log.warning("a transfer is still under way %s s after its tier was closed", PATIENCE)
 
 
 def _is_worth_it(wanted: Range) -> bool:

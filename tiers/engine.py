@@ -8,14 +8,18 @@ transfer that was begun, error or not, before the memory it used is given back.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 from tierstate.manifest.chunk import Buffer, view
+
+log = logging.getLogger("tierstate")
 
 Done = Callable[["OSError | None"], None]
 """Called once when a transfer is over, from a thread of the engine: without an error, all bytes were moved."""
@@ -75,31 +79,43 @@ class Engine(ABC):
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._pid = os.getpid()
+        self._gate = threading.RLock()
+        self._ended = False
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin a transfer. ``transfer.done`` is called when it is over, whatever comes."""
+        """Begin a transfer. ``transfer.done`` is called when it is over, whatever comes.
+
+        After `end` it runs at once, in the caller's thread: who is late still finishes.
+        """
         if os.getpid() != self._pid:
             raise OSError(errno.EINVAL, "this I/O engine belongs to the process that forked this one")
-        if transfer.buffer.numel() == 0:
-            transfer.done(None)
-        else:
-            self._submit(transfer)
+        with self._gate:
+            if not self._ended and transfer.buffer.numel():
+                self._submit(transfer)
+                return
+        move(transfer)
 
     @abstractmethod
     def _submit(self, transfer: Transfer) -> None: ...
 
-    @abstractmethod
     def end(self) -> None:
         """Have the engine's threads end when what was submitted is done, without waiting for it."""
+        with self._gate:
+            if not self._ended:
+                self._ended = True
+                self._end()
 
     @abstractmethod
-    def join(self) -> None:
-        """Wait until the engine's threads have ended."""
+    def _end(self) -> None: ...
 
-    def close(self) -> None:
-        """Finish what is under way and end the engine's threads."""
+    @abstractmethod
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the engine's threads have ended; whether they have after so many seconds."""
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Finish what is under way and end the engine's threads; whether that was done in time."""
         self.end()
-        self.join()
+        return self.join(timeout)
 
     def run(self, transfer: Transfer) -> None:
         """Move bytes and wait until it is done.
@@ -140,19 +156,34 @@ class ThreadEngine(Engine):
 
     def _work(self) -> None:
         while (transfer := self._queue.get()) is not None:
-            error: OSError | None = None
-            while error is None and transfer.left:
-                error = transfer.advance(_call(transfer))
-            transfer.done(error)
+            move(transfer)
             del transfer
 
-    def end(self) -> None:
+    def _end(self) -> None:
         for _ in self._threads:
             self._queue.put(None)
 
-    def join(self) -> None:
+    def join(self, timeout: float | None = None) -> bool:
+        end = None if timeout is None else time.monotonic() + timeout
         for thread in self._threads:
-            thread.join()
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def move(transfer: Transfer) -> None:
+    """Move all bytes of a transfer, in this thread, and tell that it is over."""
+    error: OSError | None = None
+    while error is None and transfer.left:
+        error = transfer.advance(_call(transfer))
+    tell(transfer, error)
+
+
+def tell(transfer: Transfer, error: OSError | None) -> None:
+    """Tell that a transfer is over. What the listener raises must not end an engine's thread."""
+    try:
+        transfer.done(error)
+    except Exception:
+        log.exception("what was to be told of a transfer failed")
 
 
 def _call(transfer: Transfer) -> int:

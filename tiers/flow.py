@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
-import numpy as np
-
 from tierstate.manifest.digest import algorithm
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
@@ -22,8 +20,8 @@ from tierstate.manifest.version import Version
 
 from .arena import Arena
 from .capture import Batch, Capture, Plan
-from .lane import Copy, Intake, Lane
-from .placement import Last, codecs_of, due, entry_tiers, route
+from .lane import Copy, Intake, Job, Lane
+from .placement import Last, able_to_cascade, codecs_of, due, entry_tiers, route
 from .policy import Policy
 from .publication import Publication, Route
 from .shelf import Shelf
@@ -41,7 +39,11 @@ class _Work(NamedTuple):
 
     ticket: Ticket
     plan: Plan
-    intakes: list[Intake]
+    jobs: list[tuple[Lane, Job]]
+
+    def intakes(self) -> list[Intake]:
+        """The jobs that take the capture's slabs."""
+        return [job for _, job in self.jobs if isinstance(job, Intake)]
 
 
 class Flow:
@@ -95,8 +97,15 @@ class Flow:
             self._last[name] = (head.step, head.time)
         with self._lock:
             self._tickets = [*self._worth_keeping(), ticket]
-        intakes = self._dispatch(ticket, plan, names, routes)
-        self._captures.put(_Work(ticket, plan, intakes))
+        work = _Work(ticket, plan, self._jobs(ticket, plan, names, routes))
+        try:
+            self._captures.put(work)
+        except BaseException:
+            # Interrupted just before or just after: have it end as cancelled, the state must not be read any more.
+            ticket.cancelled.set()
+            self._captures.put(work)
+            ticket.captured.exception()
+            raise
         return ticket
 
     def next_seq(self) -> int:
@@ -158,40 +167,47 @@ class Flow:
     def _must_skip(self, plan: Plan) -> bool:
         return self._policy.arena.on_full == "skip" and self._arena.lacks(plan.nbytes)
 
-    def _dispatch(self, ticket: Ticket, plan: Plan, names: Sequence[str], routes: Mapping[str, Route]) -> list[Intake]:
-        """Give the save to the lanes of its tiers: from slabs where it enters, from a faster tier elsewhere."""
+    def _jobs(
+        self, ticket: Ticket, plan: Plan, names: Sequence[str], routes: Mapping[str, Route]
+    ) -> list[tuple[Lane, Job]]:
+        """The save's way into each of its tiers: from slabs where it enters, from a faster tier elsewhere."""
         persistent = [self._shelves[n].tier.traits.persistent for n in names]
         wish = entry_tiers(names, persistent, [self.lanes[n].healthy for n in names])
-        entry, cascade = _able_to_cascade(*wish, routes)
+        entry, cascade = able_to_cascade(*wish, {n: routes[n].leaves for n in names})
         rows = plan.row_leaves(self._policy.chunk)
-        intakes = []
+        sources = [self._shelves[n] for n in entry]
+        jobs: list[tuple[Lane, Job]] = []
         for name in names:
             publication = Publication(self._shelves[name], ticket.head, plan.leaves, rows, routes[name])
-            if name in cascade:
-                sources = [self._shelves[n] for n in entry]
-                self.lanes[name].put(Copy(ticket, publication, sources, self._arena))
-            else:
-                intake = Intake(ticket, publication)
-                self.lanes[name].put(intake)
-                intakes.append(intake)
-        return intakes
+            copied = name in cascade
+            job = Copy(ticket, publication, sources, self._arena) if copied else Intake(ticket, publication)
+            jobs.append((self.lanes[name], job))
+        return jobs
 
     def _capture_all(self) -> None:
+        """The capture thread: each save is given to its lanes and captured, in their order; then the lanes end."""
         while (work := self._captures.get()) is not None:
-            try:
-                version = self._capture(work)
-            except BaseException as error:
-                failure = error if isinstance(error, TierstateError) else CaptureError(f"the capture failed: {error!r}")
-                self._end(work, failure)
-            else:
-                self._end(work, version)
+            if not work.ticket.captured.done():
+                for lane, job in work.jobs:
+                    lane.put(job)
+                self._end(work, self._captured(work))
             del work
+        for lane in self.lanes.values():
+            lane.end()
+
+    def _captured(self, work: _Work) -> Version | BaseException:
+        try:
+            return self._capture(work)
+        except BaseException as error:
+            return error if isinstance(error, TierstateError) else CaptureError(f"the capture failed: {error!r}")
 
     def _capture(self, work: _Work) -> Version:
         plan, head = work.plan, dataclasses.replace(work.ticket.head, parent=self.parent)
 
+        intakes = work.intakes()
+
         def dispatch(batch: Batch) -> None:
-            for intake in work.intakes:
+            for intake in intakes:
                 batch.slab.lease()
                 intake.feed(batch)
             batch.slab.release()
@@ -207,7 +223,7 @@ class Flow:
     @staticmethod
     def _end(work: _Work, outcome: Version | BaseException) -> None:
         work.ticket.capture_ended(outcome)
-        for intake in work.intakes:
+        for intake in work.intakes():
             intake.feed(outcome)
 
     def _in_use(self, name: str) -> Callable[[], set[int]]:
@@ -269,8 +285,6 @@ class Flow:
             return
         end = None if timeout is None else time.monotonic() + timeout
         self._captures.put(None)
-        for lane in self.lanes.values():
-            lane.end()
         self._thread.join(timeout)
         lanes = list(self.lanes.values())
         ended = [lane for lane in lanes if lane.join(None if end is None else max(0.0, end - time.monotonic()))]
@@ -284,17 +298,3 @@ class Flow:
             # What a slower tier still had to read when its own turn came.
             lane.retire()
         self._thread = None
-
-
-def _able_to_cascade(
-    entry: Sequence[str], cascade: Sequence[str], routes: Mapping[str, Route]
-) -> tuple[list[str], list[str]]:
-    """A tier to which rules send leaves that no entry tier gets cannot be copied to: it is entered as well."""
-    entered, copied = list(entry), []
-    for name in cascade:
-        there = np.any([routes[n].leaves for n in entered], axis=0)
-        if np.any(routes[name].leaves & ~there):
-            entered.append(name)
-        else:
-            copied.append(name)
-    return entered, copied

@@ -106,3 +106,17 @@ def codecs_of(policy: Policy, tier: str, paths: Sequence[Path]) -> list[str]:
 def may_pickle(policy: Policy) -> Callable[[Path], bool]:
     """Whether an object of no known type may be pickled at a path: where a rule says ``pickle: true``."""
     return lambda path: bool(decided(policy, "pickle", path))
+
+
+def able_to_cascade(
+    entry: Sequence[str], cascade: Sequence[str], masks: Mapping[str, Mask]
+) -> tuple[list[str], list[str]]:
+    """A tier to which rules send leaves that no entry tier gets cannot be copied to: it is entered as well."""
+    entered, copied = list(entry), []
+    for name in cascade:
+        there = np.any([masks[n] for n in entered], axis=0)
+        if np.any(masks[name] & ~there):
+            entered.append(name)
+        else:
+            copied.append(name)
+    return entered, copied

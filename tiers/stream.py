@@ -79,6 +79,9 @@ class Stream:
             whole = piece.numel() // PAGE * PAGE
             if whole >= BOUNCE and self.length % PAGE == 0 and piece.data_ptr() % PAGE == 0:
                 self._flush()
+                if whole < piece.numel():
+                    # Had before the transfer begins: from then on nothing may fail, or the lease would be let go twice.
+                    self._bounce = self._take_bounce()
                 self._send(piece[:whole], release)
                 at, kept = at + whole, release is not None
                 if not kept:
@@ -90,7 +93,10 @@ class Stream:
 
     def _begin(self) -> None:
         """The file is a long one: find out how it is to be written."""
-        self._engine, self._begun = self._choose(), True
+        engine = self._choose()
+        # Asked of each file: another file system may be mounted below the tier's folder.
+        self._engine = engine if engine is not None and takes_direct(self._file.descriptor) else None
+        self._begun = True
         if self._engine is None:
             self._write_staged()
 
@@ -121,8 +127,9 @@ class Stream:
                 self._changed.wait()
             if self._free:
                 return self._free.pop()
+            made = map_pages(BOUNCE)
             self._bounces += 1
-        return map_pages(BOUNCE)
+            return made
 
     def _flush(self) -> None:
         """Send what is staged; it ends at a block's end, or is the last of the file and is padded."""
@@ -142,22 +149,31 @@ class Stream:
 
     def _send(self, buffer: Buffer, release: Release | None, nbytes: int | None = None) -> None:
         assert self._engine is not None
-        with self._changed:
-            while self._flying >= self._engine.depth:
-                self._changed.wait()
-            self._flying += 1
         self._go_direct()
         self._reserve(self._written + buffer.numel())
 
-        def done(error: OSError | None) -> None:
-            if release is not None:
-                release()
+        def landed(error: OSError | None) -> None:
             with self._changed:
                 self._flying -= 1
                 self._error = self._error or error
                 self._changed.notify_all()
 
-        self._engine.submit(Transfer(True, self._file.descriptor, buffer, self._written, done))
+        def done(error: OSError | None) -> None:
+            try:
+                if release is not None:
+                    release()
+            finally:
+                landed(error)
+
+        with self._changed:
+            while self._flying >= self._engine.depth:
+                self._changed.wait()
+            self._flying += 1
+        try:
+            self._engine.submit(Transfer(True, self._file.descriptor, buffer, self._written, done))
+        except OSError as error:
+            landed(error)
+            raise
         self._written += buffer.numel() if nbytes is None else nbytes
 
     def _go_direct(self) -> None:

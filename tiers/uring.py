@@ -7,13 +7,18 @@ import errno
 import itertools
 import logging
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from .engine import Engine, Transfer
+from .engine import Engine, Transfer, tell
 
 log = logging.getLogger("tierstate")
+
+RETRY = 0.01
+"""Seconds until the kernel is asked again after it refused."""
 
 
 class UringEngine(Engine):
@@ -38,6 +43,7 @@ class UringEngine(Engine):
         self._numbers = itertools.count(1)
         self._ring: Any = None
         self._ending = False
+        self._unsent = False
         started: SimpleQueue[OSError | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, args=(started,), name="tierstate-uring", daemon=True)
         self._thread.start()
@@ -49,11 +55,12 @@ class UringEngine(Engine):
     def _submit(self, transfer: Transfer) -> None:
         self._queue.put(transfer)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         self._queue.put(None)
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _work(self, started: SimpleQueue[OSError | None]) -> None:
         """The ring's thread: takes what is submitted, keeps the ring full, hands out what is over."""
@@ -92,44 +99,48 @@ class UringEngine(Engine):
             call = self._ring.write_async_ptr if transfer.write else self._ring.read_async_ptr
             address = ctypes.c_void_p(transfer.buffer.data_ptr() + transfer.moved)
             self._flying[number] = transfer
-            try:
-                call(transfer.descriptor, address, transfer.left, transfer.offset + transfer.moved, number)
-            except OSError as error:
-                # The kernel never saw it, so nothing will come of it.
-                del self._flying[number]
-                transfer.done(OSError(error.errno or errno.EIO, f"io_uring did not take the transfer: {error}"))
+            self._submitting(
+                call, transfer.descriptor, address, transfer.left, transfer.offset + transfer.moved, number
+            )
+
+    def _submitting(self, call: Callable[..., Any], *args: Any) -> None:
+        """One call that hands the queue to the kernel.
+
+        pyuring queues a transfer before it submits it, and the queue has room for all that fly: after an error it is
+        still queued, and goes with the next call that succeeds. So it counts as flying, and its memory stays in use.
+        """
+        try:
+            call(*args)
+        except OSError as error:
+            log.debug("io_uring does not take transfers now, they are submitted again: %s", error)
+            self._unsent = True
+        else:
+            self._unsent = False
 
     def _reap(self) -> None:
+        if self._unsent:
+            time.sleep(RETRY)
+            self._submitting(self._ring.submit)
+            if self._unsent:
+                return
         try:
             number, result = self._ring.wait_completion()
         except OSError as error:
-            if error.errno in (errno.EINTR, errno.EAGAIN):
-                return
-            self._give_up(error)
+            # A signal, or something passing. The transfers go on in the kernel whatever we do, and until it says that
+            # they are over their memory cannot be given back: there is nothing to do but ask again.
+            if error.errno not in (errno.EINTR, errno.EAGAIN):
+                log.error("io_uring could not be waited for, which is tried again: %s", error)
+                time.sleep(RETRY)
             return
         transfer = self._flying.pop(number)
         if -result in (errno.EINTR, errno.EAGAIN):
             self._waiting.appendleft(transfer)
             return
-        error_found = transfer.advance(result)
-        if error_found is None and transfer.left:
+        found = transfer.advance(result)
+        if found is None and transfer.left:
             self._waiting.appendleft(transfer)
         else:
-            transfer.done(error_found)
-
-    def _give_up(self, error: OSError) -> None:
-        """The ring itself failed. What is in flight may still be moved by the kernel: it is told as failed only after
-        the ring is closed, and its memory is kept for good, since nobody can say when it is free."""
-        log.error("io_uring failed, its transfers are given up: %s", error)
-        _LOST.extend(t.buffer for t in self._flying.values())
-        for transfer in [*self._flying.values(), *self._waiting]:
-            transfer.done(OSError(errno.EIO, f"io_uring failed: {error}"))
-        self._flying.clear()
-        self._waiting.clear()
-
-
-_LOST: list[Any] = []
-"""Memory that a failed ring may still be writing to; never freed."""
+            tell(transfer, found)
 
 
 def _open_ring(depth: int) -> Any:

@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from tierstate.manifest.chunk import Event
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.leaf import Path, matches_any
 from tierstate.manifest.retention import Keep
@@ -34,7 +37,19 @@ def plan(tree: Tree, guarded: Callable[[Provider], bool]) -> Plan:
         for i, node in enumerate(tree.nodes)
         if node.provider is not None
     ]
-    return Plan(tuple(node.leaf for node in tree.nodes), tuple(sources))
+    return Plan(tuple(node.leaf for node in tree.nodes), tuple(sources), fences())
+
+
+def fences() -> tuple[Event, ...]:
+    """An event per CUDA device in use, on the caller's stream: the capture runs in a thread that has another one."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return ()
+    made = []
+    for device in range(torch.cuda.device_count()):
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        made.append(event)
+    return tuple(made)
 
 
 def checked_step(step: int) -> int:

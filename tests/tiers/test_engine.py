@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tierstate as ts
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.tiers import engine as engine_room
+from tierstate.tiers import stream as stream_room
 from tierstate.tiers import uring
 from tierstate.tiers.engine import Engine, ThreadEngine, Transfer
 from tierstate.tiers.files import BufferedFile
@@ -144,6 +146,24 @@ def test_a_forked_child_is_refused(engine: Engine, file):
         engine._pid -= 1
 
 
+def test_who_is_late_still_finishes(engine: Engine, file):
+    engine.end()
+    data = random_bytes(5000, 1)
+    engine.run(Transfer(True, file.descriptor, data, 7))
+    assert os.pread(file.descriptor, 6000, 7) == data.numpy().tobytes()
+    assert engine.join(10)
+
+
+def test_a_listener_that_fails_ends_no_thread(engine: Engine, file, caplog):
+    def fail(error):
+        raise RuntimeError("the listener is broken")
+
+    for _ in range(10):
+        engine.submit(Transfer(True, file.descriptor, random_bytes(10, 1), 0, fail))
+    engine.run(Transfer(True, file.descriptor, random_bytes(10, 2), 0))
+    assert "the listener is broken" in caplog.text
+
+
 def test_close_finishes_what_was_begun(file):
     for make in (p.values[0] for p in ENGINES):
         if make is UringEngine and not has_uring():
@@ -211,23 +231,52 @@ class TestUring:
             engine.run(Transfer(False, file.descriptor, back, 3))
         assert torch.equal(back, data)
 
-    def test_a_ring_that_fails_tells_everybody_and_keeps_their_memory(self, monkeypatch, file):
+    def test_what_the_kernel_does_not_take_at_once_is_submitted_again(self, monkeypatch, file):
+        """The call has queued the transfer all the same, so that its memory must not be given back."""
+        open_ring = uring._open_ring
+        fails = iter([True, True, False, True])
+
+        def refusing(depth):
+            ring = open_ring(depth)
+            write = ring.write_async_ptr
+
+            def write_async_ptr(*args):
+                write(*args)
+                if next(fails, False):
+                    raise OSError(errno.EAGAIN, "not now")
+
+            monkeypatch.setattr(ring, "write_async_ptr", write_async_ptr)
+            return ring
+
+        monkeypatch.setattr(uring, "_open_ring", refusing)
+        with closing(UringEngine()) as engine:
+            pieces = [random_bytes(5000, i) for i in range(6)]
+            for i, piece in enumerate(pieces):
+                engine.run(Transfer(True, file.descriptor, piece, i * 5000))
+                piece.zero_()
+        for i in range(6):
+            assert os.pread(file.descriptor, 5000, i * 5000) == random_bytes(5000, i).numpy().tobytes()
+
+    def test_a_wait_that_fails_is_tried_again(self, monkeypatch, file):
         open_ring = uring._open_ring
 
         def failing(depth):
             ring = open_ring(depth)
+            wait, fails = ring.wait_completion, iter([True, True, True])
 
-            def fail():
-                raise OSError(errno.EBADR, "broken")
+            def wait_completion():
+                if next(fails, False):
+                    raise OSError(errno.EBUSY, "busy")
+                return wait()
 
-            monkeypatch.setattr(ring, "wait_completion", fail)
+            monkeypatch.setattr(ring, "wait_completion", wait_completion)
             return ring
 
         monkeypatch.setattr(uring, "_open_ring", failing)
-        monkeypatch.setattr(uring, "_LOST", lost := [])
-        with closing(UringEngine()) as engine, pytest.raises(OSError, match="io_uring failed"):
-            engine.run(Transfer(True, file.descriptor, data := random_bytes(100, 8), 0))
-        assert lost[0] is data
+        data = random_bytes(100, 8)
+        with closing(UringEngine()) as engine:
+            engine.run(Transfer(True, file.descriptor, data, 0))
+        assert os.pread(file.descriptor, 200, 0) == data.numpy().tobytes()
 
     def test_without_a_ring_the_reason_is_told(self, monkeypatch):
         def forbidden(depth):
@@ -298,6 +347,24 @@ def test_a_stream_tells_of_a_failed_transfer_and_lets_go(make, tmp_path):
         stream.give_up()
         assert all(lease.releases <= 1 for lease in leases)
         assert leases[0].releases == 1
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_a_lease_is_let_go_once_if_there_is_no_memory_for_the_tail(make, tmp_path, monkeypatch):
+    def none(nbytes):
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(stream_room, "map_pages", none)
+    lease = Lease(empty_buffer(0))
+    lease.buffer = aligned(random_bytes(3 * BOUNCE + 100, 1))
+    tier = Nvme(path=tmp_path, io="threads" if make is ThreadEngine else "uring")
+    writer = tier.writer("a")
+    with pytest.raises(ts.TierUnavailable, match="ENOMEM"):
+        writer.append(lease.buffer, lease.release)
+    writer.abort()
+    tier.close()
+    assert lease.releases == 1
+    assert list(tier.list("")) == []
 
 
 def test_reserving_and_probing_leave_a_file_as_it_is(file):
