@@ -93,16 +93,16 @@ class Flow:
             ticket.skip()
             return ticket
         self._arena.prepare(plan.nbytes)
-        for name in names:
-            self._last[name] = (head.step, head.time)
-        with self._lock:
-            self._tickets = [*self._worth_keeping(), ticket]
         work = _Work(ticket, plan, self._jobs(ticket, plan, names, routes))
         try:
+            with self._lock:
+                self._tickets = [*self._worth_keeping(), ticket]
+            self._last |= dict.fromkeys(names, (head.step, head.time))
             self._captures.put(work)
         except BaseException:
-            # Interrupted just before or just after: have it end as cancelled, the state must not be read any more.
+            # Interrupted: have it end as cancelled, whether it was begun or not; the state must not be read any more.
             ticket.cancelled.set()
+            ticket.told |= set(names)
             self._captures.put(work)
             ticket.captured.exception()
             raise

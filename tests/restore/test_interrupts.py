@@ -157,3 +157,30 @@ def test_a_forked_child_cannot_save_and_harms_nothing(place):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         ckpt.save(tensors(9000, seed=3), step=3).wait()
         assert [v.step for v in ckpt.versions()] == [1, 3]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_submit_that_is_interrupted_holds_up_nobody(place, monkeypatch, begun):
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.save(tensors(9000), step=0).wait()
+        queue, put = ckpt._flow._captures, []
+
+        class Interrupted:
+            get = staticmethod(queue.get)
+
+            def put(self, work):
+                put.append(work)
+                if len(put) == 1:
+                    if begun:
+                        queue.put(work)
+                    raise KeyboardInterrupt
+                queue.put(work)
+
+        monkeypatch.setattr(ckpt._flow, "_captures", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(tensors(9000, seed=1), step=1)
+        monkeypatch.undo()
+        ckpt.save(tensors(9000, seed=2), step=2).wait(timeout=30)
+        assert arena_of(ckpt).in_flight == 0
+        assert [v.step for v in ckpt.versions()][-1] == 2
+        ckpt._flow.failures()
