@@ -165,7 +165,9 @@ def test_tiers_that_were_all_down_come_back_each_by_itself() -> None:
     with wrapped(Memory()) as one, wrapped(Memory()) as two, wrapped(Memory()) as three:
         spec = policy({"one": one, "two": two, "three": three})
         with ts.Checkpointer(spec, "run") as ckpt:
-            saved(ckpt.save(tensors(*SIZES), step=0), "three")
+            made = ckpt.save(tensors(*SIZES), step=0)
+            for name in ("one", "two", "three"):
+                saved(made, name)
             for keys in (one, two, three):
                 faulty(keys).add(Fault("writer", 0, ts.TierUnavailable("the power is out")))
             for step in range(1, 4):
