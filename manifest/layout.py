@@ -152,7 +152,7 @@ class Layout:
         if len(set(self.objects)) != len(self.objects):
             raise FormatError(f"{WHAT} lists a pack twice")
         for key in self.objects:
-            if not _OBJECT.fullmatch(key):
+            if not is_pack(key):
                 raise FormatError(f"{WHAT} names {key[:80]!r}, which is no pack")
 
 

@@ -191,9 +191,14 @@ def check_key(key: str) -> str:
     Raises:
         ValueError: anything else, so that no key can lead out of its tier.
     """
-    if len(key) > MAX_KEY or not _KEY.fullmatch(key):
+    if not is_key(key):
         raise ValueError(
             f"{key[:80]!r} is not a key; a key is names of letters, digits and ._-=+@, joined by '/', "
             f"none starting with a dot, at most {MAX_KEY} characters"
         )
     return key
+
+
+def is_key(text: str) -> bool:
+    """Whether `check_key` would let it pass."""
+    return len(text) <= MAX_KEY and _KEY.fullmatch(text) is not None

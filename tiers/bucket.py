@@ -13,7 +13,7 @@ import torch
 from tierstate.manifest.chunk import Buffer, view
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierUnavailable
 
-from .base import ObjectWriter, Range, Tier, Traits, check_key
+from .base import ObjectWriter, Range, Tier, Traits, check_key, is_key
 from .gauge import Gauge
 from .multipart import MultipartWriter
 from .object_errors import explained, scrub, secrets_in
@@ -95,11 +95,11 @@ class Bucket(Tier):
 
     def list(self, prefix: str) -> Iterator[str]:
         folder = prefix.rpartition("/")[0]
-        if folder and not _is_key(folder):
+        if folder and not is_key(folder):
             return iter(())
         with self.explained("list", prefix):
             names = self._store.names(prefix)
-        return iter(sorted(name for name in names if _is_key(name)))
+        return iter(sorted(name for name in names if is_key(name)))
 
     def size(self, key: str) -> int:
         check_key(key)
@@ -203,10 +203,3 @@ class Bucket(Tier):
 def _split(wanted: Range) -> Iterator[Range]:
     for at in range(0, wanted.out.numel(), READ_PART):
         yield Range(wanted.offset + at, wanted.out[at : at + READ_PART])
-
-
-def _is_key(text: str) -> bool:
-    try:
-        return bool(check_key(text))
-    except ValueError:
-        return False

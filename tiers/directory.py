@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError
 
-from .base import Range, Release, Tier, Traits, check_key
+from .base import Range, Release, Tier, Traits, check_key, is_key
 from .direct import DirectIo, Io
 from .files import TEMP, BufferedFile, create_temp, file_size, open_file, remove_leftover, sync_folder, walk
 from .gauge import Gauge
@@ -110,14 +110,14 @@ class Directory(Tier):
 
     def list(self, prefix: str) -> Iterator[str]:
         folder, _, stem = prefix.rpartition("/")
-        if folder and not _is_key(folder):
+        if folder and not is_key(folder):
             return iter(())
         top = self.path / folder
         self._check_folders(top / "any")
         with explained("list", self.name, prefix, top), suppress(NotADirectoryError):
             self._check_root()
             keys = (os.path.relpath(entry.path, self.path) for entry in walk(top, stem))
-            return iter(sorted(key for key in keys if key.startswith(prefix) and _is_key(key)))
+            return iter(sorted(key for key in keys if key.startswith(prefix) and is_key(key)))
         return iter(())
 
     def size(self, key: str) -> int:
@@ -263,10 +263,3 @@ class FileWriter(StepWriter):
         with suppress(OSError):
             os.unlink(self._file.path)
         self._file.close()
-
-
-def _is_key(text: str) -> bool:
-    try:
-        return bool(check_key(text))
-    except ValueError:
-        return False

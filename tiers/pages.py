@@ -66,7 +66,7 @@ def fault_in(buffer: Buffer) -> None:
     """Give every page of the buffer its memory now. Other threads run meanwhile."""
     address, nbytes = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.numel())
     # Called by ctypes and not by mmap, which would hold the interpreter's lock for as long as it takes.
-    if _libc().madvise(address, nbytes, _POPULATE_WRITE) != 0:
+    if libc().madvise(address, nbytes, _POPULATE_WRITE) != 0:
         buffer.fill_(0)
 
 
@@ -86,5 +86,6 @@ def unpin(buffer: Buffer) -> None:
 
 
 @lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
+    """The C library; calls by way of it let other threads run."""
     return ctypes.CDLL(None, use_errno=True)

@@ -60,11 +60,6 @@ class Publication:
         self._routed: Array = route.leaves[row_leaves] if len(row_leaves) else np.zeros(0, bool)
 
     @property
-    def routed(self) -> Array:
-        """``(chunks,)`` of bool: rows that belong into this tier."""
-        return self._routed
-
-    @property
     def stored(self) -> int:
         """Bytes written so far; what was reused is not among them."""
         return self._packs.stored

@@ -8,14 +8,13 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable
-from functools import lru_cache
 
 from tierstate.manifest.chunk import Buffer
 
 from .base import Release
 from .engine import Engine, Transfer
 from .files import BufferedFile
-from .pages import PAGE, map_pages
+from .pages import PAGE, libc, map_pages
 
 BOUNCE = 1 << 20
 """Bytes of a buffer in which small and unaligned pieces are gathered until they can be written in whole blocks."""
@@ -224,7 +223,7 @@ def reserve(descriptor: int, offset: int, nbytes: int) -> bool:
 
     `os.posix_fallocate` is not used: where the file system cannot reserve, it writes a byte into every block.
     """
-    call = _libc().fallocate
+    call = libc().fallocate
     return bool(call(descriptor, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0)
 
 
@@ -239,8 +238,3 @@ def takes_direct(descriptor: int) -> bool:
         raise
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     return True
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
