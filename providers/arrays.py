@@ -72,6 +72,13 @@ class ArrayProvider(Provider):
         if host is not out:
             out.copy_(host)
 
+    def memory(self) -> Buffer | None:
+        flags = self._value.flags
+        # Torch views no read-only memory; that is copied out by chunks.
+        if not (flags.c_contiguous and flags.writeable and self._value.nbytes):
+            return None
+        return torch.from_numpy(self._value.reshape(-1).view(np.uint8))
+
     @classmethod
     def fresh(cls, spec: Spec, device: torch.device | None = None) -> Self:
         described = spec.attrs.get("fields", spec.dtype)

@@ -7,6 +7,7 @@ A provider is given a value; it says what the value is, streams it out as chunks
 * What has been yielded and not filled may not change meanwhile; once filled it may.
 * ``load(start, data)`` takes verified bytes back, in any order and any partition of the value's bytes.
 * ``done()`` completes the load and returns the value to put into the state.
+* ``memory()`` is for values that lie in host memory just as they are saved: then ``chunks`` and ``load`` are passed by.
 * A provider knows nothing of tiers. Providers compose by wrapping and by nesting.
 """
 
@@ -50,6 +51,14 @@ class Provider(ABC):
     @abstractmethod
     def chunks(self, size: int) -> Iterator[Chunk]:
         """The value's bytes, in chunks of ``size`` bytes (a multiple of 16), the last one shorter."""
+
+    def memory(self) -> Buffer | None:
+        """The value's own bytes, where they lie in host memory in row-major order; None where they do not.
+
+        The engine copies out of them instead of calling ``chunks``, and reads into them instead of calling ``load``,
+        from several threads at once. ``done`` is called all the same.
+        """
+        return None
 
     @classmethod
     @abstractmethod

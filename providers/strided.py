@@ -43,7 +43,7 @@ class Strided:
         """
         wait_not = self.device.type == "cuda"
         if self.dense:
-            out.copy_(self._bytes()[start : start + out.numel()], non_blocking=wait_not)
+            out.copy_(self.bytes()[start : start + out.numel()], non_blocking=wait_not)
             return
         skip, stop = start % self.itemsize, start + out.numel()
         first, last = start // self.itemsize, -(-stop // self.itemsize)
@@ -58,7 +58,7 @@ class Strided:
     def write(self, start: int, data: Buffer) -> None:
         """Copy ``data`` to the bytes from ``start`` on; any range. Only where `direct`."""
         if self.dense:
-            self._bytes()[start : start + data.numel()].copy_(data)
+            self.bytes()[start : start + data.numel()].copy_(data)
         else:
             size, stop = self.itemsize, start + data.numel()
             head, tail = min(-(-start // size) * size, stop), max(stop // size * size, start)
@@ -105,7 +105,8 @@ class Strided:
         memory = torch.empty(0, dtype=WORDS[unit], device=self.device)
         return memory.set_(self._storage, self._offset // unit, shape, strides)
 
-    def _bytes(self) -> torch.Tensor:
+    def bytes(self) -> Buffer:
+        """All bytes as they lie in memory. Only where `dense`."""
         return self._view(1, (self.nbytes,), (1,))
 
     def _words(self) -> torch.Tensor:

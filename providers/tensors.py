@@ -84,6 +84,10 @@ class TensorProvider(Provider):
         event.record(torch.cuda.current_stream(device))
         return event
 
+    def memory(self) -> Buffer | None:
+        strided = self._strided
+        return strided.bytes() if strided.dense and strided.device == CPU else None
+
     @classmethod
     def fresh(cls, spec: Spec, device: torch.device | None = None) -> Self:
         provider = cls(allocate(spec, device or CPU))

@@ -48,6 +48,9 @@ class Encoded(Provider):
     def _fill(self, start: int, out: Buffer) -> None:
         out.copy_(self.data[start : start + out.numel()])
 
+    def memory(self) -> Buffer:
+        return self.data
+
     @classmethod
     def fresh(cls, spec: Spec, device: object = None) -> Self:
         if spec.dtype != "uint8" or spec.itemsize != 1 or len(spec.shape) != 1 or not 0 <= spec.shape[0] < 1 << 56:

@@ -51,10 +51,20 @@ def feed(provider: Provider, data: bytes, piece: int = 1 << 20, seed: int = 0) -
 
 
 def restore(
-    leaves: Sequence[Leaf], data: Mapping[int, bytes], *, piece: int = 1 << 20, seed: int = 0, **options: Any
+    leaves: Sequence[Leaf],
+    data: Mapping[int, bytes],
+    *,
+    piece: int = 1 << 20,
+    seed: int = 0,
+    by_memory: bool = False,
+    **options: Any,
 ) -> Any:
-    """Restore what `transfer` gave; options are those of ``plan_restore``."""
+    """Restore what `transfer` gave, by ``load`` or straight into memory; options are those of ``plan_restore``."""
     target = plan_restore(leaves, **options)
     for index, provider in target.wanted.items():
-        feed(provider, data[index], piece, seed)
+        memory = provider.memory() if by_memory else None
+        if memory is not None and data[index]:
+            memory.copy_(as_buffer(data[index]))
+        else:
+            feed(provider, data[index], piece, seed)
     return target.finish()

@@ -6,9 +6,10 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import restore, transfer
+from moving import restore, stream, transfer
 from strategies import difference, scrambled, states
 
+from tierstate.manifest.chunk import to_bytes
 from tierstate.providers.tree import flatten
 
 SIZES = st.integers(1, 8).map(lambda n: 16 * n)
@@ -36,3 +37,20 @@ def test_a_load_in_place_is_the_state(state: Any, size: int, piece: int, seed: i
 @settings(deadline=None, max_examples=100)
 def test_equal_states_have_equal_leaves_and_bytes(state: Any) -> None:
     assert transfer(flatten(state), 16) == transfer(flatten(state), 4096)
+
+
+@given(states())
+@settings(deadline=None, max_examples=100)
+def test_memory_holds_the_bytes_that_chunks_give(state: Any) -> None:
+    for node in flatten(state).nodes:
+        memory = node.provider.memory() if node.provider is not None else None
+        if memory is not None:
+            assert to_bytes(memory) == stream(node.provider)
+
+
+@given(states(), st.booleans())
+@settings(deadline=None)
+def test_bytes_put_into_memory_are_loaded(state: Any, in_place: bool) -> None:
+    leaves, data = transfer(flatten(state))
+    into = {"into": scrambled(state)} if in_place else {}
+    assert difference(state, restore(leaves, data, by_memory=True, **into)) == ""
