@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from .chunk import Buffer, view
 from .errors import FormatError
@@ -12,21 +13,26 @@ DIGEST_SIZE = 16
 
 DEFAULT = "xxh3-128"
 
-Digest = Callable[[Buffer], bytes]
+Data: TypeAlias = Buffer | memoryview
+Digest: TypeAlias = Callable[[Data], bytes]
 
 
-def _xxh3(buffer: Buffer) -> bytes:
+def _memory(data: Data) -> memoryview:
+    return data if isinstance(data, memoryview) else view(data)
+
+
+def _xxh3(data: Data) -> bytes:
     import xxhash
 
-    return xxhash.xxh3_128_digest(view(buffer))
+    return xxhash.xxh3_128_digest(_memory(data))
 
 
-def _blake3(buffer: Buffer) -> bytes:
+def _blake3(data: Data) -> bytes:
     try:
         from blake3 import blake3
     except ImportError as error:
         raise ImportError("digest: blake3 needs the package blake3: pip install 'tierstate[blake3]'") from error
-    return blake3(view(buffer)).digest(length=DIGEST_SIZE)
+    return blake3(_memory(data)).digest(length=DIGEST_SIZE)
 
 
 ALGORITHMS: dict[str, Digest] = {"xxh3-128": _xxh3, "blake3": _blake3}
@@ -34,7 +40,7 @@ ALGORITHMS: dict[str, Digest] = {"xxh3-128": _xxh3, "blake3": _blake3}
 
 
 def algorithm(name: str) -> Digest:
-    """The digest function of that name: host buffer in, 16 bytes out.
+    """The digest function of that name: host memory in, 16 bytes out.
 
     Raises:
         FormatError: the name is not known.
@@ -43,6 +49,18 @@ def algorithm(name: str) -> Digest:
         return ALGORITHMS[name]
     except KeyError:
         raise FormatError(f"digest {name!r} is not known here; known are {', '.join(ALGORITHMS)}") from None
+
+
+SAMPLE = 4096
+"""Bytes of a chunk by which is guessed whether it has changed."""
+
+
+def sample(chunk: memoryview) -> int:
+    """xxh3-64 of a piece from the middle of a chunk: if it is another one, the chunk has changed."""
+    import xxhash
+
+    middle = len(chunk) // 2
+    return xxhash.xxh3_64_intdigest(chunk[middle : middle + SAMPLE])
 
 
 def checksum(data: bytes | memoryview) -> bytes:

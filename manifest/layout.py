@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -54,20 +54,13 @@ class Layout:
     codec: Array
 
     @classmethod
-    def build(cls, places: Sequence[Place | None], sizes: dict[str, int]) -> Layout:
+    def build(cls, places: Sequence[Place | None], sizes: Mapping[str, int]) -> Layout:
         """A layout from one place per chunk (None: absent) and the length of every object named."""
-        objects = list(dict.fromkeys(p.object for p in places if p))
-        codecs = list(dict.fromkeys(p.codec for p in places if p))
-        at, how = {o: i for i, o in enumerate(objects)}, {c: i for i, c in enumerate(codecs)}
-        return cls(
-            tuple(objects),
-            np.array([sizes[o] for o in objects], "<u8"),
-            tuple(codecs),
-            np.array([at[p.object] if p else ABSENT for p in places], "<u4"),
-            np.array([p.offset if p else 0 for p in places], "<u8"),
-            np.array([p.stored if p else 0 for p in places], "<u4"),
-            np.array([how[p.codec] if p else 0 for p in places], "<u1"),
-        )
+        draft = Draft(len(places))
+        for row, place in enumerate(places):
+            if place is not None:
+                draft.put(row, place)
+        return draft.build(sizes)
 
     @cached_property
     def present(self) -> Array:
@@ -154,6 +147,59 @@ class Layout:
         for key in self.objects:
             if not is_pack(key):
                 raise FormatError(f"{WHAT} names {key[:80]!r}, which is no pack")
+
+
+class Draft:
+    """A layout being drawn: chunks get their places in any order.
+
+    Args:
+        rows: how many chunks the version has.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._objects: dict[str, int] = {}
+        self._codecs: dict[str, int] = {}
+        self._object = np.full(rows, ABSENT, "<u4")
+        self._offset, self._stored = np.zeros(rows, "<u8"), np.zeros(rows, "<u4")
+        self._codec = np.zeros(rows, "<u1")
+
+    def put(self, row: int, place: Place) -> None:
+        """Say where one chunk lies."""
+        self.put_run(row, place.object, place.offset, place.stored, place.codec)
+
+    def put_run(self, rows: Array | int, key: str, offset: Array | int, stored: Array | int, codec: str) -> None:
+        """Say where some chunks lie, all in one object and encoded alike."""
+        self._object[rows] = self._objects.setdefault(key, len(self._objects))
+        self._offset[rows], self._stored[rows] = offset, stored
+        self._codec[rows] = self._codecs.setdefault(codec, len(self._codecs))
+
+    def put_like(self, rows: Array, layout: Layout, there: Array) -> None:
+        """Give chunks the places that other rows have in another layout of the same tier."""
+        objects = [self._objects.setdefault(key, len(self._objects)) for key in layout.objects]
+        codecs = [self._codecs.setdefault(name, len(self._codecs)) for name in layout.codecs]
+        self._object[rows] = np.array(objects, "<u4")[layout.object[there]]
+        self._offset[rows], self._stored[rows] = layout.offset[there], layout.stored[there]
+        self._codec[rows] = np.array(codecs, "<u1")[layout.codec[there]]
+
+    def put_twins(self, rows: Array, of: Array) -> None:
+        """Give chunks the places that others have which are the same."""
+        for column in (self._object, self._offset, self._stored, self._codec):
+            column[rows] = column[of]
+
+    def objects(self) -> list[str]:
+        """Keys of the objects in which chunks lie by now."""
+        keys = list(self._objects)
+        return [keys[i] for i in np.unique(self._object[self._object != ABSENT]).tolist()]
+
+    def build(self, sizes: Mapping[str, int]) -> Layout:
+        """The layout, with the length of every object; objects in which no chunk lies are left out."""
+        keys, used = list(self._objects), self._object != ABSENT
+        numbers, inverse = np.unique(self._object[used], return_inverse=True)
+        found = self._object.copy()
+        found[used] = inverse
+        named = [keys[i] for i in numbers.tolist()]
+        lengths = np.array([sizes[key] for key in named], "<u8")
+        return Layout(tuple(named), lengths, tuple(self._codecs), found, self._offset, self._stored, self._codec)
 
 
 def is_pack(key: str) -> bool:

@@ -7,6 +7,7 @@ million chunks are sixteen million bytes and no Python objects.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,22 @@ class Version:
             np.ascontiguousarray(digests, "<u8").reshape(-1, 2),
         )
         version._check()
+        return version
+
+    def again(self, head: Head, digests: Array) -> Version:
+        """A later version of the very same leaves and shards, of which nothing is looked at again.
+
+        Raises:
+            FormatError: the head has no room in the tables, or there are more or fewer digests.
+        """
+        head.check(WHAT)
+        if head.chunk != self.head.chunk or digests.shape != self.digests.shape:
+            raise FormatError(
+                f"{WHAT}: {len(digests)} digests of chunks of {head.chunk} bytes do not fit the one before"
+            )
+        version = dataclasses.replace(self, head=head, digests=np.ascontiguousarray(digests, "<u8"))
+        of_this_one = ("data", "id", *(f.name for f in dataclasses.fields(self)))
+        version.__dict__.update({k: v for k, v in self.__dict__.items() if k not in of_this_one})
         return version
 
     def _check_leaves(self) -> None:
@@ -157,6 +174,11 @@ class Version:
         return np.flatnonzero(wanted[self.chunk_leaf])
 
     @cached_property
+    def tables(self) -> tuple[dict[str, list[str]], col.Columns]:
+        """What the version's bytes say of leaves and shards: lists of names for the head, and columns."""
+        return _tables(self)
+
+    @cached_property
     def data(self) -> bytes:
         """The version section: the bytes that are the same in every tier, also those this program does not know."""
         return _encode(self)
@@ -183,28 +205,29 @@ class Version:
 
 
 def _encode(version: Version) -> bytes:
+    names, columns = version.tables
+    head = {**version.head.encode(), **names, "requires": []}
+    return col.encode(head, {**columns, "chunk.digest": version.digests.reshape(-1)})
+
+
+def _tables(version: Version) -> tuple[dict[str, list[str]], col.Columns]:
     specs = [leaf.spec for leaf in version.leaves]
     kinds, dtypes = sorted({s.kind for s in specs}), sorted({s.dtype for s in specs})
-    head = {**version.head.encode(), "kinds": kinds, "dtypes": dtypes, "requires": []}
     attrs = [json.dumps(dict(s.attrs), sort_keys=True, separators=(",", ":")) if s.attrs else "" for s in specs]
     boxes = [n for b in version.boxes for part in b for n in part]
-    return col.encode(
-        head,
-        {
-            **col.pool(list(version.leaf_index), "leaf.path"),
-            "leaf.kind": np.array([kinds.index(s.kind) for s in specs], "<u2"),
-            "leaf.dtype": np.array([dtypes.index(s.dtype) for s in specs], "<u2"),
-            "leaf.itemsize": np.array([s.itemsize for s in specs], "<u2"),
-            "leaf.ndim": np.array([len(s.shape) for s in specs], "<u1"),
-            "leaf.shape": np.array([n for s in specs for n in s.shape], "<i8"),
-            **col.pool(attrs, "leaf.attrs"),
-            "shard.leaf": version.shard_leaf,
-            "shard.rank": version.shard_rank,
-            "shard.box": np.array(boxes, "<i8"),
-            "shard.chunk": version.chunk_end,
-            "chunk.digest": version.digests.reshape(-1),
-        },
-    )
+    return {"kinds": kinds, "dtypes": dtypes}, {
+        **col.pool(list(version.leaf_index), "leaf.path"),
+        "leaf.kind": np.array([kinds.index(s.kind) for s in specs], "<u2"),
+        "leaf.dtype": np.array([dtypes.index(s.dtype) for s in specs], "<u2"),
+        "leaf.itemsize": np.array([s.itemsize for s in specs], "<u2"),
+        "leaf.ndim": np.array([len(s.shape) for s in specs], "<u1"),
+        "leaf.shape": np.array([n for s in specs for n in s.shape], "<i8"),
+        **col.pool(attrs, "leaf.attrs"),
+        "shard.leaf": version.shard_leaf,
+        "shard.rank": version.shard_rank,
+        "shard.box": np.array(boxes, "<i8"),
+        "shard.chunk": version.chunk_end,
+    }
 
 
 def _decode(data: memoryview) -> Version:

@@ -106,6 +106,15 @@ class Arena:
                 if stop():
                     raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
                 self.changed.wait(0.1)
+            return self._take()
+
+    def try_acquire(self) -> Slab | None:
+        """A slab with one lease, for a capture, if the budget has room for it now."""
+        with self.changed:
+            return self._take() if self.in_flight < self.slots - LAST else None
+
+    def _take(self) -> Slab:
+        with self.changed:
             slab = self._free.pop() if self._free else Slab(self)
             slab.leases = 1
             self._out[_address(slab.buffer)] = slab

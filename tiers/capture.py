@@ -2,200 +2,205 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from ctypes import c_ubyte, memmove, memset
 from typing import NamedTuple
 
 import numpy as np
 
-from tierstate.manifest.box import Box
-from tierstate.manifest.chunk import Chunk, Event
-from tierstate.manifest.digest import Digest
-from tierstate.manifest.errors import CaptureError, TierstateError
+from tierstate.manifest.chunk import view
+from tierstate.manifest.digest import Digest, sample
+from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.index import Array, as_array
-from tierstate.manifest.leaf import Leaf
-from tierstate.manifest.version import ShardRow
 
 from .arena import Arena, Slab
-from .packs import BIG, BLOCK
+from .batch import Batch
+from .packing import BIG, BLOCK, Slabful, pack
+from .plan import Plan
+from .standing import Standing
+from .streamed import Streamed
 
-_LINE = 64
-"""Small chunks start at cache lines, so that every element type can be viewed in place."""
+WORKERS = 4
+"""Threads that copy at most: memory is saturated by then."""
 
-
-class Source(NamedTuple):
-    """One shard to capture.
-
-    Attributes:
-        leaf: its leaf's index.
-        box: its place in the leaf.
-        nbytes: its length.
-        chunks: its chunks for a given size.
-        guarded: whether it holds still after the call of save, until somebody who is made to wait changes it.
-    """
-
-    leaf: int
-    box: Box
-    nbytes: int
-    chunks: Callable[[int], Iterator[Chunk]]
-    guarded: bool = False
+WORTH_A_THREAD = 32 << 20
+"""Bytes of which each thread has at least so many to copy."""
 
 
-class Plan(NamedTuple):
-    """What to capture: leaves, and their shards by rising leaf.
+class Outlet(NamedTuple):
+    """Where a capture's outcome goes.
 
     Attributes:
-        fences: events of device streams after which the state is what it was when save was called.
+        dispatch: takes each full slab, with one lease that is from then on the taker's. Called from several threads.
+        kept: told rows and digests of chunks that have not changed and were not copied.
+        unguarded_done: called when all that is not guarded has been copied, if there is more.
+        stop: asked again and again.
     """
 
-    leaves: tuple[Leaf, ...]
-    sources: tuple[Source, ...]
-    fences: tuple[Event, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all shards."""
-        return sum(s.nbytes for s in self.sources)
-
-    def shards(self, rank: int = 0) -> list[ShardRow]:
-        """The shards as a version's rows."""
-        return [ShardRow(s.leaf, rank, s.box) for s in self.sources]
-
-    def row_leaves(self, chunk: int) -> Array:
-        """``(chunks,)``: the leaf of each chunk."""
-        counts = [-(-s.nbytes // chunk) for s in self.sources]
-        return np.repeat(np.array([s.leaf for s in self.sources], "i8"), counts)
-
-
-class Batch(NamedTuple):
-    """A slab's chunks: rows, where each starts in the slab, lengths, digests."""
-
-    slab: Slab
-    rows: list[int]
-    at: list[int]
-    nbytes: list[int]
-    digests: list[bytes]
+    dispatch: Callable[[Batch], None]
+    kept: Callable[[Array, Array], None] = lambda _rows, _digests: None
+    unguarded_done: Callable[[], None] = lambda: None
+    stop: Callable[[], bool] = lambda: False
 
 
 class Capture:
     """One state being copied out.
+
+    What lies in host memory is copied by several threads, each a slab at a time; the rest, as from devices, is pulled
+    chunk by chunk by one. What is guarded comes last and by one thread: training runs beside it.
 
     Args:
         plan: what to copy.
         chunk: chunk length in bytes.
         arena: where to.
         digest: the digest function.
-        dispatch: takes each full slab, with one lease that is from then on the taker's.
-        stop: asked while waiting for room.
-        unguarded_done: called when all that is not guarded has been copied.
+        outlet: what becomes of it.
+        before: what stood at the last save.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        chunk: int,
-        arena: Arena,
-        digest: Digest,
-        dispatch: Callable[[Batch], None],
-        stop: Callable[[], bool],
-        unguarded_done: Callable[[], None] = lambda: None,
+        self, plan: Plan, chunk: int, arena: Arena, digest: Digest, outlet: Outlet, before: Standing | None = None
     ) -> None:
-        self._unguarded_done = unguarded_done
         self._plan, self._chunk, self._arena = plan, chunk, arena
-        self._digest, self._dispatch, self._stop = digest, dispatch, stop
-        self._batch: Batch | None = None
-        self._end = 0
+        self._digest, self._outlet = digest, outlet
+        counts = plan.counts(chunk)
+        self._first = np.cumsum(counts) - counts
+        chunks = int(counts.sum())
+        self._before = before or Standing.nothing(plan.nbytes, chunks)
+        self._digests, self._samples = np.zeros((chunks, 2), "<u8"), np.zeros(chunks, "<u8")
+        self._lock = threading.Lock()
+        self._failures: list[BaseException] = []
 
-    def run(self) -> Array:
-        """Copy everything: what is not guarded first, and small leaves first, so that they share slabs.
+    def run(self) -> Standing:
+        """Copy everything: what is not guarded first.
 
         Returns:
-            digests by row, ``(chunks, 2)``.
+            what stands now, with the digest of every row.
 
         Raises:
             CaptureError: a leaf could not be read; the message names it.
         """
-        digests: list[bytes] = [b""] * sum(-(-s.nbytes // self._chunk) for s in self._plan.sources)
+        self._copy_all(~self._plan.guarded, self._workers())
+        if self._plan.guarded.any():
+            self._outlet.unguarded_done()
+            self._copy_all(self._plan.guarded, 1)
+        return Standing(self._plan.nbytes, self._digests, self._samples, self._before.likely)
+
+    def _workers(self) -> int:
+        here = ~self._plan.guarded & (self._plan.address != 0)
+        worth = int(self._plan.nbytes[here].sum()) // WORTH_A_THREAD
+        return max(1, min(WORKERS, len(os.sched_getaffinity(0)), worth))
+
+    def _copy_all(self, which: Array, workers: int) -> None:
+        plan = self._plan
+        sources = np.flatnonzero(which & (plan.address != 0))
+        slabfuls = pack(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size)
+        helpers = [
+            threading.Thread(target=self._work, args=(slabfuls,), name=f"tierstate-copy-{i}") for i in range(1, workers)
+        ]
+        for thread in helpers:
+            thread.start()
+        try:
+            self._stream(np.flatnonzero(which & (plan.address == 0)))
+            self._work(slabfuls)
+        except BaseException as error:
+            self._failures.append(error)
+        for thread in helpers:
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _stream(self, sources: Array) -> None:
+        if len(sources):
+            for fence in self._plan.fences:
+                fence.follow()
+            streamed = Streamed(self._plan, self._chunk, self._arena, self._stopped)
+            with closing(streamed.run(sources, self._first)) as slabs:
+                for slab, rows, at, nbytes in slabs:
+                    self._give(slab, rows, at, nbytes)
+
+    def _work(self, slabfuls: Iterator[Slabful]) -> None:
+        """Copy slab after slab, until there are no more."""
         try:
             for fence in self._plan.fences:
                 fence.synchronize()
-            for first, source in self._order():
-                if source.guarded:
-                    self._unguarded_done()
-                for i, chunk in enumerate(self._chunks(source)):
-                    digests[first + i] = self._copy(first + i, source, chunk)
-            self._flush()
-        finally:
-            if self._batch is not None:
-                self._batch.slab.release()
+            while True:
+                with self._lock:
+                    slabful = next(slabfuls, None)
+                if slabful is None:
+                    return
+                if self._stopped():
+                    raise CaptureError("the save was cancelled")
+                self._copy(slabful)
+        except BaseException as error:
+            self._failures.append(error)
+
+    def _stopped(self) -> bool:
+        return bool(self._failures) or self._outlet.stop()
+
+    def _copy(self, slabful: Slabful) -> None:
+        kept = self._unchanged(slabful)
+        if kept.any():
+            rows = self._rows(slabful)[kept]
+            self._outlet.kept(rows, self._digests[rows])
+            slabful = slabful.without(kept)
+        if not len(slabful.source):
+            return
+        slab = self._arena.acquire(self._stopped)
+        try:
+            base = slab.buffer.data_ptr()
+            address = self._plan.address[slabful.source] + slabful.start
+            for to, start, nbytes in zip(slabful.at.tolist(), address.tolist(), slabful.nbytes.tolist(), strict=True):
+                # Neither memoryview (which would keep other threads from running) nor torch (which would use more).
+                memmove(base + to, start, nbytes)
+        except BaseException:
+            slab.release()
+            raise
+        self._give(slab, self._rows(slabful), slabful.at, slabful.nbytes)
+
+    def _rows(self, slabful: Slabful) -> Array:
+        rows: Array = self._first[slabful.source] + slabful.start // self._chunk
+        return rows
+
+    def _unchanged(self, slabful: Slabful) -> Array:
+        """``(n,)`` of bool: chunks that are as they were at the last save; a sample says which are worth a look."""
+        kept = np.zeros(len(slabful.source), bool)
+        rows = self._rows(slabful)
+        for i in np.flatnonzero(self._before.likely[rows] & (slabful.nbytes >= BIG)).tolist():
+            row, nbytes = int(rows[i]), int(slabful.nbytes[i])
+            memory = _memory_at(int(self._plan.address[slabful.source[i]] + slabful.start[i]), nbytes)
+            if sample(memory) == int(self._before.samples[row]):
+                kept[i] = self._digest(memory) == self._before.digests[row].tobytes()
+        self._digests[rows[kept]] = self._before.digests[rows[kept]]
+        self._samples[rows[kept]] = self._before.samples[rows[kept]]
+        return kept
+
+    def _give(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> None:
+        """Digest what is in a slab, and hand it on."""
+        try:
+            digests = self._finish(slab, rows, at, nbytes)
+            self._digests[rows] = digests
+        except BaseException:
+            slab.release()
+            raise
+        self._outlet.dispatch(Batch(slab, rows, at, nbytes, digests))
+
+    def _finish(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> Array:
+        memory, digests = view(slab.buffer), []
+        ends = at + nbytes
+        gaps = np.append(at[1:], -(-ends[-1:] // BLOCK) * BLOCK) - ends
+        base = slab.buffer.data_ptr()
+        for i in np.flatnonzero(gaps).tolist():
+            memset(base + int(ends[i]), 0, int(gaps[i]))
+        for start, end in zip(at.tolist(), ends.tolist(), strict=True):
+            digests.append(self._digest(memory[start:end]))
+        for i in np.flatnonzero(nbytes >= BIG).tolist():
+            self._samples[rows[i]] = sample(memory[at[i] : ends[i]])
         return as_array(digests)
 
-    def _order(self) -> Sequence[tuple[int, Source]]:
-        first, found = 0, []
-        for source in self._plan.sources:
-            found.append((first, source))
-            first += -(-source.nbytes // self._chunk)
-        return sorted(found, key=lambda item: (item[1].guarded, item[1].nbytes >= BIG))
 
-    def _chunks(self, source: Source) -> Iterator[Chunk]:
-        """The source's chunks, held to the contract: in order, without a gap, of the right lengths."""
-        at = 0
-        for chunk in self._yielded(source):
-            right = min(self._chunk, source.nbytes - at)
-            if chunk.start != at or chunk.nbytes != right or right <= 0:
-                raise CaptureError(
-                    f"{self._name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
-                    f"right are {right} at {at} of {source.nbytes}"
-                )
-            at += chunk.nbytes
-            yield chunk
-        if at != source.nbytes:
-            raise CaptureError(f"{self._name(source)}: its provider gave {at} of {source.nbytes} bytes")
-
-    def _yielded(self, source: Source) -> Iterator[Chunk]:
-        try:
-            for chunk in source.chunks(self._chunk):
-                yield Chunk(*chunk)
-        except TierstateError:
-            raise
-        except Exception as error:
-            raise CaptureError(f"{self._name(source)}: its provider failed: {error!r}") from error
-
-    def _copy(self, row: int, source: Source, chunk: Chunk) -> bytes:
-        if self._stop():
-            raise CaptureError("the save was cancelled")
-        at = self._room(chunk.nbytes)
-        batch = self._batch
-        assert batch is not None
-        out = batch.slab.buffer[at : at + chunk.nbytes]
-        try:
-            event = chunk.fill(out)
-            if event is not None:
-                event.synchronize()
-        except TierstateError:
-            raise
-        except Exception as error:
-            raise CaptureError(f"{self._name(source)} could not be read: {error}") from error
-        digest = self._digest(out)
-        batch.rows.append(row)
-        batch.at.append(at)
-        batch.nbytes.append(chunk.nbytes)
-        batch.digests.append(digest)
-        self._end = at + chunk.nbytes
-        return digest
-
-    def _room(self, nbytes: int) -> int:
-        """Where in the open slab the next chunk goes; a new slab if it does not fit."""
-        at = self._end + -self._end % (BLOCK if nbytes >= BIG else _LINE)
-        if self._batch is not None and at + nbytes <= self._arena.slab_size:
-            return at
-        self._flush()
-        self._batch = Batch(self._arena.acquire(self._stop), [], [], [], [])
-        return 0
-
-    def _flush(self) -> None:
-        if self._batch is not None:
-            batch, self._batch, self._end = self._batch, None, 0
-            self._dispatch(batch)
-
-    def _name(self, source: Source) -> str:
-        return f"leaf {self._plan.leaves[source.leaf].name}"
+def _memory_at(address: int, nbytes: int) -> memoryview:
+    return memoryview((c_ubyte * nbytes).from_address(address)).cast("B")

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
-from typing import NamedTuple
 
-from tierstate.manifest.digest import algorithm
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
 from tierstate.manifest.leaf import Leaf
-from tierstate.manifest.merge import check_whole
-from tierstate.manifest.version import Version
 
 from .arena import Arena
-from .capture import Batch, Capture, Plan
+from .capturing import Capturing, Work
 from .lane import Copy, Intake, Job, Lane
 from .placement import Last, able_to_cascade, codecs_of, due, entry_tiers, route
+from .plan import Plan
 from .policy import Policy
 from .publication import Publication, Route
 from .shelf import Shelf
@@ -32,18 +27,6 @@ log = logging.getLogger("tierstate")
 
 UNTOLD = 100
 """Failed saves that are remembered until somebody asks; a tier may fail for weeks."""
-
-
-class _Work(NamedTuple):
-    """What the capture thread does next."""
-
-    ticket: Ticket
-    plan: Plan
-    jobs: list[tuple[Lane, Job]]
-
-    def intakes(self) -> list[Intake]:
-        """The jobs that take the capture's slabs."""
-        return [job for _, job in self.jobs if isinstance(job, Intake)]
 
 
 class Flow:
@@ -64,11 +47,16 @@ class Flow:
         self._routes: tuple[tuple[Leaf, ...], dict[str, Route]] | None = None
         self._tickets: list[Ticket] = []
         self._seq, self._look = 0, True
-        self.parent = ""
+        self._parent = ""
         self.skipped = 0
         self.lanes: dict[str, Lane] = {}
-        self._captures: SimpleQueue[_Work | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._capturing: Capturing | None = None
+
+    def continue_from(self, version: str) -> None:
+        """The next version's parent is this one: it was restored."""
+        self._parent = version
+        if self._capturing is not None:
+            self._capturing.parent = version
 
     def submit(self, plan: Plan, head: Head) -> Ticket:
         """Start a save. The state must hold still until ``ticket.captured`` is done.
@@ -79,11 +67,11 @@ class Flow:
         """
         if os.getpid() != self._pid:
             raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
-        self._start()
+        capturing = self._start()
         self._raise_if_lost()
         routes = self._route(plan.leaves)
         names, elsewhere = self._due(head, routes)
-        ticket = Ticket(head, plan.nbytes, names, elsewhere)
+        ticket = Ticket(head, plan.total, names, elsewhere)
         if not names:
             ticket.nothing_to_do()
             return ticket
@@ -92,18 +80,18 @@ class Flow:
             log.warning("step %d is not saved: the arena is full (on_full: skip)", head.step)
             ticket.skip()
             return ticket
-        self._arena.prepare(plan.nbytes)
-        work = _Work(ticket, plan, self._jobs(ticket, plan, names, routes))
+        self._arena.prepare(plan.total)
+        work = Work(ticket, plan, self._jobs(ticket, plan, names, routes))
         try:
             with self._lock:
                 self._tickets = [*self._worth_keeping(), ticket]
             self._last |= dict.fromkeys(names, (head.step, head.time))
-            self._captures.put(work)
+            capturing.put(work)
         except BaseException:
             # Interrupted: have it end as cancelled, whether it was begun or not; the state must not be read any more.
             ticket.cancelled.set()
             ticket.told |= set(names)
-            self._captures.put(work)
+            capturing.put(work)
             ticket.captured.exception()
             raise
         return ticket
@@ -125,11 +113,16 @@ class Flow:
             log.warning("%s: its log cannot be listed: %s", shelf.name, error)
             return 0
 
-    def _start(self) -> None:
-        if self._thread is None:
+    def _start(self) -> Capturing:
+        if self._capturing is None:
             self.lanes = {n: Lane(s, self._in_use(n), self._settled) for n, s in self._shelves.items()}
-            self._thread = threading.Thread(target=self._capture_all, name="tierstate-capture", daemon=True)
-            self._thread.start()
+            self._capturing = Capturing(self._arena, self._end_lanes)
+            self._capturing.parent = self._parent
+        return self._capturing
+
+    def _end_lanes(self) -> None:
+        for lane in self.lanes.values():
+            lane.end()
 
     def _route(self, leaves: tuple[Leaf, ...]) -> dict[str, Route]:
         """Routes of these leaves, remembered while the structure stays."""
@@ -165,7 +158,7 @@ class Flow:
         return self._last[name]
 
     def _must_skip(self, plan: Plan) -> bool:
-        return self._policy.arena.on_full == "skip" and self._arena.lacks(plan.nbytes)
+        return self._policy.arena.on_full == "skip" and self._arena.lacks(plan.total)
 
     def _jobs(
         self, ticket: Ticket, plan: Plan, names: Sequence[str], routes: Mapping[str, Route]
@@ -183,48 +176,6 @@ class Flow:
             job = Copy(ticket, publication, sources, self._arena) if copied else Intake(ticket, publication)
             jobs.append((self.lanes[name], job))
         return jobs
-
-    def _capture_all(self) -> None:
-        """The capture thread: each save is given to its lanes and captured, in their order; then the lanes end."""
-        while (work := self._captures.get()) is not None:
-            if not work.ticket.captured.done():
-                for lane, job in work.jobs:
-                    lane.put(job)
-                self._end(work, self._captured(work))
-            del work
-        for lane in self.lanes.values():
-            lane.end()
-
-    def _captured(self, work: _Work) -> Version | BaseException:
-        try:
-            return self._capture(work)
-        except BaseException as error:
-            return error if isinstance(error, TierstateError) else CaptureError(f"the capture failed: {error!r}")
-
-    def _capture(self, work: _Work) -> Version:
-        plan, head = work.plan, dataclasses.replace(work.ticket.head, parent=self.parent)
-
-        intakes = work.intakes()
-
-        def dispatch(batch: Batch) -> None:
-            for intake in intakes:
-                batch.slab.lease()
-                intake.feed(batch)
-            batch.slab.release()
-
-        digest = algorithm(head.digest)
-        stop = work.ticket.cancelled.is_set
-        digests = Capture(plan, head.chunk, self._arena, digest, dispatch, stop, work.ticket.freed.set).run()
-        version = Version.build(head, plan.leaves, plan.shards(), digests)
-        check_whole(version)
-        self.parent = version.id
-        return version
-
-    @staticmethod
-    def _end(work: _Work, outcome: Version | BaseException) -> None:
-        work.ticket.capture_ended(outcome)
-        for intake in work.intakes():
-            intake.feed(outcome)
 
     def _in_use(self, name: str) -> Callable[[], set[int]]:
         """Numbers of saves that a slower tier has yet to read from this one."""
@@ -281,11 +232,11 @@ class Flow:
         Raises:
             TierUnavailable: it was not done within ``timeout`` seconds; the message says what was not.
         """
-        if self._thread is None or os.getpid() != self._pid:
+        if self._capturing is None or os.getpid() != self._pid:
             return
         end = None if timeout is None else time.monotonic() + timeout
-        self._captures.put(None)
-        self._thread.join(timeout)
+        self._capturing.end()
+        self._capturing.join(timeout)
         lanes = list(self.lanes.values())
         ended = [lane for lane in lanes if lane.join(None if end is None else max(0.0, end - time.monotonic()))]
         late = [f"step {t.head.step} to {n}" for t in self._tickets for n, f in t.tiers.items() if not f.done()]
@@ -297,4 +248,4 @@ class Flow:
         for lane in ended:
             # What a slower tier still had to read when its own turn came.
             lane.retire()
-        self._thread = None
+        self._capturing = None

@@ -7,17 +7,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound, TierUnavailable
-from tierstate.manifest.index import as_array
+from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound, TierstateError, TierUnavailable
+from tierstate.manifest.index import Array
 from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
 
 from .arena import Arena
-from .capture import Batch
+from .batch import Batch
 from .fetch import Fetch, Holding
 from .publication import Publication
 from .shelf import Shelf
@@ -39,28 +39,36 @@ class Job(Protocol):
         """Publish; raises what went wrong, with nothing left behind."""
 
 
+class Kept(NamedTuple):
+    """Chunks that were not copied, because every tier of the save has them already."""
+
+    rows: Array
+    digests: Array
+
+
 class Intake:
     """Publishes a save from the slabs of its capture, while the capture still runs."""
 
     def __init__(self, ticket: Ticket, publication: Publication) -> None:
         self.ticket, self.publication = ticket, publication
-        self._queue: SimpleQueue[Batch | Version | BaseException] = SimpleQueue()
+        self._queue: SimpleQueue[Batch | Kept | Version | BaseException] = SimpleQueue()
 
-    def feed(self, item: Batch | Version | BaseException) -> None:
+    def feed(self, item: Batch | Kept | Version | BaseException) -> None:
         """The next slab, with a lease that is this intake's; at the end the version, or why there will be none."""
         self._queue.put(item)
 
     def run(self) -> Record:
         """Write slab by slab, then commit. A failure is kept until the capture ends: it must not have to wait."""
         failure: BaseException | None = None
-        while isinstance(item := self._queue.get(), Batch):
+        while isinstance(item := self._queue.get(), (Batch, Kept)):
             try:
                 if failure is None:
-                    self._write(item)
+                    self._take(item)
             except Exception as error:
                 failure = error
             finally:
-                item.slab.release()
+                if isinstance(item, Batch):
+                    item.slab.release()
         try:
             if failure is not None:
                 raise failure
@@ -71,10 +79,13 @@ class Intake:
             self.publication.abort(error)
             raise
 
-    def _write(self, batch: Batch) -> None:
-        for i in self.publication.missing(batch.rows, as_array(batch.digests)):
-            raw = batch.slab.buffer[batch.at[i] : batch.at[i] + batch.nbytes[i]]
-            self.publication.write(batch.rows[i], raw, batch.digests[i], batch.slab)
+    def _take(self, item: Batch | Kept) -> None:
+        if isinstance(item, Batch):
+            self.publication.take(item)
+        elif len(self.publication.missing(item.rows, item.digests)):
+            raise Damaged(
+                "chunks that this save relies on were found damaged meanwhile; the next save writes them again"
+            )
 
 
 class NoSource(TierUnavailable):
@@ -94,13 +105,10 @@ class Copy:
 
     def run(self) -> Record:
         """Wait for the sources, read what this tier lacks, verified, and write it."""
-        self.ticket.captured.result()
-        version = self.ticket.version
-        assert version is not None
+        version = self.ticket.version.result()
         holdings = self._holdings()
         try:
-            rows = np.arange(len(version.digests))
-            missing = [int(rows[i]) for i in self.publication.missing(rows.tolist(), version.digests)]
+            missing = self.publication.missing(np.arange(len(version.digests)), version.digests).tolist()
             fetch = Fetch(version, holdings, self._arena, stop=self.ticket.cancelled.is_set)
             fetch.run(
                 missing,
@@ -187,6 +195,7 @@ class Lane:
             self._fail(job, error)
             return
         self.healthy = True
+        self._recall_mends()
         self.saves += 1
         self.raw += record.version.nbytes
         self.stored += job.publication.stored
@@ -203,6 +212,13 @@ class Lane:
             self.shelf.look_again()
         log.error("step %d was not saved to %s: %s", job.ticket.head.step, name, error)
         job.ticket.failed(name, error)
+
+    def _recall_mends(self) -> None:
+        """So that the next capture knows, without asking the tier, what need not be copied."""
+        try:
+            self.shelf.recall()
+        except TierstateError as error:
+            log.debug("%s: what was mended there is asked for later: %s", self.shelf.name, error)
 
     def retire(self, *, room_for_one: bool = False) -> None:
         """Drop what need not be kept; a failure is only logged, and tried again next time."""

@@ -11,7 +11,7 @@ be read directly into aligned memory. The footer has one row per chunk, from whi
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,14 +20,13 @@ from tierstate.manifest import columns as col
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError
-from tierstate.manifest.index import as_array
+from tierstate.manifest.index import Array, as_array
 from tierstate.manifest.layout import Place
 
 from .base import ObjectWriter, Range, Release, Tier
+from .packing import BIG, BLOCK
 
 MAGIC = b"\x89TSP\r\n\x1a\n"
-BLOCK = 4096
-BIG = 1 << 20
 MAX_PACK = 4 << 30
 """A save's bytes go into as few packs as this length allows: one large file per rank is what file systems like."""
 
@@ -52,6 +51,23 @@ class Row(NamedTuple):
     place: Place
 
 
+class Rows(NamedTuple):
+    """Rows of a footer whose chunks are encoded alike: columns of one length, as in `Row`."""
+
+    digests: Array
+    nbytes: Array
+    offset: Array
+    stored: Array
+    codec: str
+
+    @classmethod
+    def of_one(cls, row: Row) -> Rows:
+        """A single row."""
+        place = row.place
+        nbytes, offset, stored = (np.array([n], "i8") for n in (row.nbytes, place.offset, place.stored))
+        return cls(as_array([row.digest]), nbytes, offset, stored, place.codec)
+
+
 class PackWriter:
     """The packs of one save to one tier, opened as they are needed.
 
@@ -66,7 +82,7 @@ class PackWriter:
         self._stem = f"packs/{run}/{seq:012d}-{rank}"
         self._object: ObjectWriter | None = None
         self._key, self._at = "", 0
-        self._rows: list[Row] = []
+        self._rows: list[Rows] = []
         self.sizes: dict[str, int] = {}
         self.stored = 0
 
@@ -80,10 +96,34 @@ class PackWriter:
             raise
         place = Place(self._key, self._at, len(data), codec)
         pack.append(data, release)
-        self._at += len(data)
-        self.stored += len(data)
-        self._rows.append(Row(digest, nbytes, place))
+        self._note(Rows.of_one(Row(digest, nbytes, place)), len(data))
         return place
+
+    def add_run(self, data: Buffer, rows: Rows, release: Release | None = None) -> tuple[str, int]:
+        """Append raw chunks that lie one after the other in ``data``, as they lie there, in one piece.
+
+        Args:
+            rows: the chunks, with offsets from the beginning of ``data``.
+            release: as for `add`.
+
+        Returns:
+            The pack's key, and where in it ``data`` begins.
+        """
+        try:
+            pack = self._room(len(data))
+        except BaseException:
+            if release is not None:
+                release()
+            raise
+        at = self._at
+        pack.append(data, release)
+        self._note(rows._replace(offset=rows.offset + at), len(data))
+        return self._key, at
+
+    def _note(self, rows: Rows, nbytes: int) -> None:
+        self._rows.append(rows)
+        self._at += nbytes
+        self.stored += nbytes
 
     def _room(self, nbytes: int) -> ObjectWriter:
         """The open pack, at a place fit for a chunk of that length."""
@@ -127,17 +167,23 @@ class PackWriter:
                 self._tier.delete(key)
 
 
-def encode_footer(rows: list[Row]) -> bytes:
+def encode_footer(rows: Sequence[Rows]) -> bytes:
     """The footer of a pack that holds these chunks."""
-    codecs = sorted({r.place.codec for r in rows})
+    codecs = sorted({r.codec for r in rows})
+
+    def column(name: str, dtype: str) -> Array:
+        return np.concatenate([getattr(r, name) for r in rows] or [np.zeros(0)]).astype(dtype)
+
     table = col.encode(
         {"codecs": codecs, "requires": []},
         {
-            "chunk.digest": as_array([r.digest for r in rows]).reshape(-1),
-            "chunk.nbytes": np.array([r.nbytes for r in rows], "<u4"),
-            "chunk.offset": np.array([r.place.offset for r in rows], "<u8"),
-            "chunk.stored": np.array([r.place.stored for r in rows], "<u4"),
-            "chunk.codec": np.array([codecs.index(r.place.codec) for r in rows], "<u1"),
+            "chunk.digest": np.concatenate([r.digests for r in rows] or [np.zeros((0, 2), "<u8")]).reshape(-1),
+            "chunk.nbytes": column("nbytes", "<u4"),
+            "chunk.offset": column("offset", "<u8"),
+            "chunk.stored": column("stored", "<u4"),
+            "chunk.codec": np.repeat([codecs.index(r.codec) for r in rows], [len(r.nbytes) for r in rows]).astype(
+                "<u1"
+            ),
         },
     )
     return table + len(table).to_bytes(4, "little") + checksum(table) + MAGIC

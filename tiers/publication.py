@@ -6,24 +6,32 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.digest import DIGEST_SIZE
 from tierstate.manifest.errors import CommitUnknown, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
 from tierstate.manifest.index import Array
-from tierstate.manifest.layout import Layout, Place
+from tierstate.manifest.layout import RAW, Draft
 from tierstate.manifest.leaf import Leaf
 from tierstate.manifest.log import commit_id
 from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
 
 from .arena import Slab
+from .batch import Batch
 from .codecs import encode
-from .packs import PackWriter
+from .packing import BIG, BLOCK
+from .packs import PackWriter, Rows
 from .shelf import Shelf
+
+
+WORTH_A_LOOK = 1024
+"""Bytes of a chunk from which on it is looked for among those that this save has written already."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +45,11 @@ class Route:
 
     leaves: Array
     codecs: Sequence[str]
+
+    @cached_property
+    def raw(self) -> Array:
+        """``(leaves,)`` of bool: which are stored as they are."""
+        return np.array([codec == RAW for codec in self.codecs], bool)
 
 
 class Publication:
@@ -54,23 +67,68 @@ class Publication:
         self.shelf = shelf
         self._leaves, self._row_leaves, self._route = leaves, row_leaves, route
         self._packs = PackWriter(shelf.tier, head.run, head.seq)
-        self._places: list[Place | None] = [None] * len(row_leaves)
-        self._new: dict[bytes, Place] = {}
+        self._draft = Draft(len(row_leaves))
+        self._written: dict[bytes, int] = {}
         self._sent = False
-        self._routed: Array = route.leaves[row_leaves] if len(row_leaves) else np.zeros(0, bool)
+        self._routed: Array = route.leaves[row_leaves]
+        self._raw: Array = route.raw[row_leaves]
 
     @property
     def stored(self) -> int:
         """Bytes written so far; what was reused is not among them."""
         return self._packs.stored
 
-    def missing(self, rows: Sequence[int], digests: Array) -> list[int]:
+    def standing(self, digests: Array) -> Array:
+        """Which rows would need nothing if these, ``(chunks, 2)``, were their digests: they do not go to this tier, or
+        it is known, without asking it, to have them already."""
+        if not self.shelf.at_hand:
+            return ~self._routed
+        rows = np.flatnonzero(self._routed)
+        found = ~self._routed
+        found[rows] = self.shelf.reuse(Draft(len(digests)), rows, digests[rows])
+        return found
+
+    def missing(self, rows: Array, digests: Array) -> Array:
         """Indices into ``rows`` of the chunks that must be written; the others are found where they lie already."""
-        wanted = [i for i, row in enumerate(rows) if self._routed[row]]
-        found = self.shelf.reusable(digests[wanted])
-        for i, place in zip(wanted, found, strict=True):
-            self._places[rows[i]] = place
-        return [i for i, place in zip(wanted, found, strict=True) if place is None]
+        wanted = np.flatnonzero(self._routed[rows])
+        found = self.shelf.reuse(self._draft, rows[wanted], digests[wanted])
+        left: Array = wanted[~found]
+        return left
+
+    def take(self, batch: Batch) -> None:
+        """Write those of a slab's chunks that go to this tier and are not there yet: raw ones as they lie together."""
+        missing = self.missing(batch.rows, batch.digests)
+        raw = self._raw[batch.rows[missing]]
+        for i in missing[~raw].tolist():
+            data = batch.slab.buffer[batch.at[i] : batch.at[i] + batch.nbytes[i]]
+            self.write(int(batch.rows[i]), data, batch.digests[i].tobytes(), batch.slab)
+        plain, twins = self._twins(batch, missing[raw])
+        for run in np.split(plain, _breaks(batch, plain)):
+            if len(run):
+                self._write_run(batch, run)
+        rows = batch.rows[twins]
+        self._draft.put_twins(rows, np.array([self._written[d] for d in _names(batch.digests[twins])], "i8"))
+
+    def _twins(self, batch: Batch, which: Array) -> tuple[Array, Array]:
+        """Parts chunks into those to be written, and those whose bytes this save writes already."""
+        firsts, twins = [], []
+        for i, name in zip(which.tolist(), _names(batch.digests[which]), strict=True):
+            if batch.nbytes[i] >= WORTH_A_LOOK and self._written.setdefault(name, int(batch.rows[i])) != batch.rows[i]:
+                twins.append(i)
+            else:
+                firsts.append(i)
+        return np.array(firsts, "i8"), np.array(twins, "i8")
+
+    def _write_run(self, batch: Batch, run: Array) -> None:
+        """Write chunks that follow each other in a slab in one piece, with what lies between them."""
+        first, last = int(batch.at[run[0]]), int(batch.at[run[-1]] + batch.nbytes[run[-1]])
+        if last - first >= BIG and run[-1] == len(batch.rows) - 1:
+            last += -last % BLOCK  # to the end of the block, which is zeros: whole blocks go out without a copy
+        offset, nbytes = batch.at[run] - first, batch.nbytes[run]
+        rows = Rows(batch.digests[run], nbytes, offset, nbytes, RAW)
+        batch.slab.lease()
+        key, at = self._packs.add_run(batch.slab.buffer[first:last], rows, batch.slab.release)
+        self._draft.put_run(batch.rows[run], key, offset + at, nbytes, RAW)
 
     def write(self, row: int, raw: Buffer, digest: bytes, slab: Slab | None) -> None:
         """Put one chunk into a pack, unless this save has put the same bytes already.
@@ -78,22 +136,23 @@ class Publication:
         Args:
             slab: the slab in which ``raw`` lies, leased until the tier needs it no longer; None for memory of its own.
         """
-        place = self._new.get(digest)
-        if place is None:
-            leaf = int(self._row_leaves[row])
-            codec, stored = encode(self._route.codecs[leaf], raw, self._leaves[leaf].spec.itemsize)
-            release = None
-            if stored is raw and slab is not None:
-                slab.lease()
-                release = slab.release
-            place = self._new[digest] = self._packs.add(stored, digest, len(raw), codec, release)
-        self._places[row] = place
+        first = self._written.setdefault(digest, row)
+        if first != row:
+            self._draft.put_twins(np.array([row]), np.array([first]))
+            return
+        leaf = int(self._row_leaves[row])
+        codec, stored = encode(self._route.codecs[leaf], raw, self._leaves[leaf].spec.itemsize)
+        release = None
+        if stored is raw and slab is not None:
+            slab.lease()
+            release = slab.release
+        self._draft.put(row, self._packs.add(stored, digest, len(raw), codec, release))
 
     def commit(self, version: Version) -> Record:
         """Make packs durable, then create the record."""
         self._packs.close()
         sizes = self._sizes()
-        record = Record(version, Layout.build(self._places, sizes), self._signature())
+        record = Record(version, self._draft.build(sizes), self._signature())
         self._sent = True
         self.shelf.publish(record)
         return record
@@ -101,9 +160,9 @@ class Publication:
     def _sizes(self) -> dict[str, int]:
         """Lengths of all packs that the layout names: of those written here, and of those reused."""
         sizes = dict(self._packs.sizes)
-        for place in self._places:
-            if place is not None and place.object not in sizes:
-                sizes[place.object] = self.shelf.tier.size(place.object)
+        for key in self._draft.objects():
+            if key not in sizes:
+                sizes[key] = self.shelf.tier.size(key)
         return sizes
 
     def _signature(self) -> dict[str, Any]:
@@ -120,3 +179,17 @@ class Publication:
             self._packs.abort()
         except TierstateError as second:
             error.add_note(f"and clearing up after it failed too: {second}")
+
+
+def _names(digests: Array) -> list[bytes]:
+    data = digests.tobytes()
+    return [data[at : at + DIGEST_SIZE] for at in range(0, len(data), DIGEST_SIZE)]
+
+
+def _breaks(batch: Batch, which: Array) -> Array:
+    """Where a run of chunks ends that can be written in one piece: the next one lies apart, or is the first big one."""
+    big = batch.nbytes[which] >= BIG
+    gap = batch.at[which[1:]] - (batch.at[which[:-1]] + batch.nbytes[which[:-1]])
+    apart = (np.diff(which) != 1) | (gap >= BLOCK) | (np.diff(big.astype("i8")) != 0)
+    found: Array = np.flatnonzero(apart) + 1
+    return found

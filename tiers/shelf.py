@@ -11,7 +11,7 @@ import numpy as np
 
 from tierstate.manifest.errors import FormatError, NotFound, TierstateError
 from tierstate.manifest.index import Array, DigestIndex
-from tierstate.manifest.layout import Layout, Place
+from tierstate.manifest.layout import Draft, Layout, Place
 from tierstate.manifest.log import Log
 from tierstate.manifest.record import Record
 from tierstate.manifest.retention import Decision, Keep, Mark, decide
@@ -43,7 +43,7 @@ class Shelf:
         self.log = Log(tier, run)
         self._lock = threading.Lock()
         self._newest: Record | None = None
-        self._opened = False
+        self._opened = self._own = False
         self._known: dict[int, _Known] = {}
         self._doomed: set[str] = set()
         self._mends: dict[bytes, Place] | None = None
@@ -82,21 +82,47 @@ class Shelf:
         seqs = self.log.seqs()
         return seqs[-1] if seqs else 0
 
-    def reusable(self, digests: Array) -> list[Place | None]:
-        """For each of ``(n, 2)`` digests, where this tier has that chunk by its newest record, if it does.
+    @property
+    def at_hand(self) -> bool:
+        """Whether `reuse` can be answered without asking the tier: its newest record was committed from here."""
+        return self._own and self._mends is not None
+
+    def recall(self) -> None:
+        """Ask the tier what `reuse` will have to know."""
+        self._mended()
+
+    def reuse(self, draft: Draft, rows: Array, digests: Array) -> Array:
+        """Give the rows whose chunk this tier has by its newest record the places where it lies.
 
         Only the newest record counts: it is never dropped, so what it names stays. A pack that is gone or has another
         length is not relied upon; a chunk that was mended is found at its new place.
+
+        Args:
+            rows: ``(n,)`` rows of the draft.
+            digests: ``(n, 2)``, their chunks' digests.
+
+        Returns:
+            ``(n,)`` of bool: which of them got a place.
         """
+        found = np.zeros(len(rows), bool)
         record = self.newest()
         if record is None:
-            return [None] * len(digests)
-        index = self._index_of(record)
-        found = []
-        for row, digest in zip(index.find(digests).tolist(), digests, strict=True):
-            place = record.layout.place(row) if row >= 0 else None
-            mended = self.mended(digest.tobytes()) if place else None
-            found.append(mended or (place if place and self._is_sound(place.object, record.layout) else None))
+            return found
+        there = self._index_of(record).find(digests)
+        if not (there >= 0).any():
+            return found
+        layout, mends = record.layout, self._mended()
+        for i in np.flatnonzero(there >= 0).tolist() if mends else ():
+            place = mends.get(digests[i].tobytes())
+            if place is not None:
+                draft.put(int(rows[i]), place)
+                found[i] = True
+        objects = layout.object[there]
+        for number in np.unique(objects[(there >= 0) & ~found]).tolist():
+            if self._is_sound(layout.objects[number], layout):
+                here = (there >= 0) & (objects == number) & ~found
+                draft.put_like(rows[here], layout, there[here])
+                found |= here
         return found
 
     def _index_of(self, record: Record) -> DigestIndex:
@@ -119,10 +145,13 @@ class Shelf:
 
     def mended(self, digest: bytes) -> Place | None:
         """Where a chunk that had been damaged in this tier was written again, if it was."""
+        return self._mended().get(digest)
+
+    def _mended(self) -> dict[bytes, Place]:
         with self._lock:
             if self._mends is None:
                 self._mends = self._load_mends()
-            return self._mends.get(digest)
+            return self._mends
 
     def _load_mends(self) -> dict[bytes, Place]:
         found: dict[bytes, Place] = {}
@@ -147,14 +176,14 @@ class Shelf:
     def look_again(self) -> None:
         """Forget what is remembered of records and packs, because somebody else has been here; not what was damaged."""
         with self._lock:
-            self._newest, self._opened, self._mends = None, False, None
+            self._newest, self._opened, self._mends, self._own = None, False, None, False
             self._sound = {key: sound for key, sound in self._sound.items() if not sound}
 
     def publish(self, record: Record) -> None:
         """Commit a record; from then on it is what later saves reuse chunks from."""
         self.log.commit(record)
         with self._lock:
-            self._newest, self._opened = record, True
+            self._newest, self._opened, self._own = record, True, True
             for key, size in zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True):
                 self._sound.setdefault(key, bool(size))
 

@@ -21,9 +21,10 @@ class Ticket:
         head: the version's head, without what is known only when all is captured.
         nbytes: raw bytes of the state.
         freed: done once all that is not guarded has been copied out.
-        captured: done once every byte has been copied out, and `version` is known.
+        captured: done once every byte has been copied out.
+        version: done once the version is known; it is let go of when nothing of the save is under way any more.
         tiers: per tier that this save goes to, done once it is committed there.
-        version, records: the version, and its record per tier, while something of the save is still under way.
+        records: its record per tier, while something of the save is still under way.
         elsewhere: per tier that this save does not go to, why not.
         skipped: the arena was full and the policy says skip: nothing was saved.
         seconds: time from the call to each tier's commit.
@@ -34,7 +35,7 @@ class Ticket:
         self.freed = threading.Event()
         self.captured: Future[None] = Future()
         self.tiers: dict[str, Future[None]] = {name: Future() for name in tiers}
-        self.version: Version | None = None
+        self.version: Future[Version] = Future()
         self.records: dict[str, Record] = {}
         self.elsewhere = dict(elsewhere)
         self.skipped = False
@@ -45,15 +46,13 @@ class Ticket:
 
     def nothing_to_do(self) -> None:
         """No tier is due, so that nothing is copied."""
-        self.captured.set_result(None)
-        self.freed.set()
+        self.capture_ended(None)
 
-    def capture_ended(self, outcome: Version | BaseException) -> None:
-        """All is captured, or will never be."""
-        if isinstance(outcome, BaseException):
-            self.captured.set_exception(outcome)
+    def capture_ended(self, error: BaseException | None) -> None:
+        """All is copied out, or will never be."""
+        if error is not None:
+            self.captured.set_exception(error)
         else:
-            self.version = outcome
             self.captured.set_result(None)
         self.freed.set()
 
@@ -71,14 +70,13 @@ class Ticket:
     def forget_tables(self) -> None:
         """Let go of the version's tables once nothing is under way: a user may hold on to a save for long."""
         if self.settled():
-            self.version, self.records = None, {}
+            self.version, self.records = Future(), {}
 
     def skip(self) -> None:
         """Nothing is saved this time."""
         self.skipped = True
         error = CaptureError(f"the save of step {self.head.step} was skipped: the arena was full (on_full: skip)")
-        self.captured.set_exception(error)
-        self.freed.set()
+        self.capture_ended(error)
         for future in self.tiers.values():
             future.set_exception(error)
 

@@ -187,7 +187,7 @@ class Checkpointer:
         self._guard.wait()
         found: Restored = restore(self._catalog(), self._arena, self.run, wanted)
         self.restored = VersionInfo.of(found.entry)
-        self._flow.parent = self.restored.id
+        self._flow.continue_from(self.restored.id)
         log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
         return found.state
 

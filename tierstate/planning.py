@@ -6,16 +6,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from tierstate.manifest.chunk import Event
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.leaf import Path, matches_any
 from tierstate.manifest.retention import Keep
 from tierstate.providers.base import Provider
 from tierstate.providers.tree import Tree
-from tierstate.tiers.capture import Plan, Source
+from tierstate.tiers.devices import fences
 from tierstate.tiers.placement import may_pickle
+from tierstate.tiers.plan import Plan, Source
 from tierstate.tiers.policy import Policy, TierPolicy
 
 
@@ -33,23 +31,11 @@ def retention(tier: TierPolicy) -> Keep:
 def plan(tree: Tree, guarded: Callable[[Provider], bool]) -> Plan:
     """What the flow is to capture of a flattened state, and which of it may be captured after save has returned."""
     sources = [
-        Source(i, node.provider.box, node.leaf.spec.nbytes, node.provider.chunks, guarded(node.provider))
+        Source(i, p.box, node.leaf.spec.nbytes, p.chunks, guarded(p), p.memory())
         for i, node in enumerate(tree.nodes)
-        if node.provider is not None
+        if (p := node.provider) is not None
     ]
-    return Plan(tuple(node.leaf for node in tree.nodes), tuple(sources), fences())
-
-
-def fences() -> tuple[Event, ...]:
-    """An event per CUDA device in use, on the caller's stream: the capture runs in a thread that has another one."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return ()
-    made = []
-    for device in range(torch.cuda.device_count()):
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        made.append(event)
-    return tuple(made)
+    return Plan.of(tree.leaves, sources, fences())
 
 
 def checked_step(step: int) -> int:

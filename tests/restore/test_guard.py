@@ -6,6 +6,7 @@ import copy
 import random
 import threading
 import time
+from ctypes import memmove
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from worlds import arena_of, engine_threads, policy, scratch, tier
 
 import tierstate as ts
 from tierstate.manifest.errors import CaptureError
-from tierstate.providers.tensors import TensorProvider
-from tierstate.tiers.capture import Capture
+from tierstate.tiers import capture
 
 
 class Job:
@@ -49,13 +49,13 @@ class Job:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that takes its time over each chunk."""
-    copy_chunk, dice = Capture._copy, random.Random(3)
+    dice = random.Random(3)
 
     def slowly(*args: Any) -> Any:
         time.sleep(dice.random() * 0.003)
-        return copy_chunk(*args)
+        return memmove(*args)
 
-    monkeypatch.setattr(Capture, "_copy", slowly)
+    monkeypatch.setattr(capture, "memmove", slowly)
 
 
 @pytest.mark.usefixtures("slow")
@@ -83,17 +83,16 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, held: torch.Tensor, error: Exception | None = None) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
-        fill = TensorProvider._fill
 
-        def gated(provider: TensorProvider, start: int, out: torch.Tensor) -> Any:
-            if provider.value.data_ptr() == held.data_ptr():
+        def gated(target: int, source: int, nbytes: int) -> Any:
+            if source == held.data_ptr():
                 self.reached.set()
                 assert self.open.wait(30)
                 if error is not None:
                     raise error
-            return fill(provider, start, out)
+            return memmove(target, source, nbytes)
 
-        monkeypatch.setattr(TensorProvider, "_fill", gated)
+        monkeypatch.setattr(capture, "memmove", gated)
 
 
 @pytest.fixture

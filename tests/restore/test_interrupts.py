@@ -163,11 +163,9 @@ def test_a_forked_child_cannot_save_and_harms_nothing(place):
 def test_a_submit_that_is_interrupted_holds_up_nobody(place, monkeypatch, begun):
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
         ckpt.save(tensors(9000), step=0).wait()
-        queue, put = ckpt._flow._captures, []
+        queue, put = ckpt._flow._capturing, []
 
         class Interrupted:
-            get = staticmethod(queue.get)
-
             def put(self, work):
                 put.append(work)
                 if len(put) == 1:
@@ -176,7 +174,7 @@ def test_a_submit_that_is_interrupted_holds_up_nobody(place, monkeypatch, begun)
                     raise KeyboardInterrupt
                 queue.put(work)
 
-        monkeypatch.setattr(ckpt._flow, "_captures", Interrupted())
+        monkeypatch.setattr(ckpt._flow, "_capturing", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(tensors(9000, seed=1), step=1)
         monkeypatch.undo()

@@ -71,5 +71,7 @@ def test_no_thread_is_left(place):
     with ts.Checkpointer(spec, "run") as ckpt:
         assert engine_threads() == [], "reading needs no threads"
         ckpt.save(tensors(9000), step=1)
-        assert len(engine_threads()) == 4
+        assert set(engine_threads()) - {"tierstate-arena"} == {
+            f"tierstate-{n}" for n in ("host", "nvme", "file", "capture")
+        }
     assert engine_threads() == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,11 @@ from tierstate.manifest.digest import algorithm
 from tierstate.manifest.errors import CaptureError, Unsafe
 from tierstate.manifest.leaf import Leaf, Spec
 from tierstate.tiers.arena import PAGE, Arena
-from tierstate.tiers.capture import Batch, Capture, Plan, Source
+from tierstate.tiers.batch import Batch
+from tierstate.tiers.capture import Capture, Outlet
+from tierstate.tiers.packing import BIG, GRAIN, pack
+from tierstate.tiers.plan import Plan, Source
+from tierstate.tiers.standing import Standing
 
 DIGEST = algorithm("xxh3-128")
 
@@ -35,50 +41,155 @@ def chunks_of(data: bytes) -> Callable[[int], Iterator[Chunk]]:
     return chunks
 
 
-def plan_of(values: list[bytes]) -> Plan:
+def plan_of(
+    values: list[bytes],
+    shown: Sequence[bool] = (False,) * 99,
+    guarded: Sequence[bool] = (False,) * 99,
+    fences: Sequence[Any] = (),
+) -> Plan:
     leaves = tuple(Leaf((f"leaf{i}",), Spec("bytes", shape=(len(v),))) for i, v in enumerate(values))
-    sources = tuple(Source(i, Box.whole((len(v),)), len(v), chunks_of(v)) for i, v in enumerate(values))
-    return Plan(leaves, sources)
+    sources = [source(i, v, shown[i], guarded[i]) for i, v in enumerate(values)]
+    return Plan.of(leaves, sources, fences)
+
+
+def source(leaf: int, value: bytes, shown: bool, guarded: bool) -> Source:
+    """The bytes, as chunks or where they lie in memory."""
+    memory = as_buffer(bytearray(value)) if shown else None
+    return Source(leaf, Box.whole((len(value),)), len(value), chunks_of(value), guarded, memory)
 
 
 def broken(nbytes: int, chunks: Callable[[int], Any]) -> Plan:
     """A sound leaf, and one whose provider does something else."""
-    plan = plan_of([b"sound"])
-    leaf = Leaf(("model", "bad"), Spec("bytes", shape=(nbytes,)))
-    return Plan((*plan.leaves, leaf), (*plan.sources, Source(1, Box.whole((nbytes,)), nbytes, chunks)))
+    names = [("sound",), ("model", "bad")]
+    leaves = [Leaf(name, Spec("bytes", shape=(n,))) for name, n in zip(names, (5, nbytes), strict=True)]
+    bad = Source(1, Box.whole((nbytes,)), nbytes, chunks)
+    return Plan.of(leaves, [source(0, b"sound", False, False), bad])
 
 
-def capture(plan: Plan, arena: Arena, take: Callable[[Batch], None], chunk: int = PAGE) -> np.ndarray:
-    return Capture(plan, chunk, arena, DIGEST, take, lambda: False).run()
+def capture(
+    plan: Plan, arena: Arena, take: Callable[[Batch], None], chunk: int = PAGE, before: Standing | None = None
+) -> Standing:
+    return Capture(plan, chunk, arena, DIGEST, Outlet(take), before).run()
 
 
-@given(
-    values=st.lists(st.tuples(st.binary(max_size=40), st.integers(1, 400)).map(lambda v: v[0] * v[1]), max_size=8),
-    chunk=st.sampled_from([4096, 4112, 16_384]),
-    slots=st.integers(2, 5),
+VALUES = st.lists(
+    st.tuples(
+        st.tuples(st.binary(max_size=40), st.integers(1, 400)).map(lambda v: v[0] * v[1]), st.booleans(), st.booleans()
+    ),
+    max_size=8,
 )
-def test_every_byte_goes_into_one_slab_under_its_digest(values: list[bytes], chunk: int, slots: int) -> None:
+
+
+@given(values=VALUES, chunk=st.sampled_from([4096, 4112, 16_384]), slots=st.integers(2, 5))
+def test_every_byte_goes_into_one_slab_under_its_digest(
+    values: list[tuple[bytes, bool, bool]], chunk: int, slots: int
+) -> None:
     arena, found = Arena(slots * 5 * PAGE, 16_400), {}
-    plan = plan_of(values)
+    data, shown, guarded = ([v[i] for v in values] for i in range(3))
+    plan = plan_of(data, shown, guarded)  # type: ignore[arg-type]
 
     def take(batch: Batch) -> None:
         end = 0
-        for row, at, n, digest in zip(batch.rows, batch.at, batch.nbytes, batch.digests, strict=True):
+        for row, at, n, digest in zip(batch.rows.tolist(), batch.at, batch.nbytes, batch.digests, strict=True):
             assert at >= end, "chunks of a slab do not overlap"
-            assert at % 64 == 0
+            assert at % GRAIN == 0
+            assert not batch.slab.buffer[end:at].any(), "what lies between is zeros"
             end = at + n
             assert row not in found
             found[row] = to_bytes(batch.slab.buffer[at:end])
-            assert digest == DIGEST(as_buffer(found[row]))
+            assert digest.tobytes() == DIGEST(as_buffer(found[row]))
+        assert not batch.slab.buffer[end : -(-end // PAGE) * PAGE].any()
+        batch.slab.buffer.fill_(7)
         batch.slab.release()
 
-    digests = capture(plan, arena, take, chunk)
-    expected = [v[start : start + n] for v in values for start, n in spans(len(v), chunk)]
+    standing = capture(plan, arena, take, chunk)
+    expected = [v[start : start + n] for v in data for start, n in spans(len(v), chunk)]  # type: ignore[arg-type]
     assert [found[row] for row in range(len(found))] == expected
-    assert [d.tobytes() for d in digests] == [DIGEST(as_buffer(piece)) for piece in expected]
-    assert plan.row_leaves(chunk).tolist() == [i for i, v in enumerate(values) for _ in spans(len(v), chunk)]
+    assert [d.tobytes() for d in standing.digests] == [DIGEST(as_buffer(piece)) for piece in expected]
+    assert plan.row_leaves(chunk).tolist() == [i for i, v in enumerate(data) for _ in spans(len(v), chunk)]  # type: ignore[arg-type]
     assert arena.in_flight == 0
-    assert plan.nbytes == sum(map(len, values))
+    assert plan.total == sum(map(len, data))
+
+
+SIZES = st.lists(st.one_of(st.integers(0, 5000), st.integers(0, 5 << 20)), max_size=30)
+
+
+@given(SIZES, st.sampled_from([1 << 20, 3 << 19, 4 << 20]), st.sampled_from([4 << 20, 5 << 20]))
+def test_packing_places_every_chunk_once_and_apart(sizes: list[int], chunk: int, slab: int) -> None:
+    numbers, found = np.arange(len(sizes)) + 7, []
+    for slabful in pack(numbers, np.array(sizes, "i8"), chunk, slab):
+        ends = slabful.at + slabful.nbytes
+        assert len(ends)
+        assert slabful.at[0] == 0
+        assert ends[-1] <= slab
+        assert (slabful.at[1:] >= ends[:-1]).all()
+        big = slabful.nbytes >= BIG
+        assert big.all() or not big.any(), "big chunks have slabs of their own"
+        assert not (slabful.at % (PAGE if big[0] else GRAIN)).any()
+        assert (slabful.at[1:] - ends[:-1] < (PAGE if big[0] else GRAIN)).all()
+        columns = slabful.source, slabful.start, slabful.nbytes
+        found += list(zip(*(column.tolist() for column in columns), strict=True))
+    expected = [(i + 7, start, n) for i, size in enumerate(sizes) for start, n in spans(size, chunk)]
+    assert sorted(found) == expected
+
+
+class Moment:
+    """A fence that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def synchronize(self) -> None:
+        self.asked.append("host")
+
+    def follow(self) -> None:
+        self.asked.append("device")
+
+
+def test_devices_are_waited_for_before_anything_is_read() -> None:
+    fence, arena = Moment(), Arena(8 * PAGE, PAGE)
+    asked: list[list[str]] = []
+    plan = plan_of([b"shown", b"pulled"], [True, False], fences=[fence])
+
+    def take(batch: Batch) -> None:
+        asked.append(list(fence.asked))
+        batch.slab.release()
+
+    capture(plan, arena, take)
+    assert asked == [["device"], ["device", "host"]]
+
+
+def test_unchanged_chunks_are_not_copied_again() -> None:
+    arena, batches = Arena(16 << 20, 2 << 20), []
+    size = 2 << 20
+    memory = as_buffer(bytearray(random.Random(0).randbytes(2 * size + 100)))
+    leaf = Leaf(("x",), Spec("bytes", shape=(len(memory),)))
+    plan = Plan.of([leaf], [Source(0, Box.whole((len(memory),)), len(memory), lambda _: iter(()), False, memory)])
+
+    def take(batch: Batch) -> None:
+        batches.append(batch.rows.tolist())
+        batch.slab.release()
+
+    def again(before: Standing, likely: list[bool]) -> tuple[Standing, list[int], list[int]]:
+        batches.clear()
+        kept: list[int] = []
+        standing = dataclasses.replace(before, likely=np.array(likely))
+        outlet = Outlet(take, lambda rows, digests: kept.extend(rows.tolist()))
+        after = Capture(plan, size, arena, DIGEST, outlet, standing).run()
+        assert [d.tobytes() for d in after.digests] == [
+            DIGEST(memory[start : start + n]) for start, n in spans(len(memory), size)
+        ]
+        return after, sorted(kept), sorted(row for rows in batches for row in rows)
+
+    first = capture(plan, arena, take, size)
+    assert again(first, [True, True, True])[1:] == ([0, 1], [2]), "small chunks are copied in any case"
+    assert again(first, [False, True, True])[1:] == ([1], [0, 2])
+    memory[size // 2] ^= 1  # where the sample is taken
+    after, kept, copied = again(first, [True, True, True])
+    assert (kept, copied) == ([1], [0, 2])
+    memory[10] ^= 1  # where it is not
+    assert again(after, [True, True, True])[1:] == ([1], [0, 2])
+    assert arena.in_flight == 0
 
 
 def fill(out: Buffer) -> None:
@@ -124,7 +235,7 @@ WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
     "an error later": (after_one(KeyError("k")), "its provider failed: KeyError"),
     "a fill that fails": (lambda size: iter([Chunk(0, size, raising(ValueError("odd")))]), "could not be read: odd"),
     "an event that fails": (
-        lambda size: iter([Chunk(0, size, lambda out: LateError())]),
+        lambda size: iter([Chunk(0, size, lambda out: LateError()), Chunk(size, 100, fill)]),
         "could not be read: the copy failed on the device",
     ),
 }
@@ -148,7 +259,9 @@ def test_an_error_of_ours_stays_what_it_is() -> None:
     assert arena.in_flight == 0
 
 
-def test_a_capture_that_is_stopped_gives_its_slabs_back() -> None:
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_capture_that_is_stopped_gives_its_slabs_back(shown: bool) -> None:
+    plan = plan_of([bytes(9 * PAGE)], [shown])
     arena, stop = Arena(8 * PAGE, PAGE), []
 
     def take(batch: Batch) -> None:
@@ -156,6 +269,6 @@ def test_a_capture_that_is_stopped_gives_its_slabs_back() -> None:
         batch.slab.release()
 
     with pytest.raises(CaptureError, match="cancelled"):
-        Capture(plan_of([bytes(9 * PAGE)]), PAGE, arena, DIGEST, take, lambda: len(stop) >= 3).run()
+        Capture(plan, PAGE, arena, DIGEST, Outlet(take, stop=lambda: len(stop) >= 3)).run()
     assert len(stop) == 3
     assert arena.in_flight == 0

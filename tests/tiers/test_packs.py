@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
+from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, to_bytes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierUnavailable
+from tierstate.manifest.index import as_array
 from tierstate.manifest.layout import is_pack
 from tierstate.tiers import packs
 from tierstate.tiers.base import Range, Tier, check_key
 from tierstate.tiers.memory import Memory
-from tierstate.tiers.packs import BIG, BLOCK, MEND, PackWriter, Row, is_mend, read_footer
+from tierstate.tiers.packing import BIG, BLOCK
+from tierstate.tiers.packs import MEND, PackWriter, Row, Rows, is_mend, read_footer
 from tierstate.tiers.testing import Fault, Faulty
 
 CHUNKS = st.lists(
@@ -29,14 +33,30 @@ CHUNKS = st.lists(
 def written(tier: Tier, chunks: list[tuple[bytes, int, str]]) -> list[Row]:
     """A save's packs; what they should say they hold."""
     writer, rows = PackWriter(tier, "run", 7), []
-    for piece, times, codec in chunks:
+    for i, (piece, times, codec) in enumerate(chunks):
         data = as_buffer(piece * times)
+        if codec == "raw" and i % 2:
+            rows += written_together(writer, data)
+            continue
         place = writer.add(data, checksum(piece), 2 * len(data), codec)
         rows.append(Row(checksum(piece), 2 * len(data), place))
     writer.close()
-    assert writer.stored == sum(row.place.stored for row in rows)
+    gaps = sum(5 for i, (_, _, codec) in enumerate(chunks) if codec == "raw" and i % 2)
+    assert writer.stored == sum(row.place.stored for row in rows) + gaps
     assert writer.sizes == {key: tier.size(key) for key in tier.list("packs/")}
     return rows
+
+
+def written_together(writer: PackWriter, data: Buffer) -> list[Row]:
+    """Two chunks with a gap between them, written in one piece."""
+    cut = len(data) // 2
+    pieces = [data[:cut], data[cut:]]
+    at, nbytes = np.array([0, cut + 5]), np.array([len(p) for p in pieces])
+    run = torch.cat([pieces[0], torch.zeros(5, dtype=torch.uint8), pieces[1]])
+    digests = [checksum(to_bytes(p)) for p in pieces]
+    key, start = writer.add_run(run, Rows(as_array(digests), nbytes, at, nbytes, "raw"))
+    places = [packs.Place(key, start + a, n, "raw") for a, n in zip(at.tolist(), nbytes.tolist(), strict=True)]
+    return [Row(d, n, place) for d, n, place in zip(digests, nbytes.tolist(), places, strict=True)]
 
 
 @given(chunks=CHUNKS, limit=st.sampled_from([8192, 100_000, 4 << 30]))
@@ -49,10 +69,12 @@ def test_footers_say_what_lies_where(chunks: list[tuple[bytes, int, str]], limit
     assert all(is_pack(key) and check_key(key) and not is_mend(key) for key in keys)
     assert sorted(keys) == sorted({row.place.object for row in rows}), "no chunk, no pack"
     assert [row for key in dict.fromkeys(r.place.object for r in rows) for row in read_footer(tier, key)] == rows
-    for (piece, times, _), row in zip(chunks, rows, strict=True):
+    found = []
+    for row in rows:
         out = empty_buffer(row.place.stored)
         tier.read(row.place.object, [Range(row.place.offset, out)])
-        assert to_bytes(out) == piece * times
+        found.append(to_bytes(out))
+    assert b"".join(found) == b"".join(piece * times for piece, times, _ in chunks)
 
 
 @given(sizes=st.lists(st.sampled_from([1, 100, 5000, BIG - 1, BIG, BIG + 1]), max_size=6))
@@ -96,7 +118,7 @@ def test_no_bytes_are_a_pack_by_chance(data: bytes, sound: bool) -> None:
 def test_a_footer_that_points_outside_is_refused() -> None:
     tier = Memory()
     row = Row(b"d" * 16, 5, packs.Place("packs/run/x", 3, 8, "raw"))
-    tier.put("packs/run/x", as_buffer(bytes(10) + packs.encode_footer([row])))
+    tier.put("packs/run/x", as_buffer(bytes(10) + packs.encode_footer([packs.Rows.of_one(row)])))
     with pytest.raises(FormatError, match="outside the pack"):
         read_footer(tier, "packs/run/x")
     with pytest.raises(NotFound):

@@ -1,0 +1,154 @@
+"""Capturing: the thread in which saves are captured one after the other, and given to the lanes of their tiers."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+
+from tierstate.manifest.digest import algorithm
+from tierstate.manifest.errors import CaptureError, TierstateError
+from tierstate.manifest.index import Array
+from tierstate.manifest.merge import check_whole
+from tierstate.manifest.version import Version
+
+from .arena import Arena
+from .batch import Batch
+from .capture import Capture, Outlet
+from .lane import Intake, Job, Kept, Lane
+from .plan import Plan
+from .standing import Standing
+from .ticket import Ticket
+
+
+class Work(NamedTuple):
+    """One save that is to be captured, and its way into each of its tiers."""
+
+    ticket: Ticket
+    plan: Plan
+    jobs: list[tuple[Lane, Job]]
+
+    def intakes(self) -> list[Intake]:
+        """The jobs that take the capture's slabs."""
+        return [job for _, job in self.jobs if isinstance(job, Intake)]
+
+
+class Capturing:
+    """Captures saves in their order.
+
+    Args:
+        arena: the memory they pass through.
+        ended: called when the last one is done.
+    """
+
+    def __init__(self, arena: Arena, ended: Callable[[], None]) -> None:
+        self._arena, self._ended = arena, ended
+        self.parent = ""
+        self._standing: Standing | None = None
+        self._version: Version | None = None
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tierstate-capture", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Work) -> None:
+        """One more save."""
+        self._queue.put(work)
+
+    def end(self) -> None:
+        """No more saves come."""
+        self._queue.put(None)
+
+    def join(self, timeout: float | None) -> None:
+        """Wait for the thread to end."""
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if not work.ticket.captured.done():
+                before = self._before(work)
+                for lane, job in work.jobs:
+                    lane.put(job)
+                self._save(work, before)
+            # The plan holds on to the state's memory: not until the next save comes.
+            del work
+        self._ended()
+
+    def _before(self, work: Work) -> Standing | None:
+        """What stood at the last save, with what each tier that is written to from slabs has of it by now.
+
+        Such a tier must have nothing else to do first: a save between would decide what its newest version names, and
+        what that does not name may be dropped.
+        """
+        last, intakes = self._standing, work.intakes()
+        idle = all(not lane.waiting for lane, job in work.jobs if isinstance(job, Intake))
+        if last is None or not intakes or not idle or not last.fits(work.plan.nbytes):
+            return None
+        likely = np.logical_and.reduce([intake.publication.standing(last.digests) for intake in intakes])
+        return dataclasses.replace(last, likely=likely)
+
+    def _save(self, work: Work, before: Standing | None) -> None:
+        outcome: Version | BaseException
+        try:
+            standing = self._capture(work, before)
+        except BaseException as error:
+            outcome = _told(error)
+            work.ticket.capture_ended(outcome)
+        else:
+            work.ticket.capture_ended(None)
+            outcome = self._describe(work, standing)
+        if isinstance(outcome, BaseException):
+            work.ticket.version.set_exception(outcome)
+        else:
+            work.ticket.version.set_result(outcome)
+        for intake in work.intakes():
+            intake.feed(outcome)
+
+    def _capture(self, work: Work, before: Standing | None) -> Standing:
+        intakes, ticket = work.intakes(), work.ticket
+
+        def dispatch(batch: Batch) -> None:
+            for intake in intakes:
+                batch.slab.lease()
+                intake.feed(batch)
+            batch.slab.release()
+
+        def keep(rows: Array, digests: Array) -> None:
+            for intake in intakes:
+                intake.feed(Kept(rows, digests))
+
+        outlet = Outlet(dispatch, keep, ticket.freed.set, ticket.cancelled.is_set)
+        digest = algorithm(ticket.head.digest)
+        return Capture(work.plan, ticket.head.chunk, self._arena, digest, outlet, before).run()
+
+    def _describe(self, work: Work, standing: Standing) -> Version | BaseException:
+        """The version of what was captured."""
+        plan, head, last = work.plan, dataclasses.replace(work.ticket.head, parent=self.parent), self._version
+        try:
+            if last is not None and _alike(last, plan, head.chunk):
+                version = last.again(head, standing.digests)
+            else:
+                version = Version.build(head, plan.leaves, plan.shards(), standing.digests)
+                check_whole(version)
+        except BaseException as error:
+            return _told(error)
+        self.parent, self._version, self._standing = version.id, version, standing
+        return version
+
+
+def _alike(last: Version, plan: Plan, chunk: int) -> bool:
+    """Whether the plan's leaves and shards are those of the last version."""
+    return (
+        last.head.chunk == chunk
+        and last.leaves == plan.leaves
+        and last.boxes == plan.boxes
+        and np.array_equal(last.shard_leaf, plan.leaf)
+    )
+
+
+def _told(error: BaseException) -> TierstateError:
+    """An error as whoever waits for the save is to get it."""
+    return error if isinstance(error, TierstateError) else CaptureError(f"the capture failed: {error!r}")

@@ -1,0 +1,116 @@
+"""A plan: what of a state is to be captured, as columns, so that thousands of leaves are no Python work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tierstate.manifest.box import Box
+from tierstate.manifest.chunk import Buffer, Chunk
+from tierstate.manifest.index import Array
+from tierstate.manifest.leaf import Leaf
+from tierstate.manifest.version import ShardRow
+
+Chunks = Callable[[int], Iterator[Chunk]]
+"""A source's chunks for a given size."""
+
+
+class Fence(Protocol):
+    """A moment on a device's stream, after which the state is what it was when save was called."""
+
+    def synchronize(self) -> None:
+        """Return when the moment has passed."""
+
+    def follow(self) -> None:
+        """Have what this thread does on the device from now on come after it."""
+
+
+class Source(NamedTuple):
+    """One shard to capture.
+
+    Attributes:
+        leaf: its leaf's index.
+        box: its place in the leaf.
+        nbytes: its length.
+        chunks: its chunks for a given size.
+        guarded: whether it holds still after the call of save, until somebody who is made to wait changes it.
+        memory: its bytes as they lie in host memory, where they do.
+    """
+
+    leaf: int
+    box: Box
+    nbytes: int
+    chunks: Chunks
+    guarded: bool = False
+    memory: Buffer | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What to capture: leaves, and their shards by rising leaf, as columns.
+
+    Attributes:
+        leaves: the version's leaves.
+        leaf, boxes, nbytes: per source, as in `Source`.
+        guarded: ``(sources,)`` of bool.
+        address: ``(sources,)`` of int64: where the bytes lie in host memory; 0 for those that come as chunks.
+        chunks: those, by the source's number.
+        keep: what keeps the memory alive.
+        fences: what to wait for on devices that are in use.
+    """
+
+    leaves: tuple[Leaf, ...]
+    leaf: Array
+    boxes: tuple[Box, ...]
+    nbytes: Array
+    guarded: Array
+    address: Array
+    chunks: dict[int, Chunks]
+    keep: Any = None
+    fences: tuple[Fence, ...] = ()
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf], sources: Sequence[Source], fences: Sequence[Fence] = ()) -> Plan:
+        """The plan of these sources."""
+        return cls(
+            tuple(leaves),
+            np.array([s.leaf for s in sources], "i8"),
+            tuple(s.box for s in sources),
+            np.array([s.nbytes for s in sources], "i8"),
+            np.array([s.guarded for s in sources], bool),
+            np.array([address_of(s.memory) for s in sources], "i8"),
+            {i: s.chunks for i, s in enumerate(sources) if s.memory is None},
+            [s.memory for s in sources],
+            tuple(fences),
+        )
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes of all sources."""
+        return int(self.nbytes.sum())
+
+    def shards(self, rank: int = 0) -> list[ShardRow]:
+        """The shards as a version's rows."""
+        return [ShardRow(leaf, rank, box) for leaf, box in zip(self.leaf.tolist(), self.boxes, strict=True)]
+
+    def counts(self, chunk: int) -> Array:
+        """``(sources,)``: chunks of each source."""
+        found: Array = -(-self.nbytes // chunk)
+        return found
+
+    def row_leaves(self, chunk: int) -> Array:
+        """``(chunks,)``: the leaf of each chunk."""
+        return np.repeat(self.leaf, self.counts(chunk))
+
+    def name(self, source: int) -> str:
+        """The source's leaf, for messages."""
+        return f"leaf {self.leaves[int(self.leaf[source])].name}"
+
+
+def address_of(memory: Buffer | None) -> int:
+    """Where memory lies, as `Plan.address` says it: not 0 where there is some, though it be empty."""
+    return 0 if memory is None else memory.data_ptr() or 1
