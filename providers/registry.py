@@ -35,6 +35,8 @@ class Registry:
             np.generic: ValueProvider,
             **dict.fromkeys(PLAIN, ValueProvider),
         }
+        self.changes = 0
+        """How often something was registered."""
         for container in (list, tuple, dict, OrderedDict):  # one value, or a holder of leaves: the tree says which
             del self._types[container]
 
@@ -52,6 +54,7 @@ class Registry:
             raise ValueError(f"kind {kind!r} belongs to {known.__module__}.{known.__qualname__}; choose another")
         self._kinds[kind] = provider
         self._types[value_type] = provider
+        self.changes += 1
 
     def exact(self, value: Any) -> Provider | None:
         """A provider for the value: its own, or the one of its very type; None where there is none."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from tierstate.manifest.chunk import Chunk
 from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.manifest.leaf import Leaf, Spec
 
 from .base import Provider
 from .registry import REGISTRY, Registry
 from .survey import Leave, Place, Survey, never
+from .tensors import TensorProvider
 from .ties import Ties, find_ties
+from .values import ValueProvider
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +28,66 @@ class Node:
     provider: Provider | None
 
 
-@dataclass(frozen=True, slots=True)
 class Tree:
-    """A state as leaves, each container before what it holds, in the state's own order."""
+    """A state as leaves, each container before what it holds, in the state's own order.
 
-    nodes: tuple[Node, ...]
+    Args:
+        leaves: the leaves.
+        providers: what streams the bytes of each; None where there are none.
+
+    Attributes:
+        values: where the tree is like one before, each tensor that lies where it lay then; None for other leaves.
+        fresh: indices of leaves whose spec or memory is another than in the tree before.
+        token: the same object for trees that are alike.
+    """
+
+    def __init__(self, leaves: tuple[Leaf, ...], providers: Sequence[Provider | None]) -> None:
+        self.leaves, self._providers = leaves, list(providers)
+        self.values: Sequence[torch.Tensor | None] = ()
+        self.fresh: Sequence[int] = ()
+        self.token = object()
+
+    def provider(self, leaf: int) -> Provider | None:
+        """What streams a leaf's bytes; None if it has none."""
+        found = self._providers[leaf]
+        value = self.values[leaf] if self.values else None
+        if found is None and value is not None and self.leaves[leaf].spec.has_bytes:
+            found = self._providers[leaf] = TensorProvider(value)
+        return found
+
+    def chunks(self, leaf: int, size: int) -> Iterator[Chunk]:
+        """A leaf's bytes, as its provider gives them, which is made no sooner than the first is asked for."""
+        provider = self.provider(leaf)
+        if provider is not None:
+            yield from provider.chunks(size)
+
+    def again(self, values: Sequence[torch.Tensor | None], fresh: Mapping[int, Provider]) -> Tree:
+        """A tree that is like this one, but for some leaves.
+
+        Args:
+            values: tensors that lie where they lay.
+            fresh: providers of other leaves that have changed.
+        """
+        leaves = list(self.leaves) if fresh else self.leaves
+        providers = self._providers.copy()
+        for i, provider in fresh.items():
+            providers[i], spec = provider, provider.spec
+            if spec != self.leaves[i].spec:
+                leaves[i] = Leaf(self.leaves[i].path, spec)  # type: ignore[index]
+        tree = Tree(tuple(leaves), providers)
+        tree.values, tree.fresh, tree.token = values, tuple(fresh), self.token
+        return tree
+
+    def without_memory(self) -> Tree:
+        """The tree with nothing that refers to the state's memory: all but plain values."""
+        tree = Tree(self.leaves, [p if isinstance(p, ValueProvider) else None for p in self._providers])
+        tree.token = self.token
+        return tree
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
-        """The leaves without their providers."""
-        return tuple(node.leaf for node in self.nodes)
+    def nodes(self) -> tuple[Node, ...]:
+        """Every leaf with its provider."""
+        return tuple(Node(leaf, self.provider(i)) for i, leaf in enumerate(self.leaves))
 
 
 def flatten(state: Any, *, registry: Registry = REGISTRY, allow_pickle: Leave = never) -> Tree:
@@ -49,28 +104,42 @@ def flatten(state: Any, *, registry: Registry = REGISTRY, allow_pickle: Leave = 
         CaptureError: something cannot be saved; the message names its path, type and remedy.
     """
     root = Survey(registry, allow_pickle).take(state)
-    leaves = [(place.path, place.provider) for place in root.walk() if place.provider is not None]
-    ties = find_ties(leaves)
-    return Tree(tuple(_nodes(root, ties)))
+    return plant(root, ties_of(root))
 
 
-def _nodes(root: Place, ties: Ties) -> Iterator[Node]:
+def ties_of(root: Place) -> Ties:
+    """What shares memory in a state."""
+    return find_ties([(place.path, place.provider) for place in root.walk() if place.provider is not None])
+
+
+def plant(root: Place, ties: Ties) -> Tree:
+    """The tree of a state that was walked."""
+    nodes = list(_nodes(root, ties))
+    return Tree(tuple(leaf for leaf, _ in nodes), [provider for _, provider in nodes])
+
+
+def _nodes(root: Place, ties: Ties) -> Iterator[tuple[Leaf, Provider | None]]:
     index = 0
     for place in root.walk():
         if place.provider is None:
-            yield Node(Leaf(place.path, Spec(place.kind, attrs=place.attrs)), None)
+            yield Leaf(place.path, Spec(place.kind, attrs=place.attrs)), None
             continue
         if index in ties.specs:
-            yield Node(Leaf(place.path, ties.specs[index]), None)
+            yield Leaf(place.path, ties.specs[index]), None
         else:
-            yield Node(Leaf(place.path, _spec(place, place.provider)), place.provider)
+            yield Leaf(place.path, spec_of(place, place.provider)), place.provider
         if index in ties.storages:
             path, provider = ties.storages[index]
-            yield Node(Leaf(path, provider.spec), provider)
+            yield Leaf(path, provider.spec), provider
         index += 1
 
 
-def _spec(place: Place, provider: Provider) -> Spec:
+def spec_of(place: Place, provider: Provider) -> Spec:
+    """A leaf's spec.
+
+    Raises:
+        CaptureError: the provider has none; the message names the path.
+    """
     try:
         return provider.spec
     except TierstateError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -69,7 +69,7 @@ class Plan:
     nbytes: Array
     guarded: Array
     address: Array
-    chunks: dict[int, Chunks]
+    chunks: Mapping[int, Chunks]
     keep: Any = None
     fences: tuple[Fence, ...] = ()
 
@@ -86,6 +86,21 @@ class Plan:
             {i: s.chunks for i, s in enumerate(sources) if s.memory is None},
             [s.memory for s in sources],
             tuple(fences),
+        )
+
+    def changed(self, sources: Mapping[int, Source]) -> Plan:
+        """The plan with some sources in place of those of the same numbers."""
+        boxes, chunks, keep = list(self.boxes), dict(self.chunks), [self.keep]
+        nbytes, guarded, address = self.nbytes.copy(), self.guarded.copy(), self.address.copy()
+        for i, source in sources.items():
+            boxes[i], nbytes[i], guarded[i] = source.box, source.nbytes, source.guarded
+            address[i] = address_of(source.memory)
+            keep.append(source.memory)
+            chunks.pop(i, None)
+            if source.memory is None:
+                chunks[i] = source.chunks
+        return replace(
+            self, boxes=tuple(boxes), nbytes=nbytes, guarded=guarded, address=address, chunks=chunks, keep=keep
         )
 
     @cached_property

@@ -29,7 +29,6 @@ from .packing import BIG, BLOCK
 from .packs import PackWriter, Rows
 from .shelf import Shelf
 
-
 WORTH_A_LOOK = 1024
 """Bytes of a chunk from which on it is looked for among those that this save has written already."""
 

@@ -18,8 +18,8 @@ from tierstate.manifest.errors import TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
 from tierstate.manifest.leaf import Leaf, check_glob
 from tierstate.manifest.log import check_run
+from tierstate.providers.recall import Recall
 from tierstate.providers.target import NEW
-from tierstate.providers.tree import flatten
 from tierstate.tiers.arena import Arena
 from tierstate.tiers.catalog import Catalog
 from tierstate.tiers.flow import Flow
@@ -32,7 +32,7 @@ from tierstate.tiers.verify import Report, Verifier
 from .finding import OnDamage, Restored, Wanted, find, restore
 from .guard import Guard
 from .info import Stats, TierStats, VersionInfo
-from .planning import allowed_pickles, checked_metadata, checked_step, plan, retention
+from .planning import Planner, allowed_pickles, checked_metadata, checked_step, retention
 from .save import Save
 
 log = logging.getLogger("tierstate")
@@ -70,6 +70,7 @@ class Checkpointer:
         self._shelves = [Shelf(self._open(tier), run, retention(tier)) for tier in self.policy.tiers]
         self._flow = Flow(self.policy, self._shelves, self._arena)
         self._guard = Guard()
+        self._planner = Planner(Recall(allow_pickle=self._pickles), self._guard)
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
         self._pid = os.getpid()
@@ -106,7 +107,7 @@ class Checkpointer:
         """
         start = time.monotonic()
         self._check_open()
-        tree = flatten(state, allow_pickle=self._pickles)
+        plan = self._planner.plan(state)
         head = Head(
             self.run,
             self._flow.next_seq(),
@@ -116,7 +117,7 @@ class Checkpointer:
             digest=self.policy.digest,
             metadata=checked_metadata(metadata),
         )
-        ticket = self._flow.submit(plan(tree, self._guard.covers()), head)
+        ticket = self._flow.submit(plan, head)
         try:
             ticket.freed.wait()
             self._guard.watch(ticket)

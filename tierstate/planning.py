@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from tierstate.manifest.chunk import Chunk
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.leaf import Path, matches_any
+from tierstate.manifest.leaf import Leaf, Path, matches_any
 from tierstate.manifest.retention import Keep
 from tierstate.providers.base import Provider
+from tierstate.providers.recall import Recall
 from tierstate.providers.tree import Tree
 from tierstate.tiers.devices import fences
 from tierstate.tiers.placement import may_pickle
 from tierstate.tiers.plan import Plan, Source
 from tierstate.tiers.policy import Policy, TierPolicy
+
+from .guard import Guard
 
 
 def allowed_pickles(policy: Policy, globs: Sequence[str]) -> Callable[[Path], bool]:
@@ -28,14 +34,70 @@ def retention(tier: TierPolicy) -> Keep:
     return Keep(tier.keep.last, tier.keep.every, tier.keep.all)
 
 
-def plan(tree: Tree, guarded: Callable[[Provider], bool]) -> Plan:
-    """What the flow is to capture of a flattened state, and which of it may be captured after save has returned."""
-    sources = [
-        Source(i, p.box, node.leaf.spec.nbytes, p.chunks, guarded(p), p.memory())
-        for i, node in enumerate(tree.nodes)
-        if (p := node.provider) is not None
-    ]
-    return Plan.of(tree.leaves, sources, fences())
+class Planner:
+    """Plans saves: what the flow is to capture of a state, and which of it may be captured after save has returned.
+
+    While a state stays built as it is, a plan is the one before with a few numbers changed.
+
+    Args:
+        recall: flattens the states.
+        guard: knows what holds still after save has returned.
+    """
+
+    def __init__(self, recall: Recall, guard: Guard) -> None:
+        self._recall, self._guard = recall, guard
+        self._token: object = None
+        self._signature: list[int] = []
+        self._plan: Plan | None = None
+        self._numbers: dict[int, int] = {}
+        self._covers: Callable[[Provider], bool] = lambda _provider: False
+
+    def plan(self, state: Any) -> Plan:
+        """The plan of a save.
+
+        Raises:
+            CaptureError: something cannot be saved; the message names its path, type and remedy.
+        """
+        tree, signature = self._recall.flatten(state), self._guard.signature()
+        if self._plan is not None and tree.token is self._token and signature == self._signature:
+            plan = self._again(self._plan, tree)
+        else:
+            self._signature, self._covers = signature, self._guard.covers()
+            plan = self._anew(tree)
+        # What is remembered holds on to nothing of the state.
+        self._token, self._plan = (
+            tree.token,
+            replace(plan, keep=None, chunks=dict.fromkeys(plan.chunks, _gone), fences=()),
+        )
+        return plan
+
+    def _anew(self, tree: Tree) -> Plan:
+        sources: list[Source] = []
+        self._numbers.clear()
+        for i, node in enumerate(tree.nodes):
+            if node.provider is not None:
+                self._numbers[i] = len(sources)
+                sources.append(self._source(i, node.leaf, node.provider))
+        return Plan.of(tree.leaves, sources, fences())
+
+    def _source(self, index: int, leaf: Leaf, provider: Provider) -> Source:
+        guarded, memory = self._covers(provider), provider.memory()
+        return Source(index, provider.box, leaf.spec.nbytes, provider.chunks, guarded, memory)
+
+    def _again(self, last: Plan, tree: Tree) -> Plan:
+        # Storages, and not tensors, which may be given other memory while this one is still being read.
+        keep = [tree, [value.untyped_storage() for value in tree.values if value is not None]]
+        plan = replace(last, leaves=tree.leaves, keep=keep, fences=fences())
+        fresh = {i: self._source(i, tree.leaves[i], p) for i in tree.fresh if (p := tree.provider(i)) is not None}
+        if fresh:
+            plan = plan.changed({self._numbers[i]: source for i, source in fresh.items()})
+        if plan.chunks:
+            plan = replace(plan, chunks={i: partial(tree.chunks, int(plan.leaf[i])) for i in plan.chunks})
+        return plan
+
+
+def _gone(size: int) -> Iterator[Chunk]:
+    raise RuntimeError("a plan is captured once")
 
 
 def checked_step(step: int) -> int:

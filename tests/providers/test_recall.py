@@ -1,0 +1,189 @@
+"""Recall: whatever changes from one state to the next, the leaves and bytes are those of the state as it is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moving import stream
+from strategies import scrambled, states
+
+from tierstate.manifest.errors import CaptureError
+from tierstate.manifest.leaf import Leaf
+from tierstate.providers.arrays import ArrayProvider
+from tierstate.providers.recall import Recall
+from tierstate.providers.registry import Registry
+from tierstate.providers.tree import Tree, flatten
+
+
+def seen(tree: Tree) -> list[tuple[Leaf, bytes | None]]:
+    """Leaves and bytes of a state."""
+    return [(node.leaf, None if node.provider is None else stream(node.provider)) for node in tree.nodes]
+
+
+@given(states(), states(), st.lists(st.sampled_from("onsc"), max_size=5))
+@settings(deadline=None)
+def test_every_state_is_flattened_as_if_it_were_the_first(state: Any, other: Any, order: list[str]) -> None:
+    recall = Recall()
+    recall.flatten(state)
+    for which in order:
+        given_state = {"o": other, "n": state, "s": scrambled(state), "c": copy.deepcopy(state)}[which]
+        again, anew = seen(recall.flatten(given_state)), seen(flatten(given_state))
+        assert again == anew  # never the states themselves: torch cannot print every dtype
+
+
+class Job:
+    """A model in training, with what usually goes with it."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.generator = torch.Generator()
+        self.extra: dict[str, Any] = {"step": 0, "losses": [0.5], "seen": np.zeros(3), "tied": self.model[0].weight}
+
+    def step(self) -> None:
+        self.model(torch.randn(8, 4)).sum().backward()
+        self.optimizer.step()
+        self.extra["step"] += 1000
+        self.extra["losses"].append(0.25)
+        torch.rand(3, generator=self.generator)
+
+    def state(self) -> dict[str, Any]:
+        rng = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "own": self.generator}
+        return {"model": self.model, "optimizer": self.optimizer, "rng": rng, **self.extra}
+
+
+def replace_weight(job: Job) -> None:
+    job.model[0].weight = torch.nn.Parameter(torch.ones(4, 4))
+
+
+def replace_data(job: Job) -> None:
+    job.model[0].weight.data = torch.ones(4, 4)
+
+
+def transpose_data(job: Job) -> None:
+    job.model[0].weight.data = job.model[0].weight.data.t()
+
+
+def freeze(job: Job) -> None:
+    job.model[0].weight.requires_grad_(False)
+
+
+def cast(job: Job) -> None:
+    job.model.to(torch.float64)
+
+
+def untie(job: Job) -> None:
+    job.extra["tied"] = job.model[0].weight.detach().clone()
+
+
+def tie(job: Job) -> None:
+    job.extra["seen"] = job.model[0].bias.detach()[1:]
+
+
+def add(job: Job) -> None:
+    job.extra["more"] = torch.zeros(2)
+
+
+def reorder(job: Job) -> None:
+    job.extra = dict(reversed(job.extra.items()))
+
+
+def retype(job: Job) -> None:
+    job.extra["losses"] = tuple(job.extra["losses"])
+
+
+def nest(job: Job) -> None:
+    job.extra["losses"] = [torch.zeros(1), 2]
+
+
+def equal_key(job: Job) -> None:
+    job.extra = {1: 0} if 1.0 in job.extra else {1.0: 0}
+
+
+def conjugate(job: Job) -> None:
+    last = job.extra.get("complex")
+    job.extra["complex"] = torch.full((2,), 1 + 2j) if last is None else last.conj()
+
+
+CHANGES = [replace_weight, replace_data, transpose_data, freeze, cast, untie, tie]
+CHANGES += [add, reorder, retype, nest, equal_key, conjugate]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_of_a_job_are_noticed(change: Any) -> None:
+    job, recall = Job(), Recall()
+    for _ in range(3):
+        job.step()
+        assert seen(recall.flatten(job.state())) == seen(flatten(job.state()))
+    for _ in range(2):
+        change(job)
+        for _ in range(2):
+            state = job.state()
+            assert seen(recall.flatten(state)) == seen(flatten(state))
+
+
+def test_what_stays_is_known_again() -> None:
+    job, recall = Job(), Recall()
+    job.step()
+    first = recall.flatten(job.state())
+    job.step()
+    second = recall.flatten(job.state())
+    assert second.token is first.token
+    fresh = {second.leaves[i].name for i in second.fresh}
+    assert all(name.startswith(("rng.", "losses", "step", "optimizer.param_groups", "seen")) for name in fresh), fresh
+    job.model[0].weight.data = torch.ones(4, 4)
+    job.extra["tied"] = job.model[0].weight
+    assert recall.flatten(job.state()).token is not first.token, "a tensor that others share memory with has moved"
+
+
+def test_nothing_of_a_state_is_held_on_to() -> None:
+    recall = Recall()
+    for seed in range(3):
+        state = {"a": torch.full((5,), seed), "b": np.full(5, seed), "n": [torch.zeros(3), 1], "step": seed}
+        recall.flatten(state)
+        refs = [weakref.ref(state["a"]), weakref.ref(state["b"]), weakref.ref(state["n"][0])]
+        del state
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 3
+
+
+def test_a_later_registration_counts() -> None:
+    class Odd:
+        def __init__(self) -> None:
+            self.array = np.arange(3)
+
+    class OddProvider(ArrayProvider):
+        kind = "odd"
+
+        def __init__(self, value: Any) -> None:
+            super().__init__(value.array)
+
+    registry = Registry()
+    recall = Recall(registry=registry, allow_pickle=lambda path: False)
+    state: dict[str, Any] = {"x": 1}
+    recall.flatten(state)
+    state["x"] = Odd()
+    with pytest.raises(CaptureError, match=r"x: a .*Odd has no provider"):
+        recall.flatten(state)
+    registry.register(Odd, OddProvider)
+    assert [leaf.spec.kind for leaf in recall.flatten(state).leaves] == ["dict", "odd"]
+    assert [leaf.spec.kind for leaf in recall.flatten(state).leaves] == ["dict", "odd"]
+
+
+def test_what_cannot_be_saved_is_told_at_any_time() -> None:
+    recall = Recall()
+    recall.flatten({"x": torch.zeros(2, 2)})
+    with pytest.raises(CaptureError, match="x: a tensor of layout"):
+        recall.flatten({"x": torch.zeros(2, 2).to_sparse()})
+    recall.flatten({"x": torch.zeros(2, 2)})
+    recall.flatten({"x": torch.zeros(2, 2)})
+    with pytest.raises(CaptureError, match=r"x: a builtins\.object has no provider"):
+        recall.flatten({"x": object()})
