@@ -125,8 +125,8 @@ class Flow:
             lane.end()
 
     def _route(self, leaves: tuple[Leaf, ...]) -> dict[str, Route]:
-        """Routes of these leaves, remembered while the structure stays."""
-        if self._routes is None or self._routes[0] != leaves:
+        """Routes of these leaves, remembered while their paths stay."""
+        if self._routes is None or not _same_paths(self._routes[0], leaves):
             paths = [leaf.path for leaf in leaves]
             masks = route(self._policy, paths)
             routes = {name: Route(mask, codecs_of(self._policy, name, paths)) for name, mask in masks.items()}
@@ -249,3 +249,7 @@ class Flow:
             # What a slower tier still had to read when its own turn came.
             lane.retire()
         self._capturing = None
+
+
+def _same_paths(one: tuple[Leaf, ...], other: tuple[Leaf, ...]) -> bool:
+    return len(one) == len(other) and all(a is b or a.path == b.path for a, b in zip(one, other, strict=True))

@@ -28,6 +28,11 @@ class _Known(NamedTuple):
     mark: Mark
     objects: frozenset[str]
 
+    @classmethod
+    def of(cls, record: Record) -> _Known:
+        head = record.version.head
+        return cls(Mark(head.seq, head.step), frozenset(record.layout.objects))
+
 
 class Shelf:
     """One run in one tier.
@@ -186,6 +191,8 @@ class Shelf:
             self._newest, self._opened, self._own = record, True, True
             for key, size in zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True):
                 self._sound.setdefault(key, bool(size))
+        # So that retention need not read back what this process has just written.
+        self._known[record.version.head.seq] = _Known.of(record)
 
     def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> Decision:
         """Drop what the policy does not keep: first the records, then the packs that no other record names.
@@ -219,7 +226,7 @@ class Shelf:
                 except TierstateError as error:
                     log.warning("%s: version %d of run %s is left alone: %s", self.name, seq, self.run, error)
                     continue
-                self._known[seq] = _Known(Mark(seq, record.version.head.step), frozenset(record.layout.objects))
+                self._known[seq] = _Known.of(record)
 
     def _sweep(self) -> None:
         """Delete the packs of dropped versions that no record names; what fails is tried again next time."""
