@@ -80,7 +80,7 @@ class Tree:
 
     def without_memory(self) -> Tree:
         """The tree with nothing that refers to the state's memory: all but plain values."""
-        tree = Tree(self.leaves, [p if isinstance(p, ValueProvider) else None for p in self._providers])
+        tree = Tree(self.leaves, [p if type(p) is ValueProvider else None for p in self._providers])
         tree.token = self.token
         return tree
 
