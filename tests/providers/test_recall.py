@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from typing import Any
@@ -28,13 +27,13 @@ def seen(tree: Tree) -> list[tuple[Leaf, bytes | None]]:
     return [(node.leaf, None if node.provider is None else stream(node.provider)) for node in tree.nodes]
 
 
-@given(states(), states(), st.lists(st.sampled_from("onsc"), max_size=5))
+@given(states(), states(), st.lists(st.sampled_from("ons"), max_size=5))
 @settings(deadline=None)
 def test_every_state_is_flattened_as_if_it_were_the_first(state: Any, other: Any, order: list[str]) -> None:
     recall = Recall()
     recall.flatten(state)
     for which in order:
-        given_state = {"o": other, "n": state, "s": scrambled(state), "c": copy.deepcopy(state)}[which]
+        given_state = {"o": other, "n": state, "s": scrambled(state)}[which]
         again, anew = seen(recall.flatten(given_state)), seen(flatten(given_state))
         assert again == anew  # never the states themselves: torch cannot print every dtype
 
