@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable
 
-from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import CaptureError
+from tierstate.manifest.chunk import Buffer, empty_buffer
+from tierstate.manifest.errors import CaptureError, TierstateError
 
-from .pages import PAGE, fault_in, map_pages, pin, unpin
+from .pages import PAGE, SharedPages, current_device, fault_in, is_shared, map_pages, pin, unpin
+
+log = logging.getLogger("tierstate")
 
 LAST = 1
 """Slabs that captures leave free."""
@@ -19,29 +23,44 @@ class Slab:
 
     Attributes:
         buffer: the slab's memory, page-aligned.
+        offset: where it lies in the file that is the arena's `shared` memory; None where the memory is private.
+        pinned: whether CUDA knows of it; None as long as that was not tried.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self.buffer = map_pages(arena.slab_size)
+        self.offset: int | None = None
+        if arena.shared is None:
+            self.buffer = map_pages(arena.slab_size)
+        else:
+            self.buffer, self.offset = arena.shared.map()
         self.leases = 0
         self.kept = False
         self.ready = False
-        self.pinned = False
+        self.pinned: bool | None = None
 
     def prepare(self) -> None:
         """Fault the memory in, and pin it where CUDA is."""
         if not self.ready:
             fault_in(self.buffer)
             self.ready = True
-        if not self.pinned:
-            self.pinned = pin(self.buffer)
+        self.pin()
+
+    def pin(self) -> None:
+        """Pin the memory, once this process uses CUDA. Tried once: it takes milliseconds."""
+        if self.pinned is None:
+            self.pinned = pin(self.buffer, self._arena.device)
 
     def discard(self) -> None:
-        """Undo the pinning; the memory goes with its last view."""
+        """Undo the pinning, and let go of the memory: it goes with its last view."""
+        if not self._arena.is_ours():
+            return
         if self.pinned:
-            unpin(self.buffer)
-            self.pinned = False
+            unpin(self.buffer, self._arena.device)
+        self.pinned = None
+        if self._arena.shared is not None and self.offset is not None:
+            self._arena.shared.give_back(self.buffer, self.offset)
+        self.buffer = empty_buffer(0)
 
     def lease(self) -> None:
         """One more party needs the slab."""
@@ -57,11 +76,16 @@ class Arena:
     """Slabs of one size under one budget; a full arena makes the next acquirer wait, and never grows.
 
     Slabs that a memory tier keeps (`keep`) leave the budget: from then on they count against that tier's capacity.
-    Memory is mapped when first needed, and kept for the next save.
+    Memory is mapped when first needed, and kept for the next save until the arena is closed.
 
     Args:
         size: bytes that may be in flight at once.
         slab_size: bytes of one slab; rounded up to whole pages.
+
+    Attributes:
+        shared: the file in memory in which the slabs lie, by which another process can map them; None where they are
+            private.
+        device: the CUDA device of the thread that made the arena or last called `prepare`; None without CUDA.
 
     Raises:
         ValueError: fewer than two slabs fit, one to copy out into and one to read back into.
@@ -75,13 +99,21 @@ class Arena:
                 f"an arena of {size} bytes holds {self.slots} slabs of {self.slab_size} bytes; "
                 "it needs two at least: make `arena: size` at least twice `chunk`"
             )
+        self.shared = SharedPages(self.slab_size) if is_shared(self.slab_size) else None
+        self.device = current_device()
         self.changed = threading.Condition()
+        self.closed = False
         self.in_flight = 0
         self.kept = 0
         self.peak = 0
+        self._pid = os.getpid()
         self._free: list[Slab] = []
         self._out: dict[int, Slab] = {}
-        self._preparing = False
+        self._preparing: threading.Thread | None = None
+
+    def is_ours(self) -> bool:
+        """Whether this process made the arena, and did not inherit it in a fork."""
+        return os.getpid() == self._pid
 
     def lacks(self, nbytes: int) -> bool:
         """Whether a capture of so many bytes would have to wait; one longer than the arena waits for all of it."""
@@ -90,7 +122,7 @@ class Arena:
             return max(0, slots - self.in_flight) * self.slab_size < min(nbytes, slots * self.slab_size)
 
     def acquire(self, stop: Callable[[], bool] = lambda: False, *, last: bool = False) -> Slab:
-        """A slab with one lease, as soon as the budget has room.
+        """A slab with one lease, as soon as the budget has room; pinned, where this process uses CUDA.
 
         Args:
             stop: asked while waiting.
@@ -100,52 +132,92 @@ class Arena:
 
         Raises:
             CaptureError: ``stop`` returned true while waiting.
+            TierstateError: the arena is closed.
         """
         with self.changed:
-            while self.in_flight >= self.slots - (0 if last else LAST):
+            while self._is_full(last):
                 if stop():
                     raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
                 self.changed.wait(0.1)
-            return self._take()
+            slab = self._take()
+        return self._pinned(slab)
 
     def try_acquire(self) -> Slab | None:
-        """A slab with one lease, for a capture, if the budget has room for it now."""
+        """A slab with one lease, if a capture would get one without waiting.
+
+        Raises:
+            TierstateError: the arena is closed.
+        """
         with self.changed:
-            return self._take() if self.in_flight < self.slots - LAST else None
+            if self._is_full(last=False):
+                return None
+            slab = self._take()
+        return self._pinned(slab)
+
+    def _is_full(self, last: bool) -> bool:
+        if self.closed:
+            raise TierstateError("this arena is closed, as its Checkpointer is; make a new Checkpointer")
+        return self.in_flight >= self.slots - (0 if last else LAST)
 
     def _take(self) -> Slab:
-        with self.changed:
-            slab = self._free.pop() if self._free else Slab(self)
-            slab.leases = 1
-            self._out[_address(slab.buffer)] = slab
-            self.in_flight += 1
-            self.peak = max(self.peak, self.in_flight + self.kept)
-            return slab
+        slab = self._free.pop() if self._free else Slab(self)
+        slab.leases = 1
+        self._out[_address(slab.buffer)] = slab
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight + self.kept)
+        return slab
+
+    @staticmethod
+    def _pinned(slab: Slab) -> Slab:
+        # Outside the lock: it takes milliseconds, and others want slabs meanwhile.
+        try:
+            slab.pin()
+        except BaseException:
+            slab.release()
+            raise
+        return slab
 
     def prepare(self, nbytes: int) -> None:
         """Have memory for so many bytes faulted in, by a thread of its own, as far as the budget goes.
 
-        The first touch of memory costs more than all that is done with it afterwards.
+        The first touch of memory costs more than all that is done with it afterwards. Called from the thread that
+        saves: its CUDA device is the one whose context slabs are pinned in.
         """
+        self.device = current_device()
         with self.changed:
             missing = min(self.slots, -(-nbytes // self.slab_size)) - self.in_flight - len(self._free)
-            if self._preparing or missing <= 0:
+            if self.closed or self._preparing is not None or missing <= 0:
                 return
-            self._preparing = True
-        threading.Thread(target=self._prepare, args=(missing,), name="tierstate-arena", daemon=True).start()
+            thread = threading.Thread(target=self._prepare, args=(missing,), name="tierstate-arena", daemon=True)
+            # Under the lock, so that `close` finds no thread that it could not wait for.
+            self._preparing = thread
+            try:
+                thread.start()
+            except RuntimeError:
+                self._preparing = None
+                raise
 
     def _prepare(self, count: int) -> None:
         try:
-            for _ in range(count):
-                slab = Slab(self)
-                slab.prepare()
-                with self.changed:
-                    if self.in_flight + len(self._free) >= self.slots:
-                        slab.discard()
-                        return
-                    self._free.append(slab)
+            while count and self._add_prepared():
+                count -= 1
+        except Exception as error:
+            log.warning("memory could not be prepared, so that saves wait for it: %r", error)
         finally:
-            self._preparing = False
+            with self.changed:
+                self._preparing = None
+
+    def _add_prepared(self) -> bool:
+        """One more free slab; whether there was use for it."""
+        slab = Slab(self)
+        slab.prepare()
+        with self.changed:
+            wanted = not self.closed and self.in_flight + len(self._free) < self.slots
+            if wanted:
+                self._free.append(slab)
+        if not wanted:
+            slab.discard()
+        return wanted
 
     def keep(self, buffer: Buffer) -> int:
         """Take the slab that holds this buffer out of the budget, for a tier that will hold it for long.
@@ -177,11 +249,32 @@ class Arena:
             else:
                 self.in_flight -= 1
             slab.ready = True
-            if self.in_flight + len(self._free) < self.slots:
+            wanted = not self.closed and self.in_flight + len(self._free) < self.slots
+            if wanted:
                 self._free.append(slab)
-            else:
-                slab.discard()
             self.changed.notify_all()
+        if not wanted:
+            slab.discard()
+
+    def close(self) -> None:
+        """Give all free memory back to the system; what is still on loan follows when its last lease ends.
+
+        Whoever waits for a slab gets an error, and no thread is left. A forked child's call does nothing: memory and
+        threads are its parent's.
+        """
+        if not self.is_ours():
+            return
+        with self.changed:
+            self.closed = True
+            free, self._free = self._free, []
+            preparing = self._preparing
+            self.changed.notify_all()
+        if preparing is not None:
+            preparing.join()
+        while free:
+            free.pop().discard()
+        if self.shared is not None:
+            self.shared.close()
 
     def wake(self) -> None:
         """Let waiting acquirers look at their ``stop`` again."""

@@ -64,7 +64,7 @@ class Intake:
             try:
                 if failure is None:
                     self._take(item)
-            except Exception as error:
+            except BaseException as error:
                 failure = error
             finally:
                 if isinstance(item, Batch):

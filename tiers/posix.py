@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +57,7 @@ def explain(error: OSError, doing: str, tier: str, key: str, path: Path) -> Tier
         kind = NotFound if doing == "read" else AlreadyExists
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = ": ".join(filter(None, (tier, key)))
-    text = f"{where}: cannot {doing} {path}: {os.strerror(error.errno) if error.errno else error} ({name})"
+    text = f"{where}: cannot {doing} {path}: {error.strerror or error} ({name})"
     remedy = _REMEDIES.get(kind)
     return kind(f"{text}; {remedy}" if remedy else text, tier=tier, key=key)
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -229,15 +230,7 @@ class Checkpointer:
 
     def stats(self) -> Stats:
         """What this Checkpointer has done so far."""
-        tiers = {}
-        for shelf in self._shelves:
-            lane = self._flow.lanes.get(shelf.name)
-            if lane is None:
-                tiers[shelf.name] = TierStats()
-                continue
-            tiers[shelf.name] = TierStats(
-                lane.raw, lane.stored, lane.saves, lane.failures, lane.waiting, tuple(lane.seconds), lane.healthy
-            )
+        tiers = {shelf.name: TierStats.of(self._flow.lanes.get(shelf.name)) for shelf in self._shelves}
         peak = self._arena.peak * self._arena.slab_size
         return Stats(self._saves, self._flow.skipped, tuple(self._blocked), self._guard.waited, peak, tiers)
 
@@ -258,13 +251,12 @@ class Checkpointer:
             return  # a forked child: threads, files and locks are the parent's
         error: BaseException | None = None
         try:
-            self._flow.close(timeout)
+            with ExitStack() as closing:  # each is closed, whatever happens to those before
+                for close in (self._arena.close, *(s.tier.close for s in self._shelves), self._guard.close):
+                    closing.callback(close)
+                self._flow.close(timeout)
         except TierUnavailable as late:
             error = late
-        finally:
-            self._guard.close()
-            for shelf in self._shelves:
-                shelf.tier.close()
         failures = self._flow.failures()
         if error is None and failures:
             error = failures[0][2]

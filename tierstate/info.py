@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierstate.tiers.catalog import Entry
+from tierstate.tiers.lane import Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,14 @@ class TierStats:
     lag: int = 0
     seconds: tuple[float, ...] = ()
     healthy: bool = True
+
+    @classmethod
+    def of(cls, lane: Lane | None) -> TierStats:
+        """What a tier's lane has done; None: nothing yet."""
+        if lane is None:
+            return cls()
+        seconds = tuple(lane.seconds)
+        return cls(lane.raw, lane.stored, lane.saves, lane.failures, lane.waiting, seconds, lane.healthy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tierstate.manifest.chunk import empty_buffer
-from tierstate.manifest.errors import CaptureError
+from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.tiers.arena import LAST, PAGE, Arena, Slab
 
 SLOTS = 5
@@ -41,6 +41,13 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule()
     def acquire_the_last(self) -> None:
         self.taken(self.arena.acquire(last=True))
+
+    @rule()
+    def acquire_if_there_is_one(self) -> None:
+        slab = self.arena.try_acquire()
+        assert (slab is None) == (self.flying >= SLOTS - LAST)
+        if slab is not None:
+            self.taken(slab)
 
     def taken(self, slab: Slab) -> None:
         assert all(slab is not other for other, _ in self.out)
@@ -94,6 +101,21 @@ class ArenaMachine(RuleBasedStateMachine):
         room = max(0, SLOTS - LAST - self.flying)
         for nbytes in (0, 1, PAGE, 3 * PAGE, 99 * PAGE):
             assert self.arena.lacks(nbytes) == (room * PAGE < min(nbytes, (SLOTS - LAST) * PAGE))
+
+    def teardown(self) -> None:
+        """Closed in whatever state it is in; what is on loan comes back later, and all counts come to rest."""
+        self.arena.close()
+        self.arena.close()
+        for ask in (self.arena.acquire, self.arena.try_acquire):
+            with pytest.raises(TierstateError, match="closed"):
+                ask()
+        for slab, leases in self.out:
+            slab.buffer.fill_(1)
+            for _ in range(leases):
+                slab.release()
+            assert slab.buffer.numel() == 0
+        assert (self.arena.in_flight, self.arena.kept, self.arena.peak) == (0, 0, self.peak)
+        assert self.arena._free == []
 
 
 TestArenaMachine = ArenaMachine.TestCase

@@ -1,0 +1,125 @@
+"""Ctrl-C and SIGTERM while saves run: the process ends as it should, soon, and what was committed is whole."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from leftovers import temporary
+
+import tierstate as ts
+
+TEXT = """
+version: 1
+chunk: 1MiB
+arena: {{size: 8MiB}}
+tiers:
+  nvme: {{type: nvme, path: "{place}", io: {io}}}
+"""
+
+JOB = """
+import signal, sys, threading, time
+import torch
+import tierstate as ts
+from filling import Fill
+from tierstate.tiers.files import BufferedFile
+
+text, moment, graceful = sys.argv[1:]
+if graceful == "exit":
+    def handler(number, frame):
+        raise SystemExit(143)
+    signal.signal(signal.SIGTERM, handler)
+
+begun, sync = threading.Event(), BufferedFile.sync
+
+def slow_sync(file):
+    begun.set()
+    time.sleep(0.5)
+    sync(file)
+
+def slow_fill(out):
+    begun.set()
+    time.sleep(0.02)
+    out.zero_()
+
+def tell():
+    begun.wait()
+    print("now", flush=True)
+
+threading.Thread(target=tell, daemon=True).start()
+try:
+    with ts.Checkpointer(ts.Policy.parse(text), "run") as ckpt:
+        ckpt.save({"w": torch.arange(1 << 19)}, step=1).wait()
+        if moment == "save":
+            ckpt.save({"slow": Fill(300 << 20, slow_fill)}, step=2)
+        BufferedFile.sync = slow_sync
+        save = ckpt.save({"w": torch.ones(3 << 18)}, step=2)
+        if moment == "wait":
+            save.wait()
+        while moment == "between":
+            time.sleep(0.01)
+finally:
+    print("closed", [t.name for t in threading.enumerate() if t.name.startswith("tierstate")], flush=True)
+"""
+
+
+def signalled(place: Path, io: str, moment: str, number: int, graceful: str) -> tuple[int, str, str]:
+    """Exit status and output of a process that got a signal in the middle of its second save."""
+    command = [sys.executable, "-c", JOB, TEXT.format(place=place, io=io), moment, graceful]
+    tests = str(Path(__file__).parents[1])
+    with subprocess.Popen(
+        command, cwd=tests, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as job:
+        assert job.stdout is not None
+        first = job.stdout.readline()
+        job.send_signal(number)
+        try:
+            out, errors = job.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            raise
+        assert first == "now\n", errors
+        return job.returncode, out, errors
+
+
+def restores(place: Path, io: str, moment: str) -> None:
+    """The next process has the last version that was committed."""
+    with ts.Checkpointer(ts.Policy.parse(TEXT.format(place=place, io=io)), "run") as ckpt:
+        steps = [v.step for v in ckpt.versions()]
+        assert steps in ([[1]] if moment == "save" else [[1], [1, 2]])
+        right = torch.arange(1 << 19) if steps[-1] == 1 else torch.ones(3 << 18)
+        assert torch.equal(ckpt.load()["w"], right)
+        assert torch.equal(ckpt.load(step=1)["w"], torch.arange(1 << 19))
+        assert ckpt.verify(deep=True).ok
+        ckpt.save({"w": torch.zeros(5)}, step=3).wait()
+    assert temporary(place) == []
+
+
+@pytest.mark.parametrize("moment", ["save", "wait", "between"])
+def test_ctrl_c(place: Path, moment: str) -> None:
+    status, out, errors = signalled(place, "auto", moment, signal.SIGINT, "")
+    assert (status, out) == (-signal.SIGINT, "closed []\n"), errors
+    assert "KeyboardInterrupt" in errors
+    assert "Fatal" not in errors
+    assert temporary(place) == []
+    restores(place, "auto", moment)
+
+
+@pytest.mark.parametrize("moment", ["save", "wait"])
+def test_a_handler_that_exits(place: Path, moment: str) -> None:
+    status, out, errors = signalled(place, "auto", moment, signal.SIGTERM, "exit")
+    assert (status, out) == (143, "closed []\n"), errors
+    assert "Traceback" not in errors
+    assert temporary(place) == []
+    restores(place, "auto", moment)
+
+
+def test_sigterm_itself(place: Path, io: str) -> None:
+    moment = "save" if io == "uring" else "wait"
+    status, out, errors = signalled(place, io, moment, signal.SIGTERM, "")
+    assert (status, out, errors) == (-signal.SIGTERM, "", "")
+    restores(place, io, moment)

@@ -1,0 +1,437 @@
+"""The arena's memory: given back when it is closed, shared with a process that is handed it, pinned where CUDA is."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tierstate.manifest.errors import TierstateError
+from tierstate.providers.tensors import TensorProvider
+from tierstate.tiers import arena as arena_room
+from tierstate.tiers import pages
+from tierstate.tiers.arena import PAGE, Arena
+from tierstate.tiers.host import Host
+
+MIB = 1 << 20
+BIG = 4 * MIB
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "private"])
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether big slabs are shared, whatever this system does."""
+    monkeypatch.setattr(pages, "shares_huge_pages", lambda: request.param)
+    return bool(request.param)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has, by the kernel's own count."""
+    gc.collect()
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel does not say")
+
+
+def descriptors() -> list[str]:
+    """The open files in memory of this process."""
+    return [n for n in os.listdir("/proc/self/fd") if "tierstate-arena" in _target(n)]
+
+
+def _target(number: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except FileNotFoundError:
+        return ""
+
+
+def holds(buffer: torch.Tensor, value: int) -> bool:
+    """Whether all bytes are this value; told without memory of its own, and without threads."""
+    array = buffer.numpy()
+    return bool(array.min() == array.max() == value)
+
+
+def preparing() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "tierstate-arena"]
+
+
+def test_close_gives_memory_back_at_once_and_the_rest_when_it_comes_back(shared: bool) -> None:
+    before, files = resident(), len(descriptors())
+    arena = Arena(16 * BIG, BIG)
+    assert (arena.shared is not None) == shared
+    slabs = [arena.acquire() for _ in range(12)]
+    for slab in slabs:
+        slab.buffer.fill_(7)
+    views = [slab.buffer[PAGE:] for slab in slabs[:4]]
+    assert resident() - before >= 12 * BIG
+    for slab in slabs[4:]:
+        slab.release()
+    arena.close()
+    assert BIG * 4 <= resident() - before <= BIG * 5
+    assert all(holds(view, 7) for view in views), "what is on loan is left alone"
+    views.clear()
+    for slab in slabs[:4]:
+        slab.release()
+    assert resident() - before <= BIG
+    assert len(descriptors()) == files
+    assert (arena.in_flight, arena.kept, arena.peak) == (0, 0, 12)
+
+
+def test_a_kept_slab_is_given_back_when_its_tier_lets_go(shared: bool) -> None:
+    arena = Arena(4 * BIG, BIG)
+    host = Host(arena=arena)
+    for i in range(6):
+        slab = arena.acquire()
+        slab.buffer.fill_(i)
+        with host.writer(f"packs/{i}") as writer:
+            slab.lease()
+            writer.append(slab.buffer, slab.release)
+        slab.release()
+    assert (arena.in_flight, arena.kept, arena.peak) == (0, 6, 6)
+    before = resident()
+    arena.close()
+    assert before - resident() < BIG
+    assert holds(host.get("packs/5"), 5), "a closed arena takes nothing from a tier"
+    host.delete("packs/5")
+    assert arena.kept == 5
+    host.close()
+    # The writer has the last piece, and reading it back took memory too.
+    del writer
+    assert before - resident() > 4 * BIG
+    assert (arena.in_flight, arena.kept, arena.peak) == (0, 0, 6)
+
+
+def test_more_slabs_than_slots_are_given_back_without_a_close(shared: bool) -> None:
+    arena = Arena(4 * BIG, BIG)
+    slabs = []
+    for _ in range(9):
+        slab = arena.acquire()
+        slab.buffer.fill_(1)
+        arena.keep(slab.buffer)
+        slabs.append(slab)
+    before = resident()
+    for slab in slabs:
+        slab.release()
+    assert BIG * 4 < before - resident() < BIG * 6
+    again = [arena.acquire(last=True) for _ in range(4)]
+    more = Arena(4 * BIG, BIG)
+    assert all(holds(slab.buffer, 1) for slab in again), "these were kept for the next save"
+    for slab in again:
+        arena.keep(slab.buffer)
+    fresh = arena.acquire()
+    assert not fresh.buffer.any(), "a hole in the file is zeroed memory"
+    more.close()
+    arena.close()
+
+
+def test_closing_while_memory_is_prepared_leaves_no_thread_and_no_memory() -> None:
+    before = resident()
+    for _ in range(5):
+        arena = Arena(64 * BIG, BIG)
+        arena.prepare(64 * BIG)
+        assert len(preparing()) == 1
+        arena.close()
+        assert preparing() == []
+        arena.prepare(64 * BIG)
+        assert preparing() == []
+    assert resident() - before < 4 * BIG
+
+
+def test_who_waits_for_a_slab_is_told_of_the_close() -> None:
+    arena, told = Arena(2 * PAGE, PAGE), []
+    held = arena.acquire()
+
+    def wait() -> None:
+        try:
+            arena.acquire()
+        except TierstateError as error:
+            told.append(str(error))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.02)
+    arena.close()
+    waiter.join(10)
+    assert told == ["this arena is closed, as its Checkpointer is; make a new Checkpointer"]
+    held.release()
+
+
+def test_memory_that_cannot_be_prepared_is_logged_and_had_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(_buffer: torch.Tensor) -> None:
+        raise OSError(12, "no memory")
+
+    arena = Arena(4 * PAGE, PAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_room, "fault_in", none)
+        arena.prepare(4 * PAGE)
+        for thread in preparing():
+            thread.join(10)
+    assert "memory could not be prepared" in caplog.text
+    arena.prepare(4 * PAGE)
+    for thread in preparing():
+        thread.join(10)
+    assert len(arena._free) == 4
+    arena.close()
+
+
+OTHER = """
+import mmap, sys
+descriptor, offset, length = map(int, sys.argv[1:])
+memory = mmap.mmap(descriptor, length, offset=offset)
+print(memory[0], memory[length - 1], flush=True)
+sys.stdin.readline()
+print(memory[0], memory[length - 1], flush=True)
+memory[1] = 99
+"""
+
+
+@pytest.mark.parametrize("slab_size", [PAGE, BIG, BIG + PAGE])
+def test_another_process_sees_the_bytes_by_the_descriptor(slab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "shares_huge_pages", lambda: True)
+    arena = Arena(4 * slab_size, slab_size)
+    first, slab = arena.acquire(), arena.acquire()
+    assert arena.shared is not None
+    assert slab.offset not in (None, first.offset)
+    first.buffer.fill_(200)
+    slab.buffer.fill_(5)
+    number = arena.shared.descriptor
+    command = [sys.executable, "-c", OTHER, *map(str, (number, slab.offset, arena.slab_size))]
+    with subprocess.Popen(command, pass_fds=[number], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == "5 5\n"
+        slab.buffer.fill_(6)
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "6 6\n"
+    assert slab.buffer[:3].tolist() == [6, 99, 6]
+    assert bool((first.buffer == 200).all())
+    arena.close()
+    assert arena.shared.descriptor == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+def test_an_arena_that_is_dropped_closes_its_descriptor() -> None:
+    before = descriptors()
+    arena = Arena(4 * PAGE, PAGE)
+    slab = arena.acquire()
+    assert len(descriptors()) == len(before) + 1
+    slab.release()
+    del slab, arena
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_there_is_one_descriptor_however_many_slabs() -> None:
+    before = os.listdir("/proc/self/fd")
+    arena = Arena(5000 * PAGE, PAGE)
+    slabs = [arena.acquire() for _ in range(4000)]
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    for slab in slabs:
+        slab.release()
+    arena.close()
+
+
+def child(work: object) -> int:
+    """Exit status of a forked child that does some work."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            assert callable(work)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    end = time.monotonic() + 60
+    while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+    return os.waitstatus_to_exitcode(found[1])
+
+
+@pytest.fixture
+def loaned(shared: bool) -> Iterator[Arena]:
+    """An arena with a free slab and one on loan that is all sevens."""
+    arena = Arena(16 * BIG, BIG)
+    slabs = [arena.acquire() for _ in range(8)]
+    for slab in slabs:
+        slab.buffer.fill_(7)
+    for slab in slabs[1:]:
+        slab.release()
+    yield arena
+    assert holds(slabs[0].buffer, 7)
+    slabs[0].release()
+    arena.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_closes_takes_nothing_from_its_parent(loaned: Arena) -> None:
+    def close() -> None:
+        loaned.close()
+        loaned._free[0].discard()
+        for slab in list(loaned._out.values()):
+            slab.release()
+
+    assert child(close) == 0
+    assert holds(loaned.acquire().buffer, 7)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_drops_what_it_inherited_keeps_its_own_memory(loaned: Arena) -> None:
+    """Were the ranges not inherited, the child's own arrays would lie there and be unmapped."""
+
+    def drop() -> None:
+        mine = [np.full(BIG - 5000, i, "u1") for i in range(12)]
+        loaned._free.clear()
+        loaned._out.clear()
+        gc.collect()
+        assert all(bool((array == i).all()) for i, array in enumerate(mine))
+
+    assert child(drop) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_private_memory_is_not_inherited() -> None:
+    memory = pages.map_pages(BIG)
+    memory.fill_(3)
+
+    def look() -> None:
+        assert holds(memory, 0)
+
+    assert child(look) == 0
+    assert holds(memory, 3)
+
+
+class Pinned:
+    """Stands in for CUDA: which memory is pinned, and by whom."""
+
+    def __init__(self) -> None:
+        self.addresses: set[int] = set()
+        self.devices: list[int | None] = []
+        self.free = threading.Event()
+        self.free.set()
+        self.answer: bool | None = True
+
+    def pin(self, buffer: torch.Tensor, device: int | None = None) -> bool | None:
+        assert self.free.wait(10)
+        self.devices.append(device)
+        if self.answer:
+            assert buffer.data_ptr() not in self.addresses
+            self.addresses.add(buffer.data_ptr())
+        return self.answer
+
+    def unpin(self, buffer: torch.Tensor, device: int | None = None) -> None:
+        self.addresses.remove(buffer.data_ptr())
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Pinned:
+    made = Pinned()
+    monkeypatch.setattr(arena_room, "pin", made.pin)
+    monkeypatch.setattr(arena_room, "unpin", made.unpin)
+    monkeypatch.setattr(arena_room, "current_device", lambda: 3)
+    return made
+
+
+def test_every_slab_on_loan_is_pinned_and_unpinned_once(cuda: Pinned) -> None:
+    arena = Arena(6 * PAGE, PAGE)
+    arena.prepare(2 * PAGE)
+    for thread in preparing():
+        thread.join(10)
+    slabs = [*(arena.acquire() for _ in range(4)), arena.try_acquire(), arena.acquire(last=True)]
+    assert cuda.addresses == {slab.buffer.data_ptr() for slab in slabs if slab is not None}
+    assert set(cuda.devices) == {3}, "in the context of the device that the saving thread works on"
+    for slab in slabs:
+        assert slab is not None
+        slab.release()
+    again = arena.acquire()
+    assert len(cuda.devices) == 6, "what is pinned stays pinned for the next save"
+    arena.close()
+    assert cuda.addresses == {again.buffer.data_ptr()}, "never unpinned under a copy"
+    again.release()
+    assert cuda.addresses == set()
+
+
+def test_a_slab_made_before_cuda_was_used_is_pinned_once_it_is(cuda: Pinned) -> None:
+    arena = Arena(4 * PAGE, PAGE)
+    cuda.answer = None
+    slab = arena.acquire()
+    slab.release()
+    assert cuda.addresses == set()
+    cuda.answer = True
+    slab = arena.acquire()
+    assert cuda.addresses == {slab.buffer.data_ptr()}
+    slab.release()
+    arena.close()
+    assert cuda.addresses == set()
+
+
+def test_pinning_that_is_refused_is_tried_once_and_the_slab_is_used_all_the_same(cuda: Pinned) -> None:
+    arena = Arena(4 * PAGE, PAGE)
+    cuda.answer = False
+    for _ in range(3):
+        arena.acquire().release()
+    assert len(cuda.devices) == 1
+    arena.close()
+
+
+def test_pinning_holds_up_nobody_else(cuda: Pinned) -> None:
+    arena = Arena(4 * PAGE, PAGE)
+    held = arena.acquire()
+    cuda.free.clear()
+    other = threading.Thread(target=lambda: arena.acquire().release())
+    other.start()
+    while arena.in_flight < 2:
+        time.sleep(0.001)
+    held.release()
+    assert not arena.lacks(PAGE)
+    cuda.free.set()
+    other.join(10)
+    assert arena.in_flight == 0
+    arena.close()
+
+
+def test_a_slab_whose_pinning_fails_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_buffer: torch.Tensor, _device: int | None) -> bool:
+        raise RuntimeError("the driver is gone")
+
+    arena = Arena(4 * PAGE, PAGE)
+    monkeypatch.setattr(arena_room, "pin", fail)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        arena.acquire()
+    assert arena.in_flight == 0
+    arena.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_knows_every_slab_until_it_is_given_back() -> None:
+    tensor = torch.arange(MIB, device="cuda", dtype=torch.float32)
+    arena = Arena(4 * BIG, BIG)
+    arena.prepare(2 * BIG)
+    slabs = [arena.acquire() for _ in range(3)]
+    assert all(slab.pinned and slab.buffer.is_pinned() for slab in slabs)
+    for chunk in TensorProvider(tensor).chunks(BIG):
+        event = chunk.fill(slabs[2].buffer[: chunk.nbytes])
+        assert event is not None
+        event.synchronize()
+    assert torch.equal(slabs[2].buffer.view(torch.float32), tensor.cpu())
+    arena.close()
+    memory = slabs[2].buffer
+    slabs[2].release()
+    assert not memory.is_pinned()
