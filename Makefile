@@ -29,8 +29,15 @@ format: $(VENV)/ready
 soak: $(VENV)/ready
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q
 
-bench: $(VENV)/ready
-	$(BIN)/python -m benchmarks
+# In an environment of its own, so that what tierstate is compared with never meets the tests.
+bench: .venv-bench/ready
+	.venv-bench/bin/python -m benchmarks $(ARGS)
+
+.venv-bench/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet --upgrade "pip>=25.1"
+	.venv-bench/bin/pip install --quiet --constraint constraints.txt --editable . --group bench
+	touch $@
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierstate needs Python 3.11 or newer")'
@@ -40,4 +47,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-swift .demo build dist *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-swift .demo build dist *.egg-info
