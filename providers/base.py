@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from tierstate.manifest.box import Box
-from tierstate.manifest.chunk import Buffer, Chunk
+from tierstate.manifest.chunk import Buffer, Chunk, Event
 from tierstate.manifest.leaf import Spec
 
 
@@ -81,8 +81,12 @@ class Provider(ABC):
         return self
 
     @abstractmethod
-    def load(self, start: int, data: Buffer) -> None:
-        """Take back the bytes ``start : start + len(data)``, already verified. Called from worker threads."""
+    def load(self, start: int, data: Buffer) -> Event | None:
+        """Take back the bytes ``start : start + len(data)``, already verified. Called from worker threads.
+
+        Returns:
+            An event to wait for before ``data`` may be reused, where the copy runs on a device stream.
+        """
 
     @abstractmethod
     def done(self) -> Any:

@@ -131,7 +131,9 @@ def pour(source: Provider, sink: Provider) -> None:
         event = fill(piece)
         if event is not None:
             event.synchronize()
-        sink.load(start, piece)
+        loaded = sink.load(start, piece)
+        if loaded is not None:
+            loaded.synchronize()
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -56,9 +56,13 @@ class Strided:
         out.copy_(rest[skip : skip + out.numel()], non_blocking=wait_not)
 
     def write(self, start: int, data: Buffer) -> None:
-        """Copy ``data`` to the bytes from ``start`` on; any range. Only where `direct`."""
+        """Copy ``data`` to the bytes from ``start`` on; any range. Only where `direct`.
+
+        From the host to CUDA the copy may be only queued on the current stream.
+        """
         if self.dense:
-            self.bytes()[start : start + data.numel()].copy_(data)
+            beside = self.device.type == "cuda" and not data.is_cuda
+            self.bytes()[start : start + data.numel()].copy_(data, non_blocking=beside)
         else:
             size, stop = self.itemsize, start + data.numel()
             head, tail = min(-(-start // size) * size, stop), max(stop // size * size, start)

@@ -12,12 +12,13 @@ from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch, 
 from tierstate.manifest.leaf import Leaf
 
 from .base import Provider
+from .blocks import Blocks
 from .compare import Comparison, nothing_matches, replaces
 from .registry import REGISTRY, Registry
 from .retie import Tie, pour, read_ties
 from .structure import Stem, build, grow, select
 from .survey import Leave, Place, Survey, never
-from .tensors import TensorProvider
+from .tensors import StorageProvider, TensorProvider
 
 
 class _New(Enum):
@@ -66,13 +67,14 @@ def plan_restore(
         comparison = Comparison(leaves, ties, chosen, only)
         comparison.run(root, place)
         matched = comparison.matched
-    wanted = {}
+    wanted: dict[int, Provider] = {}
+    blocks = Blocks()
     for i, cls in classes.items():
         at = matched.get(i)
         if at is not None and at.provider is not None:
             wanted[i] = at.provider.receiver(leaves[i].spec)
         else:
-            wanted[i] = _fresh(leaves[i], cls, device)
+            wanted[i] = _fresh(leaves[i], cls, device, blocks)
     return Target(leaves, root, wanted, ties, chosen, place, matched, registry)
 
 
@@ -89,11 +91,13 @@ def _provider_class(leaf: Leaf, registry: Registry, allow_pickle: Leave) -> type
     return cls
 
 
-def _fresh(leaf: Leaf, cls: type[Provider], device: torch.device | None) -> Provider:
+def _fresh(leaf: Leaf, cls: type[Provider], device: torch.device | None, blocks: Blocks) -> Provider:
     try:
+        if cls in (TensorProvider, StorageProvider):
+            return cls.fresh(leaf.spec, device, blocks)
         return cls.fresh(leaf.spec, device)
-    except FormatError as error:
-        raise FormatError(f"{leaf.name}: {error}") from error
+    except (FormatError, MemoryError) as error:
+        raise type(error)(f"{leaf.name}: {error}") from error
 
 
 class Target:
@@ -101,6 +105,7 @@ class Target:
 
     Attributes:
         wanted: index of a leaf -> the provider into whose ``load`` its bytes go.
+        is_new: the state is built anew.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class Target:
         registry: Registry,
     ) -> None:
         self.wanted = wanted
+        self.is_new = place is None
         self._leaves, self._root, self._ties, self._chosen = leaves, root, ties, chosen
         self._place, self._matched, self._registry = place, matched, registry
         self._values: dict[int, Any] = {}

@@ -15,8 +15,10 @@ from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
 from tierstate.manifest.leaf import Spec
 
 from .base import Provider
+from .blocks import Blocks
 from .dtypes import torch_dtype, torch_name
 from .strided import WORDS, Strided
+from .uploads import after_caller, before_caller, upload
 
 MAX_BYTES = 1 << 56
 MAX_DIMS = 64
@@ -89,21 +91,32 @@ class TensorProvider(Provider):
         return strided.bytes() if strided.dense and strided.device == CPU else None
 
     @classmethod
-    def fresh(cls, spec: Spec, device: torch.device | None = None) -> Self:
-        provider = cls(allocate(spec, device or CPU))
+    def fresh(cls, spec: Spec, device: torch.device | None = None, blocks: Blocks | None = None) -> Self:
+        """A provider that builds a new tensor from a saved spec; on the host, from ``blocks`` where they are given."""
+        provider = cls(allocate(spec, device or CPU, blocks))
         provider._saved = spec
+        after_caller(provider._strided.device)
         return provider
 
-    def load(self, start: int, data: Buffer) -> None:
-        if self._strided.direct:
-            self._strided.write(start, data)
-            return
+    def receiver(self, spec: Spec) -> Provider:
+        after_caller(self._strided.device)
+        return self
+
+    def load(self, start: int, data: Buffer) -> Event | None:
+        strided = self._strided
+        if strided.direct and strided.device.type == "cuda" and data.device == CPU:
+            return upload(strided.device, partial(strided.write, start, data))
+        if strided.direct:
+            strided.write(start, data)
+            return None
         with _GATHERING:
             if self._gathered is None:
                 self._gathered = torch.empty(self._strided.nbytes, dtype=torch.uint8, device=CPU)
         self._gathered[start : start + data.numel()].copy_(data)
+        return None
 
     def done(self) -> torch.Tensor:
+        before_caller(self._strided.device)
         gathered, self._gathered = self._gathered, None
         if gathered is not None and not self._strided.assign(gathered):
             raise StateMismatch(
@@ -123,17 +136,22 @@ class StorageProvider(TensorProvider):
     kind: ClassVar[str] = "storage"
 
 
-def allocate(spec: Spec, device: torch.device) -> torch.Tensor:
-    """An uninitialised, contiguous tensor of a spec that may come from anybody.
+def allocate(spec: Spec, device: torch.device, blocks: Blocks | None = None) -> torch.Tensor:
+    """A contiguous tensor, of any content, of a spec that may come from anybody.
+
+    Args:
+        blocks: where memory on the host comes from; None for torch's own.
 
     Raises:
         FormatError: the spec describes no tensor.
+        MemoryError: the blocks have no room for it.
     """
     dtype, shape = check_tensor(spec), spec.shape
-    if dtype.itemsize > 8:
-        return torch.empty(shape, dtype=dtype, device=device)
+    unit = WORDS.get(dtype.itemsize, dtype)
+    if blocks is not None and device.type == "cpu":
+        return blocks.take(math.prod(shape) * dtype.itemsize).view(unit).view(shape).view(dtype).detach()
     # Through integers: torch warns about making a complex32 tensor, and knows no empty() of some rare dtypes.
-    return torch.empty(shape, dtype=WORDS[dtype.itemsize], device=device).view(dtype).detach()
+    return torch.empty(shape, dtype=unit, device=device).view(dtype).detach()
 
 
 def check_tensor(spec: Spec) -> torch.dtype:

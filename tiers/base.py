@@ -49,6 +49,7 @@ class Traits:
         shared: which ranks see the same objects.
         failure_domain: tiers of the same domain are lost together.
         alignment: offsets and lengths that are multiples of this many bytes are moved without an extra copy.
+        memory_alignment: and so are buffers whose address is a multiple of this many bytes; as far as is known yet.
         part_size: bytes per request that the tier likes best.
         parallelism: requests in flight that the tier likes best.
         capacity: bytes it may keep; None where only the medium decides.
@@ -63,6 +64,7 @@ class Traits:
     shared: Literal["process", "host", "site"]
     failure_domain: str
     alignment: int = 1
+    memory_alignment: int = 1
     part_size: int = 16 * 1024 * 1024
     parallelism: int = 4
     capacity: int | None = None

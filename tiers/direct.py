@@ -7,17 +7,19 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal
 
 from tierstate.manifest.chunk import Buffer
 
+from .alignment import UNKNOWN, direct_grain
 from .base import Range
 from .engine import Engine, ThreadEngine, Transfer
 from .files import BufferedFile, open_file
 from .pages import PAGE, map_pages
+from .readplan import Grain
 from .stream import takes_direct
 from .uring import UringEngine
 
@@ -47,6 +49,7 @@ class DirectIo:
         self._engine: Engine | None = None
         self._pid = 0
         self._closed = False
+        self._grain = UNKNOWN
 
     def engine(self, descriptor: int) -> Engine | None:
         """The engine, or None where bytes go through the page cache.
@@ -87,23 +90,34 @@ class DirectIo:
                 raise
             return ThreadEngine(), f"direct, by threads, since {error}"
 
+    @property
+    def memory_alignment(self) -> int:
+        """What addresses of long reads are multiples of, by the files that were read so far."""
+        return self._grain.memory
+
     def read(self, path: Path, file: BufferedFile, ranges: Sequence[Range]) -> None:
-        """Fill all ranges of a file, long aligned ones past the page cache.
+        """Fill all ranges of a file: long aligned ones past the page cache, all at once.
 
         Args:
             file: the same file, opened to read through the page cache.
         """
-        long = [r for r in ranges if _is_worth_it(r)]
+        grain = self._look(file.descriptor)
+        long = [wanted for wanted in ranges if grain is not None and _is_worth_it(wanted, grain)]
         # Asked for only when it is of use: short reads need no threads.
         engine = self.engine(file.descriptor) if long else None
         for wanted in ranges:
-            if engine is None or not _is_worth_it(wanted):
+            if engine is None or grain is None or not _is_worth_it(wanted, grain):
                 file.read(*wanted)
         if engine is not None:
             # Never one descriptor for both ways.
             with closing(open_file(path, os.O_DIRECT)) as direct:
-                for offset, out in long:
-                    _read_blocks(engine, direct, offset, out)
+                _read_blocks(engine, direct, long)
+
+    def _look(self, descriptor: int) -> Grain | None:
+        """What direct I/O asks for on this file; None if it is not to be had. Other files are like it, most likely."""
+        grain = None if self.io == "buffered" else direct_grain(descriptor)
+        self._grain = grain or Grain()
+        return grain
 
     def close(self) -> None:
         """End the engine's threads. One that is stuck in a transfer is not waited for much longer than a moment."""
@@ -114,19 +128,54 @@ class DirectIo:
             log.warning("a transfer is still under way %s s after its tier was closed", PATIENCE)
 
 
-def _is_worth_it(wanted: Range) -> bool:
+def _is_worth_it(wanted: Range, grain: Grain) -> bool:
     offset, out = wanted
-    return out.numel() >= WORTH_IT and offset % PAGE == 0 and out.data_ptr() % PAGE == 0
+    return out.numel() >= WORTH_IT and offset % grain.offset == 0 and out.data_ptr() % grain.memory == 0
 
 
-def _read_blocks(engine: Engine, file: BufferedFile, offset: int, out: Buffer) -> None:
+def _read_blocks(engine: Engine, file: BufferedFile, ranges: Sequence[Range]) -> None:
     """Whole blocks straight into place; a part of a block, at the end, by way of a block of our own."""
-    whole = out.numel() // PAGE * PAGE
-    engine.run(Transfer(False, file.descriptor, out[:whole], offset))
-    rest = out.numel() - whole
-    if rest:
-        block = map_pages(PAGE)
-        found = os.preadv(file.descriptor, [memoryview(block.numpy())], offset + whole)  # type: ignore[arg-type]
-        if found < rest:
-            raise OSError(errno.EIO, f"the file ends {rest - found} bytes before it should")
-        out[whole:].copy_(block[:rest])
+    whole = [out.numel() // PAGE * PAGE for _, out in ranges]
+    transfers = [
+        Transfer(False, file.descriptor, out[:n], offset) for (offset, out), n in zip(ranges, whole, strict=True)
+    ]
+    with all_moved(engine, transfers):
+        for (offset, out), n in zip(ranges, whole, strict=True):
+            if n < out.numel():
+                _read_tail(file, offset + n, out[n:])
+
+
+def _read_tail(file: BufferedFile, offset: int, out: Buffer) -> None:
+    block = map_pages(PAGE)
+    found = os.preadv(file.descriptor, [memoryview(block.numpy())], offset)  # type: ignore[arg-type]
+    if found < out.numel():
+        raise OSError(errno.EIO, f"the file ends {out.numel() - found} bytes before it should")
+    out.copy_(block[: out.numel()])
+
+
+@contextmanager
+def all_moved(engine: Engine, transfers: Sequence[Transfer]) -> Iterator[None]:
+    """Transfers, many in flight, beside what the block does; when it is left they are over, whatever happened.
+
+    Raises:
+        OSError: the first that one of them met.
+    """
+    over, errors = threading.Semaphore(0), []
+
+    def done(error: OSError | None) -> None:
+        if error is not None:
+            errors.append(error)
+        over.release()
+
+    sent = 0
+    try:
+        for transfer in transfers:
+            transfer.done = done
+            engine.submit(transfer)
+            sent += 1
+        yield
+    finally:
+        for _ in range(sent):
+            over.acquire()
+    if errors:
+        raise errors[0]

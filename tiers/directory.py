@@ -18,6 +18,7 @@ from .base import Range, Release, Tier, Traits, check_key, is_key
 from .direct import DirectIo, Io
 from .files import TEMP, BufferedFile, create_temp, file_size, open_file, remove_leftover, sync_folder, walk
 from .gauge import Gauge
+from .pages import PAGE
 from .posix import explain, explained
 from .ranges import check_ranges
 from .stream import Stream
@@ -63,7 +64,8 @@ class Directory(Tier):
             persistent=True,
             shared=self.shared,
             failure_domain=self._failure_domain(),
-            alignment=4096,
+            alignment=PAGE,
+            memory_alignment=self._io.memory_alignment,
             capacity=self._gauge.capacity,
             conditional_create=True,
             io=self._io.note,

@@ -2,113 +2,55 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
-from tierstate.manifest.chunk import Buffer, empty_buffer
-from tierstate.manifest.digest import algorithm
-from tierstate.manifest.errors import Damaged, NotFound, TierError, TierstateError
-from tierstate.manifest.layout import Layout, Place
+from tierstate.manifest.chunk import Buffer, Event
+from tierstate.manifest.columns import Array
+from tierstate.manifest.errors import Damaged, TierError, TierstateError
+from tierstate.manifest.layout import RAW, Layout
 from tierstate.manifest.version import Version
 
 from .arena import Arena, Slab
 from .base import Range
-from .codecs import decode
-from .shelf import Shelf
+from .landing import Landing
+from .pages import map_pages
+from .readplan import Extent, Grain, Reads, Spot, plan_reads
+from .rescue import Holding, Mended, Rescue, Trouble, wrong
 
-log = logging.getLogger("tierstate")
+__all__ = ["Fetch", "Holding", "Sink", "Trouble"]
 
 Sink = Callable[[int, Buffer, "Slab | None"], None]
 """Takes row, verified raw bytes, and the slab they lie in (to lease, if they are needed longer), or None."""
 
+Give = Callable[[int, Buffer, "Slab | None"], "Event | None"]
 
-class Holding(NamedTuple):
-    """One tier's copy of a version."""
+IN_PLACE_FROM = 256 << 10
+"""Bytes of a chunk from which on it is worth a transfer of its own, straight to its destination."""
 
-    shelf: Shelf
-    layout: Layout
+REQUEST = 16 << 20
+"""Bytes that are asked for at once where no slab is the limit: enough to keep a disk busy."""
+
+LARGE = 2
+"""Runs at once that are longer than a slab, and have memory of their own."""
 
 
-class Read(NamedTuple):
-    """One read: a run of an object, and which rows lie at which offsets of it.
-
-    Attributes:
-        holding: index of the tier's copy.
-        start, stop: the run's bytes in the object.
-        rows: per distinct place, the place and all rows whose chunk lies there.
-    """
+class Run(NamedTuple):
+    """One request to a tier: the index of its holding, and which run of its reads."""
 
     holding: int
-    start: int
-    stop: int
-    rows: tuple[tuple[Place, tuple[int, ...]], ...]
-
-
-class Trouble(NamedTuple):
-    """One chunk that one tier could not give."""
-
-    tier: str
-    row: int
-    error: TierstateError
-
-
-def read_plan(rows: Sequence[int], holdings: Sequence[Holding], limit: int) -> tuple[list[Read], list[int]]:
-    """Which runs to read from where. Pure.
-
-    Each row goes to the first holding that has it; runs are in order of object and offset, and places that follow
-    each other are read together, up to ``limit`` bytes.
-
-    Returns:
-        The reads, and the rows that no holding has.
-    """
-    left, reads = np.asarray(rows, "i8"), []
-    for index, holding in enumerate(holdings):
-        layout = holding.layout
-        here = left[layout.present[left]]
-        left = left[~layout.present[left]]
-        order = np.lexsort((layout.offset[here], layout.object[here]))
-        reads += list(_runs(index, layout, here[order].tolist(), limit))
-    return reads, left.tolist()
-
-
-def _runs(index: int, layout: Layout, rows: list[int], limit: int) -> Iterator[Read]:
-    """Rows in order of place, gathered into reads."""
-    group: list[tuple[Place, tuple[int, ...]]] = []
-    for row in rows:
-        place = layout.place(row)
-        assert place is not None
-        if group and place == group[-1][0]:
-            group[-1] = (place, (*group[-1][1], row))
-            continue
-        if group and not _joins(group[0][0], group[-1][0], place, limit):
-            yield _read(index, group)
-            group = []
-        group.append((place, (row,)))
-    if group:
-        yield _read(index, group)
-
-
-def _joins(first: Place, last: Place, place: Place, limit: int) -> bool:
-    end = last.offset + last.stored
-    return (
-        place.object == last.object
-        and 0 <= place.offset - end <= 4096
-        and place.offset + place.stored - first.offset <= limit
-    )
-
-
-def _read(index: int, group: list[tuple[Place, tuple[int, ...]]]) -> Read:
-    last = group[-1][0]
-    return Read(index, group[0][0].offset, last.offset + last.stored, tuple(group))
+    reads: Reads
+    number: int
 
 
 class Fetch:
-    """Reads rows of a version from its holdings, nearest first, and hands verified bytes to a sink.
+    """Reads rows of a version from its holdings, nearest first, and hands on verified bytes.
 
     A chunk that one tier lacks, or has damaged, is read from the next one; ``troubles`` lists each such failure and
     ``mended`` is told the good bytes.
@@ -116,9 +58,10 @@ class Fetch:
     Args:
         version: whose chunks.
         holdings: copies of it, nearest first.
-        arena: where the bytes pass through.
+        arena: where bytes pass through that cannot go straight to their destination.
         workers: reads in flight.
         mended: called with (index of the holding that failed, row, raw bytes).
+        stop: asked while waiting for a slab; true gives up.
     """
 
     def __init__(
@@ -128,14 +71,20 @@ class Fetch:
         arena: Arena,
         *,
         workers: int = 1,
-        mended: Callable[[int, int, Buffer], None] | None = None,
+        mended: Mended | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._version, self._holdings, self._arena = version, holdings, arena
-        self._digest = algorithm(version.head.digest)
-        self._workers, self._mended, self._stop = workers, mended, stop
-        self._lock = threading.Lock()
-        self.troubles: list[Trouble] = []
+        self._workers, self._stop = workers, stop
+        self._rescue = Rescue(version, holdings, mended)
+        self._large = threading.BoundedSemaphore(LARGE)
+        # Not all workers at once: the first one's read is to begin soon, and the others find it under way.
+        self._touching = threading.BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
+
+    @property
+    def troubles(self) -> list[Trouble]:
+        """Each chunk that a tier could not give."""
+        return self._rescue.troubles
 
     def run(self, rows: Sequence[int], sink: Sink) -> None:
         """Fetch these rows. The sink is called from worker threads, once per row, in no certain order.
@@ -143,130 +92,152 @@ class Fetch:
         Raises:
             Damaged: a chunk is whole in no tier; the message names leaf, version and every tier's trouble.
         """
-        reads, lost = read_plan(rows, self._holdings, self._arena.slab_size)
-        if lost:
-            raise self._nowhere(lost[0])
-        if self._workers == 1 or len(reads) < 2:
-            for read in reads:
-                self._one(read, sink)
+
+        def give(row: int, raw: Buffer, slab: Slab | None) -> None:
+            sink(row, raw, slab)
+
+        self._all(self._plan(np.asarray(rows, "i8"), None), give, None)
+
+    def fill(self, rows: Array, landing: Landing) -> None:
+        """Fetch these rows to where they belong.
+
+        What is read straight into its destination is verified there: after an error the destinations may hold
+        anything.
+
+        Raises:
+            Damaged: as for `run`.
+        """
+        runs = self._plan(np.asarray(rows, "i8"), landing)
+        self._all(runs, lambda row, raw, _slab: landing.give(row, raw), landing)
+
+    def _plan(self, rows: Array, landing: Landing | None) -> list[Run]:
+        """Requests in order of holding, object and offset. Each row is read from the first holding that has it."""
+        version, runs, left = self._version, [], rows
+        for index, (shelf, layout) in enumerate(self._holdings):
+            here = left[layout.present[left]]
+            left = left[~layout.present[left]]
+            traits = shelf.tier.traits
+            grain = Grain(traits.alignment, traits.memory_alignment)
+            direct = np.zeros(len(here), bool) if landing is None else self._direct(layout, here, landing, grain)
+            content = np.column_stack([version.digests[here], version.chunk_nbytes[here].astype("u8")])
+            slab = self._arena.slab_size
+            found = plan_reads(layout, here, content, direct, grain, slab, max(REQUEST, slab))
+            these = [Run(index, reads, i) for reads in found for i in range(len(reads))]
+            runs += sorted(these, key=lambda run: run.reads.order(run.number))
+        if len(left):
+            raise self._rescue.nowhere(int(left[0]))
+        return runs
+
+    @staticmethod
+    def _direct(layout: Layout, rows: Array, landing: Landing, grain: Grain) -> Array:
+        """Which rows can be read to their destination as they are stored."""
+        raw = np.array([codec == RAW for codec in layout.codecs], bool)[layout.codec[rows]]
+        address = landing.address[rows]
+        aligned = (address % grain.memory == 0) & (layout.offset[rows].astype("i8") % grain.offset == 0)
+        chosen: Array = raw & aligned & (address > 0) & (layout.stored[rows] >= IN_PLACE_FROM)
+        return chosen
+
+    def _all(self, runs: Sequence[Run], give: Give, landing: Landing | None) -> None:
+        if self._workers == 1:
+            for run in runs:
+                self._one(run, give, landing)
             return
-        with ThreadPoolExecutor(self._workers, thread_name_prefix="tierstate-fetch") as pool:
-            futures = [pool.submit(self._one, read, sink) for read in reads]
+        # Also for a single run: an interrupt then ends the waiting here, and no transfer into memory that is in use.
+        workers = max(1, min(self._workers, len(runs)))
+        with ThreadPoolExecutor(workers, thread_name_prefix="tierstate-fetch") as pool:
+            futures = [pool.submit(self._one, run, give, landing) for run in runs]
             try:
-                for future in futures:
-                    future.result()
+                _results(futures)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _one(self, read: Read, sink: Sink) -> None:
-        holding = self._holdings[read.holding]
-        size = read.stop - read.start
-        # A version saved with larger chunks than today's policy has does not fit a slab: such a run has its own memory.
-        slab = self._arena.acquire(self._stop, last=True) if size <= self._arena.slab_size else None
-        try:
-            out = slab.buffer[:size] if slab is not None else empty_buffer(size)
+    def _one(self, run: Run, give: Give, landing: Landing | None) -> None:
+        pending: list[tuple[Event, Buffer]] = []
+        with self._room(run.reads.room(run.number)) as (slab, memory):
             try:
-                holding.shelf.tier.read(read.rows[0][0].object, [Range(read.start, out)])
-            except (Damaged, TierError) as error:
-                self._apart(read, error, sink)
-                return
-            for place, rows in read.rows:
-                stored = out[place.offset - read.start : place.offset - read.start + place.stored]
-                try:
-                    raw = self._verified(rows[0], place, stored)
-                except Damaged as error:
-                    self._elsewhere(read.holding, place, rows, error, sink)
-                else:
-                    self._give(rows, raw, slab if raw is stored else None, sink)
-        finally:
-            if slab is not None:
+                for row, raw, lease in self._chunks(run, memory, slab, landing):
+                    event = give(row, raw, lease)
+                    if event is not None:
+                        pending.append((event, raw))
+            finally:
+                # Copies to devices run beside the reads of other workers; the slab is theirs until they are over.
+                for event, _ in pending:
+                    event.synchronize()
+
+    @contextmanager
+    def _room(self, nbytes: int) -> Iterator[tuple[Slab | None, Buffer | None]]:
+        """Memory for a run: a slab, or its own where a version has larger chunks than today's policy, or none."""
+        if not nbytes:
+            yield None, None
+        elif nbytes > self._arena.slab_size:
+            with self._large:
+                yield None, map_pages(nbytes)
+        else:
+            slab = self._arena.acquire(self._stop, last=True)
+            try:
+                with self._touching:
+                    slab.prepare()
+                yield slab, slab.buffer
+            finally:
                 slab.release()
 
-    def _apart(self, read: Read, error: TierstateError, sink: Sink) -> None:
-        """A run could not be read: what lies in its undamaged part is still worth having, place by place."""
-        for place, rows in read.rows:
-            try:
-                if not isinstance(error, Damaged):
-                    raise error
-                raw = self._read_alone(read.holding, rows[0], place)
-            except TierstateError as again:
-                self._elsewhere(read.holding, place, rows, again, sink)
-            else:
-                self._give(rows, raw, None, sink)
+    def _chunks(
+        self, run: Run, memory: Buffer | None, slab: Slab | None, landing: Landing | None
+    ) -> Iterator[tuple[int, Buffer, Slab | None]]:
+        """The verified chunks of a run, except those that lie in their destination already."""
+        extents = list(run.reads.extents(run.number))
+        if memory is None:
+            assert landing is not None
+            buffers = self._destinations(extents, landing)
+            parts: Iterable[Buffer] = buffers
+        else:
+            buffers = [memory[at : at + stop - start] for start, stop, at, _ in extents]
+            parts = (memory[spot.at : spot.at + spot.stored] for spot in run.reads.spots(run.number))
+        failure = self._read(run, buffers)
+        for spot, stored in zip(run.reads.spots(run.number), parts, strict=True):
+            raw = self._verified(run, spot, stored, failure)
+            arrived = memory is None and raw is stored
+            for row in spot.rows[1:] if arrived else spot.rows:
+                yield row, raw, slab if raw is stored else None
 
-    def _elsewhere(self, failed: int, place: Place, rows: tuple[int, ...], error: TierstateError, sink: Sink) -> None:
-        """Look for one chunk where it was mended, then in the other tiers, and tell of what failed."""
-        row = rows[0]
-        name = self._holdings[failed].shelf.name
-        if isinstance(error, (Damaged, NotFound)):
-            self._holdings[failed].shelf.distrust(place.object)
-        troubles = [Trouble(name, row, error)]
-        for index, spot in self._other_places(failed, row):
-            try:
-                raw = self._read_alone(index, row, spot)
-            except TierstateError as again:
-                troubles.append(Trouble(self._holdings[index].shelf.name, row, again))
-                continue
-            self._note(troubles)
-            if self._mended is not None and index != failed and not error.transient:
-                self._mended(failed, row, raw)
-            self._give(rows, raw, None, sink)
-            return
-        self._note(troubles)
-        raise self._nowhere(row, troubles) from error
+    def _destinations(self, extents: Sequence[Extent], landing: Landing) -> list[Buffer]:
+        with self._touching:
+            for extent in extents:
+                landing.touch(extent.row)
+        return [landing.memory(extent.row) for extent in extents]
 
-    def _other_places(self, failed: int, row: int) -> Iterator[tuple[int, Place]]:
-        digest = self._version.digests[row].tobytes()
-        for index in [failed, *range(failed), *range(failed + 1, len(self._holdings))]:
-            shelf, layout = self._holdings[index]
+    def _read(self, run: Run, buffers: Sequence[Buffer]) -> TierstateError | None:
+        starts = (extent.start for extent in run.reads.extents(run.number))
+        ranges = [Range(start, out) for start, out in zip(starts, buffers, strict=True)]
+        try:
+            self._holdings[run.holding].shelf.tier.read(run.reads.key(run.number), ranges)
+        except (Damaged, TierError) as error:
+            return error
+        return None
+
+    def _verified(self, run: Run, spot: Spot, stored: Buffer, failure: TierstateError | None) -> Buffer:
+        """A chunk's raw bytes: ``stored`` itself, or from elsewhere."""
+        row, layout = spot.rows[0], run.reads.layout
+        try:
+            if failure is None:
+                raw = self._rescue.verified(row, layout.codecs[spot.codec], stored)
+                if raw is not None:
+                    return raw
             place = layout.place(row)
-            if place is not None and index != failed:
-                yield index, place
-            try:
-                mended = shelf.mended(digest) if place is not None else None
-            except TierstateError as error:
-                log.warning("%s: cannot tell what was mended: %s", shelf.name, error)
-                continue
-            if mended is not None:
-                yield index, mended
+            assert place is not None
+            if failure is None:
+                raise wrong(place)
+            if not isinstance(failure, Damaged):
+                raise failure
+            # A run could not be read: what lies in its undamaged part is still worth having, place by place.
+            return self._rescue.alone(run.holding, row, place)
+        except TierstateError as error:
+            return self._rescue.elsewhere(run.holding, row, error)
 
-    def _read_alone(self, index: int, row: int, place: Place) -> Buffer:
-        # Rare, so a buffer of its own is better than a second slab, for which this worker might wait on itself.
-        out = empty_buffer(place.stored)
-        self._holdings[index].shelf.tier.read(place.object, [Range(place.offset, out)])
-        return self._verified(row, place, out)
 
-    def _verified(self, row: int, place: Place, stored: Buffer) -> Buffer:
-        raw = decode(place.codec, stored, int(self._version.chunk_nbytes[row]))
-        if self._digest(raw) != self._version.digests[row].tobytes():
-            raise Damaged(
-                f"{place.object} at byte {place.offset}: the chunk's digest is not the one it was saved under"
-            )
-        return raw
-
-    @staticmethod
-    def _give(rows: Iterable[int], raw: Buffer, slab: Slab | None, sink: Sink) -> None:
-        for row in rows:
-            sink(row, raw, slab)
-
-    def _note(self, troubles: list[Trouble]) -> None:
-        with self._lock:
-            known = {trouble.tier for trouble in self.troubles}
-            self.troubles += troubles
-        for trouble in troubles:
-            # One warning a tier: a lost pack is thousands of chunks. `troubles` has them all.
-            level = logging.DEBUG if trouble.tier in known else logging.WARNING
-            log.log(level, "%s: %s: %s", trouble.tier, self._leaf(trouble.row), trouble.error)
-
-    def _leaf(self, row: int) -> str:
-        return self._version.leaves[int(self._version.chunk_leaf[row])].name
-
-    def _nowhere(self, row: int, troubles: Sequence[Trouble] = ()) -> Damaged:
-        head = self._version.head
-        told = "; ".join(f"{t.tier}: {t.error}" for t in troubles)
-        tried = told or f"none of {', '.join(h.shelf.name for h in self._holdings) or 'the tiers'} has it"
-        return Damaged(
-            f"leaf {self._leaf(row)} of version {head.seq} (step {head.step}, {self._version.id[:12]}) "
-            f"of run {head.run!r} is whole in no tier: {tried}"
-        )
+def _results(futures: Sequence[Future[None]]) -> None:
+    """Wait for all, or for the first that fails."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()

@@ -147,7 +147,8 @@ class Checkpointer:
         """Restore a state in place, and return it.
 
         Tensors, arrays, modules, optimizers and generators are filled where they are; plain values are replaced in
-        their dicts and lists. Every chunk is verified before it is written.
+        their dicts and lists. Every chunk is verified: what comes straight from a disk into a tensor where it lies, all
+        else before it is copied there. Nothing counts as restored before all of it is verified.
 
         Args:
             into: the state to fill, of the structure that was saved.

@@ -9,20 +9,22 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.chunk import Buffer, Event
 from tierstate.manifest.errors import Damaged, NotFound, StateMismatch, TierstateError
 from tierstate.manifest.leaf import Path
 from tierstate.providers.base import Provider
 from tierstate.providers.target import NEW, Target, plan_restore
-from tierstate.tiers.arena import Arena, Slab
+from tierstate.tiers.arena import Arena
 from tierstate.tiers.catalog import Catalog, Entry, Place
 from tierstate.tiers.fetch import Fetch
+from tierstate.tiers.landing import Landing
 from tierstate.tiers.mend import Mender
 
 log = logging.getLogger("tierstate")
 
 OnDamage = Literal["raise", "older"]
-WORKERS = 4
+WORKERS = 8
+"""Reads in flight. Threads that wait for a disk cost little, and a deep queue is what keeps it busy."""
 
 
 class Wanted(NamedTuple):
@@ -181,13 +183,13 @@ def _fill(entry: Entry, target: Target, arena: Arena) -> Any:
     mender = Mender(version, entry.holdings)
     fetch = Fetch(version, entry.holdings, arena, workers=WORKERS, mended=mender)
     providers: dict[int, Provider] = target.wanted
-    leaf, start = version.chunk_leaf, version.chunk_start
+    memories = {leaf: provider.memory() for leaf, provider in providers.items()}
 
-    def sink(row: int, raw: Buffer, _slab: Slab | None) -> None:
-        providers[int(leaf[row])].load(int(start[row]), raw)
+    def load(leaf: int, start: int, raw: Buffer) -> Event | None:
+        return providers[leaf].load(start, raw)
 
     try:
-        fetch.run(version.rows_of(list(providers)).tolist(), sink)
+        fetch.fill(version.rows_of(list(providers)), Landing(version, memories, load, untouched=target.is_new))
     finally:
         mender.close()
     return target.finish()

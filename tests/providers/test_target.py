@@ -163,7 +163,7 @@ def test_unsafe_leaves_need_leave() -> None:
 
 def test_fresh_tensors_go_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = []
-    monkeypatch.setattr(tensors, "allocate", lambda spec, device: devices.append(device) or torch.empty(spec.shape))
+    monkeypatch.setattr(tensors, "allocate", lambda spec, device, *_: devices.append(device) or torch.empty(spec.shape))
     plan_restore(LEAVES, device=torch.device("cuda:3"), only=["model.w"])
     assert devices == [torch.device("cuda:3")]
 

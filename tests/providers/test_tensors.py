@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from moving import feed, stream
 from strategies import DTYPES, bits, make, remake, tensors
 
+import tierstate as ts
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
 from tierstate.manifest.leaf import Spec
@@ -190,3 +192,45 @@ def test_cuda_tensors_of_any_stride() -> None:
         fresh = TensorProvider.fresh(TensorProvider(there).spec, torch.device("cuda"))
         feed(fresh, bits(view), 1000)
         assert bits(fresh.done().cpu()) == bits(view)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_uploads_run_beside_the_callers_stream_and_in_order_with_it() -> None:
+    n, piece = 1 << 22, 1 << 20
+    data = torch.randint(0, 256, (n,), dtype=torch.uint8).pin_memory()
+    mine = torch.cuda.Stream()
+    with torch.cuda.stream(mine):
+        there = torch.zeros(n // 4, dtype=torch.int32, device="cuda")
+        for _ in range(200):
+            there += 1  # still running when the upload is asked for: it must not come behind it
+        provider = TensorProvider(there)
+        assert provider.memory() is None
+        assert provider.receiver(provider.spec) is provider
+        events = [provider.load(at, data[at : at + piece]) for at in range(0, n, piece)]
+        assert all(event is not None for event in events)
+        for event in events:
+            event.synchronize()
+        before = data.clone()
+        data.zero_()  # the source may be used again once its event has come
+        assert provider.done() is there
+        doubled = there + there
+    mine.synchronize()
+    assert torch.equal(there.cpu(), before.view(torch.int32))
+    assert torch.equal(doubled.cpu(), before.view(torch.int32) * 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_state_on_a_device_is_restored_through_pinned_slabs(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.randn(1000, 700, device="cuda") for i in range(8)}
+    state |= {"turned": state["w0"].T.clone().T, "small": torch.randn(3, device="cuda"), "host": torch.randn(5000)}
+    with ts.Checkpointer(ts.Policy.default(tmp_path), "run") as ckpt:
+        ckpt.save(state, step=1).wait()
+        into = {name: torch.zeros_like(t) for name, t in state.items()}
+        assert ckpt.restore(into=into) is into
+        loaded = ckpt.load(device="cuda")
+    for name, tensor in state.items():
+        assert torch.equal(tensor, into[name])
+        assert loaded[name].is_cuda
+        assert torch.equal(tensor.cpu(), loaded[name].cpu())
