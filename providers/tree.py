@@ -68,13 +68,15 @@ class Tree:
             values: tensors that lie where they lay.
             fresh: providers of other leaves that have changed.
         """
-        leaves = list(self.leaves) if fresh else self.leaves
-        providers = self._providers.copy()
+        providers, changed = self._providers.copy(), {}
         for i, provider in fresh.items():
             providers[i], spec = provider, provider.spec
             if spec != self.leaves[i].spec:
-                leaves[i] = Leaf(self.leaves[i].path, spec)  # type: ignore[index]
-        tree = Tree(tuple(leaves), providers)
+                changed[i] = Leaf(self.leaves[i].path, spec)
+        leaves = self.leaves
+        if changed:
+            leaves = tuple(changed.get(i, leaf) for i, leaf in enumerate(self.leaves))
+        tree = Tree(leaves, providers)
         tree.values, tree.fresh, tree.token = values, tuple(fresh), self.token
         return tree
 

@@ -58,18 +58,25 @@ class Capture:
         arena: where to.
         digest: the digest function.
         outlet: what becomes of it.
-        before: what stood at the last save.
+        before: gives what stood at the last save; asked once, before the bulk is copied.
     """
 
     def __init__(
-        self, plan: Plan, chunk: int, arena: Arena, digest: Digest, outlet: Outlet, before: Standing | None = None
+        self,
+        plan: Plan,
+        chunk: int,
+        arena: Arena,
+        digest: Digest,
+        outlet: Outlet,
+        before: Callable[[], Standing | None] = lambda: None,
     ) -> None:
         self._plan, self._chunk, self._arena = plan, chunk, arena
         self._digest, self._outlet = digest, outlet
         counts = plan.counts(chunk)
         self._first = np.cumsum(counts) - counts
         chunks = int(counts.sum())
-        self._before = before or Standing.nothing(plan.nbytes, chunks)
+        self._before = before
+        self._stood = Standing.nothing(plan.nbytes, chunks)
         self._digests, self._samples = np.zeros((chunks, 2), "<u8"), np.zeros(chunks, "<u8")
         self._lock = threading.Lock()
         self._failures: list[BaseException] = []
@@ -83,11 +90,18 @@ class Capture:
         Raises:
             CaptureError: a leaf could not be read; the message names it.
         """
+        if not self._plan.guarded.any():
+            self._look_back()
         self._copy_all(~self._plan.guarded, self._workers())
         if self._plan.guarded.any():
             self._outlet.unguarded_done()
+            self._look_back()
             self._copy_all(self._plan.guarded, 1)
-        return Standing(self._plan.nbytes, self._digests, self._samples, self._before.likely)
+        return Standing(self._plan.nbytes, self._digests, self._samples, self._stood.likely)
+
+    def _look_back(self) -> None:
+        # Not while a caller waits for the little that is not guarded: it takes a millisecond or two.
+        self._stood = self._before() or self._stood
 
     def _workers(self) -> int:
         here = ~self._plan.guarded & (self._plan.address != 0)
@@ -169,13 +183,13 @@ class Capture:
         """``(n,)`` of bool: chunks that are as they were at the last save; a sample says which are worth a look."""
         kept = np.zeros(len(slabful.source), bool)
         rows = self._rows(slabful)
-        for i in np.flatnonzero(self._before.likely[rows] & (slabful.nbytes >= BIG)).tolist():
+        for i in np.flatnonzero(self._stood.likely[rows] & (slabful.nbytes >= BIG)).tolist():
             row, nbytes = int(rows[i]), int(slabful.nbytes[i])
             memory = _memory_at(int(self._plan.address[slabful.source[i]] + slabful.start[i]), nbytes)
-            if sample(memory) == int(self._before.samples[row]):
-                kept[i] = self._digest(memory) == self._before.digests[row].tobytes()
-        self._digests[rows[kept]] = self._before.digests[rows[kept]]
-        self._samples[rows[kept]] = self._before.samples[rows[kept]]
+            if sample(memory) == int(self._stood.samples[row]):
+                kept[i] = self._digest(memory) == self._stood.digests[row].tobytes()
+        self._digests[rows[kept]] = self._stood.digests[rows[kept]]
+        self._samples[rows[kept]] = self._stood.samples[rows[kept]]
         return kept
 
     def _give(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> None:

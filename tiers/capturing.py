@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from .lane import Intake, Job, Kept, Lane
 from .plan import Plan
 from .standing import Standing
 from .ticket import Ticket
+
+Before: TypeAlias = Callable[[], Standing | None]
 
 
 class Work(NamedTuple):
@@ -69,10 +72,10 @@ class Capturing:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             if not work.ticket.captured.done():
-                before = self._before(work)
+                idle = all(not lane.waiting for lane, job in work.jobs if isinstance(job, Intake))
                 for lane, job in work.jobs:
                     lane.put(job)
-                self._save(work, before)
+                self._save(work, partial(self._before, work) if idle else lambda: None)
             # The plan holds on to the state's memory: not until the next save comes.
             del work
         self._ended()
@@ -80,17 +83,16 @@ class Capturing:
     def _before(self, work: Work) -> Standing | None:
         """What stood at the last save, with what each tier that is written to from slabs has of it by now.
 
-        Such a tier must have nothing else to do first: a save between would decide what its newest version names, and
-        what that does not name may be dropped.
+        Such a tier must have had nothing else to do first: a save between would decide what its newest version names,
+        and what that does not name may be dropped.
         """
         last, intakes = self._standing, work.intakes()
-        idle = all(not lane.waiting for lane, job in work.jobs if isinstance(job, Intake))
-        if last is None or not intakes or not idle or not last.fits(work.plan.nbytes):
+        if last is None or not intakes or not last.fits(work.plan.nbytes):
             return None
         likely = np.logical_and.reduce([intake.publication.standing(last.digests) for intake in intakes])
         return dataclasses.replace(last, likely=likely)
 
-    def _save(self, work: Work, before: Standing | None) -> None:
+    def _save(self, work: Work, before: Before) -> None:
         outcome: Version | BaseException
         try:
             standing = self._capture(work, before)
@@ -107,7 +109,7 @@ class Capturing:
         for intake in work.intakes():
             intake.feed(outcome)
 
-    def _capture(self, work: Work, before: Standing | None) -> Standing:
+    def _capture(self, work: Work, before: Before) -> Standing:
         intakes, ticket = work.intakes(), work.ticket
 
         def dispatch(batch: Batch) -> None:

@@ -131,6 +131,7 @@ class Flow:
             masks = route(self._policy, paths)
             routes = {name: Route(mask, codecs_of(self._policy, name, paths)) for name, mask in masks.items()}
             self._routes = leaves, routes
+        self._routes = leaves, self._routes[1]
         return self._routes[1]
 
     def _due(self, head: Head, routes: Mapping[str, Route]) -> tuple[list[str], dict[str, str]]:
@@ -252,4 +253,5 @@ class Flow:
 
 
 def _same_paths(one: tuple[Leaf, ...], other: tuple[Leaf, ...]) -> bool:
-    return len(one) == len(other) and all(a is b or a.path == b.path for a, b in zip(one, other, strict=True))
+    pairs = zip(one, other, strict=True)
+    return one is other or (len(one) == len(other) and all(a is b or a.path == b.path for a, b in pairs))

@@ -69,7 +69,7 @@ def broken(nbytes: int, chunks: Callable[[int], Any]) -> Plan:
 def capture(
     plan: Plan, arena: Arena, take: Callable[[Batch], None], chunk: int = PAGE, before: Standing | None = None
 ) -> Standing:
-    return Capture(plan, chunk, arena, DIGEST, Outlet(take), before).run()
+    return Capture(plan, chunk, arena, DIGEST, Outlet(take), lambda: before).run()
 
 
 VALUES = st.lists(
@@ -175,7 +175,7 @@ def test_unchanged_chunks_are_not_copied_again() -> None:
         kept: list[int] = []
         standing = dataclasses.replace(before, likely=np.array(likely))
         outlet = Outlet(take, lambda rows, digests: kept.extend(rows.tolist()))
-        after = Capture(plan, size, arena, DIGEST, outlet, standing).run()
+        after = Capture(plan, size, arena, DIGEST, outlet, lambda: standing).run()
         assert [d.tobytes() for d in after.digests] == [
             DIGEST(memory[start : start + n]) for start, n in spans(len(memory), size)
         ]
