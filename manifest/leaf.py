@@ -6,7 +6,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -104,7 +104,13 @@ def encode_path(path: Path) -> str:
     Raises:
         CaptureError: a key is of a type that cannot be saved, or nested deeper than MAX_NESTING.
     """
-    return json.dumps([_encode_key(k) for k in path], ensure_ascii=True, separators=(",", ":"))
+    parts = []
+    for key in path:
+        if type(key) is str and key.isascii() and key.isprintable() and '"' not in key and "\\" not in key:
+            parts.append(f'"{key}"')  # as JSON would have it: nearly all keys are such, and there are thousands
+        else:
+            parts.append(json.dumps(_encode_key(key), ensure_ascii=True, separators=(",", ":")))
+    return f"[{','.join(parts)}]"
 
 
 def decode_path(text: str) -> Path:
@@ -120,6 +126,22 @@ def decode_path(text: str) -> Path:
     if not isinstance(keys, list):
         raise FormatError(f"leaf path {text[:80]!r} is not a list of keys")
     return tuple(_decode_key(k) for k in keys)
+
+
+def decode_paths(texts: Sequence[str]) -> list[Path]:
+    """Each of many paths, as `decode_path` reads them, in a fraction of the time.
+
+    Raises:
+        FormatError: one of them is no such path.
+    """
+    try:
+        found = json.loads(f"[{','.join(texts)}]")
+    except (ValueError, RecursionError):
+        found = []
+    whole = all(text.startswith("[") and text.endswith("]") for text in texts)
+    if not whole or len(found) != len(texts) or not all(type(keys) is list for keys in found):
+        return [decode_path(text) for text in texts]  # which says what is wrong with it
+    return [tuple(k if type(k) is str else _decode_key(k) for k in keys) for keys in found]
 
 
 def _encode_key(key: Any, depth: int = 0) -> Any:

@@ -21,7 +21,7 @@ from .box import Box
 from .digest import checksum
 from .errors import FormatError
 from .head import Head, refuse_unknown
-from .leaf import Leaf, Spec, decode_path, encode_path
+from .leaf import Leaf, Spec, decode_paths, encode_path
 
 Array = col.Array
 WHAT = "version"
@@ -260,8 +260,8 @@ def _decode_leaves(head: Mapping[str, Any], columns: col.Columns) -> tuple[Leaf,
     itemsize = col.column(columns, "leaf.itemsize", "<u2", WHAT, count).tolist()
     shapes = _split(columns, "leaf.shape", col.column(columns, "leaf.ndim", "<u1", WHAT, count).tolist())
     return tuple(
-        Leaf(decode_path(p), Spec(kinds[k], dtypes[d], i, s, _decode_attrs(a)))
-        for p, k, d, i, s, a in zip(paths, kind, dtype, itemsize, shapes, attrs, strict=True)
+        Leaf(p, Spec(kinds[k], dtypes[d], i, s, _decode_attrs(a)))
+        for p, k, d, i, s, a in zip(decode_paths(paths), kind, dtype, itemsize, shapes, attrs, strict=True)
     )
 
 

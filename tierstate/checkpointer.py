@@ -30,6 +30,7 @@ from tierstate.tiers.registry import open_tier
 from tierstate.tiers.shelf import Shelf
 from tierstate.tiers.verify import Report, Verifier
 
+from .collecting import uncollected
 from .finding import OnDamage, Restored, Wanted, find, restore
 from .guard import Guard
 from .info import Stats, TierStats, VersionInfo
@@ -108,7 +109,8 @@ class Checkpointer:
         """
         start = time.monotonic()
         self._check_open()
-        plan = self._planner.plan(state)
+        with uncollected():
+            plan = self._planner.plan(state)
         head = Head(
             self.run,
             self._flow.next_seq(),
@@ -188,7 +190,8 @@ class Checkpointer:
     def _restore(self, wanted: Wanted) -> Any:
         self._check_open()
         self._guard.wait()
-        found: Restored = restore(self._catalog(), self._arena, self.run, wanted)
+        with uncollected():
+            found: Restored = restore(self._catalog(), self._arena, self.run, wanted)
         self.restored = VersionInfo.of(found.entry)
         self._flow.continue_from(self.restored.id)
         log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
