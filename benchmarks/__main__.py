@@ -19,7 +19,7 @@ from tierstate.tiers.units import parse_size
 
 from .competitor import Competitor
 from .field import NAMES, Missing, find
-from .machine import facts
+from .machine import facts, touch_memory
 from .page import write_page
 from .results import Results
 from .rounds import HOUSE, Rounds, say
@@ -49,6 +49,7 @@ def measure(args: argparse.Namespace) -> Results:
     root = Path(tempfile.mkdtemp(prefix="tierstate-bench-", dir=args.path or Path(args.out).parent))
     try:
         results.machine = facts(root)
+        say(f"memory touched once, in {touch_memory():.0f} s")
         rounds = Rounds(results, field, root, args.rounds[0])
         if {"save", "restore"} & set(args.only):
             for number, size in enumerate(args.size):

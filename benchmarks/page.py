@@ -10,6 +10,7 @@ from .plot import draw
 from .results import Results
 from .rounds import TRAINED
 from .tables import cold_table, import_table, save_table, title, training_table, unchanged_table
+from .targets import targets_table
 from .training import STEPS
 
 _TEXT = Path(__file__).with_name("page.md")
@@ -29,6 +30,7 @@ def write_page(results: Results, folder: Path) -> None:
         field=_field(results),
         plot="![seconds of each competitor](benchmarks.png)" if drawn else "",
         sizes="\n\n".join(_size(results, size) for size in results.sizes("save")) or _NONE,
+        targets=targets_table(results) or _NONE,
         unchanged=unchanged_table(results) or _NONE,
         training=training_table(results) or _NONE,
         imports=import_table(results) or _NONE,
