@@ -14,6 +14,9 @@ FIRST, BLOCK = 1 << 20, 128 << 20
 """Bytes of the first mapping and of the longest: a small state must not reserve what it does not need. A mapping is
 unmapped when the last tensor in it is gone, so that a part of a state can be dropped."""
 
+ALONE = 16 << 20
+"""Tensors from this length on have a mapping of their own."""
+
 HUGE = 2 << 20
 PAGE = 4096
 LINE = 64
@@ -53,7 +56,7 @@ class Blocks:
         if not nbytes:
             return empty_buffer(0)
         size = min(BLOCK, max(FIRST, self._taken))
-        if nbytes > size // 2:
+        if nbytes >= min(ALONE, size // 2):
             block, first, _ = _map(nbytes)
             return torch.frombuffer(block, dtype=torch.uint8, count=nbytes, offset=first)
         grain = PAGE if nbytes >= BIG else LINE

@@ -105,7 +105,7 @@ def test_a_read_that_raises(place: Path, error: BaseException) -> None:
             state = tensors(12 * UNIT, 5 * UNIT)
             ckpt.save(state, step=1).wait()
             ckpt.load()
-            faulty(keys).add(Fault("read", 4, error))
+            faulty(keys).add(Fault("read", 2, error))
             with pytest.raises(type(error), match="worn out"):
                 ckpt.load()
             assert at_rest(ckpt)
