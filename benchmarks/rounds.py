@@ -25,7 +25,7 @@ PATIENCE = 600
 """Seconds that one measurement may take."""
 TRAINING = [("lazy", 5), ("lazy", 1), ("eager", 5), ("torch", 5), ("dcp-async", 5), ("safetensors", 5)]
 """Who saves during a training, and each how many steps."""
-TRAINED = 768 << 20
+TRAINED = 512 << 20
 """Bytes of the state that is trained."""
 EXTRAS = {"waiting", "memcpy-1"}
 """Who saves only the smallest state: variations that say little more about a bigger one."""

@@ -12,8 +12,8 @@ import torch
 from .competitor import Competitor, Pending
 from .state import VOCABULARY, State
 
-TOKENS = 64
-"""Tokens of one batch: a step of a 64 million parameter model then takes half a second or so on one core."""
+TOKENS = 192
+"""Tokens of one batch: so many that a step of a 45 million parameter model is bound by computing, as training is."""
 STEPS = 5
 """Steps of one block."""
 
