@@ -43,14 +43,14 @@ def main() -> int:
 
 def measure(args: argparse.Namespace) -> Results:
     """Run all phases that were asked for. What was found by then is kept, also when something ends the run."""
-    results = Results(options={"size": args.size, "rounds": args.rounds, "only": args.only})
+    results = Results(options={"size": args.size, "rounds": args.rounds, "only": args.only, "device": args.device})
     field = takers(args.peers, results)
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="tierstate-bench-", dir=args.path or Path(args.out).parent))
     try:
         results.machine = facts(root)
         say(f"memory touched once, in {touch_memory():.0f} s")
-        rounds = Rounds(results, field, root, args.rounds[0])
+        rounds = Rounds(results, field, root, args.rounds[0], args.device)
         if {"save", "restore"} & set(args.only):
             for number, size in enumerate(args.size):
                 often = args.rounds[min(number, len(args.rounds) - 1)]
@@ -105,6 +105,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=listed(parse_size), default=[1 << 30, 4 << 30], help="bytes of the states")
     parser.add_argument("--rounds", type=listed(int), default=[3, 2], help="repetitions, of each size")
+    parser.add_argument(
+        "--device", default="cpu", help="where the states' tensors are: cpu, or cuda where there is one"
+    )
     parser.add_argument("--path", help="folder on the disk to measure; by default that of the results")
     parser.add_argument("--only", type=some_of(PHASES), default=list(PHASES), help=",".join(PHASES))
     parser.add_argument("--peers", type=some_of(NAMES), default=list(NAMES), help=",".join(NAMES))

@@ -35,6 +35,7 @@ class Task:
         expected: fingerprint of what was saved; empty where nothing is scattered.
         every: a save each so many steps.
         blocks: pairs of blocks of steps, without and with saves.
+        device: where the state's tensors are.
     """
 
     job: str
@@ -45,6 +46,7 @@ class Task:
     expected: str = ""
     every: int = 0
     blocks: int = 0
+    device: str = "cpu"
 
 
 def run(task: Task, answer: Path) -> None:
@@ -68,7 +70,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 def save(task: Task, competitor: Competitor) -> dict[str, Any]:
     """Save a changing state again and again."""
-    state = State(task.nbytes, filled=competitor.scattered)
+    state = State(task.nbytes, filled=competitor.scattered, device=task.device)
     peak = Peak()
     competitor.open(state)
     found = []
@@ -88,7 +90,7 @@ def save(task: Task, competitor: Competitor) -> dict[str, Any]:
 
 def unchanged(task: Task, competitor: Competitor) -> dict[str, Any]:
     """Save a state that stays as it is, twice."""
-    state = State(task.nbytes)
+    state = State(task.nbytes, device=task.device)
     competitor.open(state)
     found = [one_save(competitor, state, number) for number in range(SAVES)]
     return {"nbytes": state.nbytes, "saves": found}
@@ -122,7 +124,7 @@ def one_save(competitor: Competitor, state: State, number: int) -> dict[str, Any
 def restore(task: Task, competitor: Competitor) -> dict[str, Any]:
     """Fill a state of other values from cold files, and compare it with what was saved."""
     rehearse(task, lambda other, tiny: other.restore(tiny, 0, task.way))
-    state = State(task.nbytes, seed=1, filled=competitor.scattered)
+    state = State(task.nbytes, seed=1, filled=competitor.scattered, device=task.device)
     return _cold(task, competitor, lambda: competitor.restore(state, SAVES - 1, task.way), state.tensors)
 
 
@@ -137,7 +139,7 @@ def load(task: Task, competitor: Competitor) -> dict[str, Any]:
 def rehearse(task: Task, work: Callable[[Competitor, State], Any]) -> None:
     """Do the same with a tiny state, so that nothing is first imported while the seconds are counted."""
     with TemporaryDirectory(dir=Path(task.root).parent) as folder:
-        other, tiny = find(task.peer)(Path(folder)), State(1)
+        other, tiny = find(task.peer)(Path(folder)), State(1, device=task.device)
         other.open(tiny)
         other.save(tiny, 0).durable()
         other.close()
@@ -157,7 +159,7 @@ def _cold(task: Task, competitor: Competitor, work: Callable[[], Any], filled: C
 
 def training(task: Task, competitor: Competitor) -> dict[str, Any]:
     """Train with and without saves."""
-    return asdict(train(competitor, State(task.nbytes), task.every, task.blocks))
+    return asdict(train(competitor, State(task.nbytes, device=task.device), task.every, task.blocks))
 
 
 JOBS: dict[str, Callable[[Task, Competitor], dict[str, Any]]] = {

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
+
 _STATUS, _IO, _RESET = Path("/proc/self/status"), Path("/proc/self/io"), Path("/proc/self/clear_refs")
 
 
@@ -31,7 +33,8 @@ class Gauge:
         return self
 
     def elapsed(self) -> float:
-        """Seconds since the block began."""
+        """Seconds since the block began, with all that a device was asked for by now."""
+        settle()
         return time.monotonic() - self._start
 
     def __exit__(
@@ -54,6 +57,12 @@ class Peak:
     def extra(self) -> int:
         """Bytes; pages of mapped files count while they are mapped."""
         return (_table(_STATUS)["VmHWM"] - self._before) * 1024
+
+
+def settle() -> None:
+    """Wait for devices, where there are some in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _cpu() -> float:

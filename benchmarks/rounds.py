@@ -51,9 +51,13 @@ class Rounds:
         field: who takes part, by name.
         root: a folder of the disk that is measured.
         rounds: how often measurements are repeated, where nothing else is said.
+        device: where the states are.
     """
 
-    def __init__(self, results: Results, field: dict[str, type[Competitor]], root: Path, rounds: int) -> None:
+    def __init__(
+        self, results: Results, field: dict[str, type[Competitor]], root: Path, rounds: int, device: str
+    ) -> None:
+        self._device = device
         self._results, self._field, self._root, self._rounds = results, field, root, rounds
 
     def saves(self, nbytes: int, rounds: int, restores: bool, extras: bool) -> None:
@@ -107,7 +111,7 @@ class Rounds:
     def _one(self, job: str, task: dict[str, Any], size: int, number: int) -> dict[str, Any] | None:
         what = " ".join(filter(None, (job, task["peer"], task.get("way", "").replace("`", ""))))
         try:
-            found = _in_child(Task(job, **task))
+            found = _in_child(Task(job, device=self._device, **task))
         except Failed as error:
             self._results.failures.append(f"{what}: {error}")
             say(f"FAILED: {what}: {error}")

@@ -84,15 +84,18 @@ class State:
         nbytes: bytes of all tensors together, about.
         seed: states of different seeds have no value in common.
         filled: otherwise it takes no memory and has no values.
+        device: where module and moments are.
     """
 
-    def __init__(self, nbytes: int, seed: int = 0, filled: bool = True) -> None:
+    def __init__(self, nbytes: int, seed: int = 0, filled: bool = True, device: str = "cpu") -> None:
         layers, width = shape_of(nbytes)
-        self.model = Gpt(layers, width)
+        self.device = torch.device(device)
+        with self.device:
+            self.model = Gpt(layers, width)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         for parameter in self.model.parameters():
             self.optimizer.state[parameter] = {
-                "step": torch.tensor(1000.0 + seed),
+                "step": torch.tensor(1000.0 + seed, device="cpu"),
                 "exp_avg": torch.empty_like(parameter),
                 "exp_avg_sq": torch.empty_like(parameter),
             }
@@ -102,7 +105,7 @@ class State:
 
     def _fill(self, seed: int) -> None:
         """Values that no chunk shares with another, from one block of noise: a generator would take much longer."""
-        noise = torch.randn(1 << 23, generator=torch.Generator().manual_seed(seed)) * 0.02
+        noise = torch.randn(1 << 23, generator=torch.Generator().manual_seed(seed)).to(self.device) * 0.02
         at = 0
         for tensor in tensors(self.nested()):
             if tensor.dim() == 0 or tensor.dtype is not torch.float32:
@@ -174,4 +177,4 @@ def fingerprint(found: Iterator[torch.Tensor] | list[torch.Tensor]) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .competitor import Competitor, Pending
+from .gauge import settle
 from .state import VOCABULARY, State
 
 TOKENS = 192
@@ -51,11 +52,12 @@ class Trainer:
 
     def step(self) -> None:
         """Forward, backward, and the optimizer's step."""
-        tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=self._generator)
+        tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=self._generator).to(self.state.device)
         self.state.optimizer.zero_grad()
         self.state.model(tokens).backward()
         self.state.optimizer.step()
         self.state.values["step"] += 1
+        settle()
 
 
 def train(competitor: Competitor, state: State, every: int, blocks: int) -> Training:

@@ -21,6 +21,7 @@ ABSENT = 0xFFFFFFFF
 """Object index of a chunk that this tier does not have: its rules send the leaf elsewhere."""
 
 RAW = "raw"
+MAX_OBJECT = 1 << 60
 _OBJECT = re.compile(r"packs/[A-Za-z0-9][A-Za-z0-9._\-]{0,99}/[A-Za-z0-9][A-Za-z0-9._\-]{0,199}")
 
 
@@ -134,6 +135,8 @@ class Layout:
             return
         if int(self.object[rows].max()) >= len(self.objects) or int(self.codec[rows].max()) >= len(self.codecs):
             raise FormatError(f"{WHAT}: a row names an object or a codec that is not listed")
+        if int(self.object_sizes.max()) > MAX_OBJECT:
+            raise FormatError(f"{WHAT}: a pack of {int(self.object_sizes.max())} bytes is longer than any can be")
         sizes, stored = self.object_sizes[self.object[rows]], self.stored[rows].astype("<u8")
         if bool(np.any(stored > sizes)) or bool(np.any(self.offset[rows] > sizes - stored)):
             raise FormatError(f"{WHAT}: a chunk ends behind its pack")

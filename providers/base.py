@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, ClassVar, Self
 
 import torch
@@ -56,7 +57,8 @@ class Provider(ABC):
         """The value's own bytes, where they lie in host memory in row-major order; None where they do not.
 
         The engine copies out of them instead of calling ``chunks``, and reads into them instead of calling ``load``,
-        from several threads at once. ``done`` is called all the same.
+        from several threads at once. ``done`` is called all the same. A subclass that overrides ``chunks`` or ``load``
+        overrides this too, or it is not asked.
         """
         return None
 
@@ -91,3 +93,31 @@ class Provider(ABC):
     @abstractmethod
     def done(self) -> Any:
         """Complete the load and return the value to put into the state."""
+
+
+def memory_of(provider: Provider, nbytes: int) -> Buffer | None:
+    """What `Provider.memory` gives, held to its contract: nobody checks bounds again.
+
+    Raises:
+        ValueError: it is not host memory of so many bytes, one after the other.
+    """
+    memory = provider.memory() if _speaks_for(type(provider)) else None
+    if memory is None:
+        return None
+    sound = memory.dtype == torch.uint8 and memory.device.type == "cpu" and memory.is_contiguous()
+    if not sound or memory.numel() != nbytes:
+        raise ValueError(
+            f"{type(provider).__qualname__}.memory() gave {memory.numel()} elements of {memory.dtype} on "
+            f"{memory.device}; right are {nbytes} bytes on the host, without gaps"
+        )
+    return memory
+
+
+@cache
+def _speaks_for(kind: type[Provider]) -> bool:
+    """Whether ``memory`` was written by one who knew of ``chunks`` and ``load`` as they are."""
+
+    def depth(name: str) -> int:
+        return next(i for i, cls in enumerate(kind.__mro__) if name in cls.__dict__)
+
+    return depth("memory") <= min(depth("chunks"), depth("load"))

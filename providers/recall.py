@@ -15,7 +15,7 @@ from tierstate.manifest.leaf import Path, encode_path
 from .base import Provider
 from .registry import REGISTRY, Registry
 from .stateful import Stateful, stateful
-from .survey import Leave, Place, Survey, never
+from .survey import Leave, Place, Survey, ident, never
 from .tensors import TensorProvider
 from .ties import Ties
 from .tree import Tree, plant, ties_of
@@ -40,6 +40,7 @@ class _Spot:
         path: the keys that lead there.
         kind: the type of the container that was walked; None for a leaf.
         keys, key_types, spots: a container's keys and what lies there.
+        idents: the keys with their types, where equal ones need not be the same.
         how, thing: how a stateful thing gives its state, and its type.
         facts: of a tensor: all that its bytes, spec and ties depend on.
         inner: whether it is a container, or a stateful thing.
@@ -54,6 +55,7 @@ class _Spot:
     kind: type | None = None
     keys: list[Any] = field(default_factory=list)
     key_types: list[type] = field(default_factory=list)
+    idents: list[Any] | None = None
     spots: list[_Spot] = field(default_factory=list)
     how: Stateful | None = None
     thing: type | None = None
@@ -69,7 +71,7 @@ class Recall:
     """Flattens one state after the other, as `flatten` does.
 
     The states are compared place by place: the same keys and types, and tensors of the same address, shape, strides and
-    dtype, which costs less than a microsecond each. Nothing of a state is held on to but small plain values.
+    dtype, which costs less than a microsecond each. Nothing of a state is held on to but its plain values.
 
     Args:
         allow_pickle: whether the value at a path, if it has no provider, may be pickled.
@@ -88,13 +90,18 @@ class Recall:
         Raises:
             CaptureError: as `flatten`.
         """
-        if self._root is not None and self._tree is not None and self._known == self._registry.changes:
+        # Forgotten until all is done, so that nothing half learned is left behind by an interrupt.
+        last, self._root = self._root, None
+        if last is not None and self._tree is not None and self._known == self._registry.changes:
             try:
-                return self._again(self._root, self._tree, state)
+                tree = self._again(last, self._tree, state)
             except Exception as error:
                 # Whatever it is, it is met again, and told, when the state is looked at anew.
                 log.debug("the state is flattened anew: %r", error)
-        self._root, self._known = None, self._registry.changes
+            else:
+                self._root = last
+                return tree
+        self._known = self._registry.changes
         root = Survey(self._registry, self._allow_pickle).take(state)
         ties = ties_of(root)
         tree = plant(root, ties)
@@ -122,8 +129,10 @@ class Recall:
         self._marks.subtract(spot.mark for spot, _ in moved if spot.mark is not None)
         for spot, value, provider in new:
             _note(spot, value, provider)
+            if spot.tied:
+                raise _Changed
             if spot.mark is not None:
-                if spot.tied or self._marks[spot.mark] > 0:
+                if self._marks[spot.mark] > 0:
                     raise _Changed
                 self._marks[spot.mark] += 1
         for spot, _ in moved:
@@ -175,12 +184,17 @@ def _match_inner(spot: _Spot, value: Any, tensors: list[Any], moved: list[tuple[
     items: Any = value
     if isinstance(value, dict):
         keys = list(value)
-        if keys != spot.keys or [*map(type, keys)] != spot.key_types:
+        if keys != spot.keys or [*map(type, keys)] != spot.key_types or _odd(spot, keys):
             raise _Changed
         items = value.values()
     elif len(items) != len(spot.spots):
         raise _Changed
     _match(spot.spots, items, tensors, moved)
+
+
+def _odd(spot: _Spot, keys: list[Any]) -> bool:
+    """Whether keys that are equal to Python are others all the same: 0.0 and -0.0, (1,) and (True,)."""
+    return spot.idents is not None and [*map(ident, keys)] != spot.idents
 
 
 def _state_of(spot: _Spot, thing: Any) -> Any:
@@ -232,6 +246,8 @@ def _spot(place: Place, indices: Iterator[int], leaves: Iterator[int], tied: set
     spot.kind, spot.inner = type(place.tree), True
     spot.keys = [key for key, _ in place.children.values()]
     spot.key_types = [*map(type, spot.keys)]
+    if not {float, tuple}.isdisjoint(spot.key_types):
+        spot.idents = [*map(ident, spot.keys)]
     spot.spots = [_spot(child, indices, leaves, tied) for _, child in place.children.values()]
     return spot
 
@@ -240,7 +256,7 @@ def _note(spot: _Spot, value: Any, provider: Provider) -> None:
     """What tells a leaf again."""
     plain_tensor = type(provider) is TensorProvider and type(value) in _TENSORS
     spot.facts = _facts(value) if plain_tensor else None
-    spot.plain = value if type(value) in _CONSTANT else _Changed
+    spot.plain = value if type(value) in _CONSTANT and type(provider) is ValueProvider else _Changed
     spot.mark, spot.leaf_kind = _mark(provider), provider.kind
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tierstate.manifest.chunk import Chunk
 from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.manifest.leaf import Leaf, Spec
@@ -43,7 +41,7 @@ class Tree:
 
     def __init__(self, leaves: tuple[Leaf, ...], providers: Sequence[Provider | None]) -> None:
         self.leaves, self._providers = leaves, list(providers)
-        self.values: Sequence[torch.Tensor | None] = ()
+        self.values: list[Any] = []
         self.fresh: Sequence[int] = ()
         self.token = object()
 
@@ -55,13 +53,18 @@ class Tree:
             found = self._providers[leaf] = TensorProvider(value)
         return found
 
+    def hold(self, leaf: int) -> None:
+        """Hold on to a leaf's memory: a tensor may be given another one before its chunks are asked for."""
+        if self.values and self.values[leaf] is not None:
+            self.values[leaf] = self.values[leaf].detach()
+
     def chunks(self, leaf: int, size: int) -> Iterator[Chunk]:
         """A leaf's bytes, as its provider gives them, which is made no sooner than the first is asked for."""
         provider = self.provider(leaf)
         if provider is not None:
             yield from provider.chunks(size)
 
-    def again(self, values: Sequence[torch.Tensor | None], fresh: Mapping[int, Provider]) -> Tree:
+    def again(self, values: list[Any], fresh: Mapping[int, Provider]) -> Tree:
         """A tree that is like this one, but for some leaves.
 
         Args:
@@ -71,7 +74,8 @@ class Tree:
         providers, changed = self._providers.copy(), {}
         for i, provider in fresh.items():
             providers[i], spec = provider, provider.spec
-            if spec != self.leaves[i].spec:
+            # Attributes that are equal to Python need not be the same: 0.0 and -0.0, 1 and True.
+            if spec != self.leaves[i].spec or spec.attrs or self.leaves[i].spec.attrs:
                 changed[i] = Leaf(self.leaves[i].path, spec)
         leaves = self.leaves
         if changed:

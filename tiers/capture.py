@@ -106,7 +106,7 @@ class Capture:
     def _workers(self) -> int:
         here = ~self._plan.guarded & (self._plan.address != 0)
         worth = int(self._plan.nbytes[here].sum()) // WORTH_A_THREAD
-        return max(1, min(WORKERS, len(os.sched_getaffinity(0)), worth))
+        return max(1, min(WORKERS, _cores(), worth))
 
     def _copy_all(self, which: Array, workers: int) -> None:
         plan = self._plan
@@ -115,14 +115,16 @@ class Capture:
         helpers = [
             threading.Thread(target=self._work, args=(slabfuls,), name=f"tierstate-copy-{i}") for i in range(1, workers)
         ]
-        for thread in helpers:
-            thread.start()
+        started: list[threading.Thread] = []
         try:
+            for thread in helpers:
+                thread.start()
+                started.append(thread)
             self._stream(np.flatnonzero(which & (plan.address == 0)))
             self._work(slabfuls)
         except BaseException as error:
             self._failures.append(error)
-        for thread in helpers:
+        for thread in started:
             thread.join()
         if self._failures:
             raise self._failures[0]
@@ -214,6 +216,11 @@ class Capture:
         for i in np.flatnonzero(nbytes >= BIG).tolist():
             self._samples[rows[i]] = sample(memory[at[i] : ends[i]])
         return as_array(digests)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory_at(address: int, nbytes: int) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,11 +38,15 @@ class Fence:
         torch.cuda.set_stream(stream)
 
 
-def fences() -> tuple[Fence, ...]:
-    """One for each CUDA device in use; none where there is no CUDA."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+def fences(devices: Iterable[int]) -> tuple[Fence, ...]:
+    """One for each of these CUDA devices, and for the caller's own; none where CUDA is not in use.
+
+    Never for all that there are: the first touch of a device takes hundreds of megabytes of it, also where it is
+    another rank's.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ()
-    return tuple(Fence(device) for device in range(torch.cuda.device_count()))
+    return tuple(Fence(device) for device in sorted({*devices, torch.cuda.current_device()}))
 
 
 def _side_stream(device: int) -> Any:

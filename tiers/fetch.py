@@ -79,7 +79,7 @@ class Fetch:
         self._rescue = Rescue(version, holdings, mended)
         self._large = threading.BoundedSemaphore(LARGE)
         # Not all workers at once: the first one's read is to begin soon, and the others find it under way.
-        self._touching = threading.BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
+        self._touching = threading.BoundedSemaphore(os.cpu_count() or 1)
 
     @property
     def troubles(self) -> list[Trouble]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
-from tierstate.manifest.leaf import Leaf
+from tierstate.manifest.leaf import Leaf, encode_path
 
 from .arena import Arena
 from .capturing import Capturing, Work
@@ -253,5 +253,8 @@ class Flow:
 
 
 def _same_paths(one: tuple[Leaf, ...], other: tuple[Leaf, ...]) -> bool:
+    """Whether the paths are the same; as text, since 1 and True are equal, and rules tell them apart."""
     pairs = zip(one, other, strict=True)
-    return one is other or (len(one) == len(other) and all(a is b or a.path == b.path for a, b in pairs))
+    return one is other or (
+        len(one) == len(other) and all(a is b or encode_path(a.path) == encode_path(b.path) for a, b in pairs)
+    )

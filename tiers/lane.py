@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound, TierstateError, TierUnavailable
+from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound, TierUnavailable
 from tierstate.manifest.index import Array
 from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
@@ -217,13 +217,14 @@ class Lane:
         """So that the next capture knows, without asking the tier, what need not be copied."""
         try:
             self.shelf.recall()
-        except TierstateError as error:
-            log.debug("%s: what was mended there is asked for later: %s", self.shelf.name, error)
+        except BaseException as error:
+            # Whatever a tier raises: the save is committed, and who waits for it must be told.
+            log.debug("%s: what was mended there is asked for later: %r", self.shelf.name, error)
 
     def retire(self, *, room_for_one: bool = False) -> None:
         """Drop what need not be kept; a failure is only logged, and tried again next time."""
         try:
             self.shelf.retire(self._in_use(), room_for_one=room_for_one)
-        except Exception as error:
+        except BaseException as error:
             # Whatever a tier raises: this thread must live on, or every later save would wait for it forever.
             log.warning("%s: old versions could not be dropped, which is tried again: %r", self.shelf.name, error)

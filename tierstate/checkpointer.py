@@ -110,7 +110,10 @@ class Checkpointer:
         start = time.monotonic()
         self._check_open()
         with uncollected():
-            plan = self._planner.plan(state)
+            return self._save(state, step, metadata, start)
+
+    def _save(self, state: Any, step: int, metadata: Mapping[str, Any] | None, start: float) -> Save:
+        plan = self._planner.plan(state)
         head = Head(
             self.run,
             self._flow.next_seq(),

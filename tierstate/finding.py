@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,9 +12,9 @@ import numpy as np
 import torch
 
 from tierstate.manifest.chunk import Buffer, Event
-from tierstate.manifest.errors import Damaged, NotFound, StateMismatch, TierstateError
-from tierstate.manifest.leaf import Path
-from tierstate.providers.base import Provider
+from tierstate.manifest.errors import Damaged, FormatError, NotFound, StateMismatch, TierstateError
+from tierstate.manifest.leaf import Leaf, Path
+from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.target import NEW, Target, plan_restore
 from tierstate.tiers.arena import Arena
 from tierstate.tiers.catalog import Catalog, Entry, Place
@@ -23,8 +25,8 @@ from tierstate.tiers.mend import Mender
 log = logging.getLogger("tierstate")
 
 OnDamage = Literal["raise", "older"]
-WORKERS = 8
-"""Reads in flight. Threads that wait for a disk cost little, and a deep queue is what keeps it busy."""
+WORKERS = max(4, min(8, os.cpu_count() or 1))
+"""Reads in flight, each with a slab whose memory has to be faulted in first. Four keep a disk busy."""
 
 
 class Wanted(NamedTuple):
@@ -67,6 +69,8 @@ def restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restore
     """
     passed: list[str] = []
     touched = False
+    # Beside the reading of records and the comparison: the first touch of memory costs more than what is done with it.
+    arena.prepare(WORKERS * arena.slab_size)
     try:
         for entry in _candidates(catalog, wanted, passed):
             target = _plan(entry, wanted)
@@ -161,10 +165,15 @@ def _is_whole(entry: Entry, target: Target, wanted: Wanted, passed: list[str]) -
 
 def _check_unsharded(entry: Entry, target: Target) -> None:
     version = entry.version
+    held: Counter[int] = Counter()
     for leaf, box in zip(version.shard_leaf.tolist(), version.boxes, strict=True):
+        held[leaf] += 1
         if leaf in target.wanted and box.shape != version.leaves[leaf].spec.shape:
             name = version.leaves[leaf].name
             raise StateMismatch(f"{_name(entry)} holds {name} in shards of many ranks, which this release cannot join")
+    wrong = next((leaf for leaf in target.wanted if held[leaf] != 1), None)
+    if wrong is not None:
+        raise FormatError(f"{_name(entry)} holds {version.leaves[wrong].name} {held[wrong]} times; once is right")
 
 
 def _pass_over(passed: list[str], name: str, error: TierstateError) -> None:
@@ -183,7 +192,7 @@ def _fill(entry: Entry, target: Target, arena: Arena) -> Any:
     mender = Mender(version, entry.holdings)
     fetch = Fetch(version, entry.holdings, arena, workers=WORKERS, mended=mender)
     providers: dict[int, Provider] = target.wanted
-    memories = {leaf: provider.memory() for leaf, provider in providers.items()}
+    memories = {i: _memory(version.leaves[i], provider) for i, provider in providers.items()}
 
     def load(leaf: int, start: int, raw: Buffer) -> Event | None:
         return providers[leaf].load(start, raw)
@@ -193,6 +202,13 @@ def _fill(entry: Entry, target: Target, arena: Arena) -> Any:
     finally:
         mender.close()
     return target.finish()
+
+
+def _memory(leaf: Leaf, provider: Provider) -> Buffer | None:
+    try:
+        return memory_of(provider, leaf.spec.nbytes)
+    except Exception as error:
+        raise StateMismatch(f"{leaf.name}: {error}") from error
 
 
 def _none(run: str, wanted: Wanted, catalog: Catalog, passed: list[str]) -> TierstateError:

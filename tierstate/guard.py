@@ -36,14 +36,8 @@ class Guard:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     def signature(self) -> list[int]:
-        """Equal as long as the guarded optimizers have the same parameters, and the same tensors in their state."""
-        found: list[int] = []
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                found += map(id, group["params"])
-            for state in optimizer.state.values():
-                found += map(id, state.values())
-        return found
+        """Equal as long as parameters and state of the guarded optimizers lie where they lie."""
+        return [tensor.data_ptr() for optimizer in self._optimizers for tensor in _tensors(optimizer)]
 
     def covers(self) -> Callable[[Provider], bool]:
         """Whether a provider's tensor lies in memory that nobody but a guarded step changes, as things are now."""

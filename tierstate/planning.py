@@ -12,8 +12,9 @@ from tierstate.manifest.chunk import Chunk
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.leaf import Leaf, Path, matches_any
 from tierstate.manifest.retention import Keep
-from tierstate.providers.base import Provider
+from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.recall import Recall
+from tierstate.providers.tensors import TensorProvider
 from tierstate.providers.tree import Tree
 from tierstate.tiers.devices import fences
 from tierstate.tiers.placement import may_pickle
@@ -50,6 +51,7 @@ class Planner:
         self._signature: list[int] = []
         self._plan: Plan | None = None
         self._numbers: dict[int, int] = {}
+        self._devices: set[int] = set()
         self._covers: Callable[[Provider], bool] = lambda _provider: False
 
     def plan(self, state: Any) -> Plan:
@@ -58,9 +60,11 @@ class Planner:
         Raises:
             CaptureError: something cannot be saved; the message names its path, type and remedy.
         """
+        # Forgotten until all is done: what fails halfway must not leave a plan that is no longer true.
+        last, self._plan = self._plan, None
         tree, signature = self._recall.flatten(state), self._guard.signature()
-        if self._plan is not None and tree.token is self._token and signature == self._signature:
-            plan = self._again(self._plan, tree)
+        if last is not None and tree.token is self._token and signature == self._signature:
+            plan = self._again(last, tree)
         else:
             self._signature, self._covers = signature, self._guard.covers()
             plan = self._anew(tree)
@@ -74,25 +78,34 @@ class Planner:
     def _anew(self, tree: Tree) -> Plan:
         sources: list[Source] = []
         self._numbers.clear()
+        self._devices.clear()
         for i, node in enumerate(tree.nodes):
             if node.provider is not None:
                 self._numbers[i] = len(sources)
                 sources.append(self._source(i, node.leaf, node.provider))
-        return Plan.of(tree.leaves, sources, fences())
+        return Plan.of(tree.leaves, sources, fences(self._devices))
 
     def _source(self, index: int, leaf: Leaf, provider: Provider) -> Source:
-        guarded, memory = self._covers(provider), provider.memory()
-        return Source(index, provider.box, leaf.spec.nbytes, provider.chunks, guarded, memory)
+        try:
+            box, memory = provider.box, memory_of(provider, leaf.spec.nbytes)
+        except Exception as error:
+            raise CaptureError(f"leaf {leaf.name}: {error}") from error
+        if isinstance(provider, TensorProvider) and provider.value.is_cuda:
+            self._devices.add(provider.value.device.index)
+        return Source(index, box, leaf.spec.nbytes, provider.chunks, self._covers(provider), memory)
 
     def _again(self, last: Plan, tree: Tree) -> Plan:
         # Storages, and not tensors, which may be given other memory while this one is still being read.
         keep = [tree, [value.untyped_storage() for value in tree.values if value is not None]]
-        plan = replace(last, leaves=tree.leaves, keep=keep, fences=fences())
+        plan = replace(last, leaves=tree.leaves, keep=keep, fences=fences(self._devices))
         fresh = {i: self._source(i, tree.leaves[i], p) for i in tree.fresh if (p := tree.provider(i)) is not None}
         if fresh:
             plan = plan.changed({self._numbers[i]: source for i, source in fresh.items()})
         if plan.chunks:
-            plan = replace(plan, chunks={i: partial(tree.chunks, int(plan.leaf[i])) for i in plan.chunks})
+            leaves = {i: int(plan.leaf[i]) for i in plan.chunks}
+            for leaf in leaves.values():
+                tree.hold(leaf)
+            plan = replace(plan, chunks={i: partial(tree.chunks, leaf) for i, leaf in leaves.items()})
         return plan
 
 

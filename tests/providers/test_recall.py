@@ -15,11 +15,12 @@ from moving import stream
 from strategies import scrambled, states
 
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.leaf import Leaf
+from tierstate.manifest.leaf import Leaf, Spec
 from tierstate.providers.arrays import ArrayProvider
 from tierstate.providers.recall import Recall
 from tierstate.providers.registry import Registry
 from tierstate.providers.tree import Tree, flatten
+from tierstate.providers.values import ValueProvider
 
 
 def seen(tree: Tree) -> list[tuple[Leaf, bytes | None]]:
@@ -186,3 +187,36 @@ def test_what_cannot_be_saved_is_told_at_any_time() -> None:
     recall.flatten({"x": torch.zeros(2, 2)})
     with pytest.raises(CaptureError, match=r"x: a builtins\.object has no provider"):
         recall.flatten({"x": object()})
+
+
+def test_a_provider_for_a_constant_type_is_asked_again() -> None:
+    class Twice(ValueProvider):
+        kind = "twice"
+
+        def __init__(self, value: Any) -> None:
+            super().__init__([value, value])
+
+    registry = Registry()
+    registry.register(bytes, Twice)
+    recall, state = Recall(registry=registry), {"x": b"abc", "y": 1}
+    first = seen(recall.flatten(state))
+    again = recall.flatten(state)
+    assert seen(again) == first
+    assert [again.leaves[i].name for i in again.fresh] == ["x"]
+
+
+def test_attributes_that_are_equal_to_python_are_taken_anew() -> None:
+    class Marked(ValueProvider):
+        kind = "marked"
+
+        @property
+        def spec(self) -> Spec:
+            return Spec(self.kind, shape=super().spec.shape, attrs={"zero": next(zeros)})
+
+    zeros = iter([0.0, 0.0, -0.0, -0.0, False, False] * 3)
+    registry = Registry()
+    registry.register(complex, Marked)
+    recall = Recall(registry=registry)
+    found = [repr(recall.flatten({"x": 1j}).leaves[1].spec.attrs["zero"]) for _ in range(3)]
+    assert set(found) <= {"0.0", "-0.0", "False"}
+    assert len(set(found)) > 1

@@ -183,3 +183,27 @@ def test_tiers_that_were_all_down_come_back_each_by_itself() -> None:
             made = ckpt.save(tensors(*SIZES, seed=9), step=9)
             assert [outcome(made, name) for name in ("one", "two", "three")] == ["", "", ""]
             assert ckpt.verify(deep=True).ok
+
+
+class Tired(Memory):
+    """A tier whose listings fail in a way that no tier should, once packs are asked for."""
+
+    error: BaseException = RuntimeError("worn out")
+
+    def list(self, prefix: str) -> Any:
+        if prefix.startswith("packs/"):
+            raise self.error
+        return super().list(prefix)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("worn out"), SystemExit(3)])
+def test_a_tier_that_fails_after_the_commit_does_not_stop_its_lane(error: BaseException) -> None:
+    tired = Tired()
+    tired.error = error
+    with wrapped(tired) as keys:
+        with ts.Checkpointer(policy({"only": {**keys, "keep": {"last": 1}}}), "run") as ckpt:
+            for step in range(3):
+                ckpt.save(tensors(*SIZES, seed=step), step=step).wait(timeout=30)
+            assert difference(tensors(*SIZES, seed=2), ckpt.load()) == ""
+            assert arena_of(ckpt).in_flight == 0
+        assert engine_threads() == []
