@@ -35,7 +35,9 @@ def _saves(results: Results, size: int) -> Iterator[Row]:
 
 def _blocked(results: Results, size: int) -> Iterator[Row]:
     eager, lazy = (_last(results, size, peer, "blocked") for peer in ("eager", "lazy"))
-    yield from _most("blocked: eager, of one copy in memory", eager, _last(results, size, "memcpy", "blocked"), 1.3)
+    for peer, how in (("memcpy-1", "by one thread"), ("memcpy", "by torch's threads")):
+        copied = _last(results, size, peer, "blocked")
+        yield from _most(f"blocked: eager, of one copy in memory {how}", eager, copied, 1.3)
     biggest = max(results.sizes("save"))
     big = [_last(results, biggest, peer, "blocked") for peer in ("lazy", "eager")]
     yield from _most("blocked: lazy, of eager, the bigger state", big[0], big[1], 0.02)

@@ -185,10 +185,10 @@ class Arena:
         """
         self.device = current_device()
         with self.changed:
-            missing = min(self.slots, -(-nbytes // self.slab_size)) - self.in_flight - len(self._free)
-            if self.closed or self._preparing is not None or missing <= 0:
+            wanted = min(self.slots, -(-nbytes // self.slab_size))
+            if self.closed or self._preparing is not None or self.in_flight + len(self._free) >= wanted:
                 return
-            thread = threading.Thread(target=self._prepare, args=(missing,), name="tierstate-arena", daemon=True)
+            thread = threading.Thread(target=self._prepare, args=(wanted,), name="tierstate-arena", daemon=True)
             # Under the lock, so that `close` finds no thread that it could not wait for.
             self._preparing = thread
             try:
@@ -197,27 +197,30 @@ class Arena:
                 self._preparing = None
                 raise
 
-    def _prepare(self, count: int) -> None:
+    def _prepare(self, wanted: int) -> None:
         try:
-            while count and self._add_prepared():
-                count -= 1
+            while self._add_prepared(wanted):
+                pass
         except Exception as error:
             log.warning("memory could not be prepared, so that saves wait for it: %r", error)
         finally:
             with self.changed:
                 self._preparing = None
 
-    def _add_prepared(self) -> bool:
-        """One more free slab; whether there was use for it."""
+    def _add_prepared(self, wanted: int) -> bool:
+        """One more free slab, if there are not so many yet, counting those that whoever could not wait has made."""
+        with self.changed:
+            if self.closed or self.in_flight + len(self._free) >= wanted:
+                return False
         slab = Slab(self)
         slab.prepare()
         with self.changed:
-            wanted = not self.closed and self.in_flight + len(self._free) < self.slots
-            if wanted:
+            useful = not self.closed and self.in_flight + len(self._free) < wanted
+            if useful:
                 self._free.append(slab)
-        if not wanted:
+        if not useful:
             slab.discard()
-        return wanted
+        return useful
 
     def keep(self, buffer: Buffer) -> int:
         """Take the slab that holds this buffer out of the budget, for a tier that will hold it for long.
