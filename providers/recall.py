@@ -111,9 +111,10 @@ class Recall:
 
     def _learn(self, root: Place, ties: Ties, tree: Tree) -> None:
         indices, numbers = iter(range(len(tree.leaves))), iter(range(len(tree.leaves)))
-        self._root = _spot(root, indices, numbers, {*ties.specs, *_roots(ties, root)})
-        self._marks = Counter(spot.mark for spot in _all(self._root) if spot.mark is not None)
+        learned = _spot(root, indices, numbers, {*ties.specs, *_roots(ties, root)})
+        self._marks = Counter(spot.mark for spot in _all(learned) if spot.mark is not None)
         self._tree = tree.without_memory()
+        self._root = learned
 
     def _again(self, root: _Spot, last: Tree, state: Any) -> Tree:
         values: list[Any] = [None] * len(last.leaves)
@@ -126,7 +127,8 @@ class Recall:
     def _renewed(self, moved: list[tuple[_Spot, Any]]) -> dict[int, Provider]:
         """Providers of leaves whose bytes lie elsewhere now, or are others. None of them may share memory."""
         new = [(spot, value, self._provider(spot, value)) for spot, value in moved]
-        self._marks.subtract(spot.mark for spot, _ in moved if spot.mark is not None)
+        left = [spot.mark for spot, _ in moved if spot.mark is not None]
+        self._marks.subtract(left)
         for spot, value, provider in new:
             _note(spot, value, provider)
             if spot.tied:
@@ -135,9 +137,9 @@ class Recall:
                 if self._marks[spot.mark] > 0:
                     raise _Changed
                 self._marks[spot.mark] += 1
-        for spot, _ in moved:
-            if not self._marks[spot.mark]:
-                del self._marks[spot.mark]
+        for mark in left:
+            if not self._marks[mark]:
+                del self._marks[mark]
         return {spot.index: provider for spot, _, provider in new}
 
     def _provider(self, spot: _Spot, value: Any) -> Provider:

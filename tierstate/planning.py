@@ -68,11 +68,9 @@ class Planner:
         else:
             self._signature, self._covers = signature, self._guard.covers()
             plan = self._anew(tree)
-        # What is remembered holds on to nothing of the state.
-        self._token, self._plan = (
-            tree.token,
-            replace(plan, keep=None, chunks=dict.fromkeys(plan.chunks, _gone), fences=()),
-        )
+        # What is remembered holds on to nothing of the state's memory.
+        chunks = dict.fromkeys(plan.chunks, _gone)
+        self._token, self._plan = tree.token, replace(plan, keep=None, chunks=chunks, fences=())
         return plan
 
     def _anew(self, tree: Tree) -> Plan:

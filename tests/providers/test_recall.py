@@ -220,3 +220,12 @@ def test_attributes_that_are_equal_to_python_are_taken_anew() -> None:
     found = [repr(recall.flatten({"x": 1j}).leaves[1].spec.attrs["zero"]) for _ in range(3)]
     assert set(found) <= {"0.0", "-0.0", "False"}
     assert len(set(found)) > 1
+
+
+def test_tensors_that_move_with_every_state_leave_nothing_behind() -> None:
+    recall, held = Recall(), []
+    for _ in range(50):
+        state = {"stays": torch.zeros(1) if not held else held[0]["stays"], "moves": torch.zeros(100)}
+        held.append(state)  # so that every tensor has an address of its own
+        recall.flatten(state)
+    assert len(recall._marks) == 2

@@ -142,7 +142,8 @@ def test_any_bytes_in_a_sound_frame_end_in_an_error_of_ours(section: str, at: fl
             report = ckpt.verify(deep=True)
             if section != "version":
                 assert difference(truth[0], found) == ""
-                assert report.ok
+                # A pack's length that is not the right one is no reason not to load, and one to be told of.
+                assert report.ok or section == "layout"
 
 
 def test_a_record_of_another_run_or_number_is_refused(place):
