@@ -25,6 +25,7 @@ from tierstate.tiers.base import Tier, Traits
 from tierstate.tiers.faulty import Operation
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.testing import Fault, Faulty
+from tierstate.tiers.uring import UringEngine
 
 KINDS = ("memory", "host", "nvme", "lustre", "file", "bucket")
 """Every type of tier; ``file`` and ``bucket`` are object tiers on ``file://`` and ``memory://``."""
@@ -102,6 +103,15 @@ def unreferenced(where: Tier, run: str) -> set[str]:
     log = Log(where, run)
     named = {key for seq in log.seqs() for key in log.read(seq).layout.objects}
     return set(where.list(f"packs/{run}/")) - named
+
+
+def has_uring() -> bool:
+    """Whether a ring can be made here."""
+    try:
+        UringEngine().close()
+    except OSError:
+        return False
+    return True
 
 
 def engine_threads() -> list[str]:

@@ -88,15 +88,9 @@ class PackWriter:
 
     def add(self, data: Buffer, digest: bytes, nbytes: int, codec: str, release: Release | None = None) -> Place:
         """Append one encoded chunk; ``release`` is called when the tier needs ``data`` no longer, also on an error."""
-        try:
-            pack = self._room(len(data))
-        except BaseException:
-            if release is not None:
-                release()
-            raise
-        place = Place(self._key, self._at, len(data), codec)
-        pack.append(data, release)
-        self._note(Rows.of_one(Row(digest, nbytes, place)), len(data))
+        at = self._append(data, release)
+        place = Place(self._key, at, len(data), codec)
+        self._rows.append(Rows.of_one(Row(digest, nbytes, place)))
         return place
 
     def add_run(self, data: Buffer, rows: Rows, release: Release | None = None) -> tuple[str, int]:
@@ -109,6 +103,12 @@ class PackWriter:
         Returns:
             The pack's key, and where in it ``data`` begins.
         """
+        at = self._append(data, release)
+        self._rows.append(rows._replace(offset=rows.offset + at))
+        return self._key, at
+
+    def _append(self, data: Buffer, release: Release | None) -> int:
+        """Add bytes to the open pack; where in it they begin."""
         try:
             pack = self._room(len(data))
         except BaseException:
@@ -117,13 +117,9 @@ class PackWriter:
             raise
         at = self._at
         pack.append(data, release)
-        self._note(rows._replace(offset=rows.offset + at), len(data))
-        return self._key, at
-
-    def _note(self, rows: Rows, nbytes: int) -> None:
-        self._rows.append(rows)
-        self._at += nbytes
-        self.stored += nbytes
+        self._at += len(data)
+        self.stored += len(data)
+        return at
 
     def _room(self, nbytes: int) -> ObjectWriter:
         """The open pack, at a place fit for a chunk of that length."""

@@ -5,22 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from worlds import policy
+from worlds import has_uring, policy
 
 import tierstate as ts
-from tierstate.tiers.uring import UringEngine
 
 SAYS = {"uring": "direct, by io_uring", "threads": "direct, by threads", "buffered": "buffered"}
 """How the traits of a tier begin once it has moved a long object."""
-
-
-def has_uring() -> bool:
-    """Whether a ring can be made here."""
-    try:
-        UringEngine().close()
-    except OSError:
-        return False
-    return True
 
 
 @pytest.fixture(params=list(SAYS))

@@ -5,57 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from filling import Fill
 from worlds import arena_of, faulty, opened, policy, tensors, tier, unreferenced, wrapped
 
 import tierstate as ts
-from tierstate.manifest.chunk import Buffer, Chunk, spans
-from tierstate.manifest.leaf import Spec
+from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.memory import Memory
-
-
-class Watched(ts.Provider):
-    """A value of zeros, whose every fill calls back first."""
-
-    kind = "watched"
-
-    def __init__(self, value: Fill) -> None:
-        self.value = value
-
-    @property
-    def spec(self) -> Spec:
-        return Spec(self.kind, shape=(self.value.nbytes,))
-
-    def chunks(self, size: int) -> Iterator[Chunk]:
-        for start, n in spans(self.value.nbytes, size):
-            yield Chunk(start, n, self._fill)
-
-    def _fill(self, out: Buffer) -> None:
-        self.value.called(out)
-
-    @classmethod
-    def fresh(cls, spec: Spec, device: torch.device | None = None) -> Watched:
-        return cls(Fill(spec.shape[0], lambda _out: None))
-
-    def load(self, start: int, data: Buffer) -> None:
-        assert not data.any()
-
-    def done(self) -> Any:
-        return self.value
-
-
-class Fill:
-    """A value whose every fill is a call."""
-
-    def __init__(self, nbytes: int, called: Callable[[Buffer], object]) -> None:
-        self.nbytes, self.called = nbytes, called
-
-    def __state_provider__(self) -> ts.Provider:
-        return Watched(self)
 
 
 def test_a_state_that_cannot_be_copied_leaves_nothing(place):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import has_uring
 
 import tierstate as ts
 from tierstate.manifest.chunk import empty_buffer
@@ -25,15 +26,6 @@ from tierstate.tiers.pages import PAGE, fault_in, map_pages
 from tierstate.tiers.stream import BOUNCE, Stream, reserve, takes_direct
 from tierstate.tiers.testing import Lease, random_bytes
 from tierstate.tiers.uring import UringEngine
-
-
-def has_uring() -> bool:
-    try:
-        UringEngine().close()
-    except OSError:
-        return False
-    return True
-
 
 ENGINES = [
     pytest.param(ThreadEngine, id="threads"),
