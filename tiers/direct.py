@@ -7,8 +7,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from tierstate.manifest.chunk import Buffer
 
 from .alignment import UNKNOWN, direct_grain
 from .base import Range
-from .engine import Engine, ThreadEngine, Transfer
+from .engine import Engine, ThreadEngine, Transfer, all_moved
 from .files import BufferedFile, open_file
 from .pages import PAGE, map_pages
 from .readplan import Grain
@@ -151,31 +151,3 @@ def _read_tail(file: BufferedFile, offset: int, out: Buffer) -> None:
     if found < out.numel():
         raise OSError(errno.EIO, f"the file ends {out.numel() - found} bytes before it should")
     out.copy_(block[: out.numel()])
-
-
-@contextmanager
-def all_moved(engine: Engine, transfers: Sequence[Transfer]) -> Iterator[None]:
-    """Transfers, many in flight, beside what the block does; when it is left they are over, whatever happened.
-
-    Raises:
-        OSError: the first that one of them met.
-    """
-    over, errors = threading.Semaphore(0), []
-
-    def done(error: OSError | None) -> None:
-        if error is not None:
-            errors.append(error)
-        over.release()
-
-    sent = 0
-    try:
-        for transfer in transfers:
-            transfer.done = done
-            engine.submit(transfer)
-            sent += 1
-        yield
-    finally:
-        for _ in range(sent):
-            over.acquire()
-    if errors:
-        raise errors[0]

@@ -13,7 +13,8 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -123,18 +124,8 @@ class Engine(ABC):
         Raises:
             OSError: what went wrong.
         """
-        over = threading.Event()
-        found: list[OSError | None] = []
-
-        def done(error: OSError | None) -> None:
-            found.append(error)
-            over.set()
-
-        transfer.done = done
-        self.submit(transfer)
-        over.wait()
-        if found[0] is not None:
-            raise found[0]
+        with all_moved(self, [transfer]):
+            pass
 
 
 class ThreadEngine(Engine):
@@ -195,3 +186,31 @@ def _call(transfer: Transfer) -> int:
         return os.preadv(transfer.descriptor, [memory], transfer.offset + transfer.moved)
     except OSError as error:
         return -(error.errno or errno.EIO)
+
+
+@contextmanager
+def all_moved(engine: Engine, transfers: Sequence[Transfer]) -> Iterator[None]:
+    """Transfers, many in flight, beside what the block does; when it is left they are over, whatever happened.
+
+    Raises:
+        OSError: the first that one of them met.
+    """
+    over, errors = threading.Semaphore(0), []
+
+    def done(error: OSError | None) -> None:
+        if error is not None:
+            errors.append(error)
+        over.release()
+
+    sent = 0
+    try:
+        for transfer in transfers:
+            transfer.done = done
+            engine.submit(transfer)
+            sent += 1
+        yield
+    finally:
+        for _ in range(sent):
+            over.acquire()
+    if errors:
+        raise errors[0]

@@ -13,9 +13,7 @@ from tierstate.manifest.chunk import Buffer, Event
 from tierstate.manifest.columns import Array
 from tierstate.manifest.version import Version
 
-from .pages import PAGE, libc
-
-POPULATE_WRITE = 23
+from .pages import PAGE, populate
 
 SHORT = 64 << 10
 """Bytes that are copied in less time than another thread takes to get the interpreter's lock and give it back."""
@@ -59,7 +57,10 @@ class Landing:
     def touch(self, row: int) -> None:
         """Have the memory of a chunk's destination faulted in, where it is fresh."""
         if self._untouched:
-            _populate(int(self.address[row]), int(self._nbytes[row]))
+            address, nbytes = int(self.address[row]), int(self._nbytes[row])
+            start = address // PAGE * PAGE
+            # Where that cannot be done, reading into the pages does it, one by one.
+            populate(start, address + nbytes - start)
 
     def give(self, row: int, raw: Buffer) -> Event | None:
         """Bring a chunk's verified bytes to their destination.
@@ -88,9 +89,3 @@ def _move_shortly() -> Any:
     call = ctypes.PyDLL(None).memmove
     call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
     return call
-
-
-def _populate(address: int, nbytes: int) -> None:
-    """Fault pages in; where that cannot be done, reading into them does it, one by one."""
-    start = address // PAGE * PAGE
-    libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + nbytes - start), POPULATE_WRITE)

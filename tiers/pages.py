@@ -144,10 +144,14 @@ def shares_huge_pages() -> bool:
 
 def fault_in(buffer: Buffer) -> None:
     """Give every page of the buffer its memory now. Other threads run meanwhile."""
-    address, nbytes = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.numel())
-    # Called by ctypes and not by mmap, which would hold the interpreter's lock for as long as it takes.
-    if libc().madvise(address, nbytes, _POPULATE_WRITE) != 0:
+    if not populate(buffer.data_ptr(), buffer.numel()):
         buffer.fill_(0)
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Give pages their memory now, their content kept; whether the kernel knows how. ``address`` is a page's."""
+    # Called by ctypes and not by mmap, which would hold the interpreter's lock for as long as it takes.
+    return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0)
 
 
 def pin(buffer: Buffer, device: int | None = None) -> bool | None:

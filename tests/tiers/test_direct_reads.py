@@ -13,8 +13,8 @@ import torch
 from tierstate.manifest.errors import Damaged
 from tierstate.tiers.alignment import UNKNOWN, direct_grain, read_grain
 from tierstate.tiers.base import Range
-from tierstate.tiers.direct import WORTH_IT, DirectIo, all_moved
-from tierstate.tiers.engine import ThreadEngine, Transfer
+from tierstate.tiers.direct import WORTH_IT, DirectIo
+from tierstate.tiers.engine import ThreadEngine, Transfer, all_moved
 from tierstate.tiers.files import open_file
 from tierstate.tiers.nvme import Nvme
 from tierstate.tiers.pages import PAGE, map_pages
