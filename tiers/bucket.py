@@ -15,16 +15,13 @@ from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, Tie
 
 from .base import ObjectWriter, Range, Tier, Traits, check_key, is_key
 from .gauge import Gauge
-from .multipart import MultipartWriter
 from .object_errors import explained, scrub, secrets_in
 from .race import RACERS, ROUNDS, one_winner
 from .ranges import check_ranges
-from .stores import MemoryStore, S3Store, open_store
+from .stores import MemoryStore, Store, open_store
 
 READ_PART = 16 << 20
 PARALLEL = 8
-SINGLE = 64 << 20
-"""Objects up to this many bytes go to S3 as one conditional PUT; longer ones in parts."""
 
 
 class Bucket(Tier):
@@ -36,13 +33,16 @@ class Bucket(Tier):
         url: protocol, bucket and prefix.
         options: what fsspec's file system for that protocol takes.
         capacity: bytes that the objects may have together. What others write meanwhile is not noticed.
+        store: the store of that URL, if it is open already.
     """
 
     persistent: ClassVar[bool] = True
 
-    def __init__(self, url: str, options: Mapping[str, Any], capacity: int | None = None) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any], capacity: int | None = None, store: Store | None = None
+    ) -> None:
         self._secrets = secrets_in(url, options)
-        self._store = open_store(url, options)
+        self._store = store or open_store(url, options)
         self._volatile = isinstance(self._store, MemoryStore)
         self.gauge = Gauge(capacity)
         self._conditional: bool | None = True if self._volatile else None
@@ -73,13 +73,16 @@ class Bucket(Tier):
     # Reading
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
-        check_key(key)
-        if not ranges or any(offset < 0 or not out.numel() for offset, out in ranges):
-            # The store is not asked for empty ranges, so it would not say that they are wrong.
-            check_ranges(f"{self.name}: {key}", self.size(key), ranges)
+        self.check_odd(key, ranges)
         pieces = [piece for wanted in ranges for piece in _split(wanted)]
         for i in range(0, len(pieces), PARALLEL):
             self._fill(key, pieces[i : i + PARALLEL])
+
+    def check_odd(self, key: str, ranges: Sequence[Range]) -> None:
+        """Nothing, unless a range is wrong of which the store would not say so, since it is not asked for it."""
+        check_key(key)
+        if not ranges or any(offset < 0 or not out.numel() for offset, out in ranges):
+            check_ranges(f"{self.name}: {key}", self.size(key), ranges)
 
     def _fill(self, key: str, pieces: Sequence[Range]) -> None:
         with self.explained("read", key):
@@ -122,10 +125,6 @@ class Bucket(Tier):
 
     def put(self, key: str, data: Buffer) -> None:
         check_key(key)
-        if data.numel() > SINGLE and isinstance(self._store, S3Store):
-            with self.writer(key, data.numel()) as writer:
-                writer.append(data)
-            return
         self._prepare()
         self.gauge.take(data.numel(), self.name, key)
         try:
@@ -136,9 +135,13 @@ class Bucket(Tier):
 
     def create(self, key: str, data: Buffer) -> None:
         """One conditional create, sent once. Where races have been seen to go wrong, it looks first."""
+        self.look_first(key)
+        self._send(key, data)
+
+    def look_first(self, key: str) -> None:
+        """`check_free`, where the store alone does not see to it that an object is created once."""
         if self._conditional is False:
             self.check_free(key)
-        self._send(key, data)
 
     def _send(self, name: str, data: Buffer) -> None:
         with self.explained("create", name):
@@ -148,9 +151,6 @@ class Bucket(Tier):
         check_key(key)
         self._prepare()
         self.check_free(key)
-        store = self._store
-        if isinstance(store, S3Store):
-            return MultipartWriter(self, key, size_hint or 0, lambda: store.upload(key))
         return super().writer(key, size_hint)
 
     def delete(self, key: str) -> None:
@@ -174,12 +174,13 @@ class Bucket(Tier):
             if self._ready:
                 return
             if self._conditional is None:
-                self._probe()
+                self._notes = tuple(self._findings())
             if self.gauge.capacity is not None:
                 self.gauge.used = sum(self.size(key) for key in self.list(""))
             self._ready = True
 
-    def _probe(self) -> None:
+    def _findings(self) -> Iterator[str]:
+        """Look what the store does with what is going to be asked of it, and say what was found."""
         notes: list[str] = []
 
         def remove(name: str) -> None:
@@ -194,7 +195,8 @@ class Bucket(Tier):
             if self._conditional
             else f"several winners in a race of {RACERS}; racing writers of one key may both succeed"
         )
-        self._notes = (*notes, f"conditional create: {found}")
+        yield from notes
+        yield f"conditional create: {found}"
 
     def close(self) -> None:
         self._store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,9 +36,17 @@ _CODES: dict[str, type[TierError]] = {
     "SignatureDoesNotMatch": AccessDenied,
     "ExpiredToken": AccessDenied,
     "AuthorizationHeaderMalformed": AccessDenied,
+    "RequestTimeTooSkewed": AccessDenied,
+    "PermanentRedirect": AccessDenied,
+    "TemporaryRedirect": TierUnavailable,
+    # What arrived is not what was sent.
+    "BadDigest": TierUnavailable,
+    "IncompleteBody": TierUnavailable,
+    "TooManyRequests": TierUnavailable,
     "NoSuchUpload": TierUnavailable,
 }
 _STATUS: dict[int, type[TierError]] = {
+    301: AccessDenied,
     401: AccessDenied,
     403: AccessDenied,
     404: NotFound,
@@ -54,6 +63,11 @@ _NAMES: dict[str, type[TierError]] = {
     "FileExistsError": AlreadyExists,
     "FileNotFoundError": NotFound,
     "PermissionError": AccessDenied,
+    # It is an OSError too, and no time heals it.
+    "SSLCertVerificationError": AccessDenied,
+    "SSLError": TierUnavailable,
+    "gaierror": TierUnavailable,
+    "HTTPException": TierUnavailable,
     "TimeoutError": TierUnavailable,
     "ConnectionError": TierUnavailable,
     "HTTPClientError": TierUnavailable,
@@ -68,6 +82,21 @@ _REMEDIES: dict[type[TierError], str] = {
     NotFound: "there is no such object, or no such bucket",
     AccessDenied: "check the credentials in the environment or in the tier's 'options', and what they allow",
 }
+_THROTTLED = "the store asks for fewer requests; let fewer processes write at once, or raise the tier's 'deadline'"
+_CODE_REMEDIES: dict[str, str] = {
+    "NoSuchBucket": "there is no such bucket: create it, or correct the tier's 'url'",
+    "SlowDown": _THROTTLED,
+    "TooManyRequests": _THROTTLED,
+    "429": _THROTTLED,
+    "RequestTimeTooSkewed": "the clock of this host and that of the store differ: set it",
+    "BadDigest": "the bytes were damaged on their way there",
+    "SSLCertVerificationError": "give the authority that signed the store's certificate: 'client_kwargs: {verify: "
+    "/path/to/ca.pem}' in the tier's 'options'",
+}
+_REGION = re.compile(r"[a-z0-9-]{1,40}")
+_WRONG_REGION = frozenset(
+    {"301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+)
 _PUBLIC = frozenset({"endpoint_url", "region_name", "profile", "protocol", "signature_version", "addressing_style"})
 _FROM_ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _SHORTEST_SECRET = 4
@@ -111,18 +140,36 @@ def kind(error: BaseException) -> type[TierError]:
     return kind_of(error.errno) if isinstance(error, OSError) else TierError
 
 
+def code_of(error: BaseException) -> str:
+    """What the store calls an error, or else its class."""
+    response = _response(error) or {}
+    return str(response.get("Error", {}).get("Code") or type(error).__name__)
+
+
 def is_beyond_end(error: BaseException) -> bool:
     """Whether the store refused a range because the object ends before it."""
-    response = _response(error) or {}
-    return response.get("Error", {}).get("Code") in ("InvalidRange", "416")
+    return code_of(error) in ("InvalidRange", "416")
+
+
+def remedy(error: BaseException) -> str:
+    """What would help, as far as the error tells; empty where it does not."""
+    code, response = code_of(error), _response(error) or {}
+    if code in _WRONG_REGION:
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        region = str(response.get("Error", {}).get("Region") or headers.get("x-amz-bucket-region") or "")
+        if _REGION.fullmatch(region):
+            return f"the bucket is in region {region}: write 'client_kwargs: {{region_name: {region}}}' in 'options'"
+    return _CODE_REMEDIES.get(code) or _REMEDIES.get(kind(error), "")
 
 
 def _response(error: BaseException) -> Mapping[str, Any] | None:
-    """The store's answer as botocore keeps it; fsspec's translation has it as its cause."""
-    for one in (error, error.__cause__):
+    """The store's answer as botocore keeps it; translations of it have it as their cause."""
+    one: BaseException | None = error
+    while one is not None:
         response = getattr(one, "response", None)
         if isinstance(response, Mapping):
             return response
+        one = one.__cause__
     return None
 
 
@@ -139,7 +186,7 @@ def explained(doing: str, tier: str, key: str, place: str, secrets: frozenset[st
             raise Damaged(f"{where}: the object ends before the range that is wanted") from None
         sort = kind(error)
         text = f"{where}: cannot {doing} {place}: {type(error).__name__}: {error}"
-        text = "; ".join(filter(None, (scrub(text, secrets), _REMEDIES.get(sort))))
+        text = "; ".join(filter(None, (scrub(text, secrets), remedy(error))))
         shows = any(secret in str(one) for one in _chain(error) for secret in secrets)
         raise sort(text, tier=tier, key=key) from (None if shows else error)
 

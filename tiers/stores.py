@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
-
-ATTEMPTS = 3
-"""How often a request is sent that may be sent again: by botocore, and by s3fs, which also sees broken bodies."""
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 """What to install for a protocol, where that is not the module that is missing."""
@@ -108,100 +102,14 @@ class MemoryStore(Store):
             super().remove(name)
 
 
-class S3Store(Store):
-    """An S3 store by way of s3fs. Reads and parts are tried again by the client; creates are sent once."""
-
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        super().__init__(url, s3_options(options, once=False))
-        self._fs.retries = ATTEMPTS
-        self._url, self._options = url, options
-        self._opening = threading.Lock()
-        self._second: Any = None
-
-    @property
-    def _once(self) -> Any:
-        """The client for creates: one that is sent again after a lost answer would find the name taken, by itself."""
-        with self._opening:
-            if self._second is None:
-                self._fs.connect()
-                # The session is most of what a client costs.
-                options = {**s3_options(self._options, once=True), "session": self._fs.session}
-                self._second, _ = open_filesystem(self._url, options)
-                self._second.retries = 1
-            return self._second
-
-    def where(self, name: str) -> dict[str, str]:
-        """Bucket and key of an object, as S3's requests want them."""
-        bucket, key, _ = self._fs.split_path(self.path(name))
-        return {"Bucket": bucket, "Key": key}
-
-    def _find(self, top: str, stem: str) -> Sequence[str]:
-        paths: list[str] = self._fs.find(top, prefix=stem)
-        return paths
-
-    def size(self, name: str) -> int:
-        return int(self._fs.call_s3("head_object", **self.where(name))["ContentLength"])
-
-    def create(self, name: str, body: memoryview) -> None:
-        self._once.call_s3("put_object", **self.where(name), Body=_stream(body), IfNoneMatch="*")
-
-    def upload(self, name: str) -> Upload:
-        """A new upload in parts."""
-        return Upload(self._fs, self._once, self.where(name))
-
-    def close(self) -> None:
-        for fs in (self._fs, self._second):
-            if fs is not None and fs._s3 is not None:
-                fs.close_session(fs.loop, fs._s3)
-
-
-class Upload:
-    """One multipart upload: begun when constructed, visible once completed.
-
-    Args:
-        fs, once: s3fs file systems, of which the second sends every request once.
-        where: bucket and key.
-    """
-
-    def __init__(self, fs: Any, once: Any, where: Mapping[str, str]) -> None:
-        self._fs, self._once = fs, once
-        self._where = {**where, "UploadId": fs.call_s3("create_multipart_upload", **where)["UploadId"]}
-
-    def part(self, number: int, body: memoryview) -> Future[dict[str, Any]]:
-        """Send a copy of one part, numbered from 1; the future holds what `complete` needs of it."""
-        stream = _stream(body)
-
-        async def send() -> dict[str, Any]:
-            answer = await self._fs._call_s3("upload_part", **self._where, PartNumber=number, Body=stream)
-            return {"PartNumber": number, "ETag": answer["ETag"]}
-
-        return asyncio.run_coroutine_threadsafe(send(), self._fs.loop)
-
-    def complete(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Make the object visible, if there is none of its name: AWS honours that condition here, Ceph does not."""
-        self._once.call_s3(
-            "complete_multipart_upload", **self._where, MultipartUpload={"Parts": list(parts)}, IfNoneMatch="*"
-        )
-
-    def abort(self) -> None:
-        """Forget the parts."""
-        self._fs.call_s3("abort_multipart_upload", **self._where)
-
-
-def _stream(body: memoryview) -> io.BytesIO:
-    # botocore can not send a memoryview again, and aiohttp warns of plain bytes beyond 1 MiB.
-    return io.BytesIO(body)
-
-
 def open_store(url: str, options: Mapping[str, Any]) -> Store:
-    """The store for a URL; nothing is connected yet.
+    """The store for a URL, but for one of S3; nothing is connected yet.
 
     Raises:
         ImportError: the package for the protocol is missing; the message says how to install it.
         ValueError: the protocol is not known, or the URL names no bucket.
     """
-    kinds = {"memory": MemoryStore, "s3": S3Store, "s3a": S3Store}
-    return kinds.get(url.partition("://")[0], Store)(url, options)
+    return (MemoryStore if url.startswith("memory://") else Store)(url, options)
 
 
 def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -220,21 +128,3 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise ValueError(f"{protocol}:// is no protocol known here; known are {known}") from None
     fs, root = url_to_fs(url, **{**options, "skip_instance_cache": True, "use_listings_cache": False})
     return fs, str(root).rstrip("/")
-
-
-def s3_options(options: Mapping[str, Any], once: bool) -> dict[str, Any]:
-    """The options for s3fs: the user's own, over what this package needs.
-
-    Args:
-        once: whether botocore may send a request only once.
-    """
-    config: dict[str, Any] = {
-        # No checksums that not every store answers to, nor one over every body: chunks have digests of their own.
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-        **options.get("config_kwargs", {}),
-    }
-    config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
-    retries = {"mode": "standard", "total_max_attempts": ATTEMPTS, **config.get("retries", {})}
-    config["retries"] = {"mode": "standard", "total_max_attempts": 1} if once else retries
-    return {**options, "config_kwargs": config}

@@ -6,6 +6,7 @@ import sys
 import threading
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tierstate.manifest.errors import (
     TierError,
     TierFull,
 )
-from tierstate.tiers import stores
+from tierstate.tiers import s3_store
 from tierstate.tiers.base import Tier
 from tierstate.tiers.object import ObjectStore
 from tierstate.tiers.race import one_winner
@@ -82,15 +83,33 @@ def test_the_name_is_in_messages(tmp_path: Path) -> None:
 
 
 def test_user_options_stand_over_ours() -> None:
-    options = {
-        "key": "k",
-        "config_kwargs": {"s3": {"addressing_style": "path"}, "read_timeout": 7, "retries": {"mode": "legacy"}},
-    }
-    config = stores.s3_options(options, once=False)["config_kwargs"]
+    options = {"key": "k", "config_kwargs": {"s3": {"addressing_style": "path"}, "read_timeout": 7}}
+    config = s3_store.s3_options(options, deadline=3)["config_kwargs"]
     assert config["s3"] == {"payload_signing_enabled": False, "addressing_style": "path"}
-    assert (config["read_timeout"], config["retries"]) == (7, {"mode": "legacy", "total_max_attempts": 3})
-    assert stores.s3_options(options, once=True)["config_kwargs"]["retries"]["total_max_attempts"] == 1
+    assert (config["read_timeout"], config["connect_timeout"]) == (7, 3)
+    assert config["retries"]["total_max_attempts"] == 1
     assert options["config_kwargs"]["s3"] == {"addressing_style": "path"}
+
+
+def test_how_often_is_not_for_the_client_to_say() -> None:
+    with pytest.raises(ValueError, match="'retries' is not taken; the tier's 'deadline'"):
+        ObjectStore(url="s3://b/ckpt", options={"config_kwargs": {"retries": {"mode": "legacy"}}})
+
+
+@pytest.mark.parametrize("key", ["checksum", "deadline", "orphan_age"])
+def test_keys_of_s3_are_refused_elsewhere(key: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {key: "md5" if key == "checksum" else 7}
+    for url in (f"file://{tmp_path}", "memory://b/ckpt"):
+        with pytest.raises(ValueError, match=f"{key}: only s3:// URLs take it"):
+            ObjectStore(url=url, **keys)
+
+
+def test_values_that_are_none() -> None:
+    wrong: Any = "crc64"
+    with pytest.raises(ValueError, match="'crc64' is none of auto, crc32, md5, none"):
+        ObjectStore(url="s3://b/ckpt", checksum=wrong)
+    with pytest.raises(ValueError, match="not more than nothing"):
+        ObjectStore(url="s3://b/ckpt", deadline=0)
 
 
 def test_capacity_of_a_bucket() -> None:

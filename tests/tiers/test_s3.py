@@ -1,6 +1,9 @@
 """The object tier over a real S3 server."""
 
+import faulthandler
+import os
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tierstate.manifest.chunk import empty_buffer
+from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, Damaged, NotFound, TierUnavailable
-from tierstate.tiers import bucket, multipart, stores
+from tierstate.tiers import s3_bucket, s3_parts, s3_reading, s3_uploads
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.object import ObjectStore
 from tierstate.tiers.testing import Lease, TierContract, random_bytes
@@ -38,8 +41,11 @@ def make_bucket(server: Swift) -> None:
     fs.close_session(fs.loop, fs._s3)
 
 
-def open_s3(server: Swift, prefix: str, **options: Any) -> ObjectStore:
-    tier = ObjectStore(url=f"s3://bucket/{prefix}", options={**server.options(), **options})
+def open_s3(
+    server: Swift, prefix: str, checksum: Any = "auto", orphan_age: float = 86_400, **options: Any
+) -> ObjectStore:
+    options = {**server.options(), **options}
+    tier = ObjectStore(url=f"s3://bucket/{prefix}", options=options, checksum=checksum, orphan_age=orphan_age)
     tier.name = "s3"
     return tier
 
@@ -84,61 +90,98 @@ def test_the_probe_tells_what_the_server_does(s3: ObjectStore) -> None:
     assert s3.traits.conditional_create is None
     s3.put("a", empty_buffer(1))
     assert s3.traits.conditional_create is False
-    (note,) = s3.traits.notes
-    assert "several winners" in note
+    race, checksum = s3.traits.notes
+    assert "several winners" in race
+    assert "crc32, a wrong one is refused" in checksum
     assert list(s3.list("")) == ["a"]
 
 
-def test_long_objects_go_in_parts(s3: ObjectStore, swift: Swift, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "PART", 5 << 20)
-    monkeypatch.setattr(bucket, "READ_PART", 1 << 20)
-    monkeypatch.setattr(bucket, "SINGLE", 7 << 20)
-    data = random_bytes((11 << 20) + 12_345)
-    lease = Lease(data)
-    with s3.writer("written") as writer:
-        for at in range(0, data.numel(), 3 << 20):
-            writer.append(data[at : at + (3 << 20)])
+@pytest.mark.parametrize("checksum", ["auto", "md5"])
+def test_long_objects_go_in_parts(swift: Swift, monkeypatch: pytest.MonkeyPatch, checksum: Any) -> None:
+    monkeypatch.setattr(s3_parts, "PART", s3_parts.MIN)
+    monkeypatch.setattr(s3_reading, "LENGTH", 1 << 20)
+    monkeypatch.setattr(s3_bucket, "SINGLE", 7 << 20)
+    s3 = open_s3(swift, uuid.uuid4().hex, checksum)
+    data = random_bytes((12 << 20) + 12_345)
+    leases = [Lease(data[at : at + (6 << 20)]) for at in range(0, data.numel(), 6 << 20)]
+    with s3.writer("lent") as writer:
+        for lease in leases:
+            writer.append(lease.buffer, lease.release)
         assert uploads(swift)
         assert list(s3.list("")) == []
+    assert [lease.releases for lease in leases] == [1] * len(leases)
+    with s3.writer("copied") as writer:
+        for at in range(0, data.numel(), 3 << 20):
+            writer.append(data[at : at + (3 << 20)])
     s3.put("put", data)
-    for key in ("written", "put"):
+    for key in ("lent", "copied", "put"):
         assert torch.equal(s3.get(key), data)
-    assert torch.equal(s3.get("put"), lease.buffer)
     assert not uploads(swift)
+    s3.close()
 
 
 def test_parts_that_are_given_up_leave_nothing(s3: ObjectStore, swift: Swift, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "PART", 5 << 20)
-    data = random_bytes(11 << 20)
+    monkeypatch.setattr(s3_parts, "PART", s3_parts.MIN)
+    leases = [Lease(random_bytes(6 << 20)) for _ in range(4)]
     aborted, late = s3.writer("a"), s3.writer("b")
-    for writer in (aborted, late):
-        writer.append(data)
+    for writer, lease in zip((aborted, aborted, late, late), leases, strict=True):
+        writer.append(lease.buffer, lease.release)
     aborted.abort()
+    assert [lease.releases for lease in leases[:2]] == [1, 1]
     s3.put("b", random_bytes(3))
     # Some servers ignore the condition here, so the request must not even be sent.
-    monkeypatch.setattr(stores.Upload, "complete", lambda *_: pytest.fail("completed"))
+    monkeypatch.setattr(s3_uploads.S3Upload, "complete", lambda *_: pytest.fail("completed"))
     with pytest.raises(AlreadyExists):
         late.close()
+    assert [lease.releases for lease in leases] == [1] * 4
     assert (list(s3.list("")), s3.size("b")) == (["b"], 3)
     assert not uploads(swift)
 
 
-def test_a_failed_part_gives_the_object_up(s3: ObjectStore, swift: Swift, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "PART", 5 << 20)
-    writer = s3.writer("a")
+def test_a_lost_answer_to_the_last_request_is_settled_by_the_object(
+    s3: ObjectStore, swift: Swift, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object has the ETag of this upload: it is ours, however often the request is sent again."""
+    monkeypatch.setattr(s3_parts, "PART", s3_parts.MIN)
+    session = s3._inner._s3.session  # type: ignore[attr-defined]
+    once, sent = session.once, []
 
-    def fail(*_: Any) -> None:
-        raise ConnectionResetError("connection lost")
+    def lose(method: str, **params: Any) -> Any:
+        answer = once(method, **params)
+        if method == "complete_multipart_upload":
+            sent.append(method)
+            raise ConnectionResetError("the answer was lost")
+        return answer
 
-    monkeypatch.setattr(stores.Upload, "part", fail)
-    lease = Lease(random_bytes(11 << 20))
-    with pytest.raises(TierUnavailable, match="connection lost"):
-        writer.append(lease.buffer, lease.release)
-    with pytest.raises(TierUnavailable, match="connection lost"):
-        writer.close()
-    assert lease.releases == 1
-    assert list(s3.list("")) == []
+    monkeypatch.setattr(session, "once", lose)
+    data = random_bytes(6 << 20)
+    with s3.writer("a") as writer:
+        writer.append(data)
+    assert torch.equal(s3.get("a"), data)
+    assert len(sent) == 1
     assert not uploads(swift)
+
+
+def test_uploads_of_dead_writers_are_aborted_by_age(swift: Swift) -> None:
+    prefix = uuid.uuid4().hex
+    s3, elsewhere = open_s3(swift, prefix), open_s3(swift, f"{prefix}-too")
+    for tier in (s3, elsewhere):
+        tier.writer("dead").append(random_bytes(6 << 20), lambda: None)
+    assert len(uploads(swift)) == 2
+    patient = open_s3(swift, prefix)
+    patient.put("a", empty_buffer(1))
+    assert "1 that may be under way" in patient.traits.notes[-1]
+    time.sleep(1.1)  # Swift tells the age in whole seconds
+    hasty = open_s3(swift, prefix, orphan_age=0.001)
+    hasty.put("b", empty_buffer(1))
+    assert "uploads without an end: 1 begun more than" in hasty.traits.notes[-1]
+    (left,) = uploads(swift)
+    assert left["Key"].startswith(f"{prefix}-too/")
+    hasty_too = open_s3(swift, f"{prefix}-too", orphan_age=0.001)
+    hasty_too.put("b", empty_buffer(1))
+    assert not uploads(swift)
+    for tier in (s3, elsewhere, patient, hasty, hasty_too):
+        tier.close()
 
 
 def test_a_bucket_that_is_not_there(swift: Swift) -> None:
@@ -164,11 +207,15 @@ def test_wrong_credentials_are_denied_and_not_shown(swift: Swift) -> None:
 def test_a_server_that_does_not_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    retries = {"retries": {"total_max_attempts": 1}}
-    options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k" * 8, "secret": "s" * 8, "config_kwargs": retries}
-    tier = ObjectStore(url="s3://bucket/ckpt", options=options)
-    for call in (lambda: tier.put("a", empty_buffer(1)), lambda: list(tier.list("")), lambda: tier.get("a")):
-        with pytest.raises(TierUnavailable, match="Could not connect"):
+    options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k" * 8, "secret": "s" * 8}
+    tier = ObjectStore(url="s3://bucket/ckpt", options=options, deadline=0.5)
+    calls = (
+        lambda: tier.put("a", empty_buffer(1)),
+        lambda: list(tier.list("")),
+        lambda: tier.read("a", [Range(0, empty_buffer(1))]),
+    )
+    for call in calls:
+        with pytest.raises(TierUnavailable, match=r"(?i)connect"):
             call()
     tier.close()
 
@@ -191,14 +238,31 @@ def test_what_another_handle_wrote_is_seen_at_once(s3: ObjectStore, swift: Swift
         tier.close()
 
 
-def test_a_store_that_sends_too_little(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_behind_the_end(s3: ObjectStore) -> None:
     s3.put("a", random_bytes(100))
-    out = empty_buffer(50)
-    monkeypatch.setattr(stores.Store, "fetch", lambda *_: [b"short"])
-    with pytest.raises(TierUnavailable, match="the store sent 5 bytes from 10, 50 were asked for"):
-        s3.read("a", [Range(10, out)])
-    with pytest.raises(Damaged):
-        s3.read("a", [Range(60, out)])
+    for offset in (60, 100, 1000):
+        with pytest.raises(Damaged, match="ends before"):
+            s3.read("a", [Range(offset, empty_buffer(50))])
+
+
+def test_a_forked_child_opens_its_own(s3: ObjectStore) -> None:
+    """It shares no connection with its parent, and neither is disturbed."""
+    data = random_bytes(3 << 20)
+    s3.put("a", data)
+    assert torch.equal(s3.get("a"), data)
+    pid = os.fork()
+    if not pid:
+        faulthandler.dump_traceback_later(30, exit=True)
+        try:
+            s3.put("b", data)
+            # Not torch.equal: its threads are the parent's.
+            os._exit(0 if to_bytes(s3.get("a")) == to_bytes(data) else 3)
+        finally:
+            os._exit(4)
+    for _ in range(5):
+        assert torch.equal(s3.get("a"), data)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert torch.equal(s3.get("b"), data)
 
 
 def test_credentials_come_from_the_environment_too(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> None:

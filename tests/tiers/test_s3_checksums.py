@@ -1,0 +1,54 @@
+"""The checksum that a store verifies is found by sending it wrong ones."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstate.tiers.s3_checksums import CHECKSUMS, Choice, choose
+
+
+class Server:
+    """Verifies some of the checksums that it knows; refuses requests with others, or takes no notice."""
+
+    def __init__(self, verifies: set[str], refuses: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+        self.verifies, self.refuses, self.asked = verifies, refuses, 0
+
+    def taken(self, body: memoryview, sums: Mapping[str, str]) -> bool:
+        self.asked += 1
+        for name in ("crc32", "md5"):
+            right = CHECKSUMS[name].of([body])
+            if sums.keys() == right.keys() and (name in self.refuses or (name in self.verifies and sums != right)):
+                return False
+        return True
+
+
+@pytest.mark.parametrize(
+    ("server", "name", "told"),
+    [
+        (Server({"crc32", "md5"}), "crc32", "a wrong one is refused"),
+        (Server({"md5"}), "md5", "a wrong one is refused; it does not verify crc32"),
+        (Server({"md5"}, refuses={"crc32"}), "md5", "a wrong one is refused"),
+        (Server(set()), "none", "verifies neither crc32 nor md5"),
+        (Server(set(), refuses={"crc32", "md5"}), "none", "verifies neither"),
+    ],
+)
+def test_auto_takes_the_cheapest_that_is_verified(server: Server, name: str, told: str) -> None:
+    found, why = choose("auto", server.taken)
+    assert found.name == name
+    assert told in why
+
+
+@pytest.mark.parametrize("choice", ["crc32", "md5", "none"])
+def test_what_the_policy_says_is_not_questioned(choice: Choice) -> None:
+    server = Server(set())
+    assert choose(choice, server.taken)[0].name == choice
+    assert server.asked == 0
+
+
+@given(st.lists(st.binary(max_size=50), max_size=5), st.sampled_from(sorted(CHECKSUMS)))
+def test_pieces_have_the_checksum_of_the_whole(pieces: list[bytes], name: Any) -> None:
+    one = CHECKSUMS[name]
+    assert one.of([memoryview(piece) for piece in pieces]) == one.of([memoryview(b"".join(pieces))])
