@@ -29,6 +29,9 @@ from tierstate.manifest.chunk import Buffer, empty_buffer
 
 Release = Callable[[], None]
 
+PART = 16 << 20
+"""Bytes per request, where a tier has no liking of its own."""
+
 MAX_KEY = 512
 _KEY = re.compile(r"[A-Za-z0-9_\-=+@,][A-Za-z0-9._\-=+@,]*(/[A-Za-z0-9_\-=+@,][A-Za-z0-9._\-=+@,]*)*")
 
@@ -65,7 +68,7 @@ class Traits:
     failure_domain: str
     alignment: int = 1
     memory_alignment: int = 1
-    part_size: int = 16 * 1024 * 1024
+    part_size: int = PART
     parallelism: int = 4
     capacity: int | None = None
     bandwidth: float | None = None

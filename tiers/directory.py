@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError
 
-from .base import Range, Release, Tier, Traits, check_key, is_key
+from .base import PART, Range, Release, Tier, Traits, check_key, is_key
 from .direct import DirectIo, Io
 from .files import TEMP, BufferedFile, create_temp, file_size, open_file, remove_leftover, sync_folder, walk
 from .gauge import Gauge
@@ -42,6 +42,7 @@ class Directory(Tier):
         path: the folder; a relative one is taken from where the process is now.
         capacity: bytes that the objects may have together. What others write meanwhile is not noticed.
         io: how long objects are moved: past the page cache by io_uring or by threads, or through it.
+        part: bytes at whose multiples long transfers are cut, a multiple of a page; 0 where it does not matter.
     """
 
     persistent: ClassVar[bool] = True
@@ -49,8 +50,9 @@ class Directory(Tier):
     leftover_age: ClassVar[float] = 0.0
     """Seconds for which a temporary file is left alone even if its lock is free."""
 
-    def __init__(self, path: Path, capacity: int | None = None, io: Io = "auto") -> None:
+    def __init__(self, path: Path, capacity: int | None = None, io: Io = "auto", *, part: int = 0) -> None:
         self._io = DirectIo(io)
+        self._part = part
         self.path = Path(path).expanduser().absolute()
         self._gauge = Gauge(capacity)
         self._notes: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ class Directory(Tier):
             failure_domain=self._failure_domain(),
             alignment=PAGE,
             memory_alignment=self._io.memory_alignment,
+            part_size=self._part or PART,
             capacity=self._gauge.capacity,
             conditional_create=True,
             io=self._io.note,
@@ -152,7 +155,7 @@ class Directory(Tier):
                 self._synced.clear()
                 self._make_folder(path.parent)
                 file = create_temp(path.parent)
-        stream = Stream(file, lambda: self._io.engine(file.descriptor))
+        stream = Stream(file, lambda: self._io.engine(file.descriptor), self._part)
         return FileWriter(self, key, path, file, stream)
 
     def delete(self, key: str) -> None:
@@ -209,13 +212,19 @@ class Directory(Tier):
         self._synced.add(folder)
 
     def _make_and_sync(self, folder: Path) -> None:
-        with suppress(FileExistsError):
+        try:
             os.mkdir(folder)
+        except FileExistsError:
+            self._met(folder)
+        else:
             self._made(folder)
         sync_folder(folder.parent)
 
     def _made(self, folder: Path) -> None:
         """Called for each new folder, before anything is in it."""
+
+    def _met(self, folder: Path) -> None:
+        """Called for each folder that was there already, before this tier first writes into it."""
 
 
 class FileWriter(StepWriter):

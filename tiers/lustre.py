@@ -9,9 +9,11 @@ import struct
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from .deadline import Deadline
 from .direct import Io
 from .directory import Directory
-from .units import Size, format_size
+from .host import KeepingArena
+from .units import Seconds, Size, format_size
 
 LUSTRE = 0x0BD00BD0
 """``f_type`` of a Lustre file system in statfs(2)."""
@@ -24,28 +26,25 @@ ALL_STRIPES = -1
 
 _XATTR = "lustre.lov"
 _MAGIC, _MAGIC_POOL = 0x0BD10BD0, 0x0BD30BD0
+_MAGIC_COMPOSITE = 0x0BD60BD0
 _HEAD = struct.Struct("<IIQQIHH")
+DEADLINE = 60.0
+"""Seconds: longer than a server that lives takes for anything, and shorter than a job waits gladly."""
+
 _ANY = 0xFFFF
 _MAX_POOL = 15
 # Not allowed, not supported, or not understood (a pool that does not exist): no reason not to save.
 _REFUSED = frozenset({errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.EINVAL, errno.ENODATA})
 
 
-class Lustre(Directory):
-    """A folder on Lustre, seen by every host of the site.
-
-    Folders that the tier makes are given the wished striping, which files in them inherit; folders that are there
-    already keep theirs. The layout that the file system reports is compared with the wish, and every difference said
-    in ``traits.notes``. On another file system everything works the same, without striping. The layout's bytes were
-    checked against a real Lustre; this class as a whole was not run on one yet.
+class Striped(Directory):
+    """A folder on Lustre. Folders that the tier makes are given the wished striping, which files in them inherit;
+    folders that are there already keep theirs. What the file system then reports is compared with the wish, and every
+    difference said in ``traits.notes``. Elsewhere everything works the same, without striping.
 
     Args:
-        path: the folder.
-        capacity: bytes that its objects may have together; None for as many as the quota allows.
-        stripe_count: storage targets per file; 0 for the site's default, -1 for all of them.
-        stripe_size: bytes on one target before the next comes, a multiple of 64 KiB; None for the site's default.
-        pool: the pool of targets to use; None for the site's default.
-        io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
+        path, capacity, io: as for `Directory`.
+        stripe_count, stripe_size, pool: as for `Lustre`; 0 and an empty name stand for the site's default.
 
     Raises:
         ValueError: a stripe count, size or pool that no Lustre takes.
@@ -56,18 +55,11 @@ class Lustre(Directory):
     leftover_age: ClassVar[float] = 3600.0
 
     def __init__(
-        self,
-        *,
-        path: Path,
-        capacity: Size | None = None,
-        stripe_count: int = 0,
-        stripe_size: Size | None = None,
-        pool: str | None = None,
-        io: Io = "auto",
+        self, path: Path, capacity: int | None, io: Io, *, stripe_count: int = 0, stripe_size: int = 0, pool: str = ""
     ) -> None:
-        super().__init__(path, capacity, io)
+        super().__init__(path, capacity, io, part=stripe_size)
         wished = bool(stripe_count or stripe_size or pool)
-        self._layout = pack_layout(stripe_count, stripe_size or 0, pool or "") if wished else b""
+        self._layout = pack_layout(stripe_count, stripe_size, pool) if wished else b""
 
     def _failure_domain(self) -> str:
         return f"site:{self.path}"
@@ -81,11 +73,26 @@ class Lustre(Directory):
             return
         try:
             os.setxattr(folder, _XATTR, self._layout)
-            found = os.getxattr(folder, _XATTR)
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
             self._note(f"{folder}: striping could not be set ({error.strerror}): the site's default holds")
+            return
+        self._compare(folder)
+
+    def _met(self, folder: Path) -> None:
+        # Made by an earlier run, under another policy perhaps. What is above the tier's own folders is the site's.
+        if self._layout and folder != self.path and filesystem_type(folder) == LUSTRE:
+            self._compare(folder)
+
+    def _compare(self, folder: Path) -> None:
+        """Read the striping back: where the file system does not like it, it may say nothing and keep its own."""
+        try:
+            found = os.getxattr(folder, _XATTR)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            self._note(f"{folder}: striping could not be read back ({error.strerror}): it cannot be checked")
             return
         if difference := compare_layouts(self._layout, found):
             self._note(f"{folder}: {difference}")
@@ -93,6 +100,42 @@ class Lustre(Directory):
     def _note(self, text: str) -> None:
         if text not in self._notes:
             self._notes += (text,)
+
+
+class Lustre(Deadline):
+    """A folder on Lustre or another shared file system, seen by every host of the site, that may hang.
+
+    See `Striped` for the striping, and `Deadline` for what happens when servers die. The layout's bytes were checked
+    against a real Lustre; this class as a whole was not run on one yet.
+
+    Args:
+        path: the folder.
+        capacity: bytes that its objects may have together; None for as many as the quota allows.
+        stripe_count: storage targets per file; 0 for the site's default, -1 for all of them.
+        stripe_size: bytes on one target before the next comes, a multiple of 64 KiB; None for the site's default.
+        pool: the pool of targets to use; None for the site's default.
+        io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
+
+        deadline: seconds after which a call from which nothing has come is given up, as on a server that is dead.
+
+    Raises:
+        ValueError: a stripe count, size or pool that no Lustre takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: Path,
+        capacity: Size | None = None,
+        stripe_count: int = 0,
+        stripe_size: Size | None = None,
+        pool: str | None = None,
+        io: Io = "auto",
+        deadline: Seconds = DEADLINE,
+        arena: KeepingArena | None = None,
+    ) -> None:
+        inner = Striped(path, capacity, io, stripe_count=stripe_count, stripe_size=stripe_size or 0, pool=pool or "")
+        super().__init__(inner, deadline, arena)
 
 
 def pack_layout(stripe_count: int, stripe_size: int, pool: str = "") -> bytes:
@@ -120,17 +163,30 @@ def pack_layout(stripe_count: int, stripe_size: int, pool: str = "") -> bytes:
 def compare_layouts(wished: bytes, found: bytes) -> str:
     """What differs between the striping that was set and the one read back, in words; empty where nothing does.
 
-    A wish of 0 is met by anything. A layout that cannot be read counts as different.
+    A wish of 0 or of no pool is met by anything. A layout that cannot be read counts as different.
     """
-    if len(found) < _HEAD.size:
-        return f"the striping that was read back has {len(found)} bytes, not {_HEAD.size}: it cannot be checked"
+    magic = int.from_bytes(found[:4], "little")
+    if len(found) >= 4 and magic not in (_MAGIC, _MAGIC_POOL):
+        kind = "is composite" if magic == _MAGIC_COMPOSITE else f"has the magic number {magic:#010x}"
+        return f"the striping that was read back {kind}: it cannot be checked"
+    if len(found) < (length := len(wished) if magic == _MAGIC_POOL else _HEAD.size):
+        return f"the striping that was read back has {len(found)} bytes, not {length}: it cannot be checked"
     (*_, size, count, _first), (*_, found_size, found_count, _) = _HEAD.unpack_from(wished), _HEAD.unpack_from(found)
+    pool, found_pool = _pool(wished), _pool(found)
     texts = []
+    if pool and pool != found_pool:
+        texts.append(f"pool is {found_pool or 'none'}, not {pool}")
     if size and size != found_size:
         texts.append(f"stripe size is {format_size(found_size)}, not {format_size(size)}")
     if count and count != found_count:
         texts.append(f"stripe count is {_count(found_count)}, not {_count(count)}")
     return " and ".join(texts)
+
+
+def _pool(layout: bytes) -> str:
+    """The pool that a layout names; empty where it names none."""
+    name = layout[_HEAD.size : _HEAD.size + 16] if layout[:4] == _MAGIC_POOL.to_bytes(4, "little") else b""
+    return name.partition(b"\0")[0].decode(errors="replace")
 
 
 def _count(count: int) -> str:

@@ -8,6 +8,8 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable
+from itertools import count as count_from
+from itertools import pairwise
 
 from tierstate.manifest.chunk import Buffer
 
@@ -32,13 +34,15 @@ class Stream:
     Args:
         file: a new, empty file.
         choose: what moves the bytes; None to go through the page cache. Asked once the file turns out to be long.
+        part: bytes of a stripe, whole pages: long transfers then cover whole stripes, as far as they can, and what is
+            left at their ends goes apart. 0 where the file system has none.
 
     A file that stays shorter than one bounce buffer goes through the page cache in any case: one small write is not
     worth the detour. A longer one is written in whole blocks by direct I/O alone, and cut to its length at the end.
     """
 
-    def __init__(self, file: BufferedFile, choose: Callable[[], Engine | None]) -> None:
-        self._file, self._choose = file, choose
+    def __init__(self, file: BufferedFile, choose: Callable[[], Engine | None], part: int = 0) -> None:
+        self._file, self._choose, self._part = file, choose, part
         self._engine: Engine | None = None
         self._begun = False
         self._changed = threading.Condition()
@@ -81,7 +85,7 @@ class Stream:
                 if whole < piece.numel():
                     # Had before the transfer begins: from then on nothing may fail, or the lease would be let go twice.
                     self._bounce = self._take_bounce()
-                self._send(piece[:whole], release)
+                self._send_whole(piece[:whole], release)
                 at, kept = at + whole, release is not None
                 if not kept:
                     # The caller may change the buffer once we return.
@@ -145,6 +149,24 @@ class Stream:
                 self._changed.notify_all()
 
         self._send(bounce[:blocks], give_back, staged)
+
+    def _send_whole(self, buffer: Buffer, release: Release | None) -> None:
+        """Send whole blocks from where they lie, cut at stripes; the lease ends with the last transfer."""
+        cuts = cut_at(self._written, buffer.numel(), self._part)
+        if len(cuts) > 2 and release is not None:
+            release = _shared(release, len(cuts) - 1)
+        for sent, (start, stop) in enumerate(pairwise(cuts)):
+            try:
+                self._send(buffer[start:stop], release)
+            except OSError as error:
+                if not sent:
+                    raise
+                # The lease is in use by now: the error is told by the next call, and the lease ends with what was sent.
+                self._error = self._error or error
+                if release is not None:
+                    for _ in cuts[sent + 1 :]:
+                        release()
+                return
 
     def _send(self, buffer: Buffer, release: Release | None, nbytes: int | None = None) -> None:
         assert self._engine is not None
@@ -216,6 +238,27 @@ class Stream:
     def _raise(self) -> None:
         if self._error is not None:
             raise OSError(self._error.errno, self._error.strerror) from self._error
+
+
+def cut_at(offset: int, nbytes: int, part: int) -> list[int]:
+    """Where bytes that go to ``offset`` are cut: ``[0, ..., nbytes]``, with whole stripes in the middle.
+
+    Args:
+        part: bytes of a stripe; 0 for none.
+    """
+    first, last = (-offset % part, (offset + nbytes) // part * part - offset) if part else (nbytes, 0)
+    return sorted({0, first, last, nbytes}) if first <= last else [0, nbytes]
+
+
+def _shared(release: Release, count: int) -> Release:
+    """What ``count`` parties call once each, the last of which releases."""
+    left = count_from(count - 1, -1)
+
+    def one_less() -> None:
+        if next(left) == 0:
+            release()
+
+    return one_less
 
 
 def reserve(descriptor: int, offset: int, nbytes: int) -> bool:

@@ -1,0 +1,1 @@
+"""Real servers on the loopback interface, and a proxy that breaks what passes through it."""
