@@ -183,6 +183,10 @@ class Tier(ABC):
         self.read(key, [Range(0, out)])
         return out
 
+    def room(self) -> int | None:
+        """Bytes that may still be put there, as far as can be told without much work; None where nobody knows."""
+        return None
+
     def close(self) -> None:  # noqa: B027 - most tiers hold nothing
         """Let go of files, connections and memory. The tier is not used afterwards."""
 

@@ -198,6 +198,9 @@ class Bucket(Tier):
         yield from notes
         yield f"conditional create: {found}"
 
+    def room(self) -> int | None:
+        return self.gauge.left
+
     def close(self) -> None:
         self._store.close()
 

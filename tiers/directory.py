@@ -131,6 +131,12 @@ class Directory(Tier):
         with explained("read", self.name, key, path):
             return file_size(path)
 
+    def room(self) -> int | None:
+        with explained("look at", self.name, "", self.path):
+            disk = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
+        free, left = disk.f_bavail * disk.f_frsize, self._gauge.left
+        return free if left is None else min(free, left)
+
     def close(self) -> None:
         self._io.close()
 

@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias
 
 from tierstate.manifest.chunk import Buffer
 
-from .base import ObjectWriter, Range, Release, Tier, Traits
+from .base import ObjectWriter, Range, Release, Tier
+from .wrapping import Wrapping, WrappingWriter
 
 Operation: TypeAlias = Literal["put", "read", "list", "size", "delete", "writer", "append", "close"]
 Damage: TypeAlias = Literal["flip", "truncate", "drop"]
@@ -38,7 +39,7 @@ class Fault:
     where: int = 0
 
 
-class Faulty(Tier):
+class Faulty(Wrapping):
     """Another tier with faults. ``calls`` counts the calls of each operation, also those that failed.
 
     Example: the third ``put`` takes effect, and its answer is lost::
@@ -47,8 +48,7 @@ class Faulty(Tier):
     """
 
     def __init__(self, inner: Tier, *faults: Fault) -> None:
-        self.inner = inner
-        self.name = inner.name
+        super().__init__(inner)
         self.faults = list(faults)
         self.calls: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -72,10 +72,6 @@ class Faulty(Tier):
         if fault is not None and fault.error is not None and not fault.after:
             raise fault.error
         return fault
-
-    @property
-    def traits(self) -> Traits:
-        return self.inner.traits
 
     def put(self, key: str, data: Buffer) -> None:
         fault = self.begin("put")
@@ -118,22 +114,19 @@ class Faulty(Tier):
         end(fault)
         return writer
 
-    def close(self) -> None:
-        self.inner.close()
 
-
-class FaultyWriter(ObjectWriter):
+class FaultyWriter(WrappingWriter):
     """Another writer with the faults of its tier. As a good writer does, it gives the object up after an error."""
 
     def __init__(self, tier: Faulty, inner: ObjectWriter) -> None:
-        self._tier, self._inner = tier, inner
-        self._failure: BaseException | None = None
+        super().__init__(inner)
+        self._tier = tier
 
     def append(self, buffer: Buffer, release: Release | None = None) -> None:
         try:
             fault = self._tier.begin("append")
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             if release is not None:
                 release()
             raise
@@ -141,33 +134,25 @@ class FaultyWriter(ObjectWriter):
             if release is not None:
                 release()
         else:
-            self._inner.append(damaged(buffer, fault), release)
+            self.inner.append(damaged(buffer, fault), release)
         try:
             end(fault)
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
 
     def close(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         try:
             fault = self._tier.begin("close")
             if _dropped(fault):
-                self._inner.abort()
+                self.inner.abort()
             else:
-                self._inner.close()
+                self.inner.close()
             end(fault)
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def _give_up(self, error: BaseException) -> None:
-        self._failure = error
-        self._inner.abort()
 
 
 def damaged(data: Buffer, fault: Fault | None) -> Buffer:

@@ -37,6 +37,11 @@ class Gauge:
                 )
             self.used += nbytes
 
+    @property
+    def left(self) -> int | None:
+        """Bytes that may still come; None without a capacity."""
+        return None if self.capacity is None else max(0, self.capacity - self.used)
+
     def give_back(self, nbytes: int) -> None:
         """Count ``nbytes`` less; never less than nothing, since others may have filled what we empty."""
         with self._lock:

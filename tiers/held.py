@@ -182,6 +182,9 @@ class HeldTier(Tier):
         if unread:
             held.free()
 
+    def room(self) -> int | None:
+        return self._gauge.left
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

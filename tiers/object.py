@@ -104,6 +104,9 @@ class ObjectStore(Tier):
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         return self._inner.writer(key, size_hint)
 
+    def room(self) -> int | None:
+        return self._inner.room()
+
     def close(self) -> None:
         self._inner.close()
 

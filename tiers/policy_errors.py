@@ -40,6 +40,7 @@ _SAY = {
     "tuple_type": _LIST,
     "too_short": "is empty; write at least one, or leave the key out",
     "greater_than_equal": "{found} is too small; write at least {ge}",
+    "less_than_equal": "{found} is too big; write at most {le}",
 }
 
 

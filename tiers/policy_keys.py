@@ -18,11 +18,12 @@ from tierstate.manifest.chunk import CHUNK_GRAIN, CHUNK_SIZE, MAX_CHUNK_SIZE
 from tierstate.manifest.leaf import check_glob
 
 from .base import Tier
-from .units import DURATION_PATTERN, Size, format_size, parse_seconds
+from .units import DURATION_PATTERN, Rate, Size, Times, format_size, parse_seconds
 from .yaml_lines import show
 
 MIN_CHUNK_SIZE = 4096
 ARENA_SIZE = 2 << 30
+MAX_RETRIES = 100
 
 Codec: TypeAlias = Literal["raw", "fast", "small", "auto"]
 
@@ -153,6 +154,9 @@ class TierKeys(Frozen):
         keep: which versions stay there.
         codec: how chunks are encoded there.
         format: what kind of file a pack is there.
+        bandwidth: bytes per second that this process reads and writes there at most; None for no limit.
+        operations: calls per second of the tier, at most; None for no limit.
+        retries: how often a call that failed for a moment is tried again.
     """
 
     type: str
@@ -160,6 +164,9 @@ class TierKeys(Frozen):
     keep: Keep = Keep(all=True)
     codec: Codec = "raw"
     format: Annotated[Literal["native"], BeforeValidator(_format)] = "native"
+    bandwidth: Rate | None = None
+    operations: Times | None = None
+    retries: Annotated[int, Field(ge=0, le=MAX_RETRIES), BeforeValidator(_no_bool)] = 0
 
 
 class PolicyKeys(Frozen):

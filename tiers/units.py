@@ -36,6 +36,8 @@ MAX_SIZE = (1 << 63) - 1
 MAX_SECONDS = 100 * 366 * 86400
 """A century: far inside what ``timedelta`` and file systems can hold, far outside any sensible interval."""
 
+MAX_TIMES = 10**9
+
 _NUMBER = r"[0-9]{1,19}(?:\.[0-9]{1,19})?"
 _SIZE = re.compile(rf"({_NUMBER}) ?({'|'.join(BYTES)})?")
 _PART = rf"({_NUMBER}) ?({'|'.join(SECONDS)})"
@@ -44,6 +46,8 @@ _DURATION = re.compile(DURATION_PATTERN)
 
 _SIZE_REMEDY = "write a number and KiB, MiB, GiB or TiB, as in '2 TiB'"
 _RATE_REMEDY = "write a size per second, as in '500MiB/s'"
+_TIMES = re.compile(rf"({_NUMBER})(?: ?/ ?(s|min|h))?")
+_TIMES_REMEDY = "write a number per second, as in '100/s' or '600/min'"
 _DURATION_REMEDY = "write a number and s, min, h or d, as in '30min' or '1h30min'"
 
 
@@ -120,6 +124,23 @@ def parse_rate(value: object) -> int:
     return rate
 
 
+def parse_times(value: object) -> float:
+    """Times per second: of a number, or of text such as ``"100"``, ``"100/s"`` or ``"600/min"``.
+
+    Raises:
+        ValueError: anything else, none at all, or more than a billion per second.
+    """
+    if isinstance(value, str) and (found := _TIMES.fullmatch(value.strip())):
+        times = float(Fraction(found[1]) / SECONDS[found[2] or "s"])
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        times = float(value)
+    else:
+        raise ValueError(f"{value!r} is not a number of times per second; {_TIMES_REMEDY}")
+    if not 0 < times <= MAX_TIMES:
+        raise ValueError(f"{value!r} is not more than nothing and at most a billion per second; {_TIMES_REMEDY}")
+    return times
+
+
 def _positive_size(value: object) -> int:
     if (size := parse_size(value)) == 0:
         raise ValueError(f"{value!r} is nothing at all; {_SIZE_REMEDY}")
@@ -137,6 +158,11 @@ Size: TypeAlias = Annotated[int, BeforeValidator(_positive_size), _schema("bytes
 
 Rate: TypeAlias = Annotated[int, BeforeValidator(parse_rate), _schema("bytes/s, as in 500MiB/s", f"{_SIZE.pattern}/s")]
 """Bytes per second, at least one. In a policy a whole number, or text such as ``500MiB/s``."""
+
+Times: TypeAlias = Annotated[
+    float, BeforeValidator(parse_times), _schema("times per second, as in 100/s", _TIMES.pattern, "number")
+]
+"""Times per second, more than none. In a policy a number, or text such as ``100/s`` or ``600/min``."""
 
 Seconds: TypeAlias = Annotated[
     float, BeforeValidator(parse_seconds), _schema("a time, as in 30min", _DURATION.pattern, "number")

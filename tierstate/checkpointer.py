@@ -25,8 +25,8 @@ from tierstate.tiers.arena import Arena
 from tierstate.tiers.catalog import Catalog
 from tierstate.tiers.flow import Flow
 from tierstate.tiers.lane import HISTORY
+from tierstate.tiers.opening import opened
 from tierstate.tiers.policy import Policy, TierPolicy
-from tierstate.tiers.registry import open_tier
 from tierstate.tiers.shelf import Shelf
 from tierstate.tiers.verify import Report, Verifier
 
@@ -82,7 +82,7 @@ class Checkpointer:
         atexit.register(self._at_exit)
 
     def _open(self, tier: TierPolicy) -> Any:
-        return open_tier(tier.name, tier.type, tier.options, self._arena)
+        return opened(tier, self._arena)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Capture lazily what only this optimizer's step changes: its parameters and its state.
@@ -237,7 +237,7 @@ class Checkpointer:
 
     def stats(self) -> Stats:
         """What this Checkpointer has done so far."""
-        tiers = {shelf.name: TierStats.of(self._flow.lanes.get(shelf.name)) for shelf in self._shelves}
+        tiers = {s.name: TierStats.of(self._flow.lanes.get(s.name)).measured(s.tier) for s in self._shelves}
         peak = self._arena.peak * self._arena.slab_size
         return Stats(self._saves, self._flow.skipped, tuple(self._blocked), self._guard.waited, peak, tiers)
 

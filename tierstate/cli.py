@@ -17,12 +17,13 @@ import typer
 
 from tierstate.manifest.errors import NotFound, PolicyError, TierstateError
 from tierstate.manifest.log import runs
+from tierstate.tiers.opening import opened
 from tierstate.tiers.policy import Policy, policy_schema
-from tierstate.tiers.registry import open_tier
+from tierstate.tiers.units import parse_seconds, parse_size
 
 from . import tables
 from .checkpointer import Checkpointer
-from .progress import reading
+from .progress import doing, reading
 
 app = typer.Typer(
     help="Training state on every tier of a cluster.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
@@ -100,6 +101,8 @@ def restore(
 def check_policy(
     file: Annotated[Path, typer.Argument(help="The policy file.")],
     live: Annotated[bool, typer.Option("--live", help="Open each tier and try what it promises.")] = False,
+    limit: Annotated[str, typer.Option(help="With --live: time for each tier, as in 5min.")] = "2min",
+    state: Annotated[str | None, typer.Option(help="With --live: size of the state to be saved, as in 40GiB.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check a policy; with --live also its tiers, by the contract, on a scratch prefix that is removed afterwards."""
@@ -108,13 +111,20 @@ def check_policy(
     except PolicyError as error:
         tables.show_policy_errors(str(error), as_json)
         raise typer.Exit(1) from error
+    if state and not live:
+        raise ValueError("--state is what live tiers are compared with; say --live too")
     if not live:
         tables.show_policy(policy, as_json)
         return
-    from .live import look_at
+    from . import live_table
+    from .advice import advise
+    from .apart import look_at_all
 
-    findings = [look_at(tier) for tier in policy.tiers]
-    tables.show_live(findings, as_json)
+    seconds, nbytes = parse_seconds(limit), parse_size(state) if state else None
+    with doing(shown=not as_json) as told:
+        findings = look_at_all(policy, seconds, told)
+    advise(policy, findings, nbytes)
+    live_table.show_live(findings, as_json)
     raise typer.Exit(0 if all(f.ok for f in findings) else 1)
 
 
@@ -128,7 +138,7 @@ def _runs(policy: Policy) -> dict[str, list[str]]:
     """Names of runs, and the tiers that have them."""
     found: dict[str, list[str]] = {}
     for spec in policy.tiers:
-        tier = open_tier(spec.name, spec.type, spec.options)
+        tier = opened(spec)
         try:
             for run in runs(tier):
                 found.setdefault(run, []).append(spec.name)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tierstate.tiers.base import Tier
 from tierstate.tiers.catalog import Entry
 from tierstate.tiers.lane import Lane
+from tierstate.tiers.measured import OperationStats, operations_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class TierStats:
         lag: saves that are under way or waiting.
         seconds: from the call of ``save`` to the commit, of the newest saves.
         healthy: whether its last save went well.
+        operations: calls of the tier itself by operation, with how long they took; see `OperationStats`.
     """
 
     raw: int = 0
@@ -81,6 +84,7 @@ class TierStats:
     lag: int = 0
     seconds: tuple[float, ...] = ()
     healthy: bool = True
+    operations: Mapping[str, OperationStats] = field(default_factory=dict)
 
     @classmethod
     def of(cls, lane: Lane | None) -> TierStats:
@@ -89,6 +93,10 @@ class TierStats:
             return cls()
         seconds = tuple(lane.seconds)
         return cls(lane.raw, lane.stored, lane.saves, lane.failures, lane.waiting, seconds, lane.healthy)
+
+    def measured(self, tier: Tier) -> TierStats:
+        """The same, with what the operations of the tier have done."""
+        return replace(self, operations=operations_of(tier))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,28 @@
-"""A look at a live tier: what it is, and which of its promises it keeps."""
+"""A look at a live tier: what it is, which of its promises it keeps, how fast it is, and what should be done."""
 
 from __future__ import annotations
 
-import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tierstate.manifest.chunk import empty_buffer
-from tierstate.manifest.errors import TierstateError
-from tierstate.tiers.base import Range, Tier
+from tierstate.manifest.chunk import as_buffer
+from tierstate.manifest.errors import TierError, TierstateError
+from tierstate.manifest.log import runs
+from tierstate.tiers.base import Tier
+from tierstate.tiers.limited import Limited
 from tierstate.tiers.policy import TierPolicy
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.testing import PROMISES
 
-TRIAL = 32 << 20
-"""Bytes written and read back for a rough bandwidth."""
+from .trial import MOST, latency, speed
+
+Told = Callable[[str], None]
+"""Takes what is being done now."""
+
+SPEED = "moves long objects"
+"""What is broken where the trial of speed fails."""
 
 
 @dataclass
@@ -23,67 +30,114 @@ class Finding:
     """What was found of one tier.
 
     Attributes:
+        name, type: as in the policy.
+        reached: whether the tier could be opened, and one object put, listed, read and deleted.
         traits: what the tier says of itself, after it was used.
         kept, broken: promises of the contract that held, and those that did not with what happened.
-        write, read: bytes per second of one object, durability included; None where it could not be tried.
-        error: why the tier could not be looked at at all.
+        put_seconds, list_seconds: of putting a small object, and of listing a few.
+        write, read: bytes per second of one long object, durability included; None where it could not be tried.
+        moved: bytes of that object.
+        room: bytes that may still be put there; None where nobody knows.
+        occupied: whether it holds versions already.
+        limits: what the policy bounds: ``bandwidth``, ``operations``, ``retries``.
+        error: why the tier could not be looked at, or not to the end.
+        hung: whether it did not come to an end in the time given.
+        problems: what must be mended, with how.
+        notes: what is worth knowing.
     """
 
     name: str
     type: str
+    reached: bool = False
     traits: dict[str, Any] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
+    put_seconds: float | None = None
+    list_seconds: float | None = None
     write: float | None = None
     read: float | None = None
+    moved: int = 0
+    room: int | None = None
+    occupied: bool = False
+    limits: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    hung: bool = False
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether the tier can be relied upon."""
-        return not self.error and not self.broken
+        return not (self.error or self.broken or self.problems)
 
 
-def look_at(spec: TierPolicy) -> Finding:
-    """Open a tier, try its promises under a scratch prefix, measure it roughly, and remove what was written."""
+def look_at(spec: TierPolicy, told: Told = lambda _doing: None) -> Finding:
+    """Open a tier, try its promises under a scratch prefix, measure it, and remove what was written.
+
+    Promises are tried on the tier itself, without the policy's limits and retries, which would hide what it does; its
+    speed is measured within them.
+    """
     finding = Finding(spec.name, spec.type)
+    finding.limits = {name: found for name in ("bandwidth", "operations", "retries") if (found := getattr(spec, name))}
+    told("open")
     try:
         tier = open_tier(spec.name, spec.type, spec.options)
-    except (TierstateError, ImportError, ValueError) as error:
+    except (TierstateError, ImportError, ValueError, OSError) as error:
         finding.error = str(error)
         return finding
     prefix = f"scratch/{uuid.uuid4().hex[:12]}"
     try:
-        list(tier.list(prefix))
-        _try_promises(tier, prefix, finding)
-        finding.write, finding.read = _bandwidth(tier, f"{prefix}/bandwidth")
-    except TierstateError as error:
+        told("reach")
+        _reach(tier, prefix)
+        finding.reached = True
+        _try_promises(tier, prefix, finding, told)
+        told("measure")
+        _measure(tier, spec, prefix, finding)
+    except (TierstateError, OSError) as error:
         finding.error = str(error)
     finally:
+        told("clear")
         _clear(tier, prefix, finding)
         finding.traits = asdict(tier.traits)
         tier.close()
     return finding
 
 
-def _try_promises(tier: Tier, prefix: str, finding: Finding) -> None:
+def _reach(tier: Tier, prefix: str) -> None:
+    """One object there and back: what is wrong with the place itself is told once, and not by every promise."""
+    key = f"{prefix}/first"
+    tier.put(key, as_buffer(b"tierstate"))
+    list(tier.list(prefix))
+    tier.get(key)
+    tier.delete(key)
+
+
+def _try_promises(tier: Tier, prefix: str, finding: Finding, told: Told) -> None:
     for number, (name, check) in enumerate(PROMISES):
+        told(name)
         try:
             check(tier, f"{prefix}/{number}")
-        except (AssertionError, TierstateError, ValueError) as error:
-            finding.broken[name] = str(error) or type(error).__name__
+        except Exception as error:
+            # Whatever a stranger's tier raises: that is what was found.
+            kind = "" if isinstance(error, (AssertionError, TierError)) else f"{type(error).__name__}: "
+            finding.broken[name] = kind + (str(error) or "nothing said")
         else:
             finding.kept.append(name)
 
 
-def _bandwidth(tier: Tier, key: str) -> tuple[float, float]:
-    data = empty_buffer(TRIAL)
-    data.random_()
-    start = time.monotonic()
-    tier.put(key, data)
-    written = time.monotonic()
-    tier.read(key, [Range(0, data)])
-    return TRIAL / (written - start), TRIAL / (time.monotonic() - written)
+def _measure(tier: Tier, spec: TierPolicy, prefix: str, finding: Finding) -> None:
+    finding.room = tier.room()
+    finding.occupied = bool(runs(tier))
+    paced = Limited(tier, bandwidth=spec.bandwidth, operations=spec.operations)
+    try:
+        calls = latency(paced, f"{prefix}/trial")
+        finding.put_seconds, finding.list_seconds = calls.put, calls.list
+        # A quarter at most: others may be writing there too.
+        moved = speed(paced, f"{prefix}/trial", MOST if finding.room is None else min(MOST, finding.room // 4))
+    except Exception as error:
+        finding.broken[SPEED] = str(error) or type(error).__name__
+        return
+    finding.write, finding.read, finding.moved = moved.write, moved.read, moved.nbytes
 
 
 def _clear(tier: Tier, prefix: str, finding: Finding) -> None:

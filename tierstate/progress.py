@@ -20,3 +20,15 @@ def reading(what: str, *, shown: bool = True) -> Iterator[Callable[[int], None]]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda nbytes: progress.advance(task, nbytes)
+
+
+@contextmanager
+def doing(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """A function that takes what is being done now; the last of it shows on standard error, if that is a terminal."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda _what: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tierstate.manifest.leaf import CONTAINERS, Leaf
 from tierstate.tiers.policy import Policy
@@ -15,9 +15,6 @@ from tierstate.tiers.units import rough_size
 from tierstate.tiers.verify import Report
 
 from .info import VersionInfo
-
-if TYPE_CHECKING:
-    from .live import Finding
 
 
 def print_json(value: Any) -> None:
@@ -152,31 +149,3 @@ def show_policy_errors(message: str, as_json: bool) -> None:
         print_json({"ok": False, "errors": message.splitlines()})
     else:
         print(message)
-
-
-def show_live(findings: Sequence[Finding], as_json: bool) -> None:
-    """What was found of live tiers."""
-    if as_json:
-        print_json([{**dataclasses.asdict(f), "ok": f.ok} for f in findings])
-        return
-    rows = [
-        (f.name, f.type, "ok" if f.ok else "NOT OK", f"{len(f.kept)} of {len(f.kept) + len(f.broken)}", *_traits(f))
-        for f in findings
-    ]
-    table(["tier", "type", "", "promises kept", "persistent", "shared", "create-only", ">write/s", ">read/s"], rows)
-    for f in findings:
-        notes = [
-            f.error,
-            *(f"{name}: {what}" for name, what in f.broken.items()),
-            f.traits.get("io"),
-            *f.traits.get("notes", ()),
-        ]
-        for note in filter(None, notes):
-            print(f"{f.name}: {note}")
-
-
-def _traits(f: Finding) -> tuple[str, ...]:
-    """Whether create-only also holds between racing processes is shown as it was found, not as one would like it."""
-    create = {True: "also in races", False: "not in races", None: "not known"}[f.traits.get("conditional_create")]
-    speeds = (rough_size(s) if s else "-" for s in (f.write, f.read))
-    return "yes" if f.traits.get("persistent") else "no", str(f.traits.get("shared", "-")), create, *speeds

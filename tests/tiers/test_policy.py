@@ -32,7 +32,9 @@ tiers:
   host:   {type: host, capacity: 8GiB, keep: {last: 2}}
   nvme:   {type: nvme, path: /local/ckpt, capacity: 1.5TiB, every: 30min, keep: {last: 3, every: 1000}}
   lustre: {type: lustre, path: /lustre/ckpt, stripe_count: 8, stripe_size: 16MiB, every: 10, codec: auto}
-  s3:     {type: object, url: "s3://bucket/ckpt", keep: {all: true}, format: native, options: {key: v}}
+  s3:
+    {type: object, url: "s3://bucket/ckpt", keep: {all: true}, format: native, options: {key: v},
+     bandwidth: 500MiB/s, operations: 600/min, retries: 3}
 rules:
   - {match: "optimizer.**", tiers: [host, nvme, lustre]}
   - {match: "**.exp_avg*", codec: raw, pickle: true}
@@ -46,6 +48,9 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "every": st.integers(1, 10**6) | st.sampled_from(["30min", "1h30min", "90s", "7"]),
     "keep": KEEPS,
     "codec": st.sampled_from(["raw", "fast", "small", "auto"]),
+    "bandwidth": st.integers(1, 10**12) | st.sampled_from(["500MiB/s", "1.5 GB/s"]),
+    "operations": st.integers(1, 10**6) | st.sampled_from([0.5, "100", "100/s", "600 / min"]),
+    "retries": st.integers(0, 100),
 }
 PATHS = st.builds("/c/{}{}".format, WORDS, st.sampled_from(["", "${UNSET:-x}", "$$", "$${UNSET}"]))
 
@@ -126,6 +131,8 @@ def test_every_key_is_read() -> None:
         Keep(all=True),
         {"url": "s3://bucket/ckpt", "options": {"key": "v"}},
     )
+    assert (s3.bandwidth, s3.operations, s3.retries) == (500 << 20, 10.0, 3)
+    assert (nvme.bandwidth, nvme.operations, nvme.retries) == (None, None, 0)
     assert policy.rules[0].tiers == ("host", "nvme", "lustre")
     assert (policy.rules[1].tiers, policy.rules[1].codec, policy.rules[1].pickle) == (None, "raw", True)
 

@@ -81,7 +81,12 @@ def test_the_good_one_is_good() -> None:
         (4, "durable: nvm", "durable: 'nvm' is no tier of this policy; did you mean 'nvme'?"),
         (4, "durable: [nvme]", "durable: a list is not text; put it in quotes"),
         (8, "    capacity: yes", "tiers.host.capacity: 'yes' is not a size; write a number and KiB, MiB, GiB or TiB"),
-        (8, "    arena: 1", "tiers.host.arena: unknown key; known are type, every, keep, codec, format, capacity"),
+        (
+            8,
+            "    arena: 1",
+            "tiers.host.arena: unknown key; known are type, every, keep, codec, format, bandwidth, "
+            "operations, retries, capacity",
+        ),
         (9, "    keep: {}", "tiers.host.keep: keeps nothing; write 'last: N', 'every: N' or 'all: true'"),
         (9, "    keep: {all: false}", "tiers.host.keep: keeps nothing; write 'last: N', 'every: N' or 'all: true'"),
         (9, "    keep: {last: 0}", "tiers.host.keep.last: 0 is too small; write at least 1"),
@@ -100,6 +105,12 @@ def test_the_good_one_is_good() -> None:
         (14, "    every: 0", "tiers.nvme.every: 0 is neither steps nor a time"),
         (14, "    every: true", "tiers.nvme.every: true is neither steps nor a time"),
         (14, "    every: 1.5", "tiers.nvme.every: 1.5 is neither steps nor a time"),
+        (14, "    bandwidth: 500MiB", "tiers.nvme.bandwidth: '500MiB' is not a rate; write a size per second, as in"),
+        (14, "    operations: 5/year", "tiers.nvme.operations: '5/year' is not a number of times per second; write a"),
+        (14, "    operations: 0", "tiers.nvme.operations: 0 is not more than nothing and at most a billion per second"),
+        (14, "    retries: 101", "tiers.nvme.retries: 101 is too big; write at most 100"),
+        (14, "    retries: -1", "tiers.nvme.retries: -1 is too small; write at least 0"),
+        (14, "    retries: true", "tiers.nvme.retries: true is not a number; write one, as in 8"),
         (14, "    codec: zip", "tiers.nvme.codec: 'zip' is not known; write 'raw', 'fast', 'small' or 'auto'"),
         (
             14,
@@ -110,7 +121,8 @@ def test_the_good_one_is_good() -> None:
         (
             14,
             "    <<: {a: b}",
-            "tiers.nvme.<<: unknown key; known are type, every, keep, codec, format, path, capacity",
+            "tiers.nvme.<<: unknown key; known are type, every, keep, codec, format, bandwidth, "
+            "operations, retries, path, capacity",
         ),
         (15, "  s 3:", "tiers.s 3: 's 3' is no name of a tier; write at most 64 letters, digits, - and _"),
         (20, "  - match: a..b", "rules.0.match: 'a..b' is not a pattern of leaf paths; write keys with dots between"),
@@ -246,8 +258,11 @@ def test_a_tier_of_somebody_else_needs_nothing_but_its_constructor() -> None:
         ("{type: odd, where: [1]}", "a.where: a list is not text; put it in quotes"),
         ("{type: odd, where: x, schema: true}", "a.schema: true is not a number; write one, as in 8"),
         ("{type: odd, where: x, schema: x}", "a.schema: 'x' is not a number; write one, as in 8"),
-        ("{type: odd, where: x, level: 10}", "a.level: 10: Input should be less than or equal to 9"),
-        ("{type: odd, where: x, arena: 1}", "a.arena: unknown key; known are type, every, keep, codec, format, where"),
+        ("{type: odd, where: x, level: 10}", "a.level: 10 is too big; write at most 9"),
+        (
+            "{type: odd, where: x, arena: 1}",
+            "a.arena: unknown key; known are type, every, keep, codec, format, bandwidth, operations, retries, where",
+        ),
         ("{type: clashing}", "a.type: the constructor of .*Clashing has the parameter 'keep', which is a key of every"),
         ("{type: unreadable}", "a.type: the constructor of .*Unreadable cannot be read as keys of a policy: .*NoSuch"),
         ("{type: lazy}", "a.type: tier type 'lazy' needs the package idle: pip install idle"),

@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from tierstate import live
+from tierstate.advice import advise
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, Damaged, NotFound, TierUnavailable
 from tierstate.tiers import s3_bucket, s3_parts, s3_reading, s3_uploads
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.object import ObjectStore
+from tierstate.tiers.policy import Policy
 from tierstate.tiers.testing import Lease, TierContract, random_bytes
 
-from .swift_server import Swift, find_python
+from .swift_server import SECRET, Swift, find_python
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +277,24 @@ def test_credentials_come_from_the_environment_too(swift: Swift, monkeypatch: py
     tier.put("a", random_bytes(10))
     assert torch.equal(tier.get("a"), random_bytes(10))
     tier.close()
+
+
+def test_a_live_check_tells_what_the_server_honours(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The contract tries all of them.
+    some = {"what is put is read", "one winner of a race"}
+    monkeypatch.setattr(live, "PROMISES", [promise for promise in live.PROMISES if promise[0] in some])
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    tiers = {"s3": {"type": "object", "url": url, "options": swift.options(), "capacity": "40MiB"}}
+    policy = Policy.parse(yaml.safe_dump({"tiers": tiers}))
+    found = live.look_at(policy.tier("s3"))
+    advise(policy, [found])
+    assert (found.error, found.broken, found.problems) == ("", {}, [])
+    assert found.write
+    assert found.read
+    probed = found.traits["conditional_create"]
+    assert probed is not None
+    assert any("racing writers" in note for note in found.notes) == (not probed)
+    assert SECRET not in str(found)
+    again = open_s3(swift, url.rpartition("/")[2])
+    assert list(again.list("")) == []
+    again.close()

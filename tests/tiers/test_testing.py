@@ -269,7 +269,7 @@ def test_every_promise_is_in_the_list_of_broken_ones() -> None:
 )
 def test_a_history_finds_them_too(make: Callable[[], Tier]) -> None:
     # Finding is enough here; making the shortest history of it takes most of the time.
-    quick = settings(max_examples=200, stateful_step_count=25, deadline=None, phases=[Phase.generate], database=None)
+    quick = settings(max_examples=2000, stateful_step_count=25, deadline=None, phases=[Phase.generate], database=None)
     with pytest.raises((AssertionError, AlreadyExists, NotFound, Damaged)):
         run_state_machine_as_test(machine_of(make()), settings=quick)
 

@@ -21,6 +21,7 @@ from tierstate.tiers.units import (
     parse_rate,
     parse_seconds,
     parse_size,
+    parse_times,
     rough_size,
 )
 
@@ -53,7 +54,7 @@ def test_a_fraction_counts_only_if_it_comes_to_whole_bytes(whole: int, thousandt
 
 @given(st.text(max_size=12) | st.text("0123456789. KMGiBs/hmind-+e_", max_size=12))
 def test_any_text_is_a_quantity_or_a_value_error(text: str) -> None:
-    for parse in (parse_size, parse_rate, parse_seconds):
+    for parse in (parse_size, parse_rate, parse_seconds, parse_times):
         told = ""
         try:
             assert parse(text) >= 0
@@ -78,6 +79,9 @@ def test_examples() -> None:
     assert parse_seconds("250ms") == 0.25
     assert parse_seconds(1.5) == 1.5
     assert parse_rate("500MiB/s") == 500 * 1024**2
+    assert parse_times("100/s") == parse_times(" 100 ") == parse_times(100) == 100.0
+    assert parse_times("600 / min") == parse_times("36000/h") == 10.0
+    assert parse_times(0.5) == 0.5
     assert format_size(0) == "0B"
     assert format_size(3 << 30) == "3GiB"
 
@@ -104,6 +108,18 @@ def test_a_duration_has_bounds(bad: object) -> None:
 def test_what_is_no_rate_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="is not a rate; write a size per second, as in '500MiB/s'"):
         parse_rate(bad)
+
+
+@pytest.mark.parametrize("bad", ["100/d", "/s", "100/", "-1", "1e3", True, None, [1]])
+def test_what_is_no_number_of_times_is_refused(bad: object) -> None:
+    with pytest.raises(ValueError, match="is not a number of times per second; write a number per second, as in"):
+        parse_times(bad)
+
+
+@pytest.mark.parametrize("bad", [0, -1, "0/s", float("inf"), float("nan"), 10**10])
+def test_a_number_of_times_has_bounds(bad: object) -> None:
+    with pytest.raises(ValueError, match="is not more than nothing and at most a billion per second"):
+        parse_times(bad)
 
 
 class Model(BaseModel):

@@ -1,0 +1,327 @@
+"""``policy check --live``: what is found of real tiers, by a process of its own, and what should be done about it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from calling import Answer, Call
+from worlds import names, opened, wrapped
+
+import tierstate as ts
+from tierstate import advice, apart, trial
+from tierstate.advice import advise, needed
+from tierstate.live import SPEED, Finding, look_at
+from tierstate.live_table import show_live
+from tierstate.manifest.errors import AccessDenied, TierFull
+from tierstate.progress import doing
+from tierstate.tiers.base import Tier
+from tierstate.tiers.memory import Memory
+from tierstate.tiers.registry import _registered
+from tierstate.tiers.testing import PROMISES, Fault, Faulty
+
+
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstate.tiers.registry._registered", dict(_registered))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials with little data, for what is looked at in this process."""
+    monkeypatch.setattr(trial, "FIRST", 1 << 16)
+    monkeypatch.setattr("tierstate.live.MOST", 1 << 18)
+
+
+def parse(tiers: dict[str, Any], **keys: Any) -> ts.Policy:
+    return ts.Policy.parse(yaml.safe_dump({**keys, "tiers": tiers}, sort_keys=False))
+
+
+def live(call: Call, place: Path, tiers: dict[str, Any], *options: str) -> Answer:
+    path = place / "live.yaml"
+    path.write_text(yaml.safe_dump({"version": 1, "tiers": tiers}, sort_keys=False))
+    return call("policy", "check", path, "--live", *options)
+
+
+# The whole way, through a process of its own
+
+
+def test_every_tier_is_tried_and_nothing_is_left(call: Call, place: Path) -> None:
+    small = {"capacity": "40MiB"}  # of which a quarter at most is used for the trial
+    tiers = {
+        "memory": {"type": "memory", **small},
+        "nvme": {"type": "nvme", "path": str(place / "nvme"), "keep": {"last": 2}, "bandwidth": "64MiB/s", **small},
+        "lustre": {"type": "lustre", "path": str(place / "lustre"), "stripe_count": 2, **small},
+        "store": {"type": "object", "url": f"file://{place}/object", **small},
+        "bucket": {"type": "object", "url": f"memory://{place.name}", **small},
+        "file": {"type": "nvme", "path": str(place / "live.yaml")},
+        "nowhere": {"type": "object", "url": "nonsense"},
+    }
+    answer = live(call, place, tiers, "--json", "--state", "1KiB")
+    assert answer.status == 1, answer
+    found = {f["name"]: f for f in answer.json}
+    assert list(found) == list(tiers)
+    good = [name for name, f in found.items() if f["ok"]]
+    assert good == ["memory", "nvme", "lustre", "store", "bucket"]
+    for name in good:
+        one = found[name]
+        assert (one["reached"], one["broken"], one["error"], one["problems"]) == (True, {}, "", [])
+        assert len(one["kept"]) == len(PROMISES)
+        assert min(one[key] for key in ("write", "read", "put_seconds", "list_seconds", "moved")) > 0
+        assert one["moved"] <= 10 << 20
+    assert found["nvme"]["limits"] == {"bandwidth": 64 << 20}
+    assert found["nvme"]["room"] > 0
+    assert any("not on a Lustre file system" in note for note in found["lustre"]["notes"])
+    assert any("grows" in note for note in found["lustre"]["notes"])
+    assert "not a folder" in found["file"]["error"]
+    assert "does not say where" in found["nowhere"]["error"]
+    assert [p for p in place.rglob("*") if p.is_file()] == [place / "live.yaml"]
+    assert names(opened(ts.Policy.load(place / "live.yaml"), "bucket")) == []
+
+
+ODD = """
+import os, time
+from tierstate.tiers.memory import Memory
+from tierstate.tiers.registry import register_tier
+
+class Hangs(Memory):
+    def size(self, key):
+        time.sleep(3600)
+
+class Dies(Memory):
+    def size(self, key):
+        print("this is no answer", flush=True)
+        os._exit(7)
+
+register_tier("hangs", Hangs)
+register_tier("dies", Dies)
+"""
+
+
+@pytest.fixture
+def odd(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types of tiers that are known here and to the other process, as those of an installed package would be."""
+    (place / "odd.py").write_text(ODD)
+    exec(ODD, {})
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    command = (sys.executable, "-c", "import odd; from tierstate.apart import answer; answer()")
+    monkeypatch.setattr(apart, "_COMMAND", command)
+
+
+@pytest.mark.usefixtures("odd")
+def test_a_tier_that_hangs_is_given_up() -> None:
+    steps: list[str] = []
+    policy = parse({"stuck": {"type": "hangs"}, "n": {"type": "nvme", "path": "x"}})
+    policy = policy.model_copy(update={"tiers": policy.tiers[:1]})
+    (found,) = apart.look_at_all(policy, 1.0, steps.append)
+    assert (found.hung, found.reached, found.ok) == (True, False, False)
+    assert found.error.startswith("stuck: did not come to an end within 1 s, at '")
+    assert found.error.endswith("; what it wrote may be left behind")
+    assert steps[0] == "stuck: open"
+
+
+@pytest.mark.usefixtures("odd")
+def test_a_tier_that_ends_the_process_does_not_end_the_check(capfd: pytest.CaptureFixture[str]) -> None:
+    policy = parse({"dies": {"type": "dies"}, "last": {"type": "memory", "capacity": "40MiB"}, **TWO})
+    policy = policy.model_copy(update={"tiers": policy.tiers[:2]})
+    dead, last = apart.look_at_all(policy, 300)
+    assert "dies: took the process with it that looked at it, at 'reach'" in dead.error
+    assert not dead.hung
+    assert last.ok
+    assert "this is no answer" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--live", "--limit", "soon"], "'soon' is not a duration"),
+        (["--live", "--state", "big"], "'big' is not a size"),
+        (["--state", "1GiB"], "say --live too"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(call: Call, policy: Path, options: list[str], said: str) -> None:
+    answer = call("policy", "check", policy, *options)
+    assert answer.status == 2
+    assert said in answer.err
+
+
+def test_what_is_being_done_shows_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with doing() as told:
+        told("nvme: deletes")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with doing() as told:
+        told("nvme: deletes")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nvme: deletes" in err
+
+
+# What is found
+
+
+def looked(inner: Tier, *faults: Fault) -> Finding:
+    with wrapped(Faulty(inner, *faults)) as keys:
+        return look_at(parse({"a": keys}).tier("a"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_broken_promise_is_found_and_what_was_written_is_removed() -> None:
+    inner = Memory()
+    found = looked(inner, Fault("append", 200, damage="drop"))
+    assert list(found.broken) == ["many pieces, and parts of longer buffers"]
+    assert "size is" in found.broken["many pieces, and parts of longer buffers"]
+    assert len(found.kept) == len(PROMISES) - 1
+    assert not found.ok
+    assert names(inner) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_errors_of_a_stranger_are_findings() -> None:
+    found = looked(Memory(), Fault("delete", 2, KeyError("odd")))
+    assert list(found.broken.values()) == ["KeyError: 'odd'"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("operation", ["put", "list", "size", "read"])
+def test_a_place_that_cannot_be_used_is_told_once(operation: Any) -> None:
+    found = looked(Memory(), Fault(operation, 1, AccessDenied("not for you")))
+    assert (found.reached, found.error, found.kept, found.broken) == (False, "not for you", [], {})
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_trial_that_fails_is_broken() -> None:
+    inner = Memory(capacity=36 << 20)
+    found = looked(inner, Fault("writer", 0, None))
+    assert found.ok
+    assert found.room == 36 << 20
+
+    class Shrunk(Memory):
+        def room(self) -> int:
+            return 1 << 40
+
+        def writer(self, key: str, size_hint: int | None = None) -> Any:
+            if "speed" in key:
+                raise TierFull("quota")
+            return super().writer(key, size_hint)
+
+    found = looked(Shrunk())
+    assert found.broken == {SPEED: "quota"}
+    assert (found.write, found.read) == (None, None)
+    assert found.put_seconds
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_tier_in_use_stays_as_it_is(policy: Path) -> None:
+    spec = ts.Policy.load(policy)
+    before = names(opened(spec, "nvme"))
+    found = look_at(spec.tier("nvme"))
+    assert found.ok
+    assert found.occupied
+    assert names(opened(spec, "nvme")) == before
+
+
+# What should be done
+
+
+def finding(name: str, **more: Any) -> Finding:
+    traits = {"persistent": True, "shared": "host", "failure_domain": f"host:{name}", "conditional_create": True}
+    made = Finding(name, "nvme", reached=True, traits={**traits, **more.pop("traits", {})}, kept=["x"] * len(PROMISES))
+    return replace(made, **more)
+
+
+def advised(policy: ts.Policy, *findings: Finding, state: int | None = None) -> Sequence[Finding]:
+    advise(policy, findings, state)
+    return findings
+
+
+TWO = {"a": {"type": "nvme", "path": "a", "keep": {"last": 3}}, "b": {"type": "nvme", "path": "b"}}
+
+
+def test_what_is_well_needs_no_advice() -> None:
+    a, b = advised(parse(TWO), finding("a"), finding("b"))
+    assert a.ok
+    assert b.ok
+    assert a.notes == b.notes == []
+
+
+def test_every_promise_has_a_remedy_that_fits() -> None:
+    for name, _ in PROMISES:
+        a, _ = advised(parse(TWO), finding("a", broken={name: "no"}), finding("b"))
+        assert len(a.problems) == 1
+        assert a.problems[0].startswith(f"{name}: ")
+        assert not a.ok
+    assert set(advice.REMEDIES) <= {SPEED, *(name for name, _ in PROMISES)}
+
+
+def test_room_is_compared_with_what_keep_needs() -> None:
+    policy = parse({**TWO, "ram": {"type": "host", "keep": {"last": 1}}})
+    a, b, ram = (policy.tier(name) for name in ("a", "b", "ram"))
+    assert (needed(a, 100), needed(b, 100), needed(ram, 100)) == (400, None, 200)
+    full, grows, _ = advised(policy, finding("a", room=399), finding("b", room=1), finding("ram"), state=100)
+    assert full.problems == [
+        "keep: needs about 400 B, there is room for 399 B: keep fewer versions, or make room",
+    ]
+    assert not full.ok
+    assert grows.ok
+    assert any("grows" in note for note in grows.notes)
+    assert advised(policy, finding("a", room=400), finding("b"), finding("ram"), state=100)[0].ok
+    # What is there already may be the very versions that are to be kept.
+    used = finding("a", room=399, occupied=True)
+    advise(policy, [used, finding("b"), finding("ram")], 100)
+    assert used.ok
+    assert any(note.startswith("keep: needs about 400 B") for note in used.notes)
+
+
+def test_the_durable_tier_must_last() -> None:
+    a, b = advised(parse(TWO), finding("a", traits={"persistent": False}), finding("b"))
+    assert "`durable` names it" in a.problems[0]
+    assert advised(parse(TWO, durable="b"), replace(a, problems=[]), b)[0].ok
+
+
+def test_races_domains_order_and_limits_are_worth_knowing() -> None:
+    policy = parse({**TWO, "b": {**TWO["b"], "bandwidth": "1GiB/s"}})
+    same = {"failure_domain": "host:x"}
+    a, b = advised(
+        policy,
+        finding("a", write=1e6, traits={**same, "conditional_create": False}),
+        finding("b", write=4e6, traits=same, limits={"bandwidth": 1 << 30}),
+    )
+    assert a.ok
+    assert b.ok
+    assert a.notes == ["several racing writers of one key may succeed: let one process at a time write a run here"]
+    assert b.notes == [
+        "limits: bandwidth 1 GiB/s",
+        "the limit of its bandwidth is above what was reached, and changes nothing",
+        "no tier is in another failure domain: if this one is lost, all that was saved is",
+        "is much faster than a, which stands above it: put the fastest first",
+    ]
+
+
+def test_the_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    away = Finding("c", "object", error="c: no answer")
+    hung = Finding("d", "lustre", error="d: did not come to an end", hung=True)
+    bad = finding("a", broken={"deletes": "left"}, problems=["deletes: allow it"], write=5e8, put_seconds=0.01)
+    show_live([bad, finding("b", room=1 << 30, notes=["striping left alone"]), away, hung], as_json=False)
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()[1:5]]
+    assert [row[:2] for row in rows] == [["a", "BROKEN"], ["b", "ok"], ["c", "AWAY"], ["d", "HUNG"]]
+    assert "477 MiB" in out
+    assert "a: FOUND deletes: left\na: TO DO deletes: allow it\n" in out
+    assert "c: FOUND no answer\n" in out
+    assert "b: striping left alone\n" in out
+
+
+def test_traits_that_nobody_probed_are_shown_as_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    show_live([finding("a", traits={"conditional_create": None, "persistent": False})], as_json=False)
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row == ["a", "ok", "no", "-", "-", "-", "-", "-"]

@@ -1,0 +1,198 @@
+"""A tier around a tier that keeps it to so many bytes and so many operations per second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from tierstate.manifest.chunk import Buffer, spans
+from tierstate.manifest.errors import TierError
+
+from .base import ObjectWriter, Range, Release, Tier, Traits
+from .units import rough_size
+from .wrapping import Wrapping, WrappingWriter
+
+BURST = 0.25
+"""Seconds' worth of a limit that may have been saved up while nobody asked, and that one turn takes at most."""
+
+
+class Pace:
+    """A token bucket: so many tokens per second, given out in the order in which they are asked for.
+
+    Turns are handed out in advance, each with the time to wait for it, so nobody polls. In any time ``t`` turns for at
+    most ``rate * (t + BURST)`` tokens and one turn more begin. Safe to use from many threads.
+
+    Args:
+        rate: tokens per second.
+        clock: seconds, from anywhere.
+    """
+
+    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rate = rate
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next = clock() - BURST
+
+    def turn(self, tokens: float) -> float:
+        """Take a turn for so many tokens; seconds from now until it begins."""
+        with self._lock:
+            now = self._clock()
+            start = max(self._next, now - BURST)
+            self._next = start + tokens / self.rate
+            return max(0.0, start - now)
+
+
+class Limited(Wrapping):
+    """Another tier, at a bounded pace, which all threads that use it share.
+
+    Bytes written and bytes read count alike. Threads take turns of a quarter of a second's worth of bytes, in the
+    order in which they come, so that a short object need not wait for a long one to end. What is appended or read at
+    once is handed on in pieces as long as the tier likes (``part_size * parallelism``) or, where that is more, as a
+    turn has; a ``put`` is handed on in one. Operations are calls of the tier and of its writers, each piece one.
+
+    Args:
+        inner: the tier.
+        bandwidth: bytes per second; None for no limit.
+        operations: calls per second; None for no limit.
+    """
+
+    def __init__(self, inner: Tier, *, bandwidth: float | None = None, operations: float | None = None) -> None:
+        super().__init__(inner)
+        self._bytes = Pace(bandwidth) if bandwidth else None
+        self._calls = Pace(operations) if operations else None
+        self._closed = threading.Event()
+
+    @property
+    def traits(self) -> Traits:
+        """The inner tier's, with the bandwidth that is left of it."""
+        traits = self.inner.traits
+        told = [f"{rough_size(self._bytes.rate)}/s"] if self._bytes else []
+        told += [f"{self._calls.rate:g} operations/s"] if self._calls else []
+        if self._bytes:
+            traits = replace(traits, bandwidth=min(self._bytes.rate, traits.bandwidth or self._bytes.rate))
+        return replace(traits, notes=(*traits.notes, f"limited to {' and '.join(told)}")) if told else traits
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.pace(data.numel())
+        self.inner.put(key, data)
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        for batch in _batches(ranges, self.piece):
+            self.pace(sum(out.numel() for _, out in batch))
+            self.inner.read(key, batch)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        self.pace()
+        return self.inner.list(prefix)
+
+    def size(self, key: str) -> int:
+        self.pace()
+        return self.inner.size(key)
+
+    def delete(self, key: str) -> None:
+        self.pace()
+        self.inner.delete(key)
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        self.pace()
+        return LimitedWriter(self, self.inner.writer(key, size_hint))
+
+    def close(self) -> None:
+        self._closed.set()
+        self.inner.close()
+
+    @property
+    def piece(self) -> int:
+        """Bytes that are handed on at once."""
+        traits = self.inner.traits
+        return max(traits.part_size * traits.parallelism, self._turn)
+
+    @property
+    def _turn(self) -> int:
+        return max(1, int(self._bytes.rate * BURST)) if self._bytes else 0
+
+    def pace(self, nbytes: int = 0) -> None:
+        """Wait until one call that moves so many bytes may begin.
+
+        Raises:
+            TierError: the tier was closed meanwhile.
+        """
+        if self._calls:
+            self._wait(self._calls.turn(1))
+        while self._bytes and nbytes:
+            turn = min(nbytes, self._turn)
+            self._wait(self._bytes.turn(turn))
+            nbytes -= turn
+
+    def _wait(self, seconds: float) -> None:
+        if seconds and self._closed.wait(seconds):
+            raise TierError(f"{self.name}: was closed while a call waited for its turn", tier=self.name)
+
+
+class LimitedWriter(WrappingWriter):
+    """Another writer, at the pace of its tier."""
+
+    def __init__(self, tier: Limited, inner: ObjectWriter) -> None:
+        super().__init__(inner)
+        self._tier = tier
+
+    def append(self, buffer: Buffer, release: Release | None = None) -> None:
+        pieces = spans(buffer.numel(), self._tier.piece) or [(0, 0)]
+        lease = _Shared(release, len(pieces)) if release else None
+        for number, (start, nbytes) in enumerate(pieces):
+            try:
+                self._tier.pace(nbytes)
+            except BaseException as error:
+                self.give_up(error)
+                if lease:
+                    lease.give_back(len(pieces) - number)
+                raise
+            try:
+                self.inner.append(buffer[start : start + nbytes], lease.release if lease else None)
+            except BaseException:
+                if lease:
+                    lease.give_back(len(pieces) - number - 1)
+                raise
+
+    def close(self) -> None:
+        self.check()
+        try:
+            self._tier.pace()
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self.inner.close()
+
+
+class _Shared:
+    """One lease on behalf of several pieces: released when the last of them is."""
+
+    def __init__(self, release: Release, pieces: int) -> None:
+        self._release, self._left = release, pieces
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        self.give_back(1)
+
+    def give_back(self, pieces: int) -> None:
+        with self._lock:
+            self._left -= pieces
+            last = pieces > 0 and not self._left
+        if last:
+            self._release()
+
+
+def _batches(ranges: Sequence[Range], size: int) -> Iterator[list[Range]]:
+    """The ranges, cut and gathered into lists of at most ``size`` bytes each; one list at least."""
+    batch: list[Range] = []
+    room = size
+    for offset, out in ranges:
+        for start, nbytes in spans(out.numel(), size) or [(0, 0)]:
+            if nbytes > room:
+                yield batch
+                batch, room = [], size
+            batch.append(Range(offset + start, out[start : start + nbytes]))
+            room -= nbytes
+    yield batch
