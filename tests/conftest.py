@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from servers.fixtures import ceph, ceph_once, proxy, proxy_to, server, swift, swift_once
 from worlds import scratch
+
+__all__ = ["ceph", "ceph_once", "proxy", "proxy_to", "server", "swift", "swift_once"]
 
 # Examples do I/O, so a slow disk must not fail one; HYPOTHESIS_PROFILE=soak looks twenty times as long.
 _IO = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]

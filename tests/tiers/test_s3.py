@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from servers.swift import SECRET, Swift
 
 from tierstate import live
 from tierstate.advice import advise
@@ -22,27 +23,6 @@ from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.object import ObjectStore
 from tierstate.tiers.policy import Policy
 from tierstate.tiers.testing import Lease, TierContract, random_bytes
-
-from .swift_server import SECRET, Swift, find_python
-
-
-@pytest.fixture(scope="module")
-def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
-    server = Swift(tmp_path_factory.mktemp("swift"), find_python())
-    try:
-        server.start()
-        make_bucket(server)
-        yield server
-    finally:
-        server.stop()
-
-
-def make_bucket(server: Swift) -> None:
-    import s3fs
-
-    fs = s3fs.S3FileSystem(**server.options(), skip_instance_cache=True)
-    fs.mkdir("bucket")
-    fs.close_session(fs.loop, fs._s3)
 
 
 def open_s3(

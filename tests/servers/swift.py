@@ -4,23 +4,21 @@ Its Python is ``$TIERSTATE_SWIFT_PYTHON``, or ``.venv-swift/bin/python`` in the 
 ``pip install swift``) where it is missing. Swift answers ``If-None-Match: *`` with 412, but not atomically.
 """
 
+from __future__ import annotations
+
 import fcntl
 import getpass
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import pytest
+from .daemons import Daemons, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY, SECRET = "test:tester", "testing"
+KEY, SECRET, REGION = "test:tester", "testing", "us-east-1"
 SERVERS = ("account", "container", "object", "proxy")
-START_SECONDS = 60
 
 _RINGS = """
 import sys
@@ -36,7 +34,7 @@ for name, port in (server.split("=") for server in servers):
 _FILTERS = {
     "catch_errors": "",
     "gatekeeper": "",
-    "s3api": "location = us-east-1\ns3_acl = false",
+    "s3api": f"location = {REGION}\ns3_acl = false",
     "tempauth": f"user_{KEY.replace(':', '_')} = {SECRET} .admin",
     "bulk": "",
     "slo": "",
@@ -61,33 +59,30 @@ def find_python() -> Path:
     return venv / "bin" / "python"
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody uses now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+class Swift(Daemons):
+    """A server with one disk, which is a folder. `create` makes it and starts it.
 
-
-class Swift:
-    """A server with one disk, which is a folder. Ended by `stop`, which kills its processes.
+    The parts are ``account``, ``container``, ``object`` and ``proxy``.
 
     Args:
-        folder: where configuration, logs and data go.
+        folder: where configuration, logs and data go; must exist and be empty.
         python: a Python that has Swift.
     """
 
+    front = SERVERS
+    """The parts that a client's requests die with."""
+
     def __init__(self, folder: Path, python: Path) -> None:
-        self._folder, self._bin = folder, python.parent
-        self._ports = dict(zip(SERVERS, free_ports(len(SERVERS)), strict=True))
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._configure(python)
+        super().__init__(folder)
+        self._python = python
+        self.ports = dict(zip(SERVERS, free_ports(len(SERVERS)), strict=True))
+        for name in SERVERS:
+            self.commands[name] = [python.parent / f"swift-{name}-server", folder / f"{name}.conf"]
 
     @property
     def endpoint(self) -> str:
         """What S3 clients call ``endpoint_url``."""
-        return f"http://127.0.0.1:{self._ports['proxy']}"
+        return f"http://127.0.0.1:{self.ports['proxy']}"
 
     def options(self) -> dict[str, Any]:
         """What s3fs wants to know."""
@@ -95,31 +90,38 @@ class Swift:
             "endpoint_url": self.endpoint,
             "key": KEY,
             "secret": SECRET,
-            "client_kwargs": {"region_name": "us-east-1"},
+            "client_kwargs": {"region_name": REGION},
         }
 
-    def _configure(self, python: Path) -> None:
-        (self._folder / "disks" / "disk").mkdir(parents=True)
-        (self._folder / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = tierstate\n")
+    def create(self) -> None:
+        """Write the configuration and start the parts.
+
+        Raises:
+            DidNotStart
+            subprocess.CalledProcessError: a step failed.
+        """
+        (self.folder / "disks" / "disk").mkdir(parents=True)
+        (self.folder / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = tierstate\n")
         for name in SERVERS:
-            (self._folder / f"{name}.conf").write_text(self._config(name))
-        rings = [f"{name}={self._ports[name]}" for name in SERVERS[:-1]]
-        subprocess.run([python, "-c", _RINGS, self._folder, *rings], check=True)
+            (self.folder / f"{name}.conf").write_text(self._config(name))
+        rings = [f"{name}={self.ports[name]}" for name in SERVERS[:-1]]
+        subprocess.run([self._python, "-c", _RINGS, self.folder, *rings], check=True)
+        self.start()
 
     def _config(self, name: str) -> str:
         pipeline = [*_FILTERS, "proxy-server"] if name == "proxy" else [f"{name}-server"]
         lines = [
             "[DEFAULT]",
             "bind_ip = 127.0.0.1",
-            f"bind_port = {self._ports[name]}",
+            f"bind_port = {self.ports[name]}",
             "workers = 0",
             f"user = {getpass.getuser()}",
-            f"swift_dir = {self._folder}",
-            f"devices = {self._folder / 'disks'}",
+            f"swift_dir = {self.folder}",
+            f"devices = {self.folder / 'disks'}",
             "mount_check = false",
             "disable_fallocate = true",
-            f"recon_cache_path = {self._folder}",
-            f"log_address = {self._folder / 'nowhere'}",
+            f"recon_cache_path = {self.folder}",
+            f"log_address = {self.folder / 'nowhere'}",
             "log_level = ERROR",
             "[pipeline:main]",
             f"pipeline = {' '.join(pipeline)}",
@@ -131,32 +133,3 @@ class Swift:
             for filter_name, settings in _FILTERS.items():
                 lines += [f"[filter:{filter_name}]", f"use = egg:swift#{filter_name}", settings]
         return "\n".join([*lines, "[container-updater]", ""])
-
-    def start(self) -> None:
-        """Start the processes, and wait until every one answers."""
-        for name in SERVERS:
-            with open(self._folder / f"{name}.out", "ab") as out:
-                command = [self._bin / f"swift-{name}-server", self._folder / f"{name}.conf"]
-                self._processes.append(
-                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-                )
-        deadline = time.monotonic() + START_SECONDS
-        for name, process in zip(SERVERS, self._processes, strict=True):
-            while not self._answers(name):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"Swift's {name} server does not answer: {(self._folder / f'{name}.out').read_text()}")
-                time.sleep(0.05)
-
-    def _answers(self, name: str) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", self._ports[name]), 1).close()
-        except OSError:
-            return False
-        return True
-
-    def stop(self) -> None:
-        """Kill the processes: what they were asked to keep is on disk."""
-        for process in self._processes:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self._processes.clear()

@@ -1,0 +1,101 @@
+"""The contract of tiers on real object servers, and what each of them makes of racing creates."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from servers.buckets import Server, fresh_prefix, open_tier
+from servers.ceph import Ceph
+from servers.swift import Swift
+from trying import tried
+
+from tierstate.manifest.errors import AlreadyExists
+from tierstate.tiers.base import Tier
+from tierstate.tiers.testing import TierContract, random_bytes
+
+RACERS, RACES = 4, 20
+
+
+class Contract(TierContract):
+    """The promises on a server, below a fresh prefix of its bucket."""
+
+    examples = 2
+    steps = 12
+    server: Server
+    prefix: str
+
+    def make(self, tmp_path: Path) -> Tier:
+        return open_tier(self.server, self.prefix)
+
+    def reopen(self, tier: Tier) -> Tier:
+        return open_tier(self.server, self.prefix)
+
+
+class TestOnCeph(Contract):
+    """On Ceph every promise holds."""
+
+    @pytest.fixture(autouse=True)
+    def _place(self, ceph: Ceph) -> None:
+        self.server, self.prefix = ceph, fresh_prefix()
+
+
+class TestOnSwift(Contract):
+    """On Swift all but one hold: of racing creates several may win, and the tier says so."""
+
+    @pytest.fixture(autouse=True)
+    def _place(self, swift: Swift) -> None:
+        self.server, self.prefix = swift, fresh_prefix()
+
+
+@pytest.fixture
+def racers(ceph: Ceph) -> Iterator[list[Tier]]:
+    """Clients of one place, each of which has created something already."""
+    prefix = fresh_prefix()
+    tiers: list[Tier] = [open_tier(ceph, prefix) for _ in range(RACERS)]
+    for i, tier in enumerate(tiers):
+        tier.put(f"ready/{i}", random_bytes(1))
+    yield tiers
+    for tier in tiers:
+        tier.close()
+
+
+def race(tiers: list[Tier], key: str) -> list[int]:
+    """Who wins of several clients that create one key at once."""
+    start, winners = threading.Barrier(len(tiers)), []
+
+    def run(i: int) -> None:
+        start.wait()
+        if tried(lambda: tiers[i].put(key, random_bytes(1000, i))) is None:
+            winners.append(i)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(tiers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return winners
+
+
+def test_ceph_lets_one_racer_win_and_the_probe_says_so(racers: list[Tier]) -> None:
+    for n in range(RACES):
+        winners = race(racers, f"key-{n}")
+        assert len(winners) == 1
+        assert torch.equal(racers[0].get(f"key-{n}"), random_bytes(1000, winners[0]))
+    for tier in racers:
+        assert tier.traits.conditional_create is True
+        assert any("one winner in each of" in note for note in tier.traits.notes)
+
+
+def test_swift_lets_several_racers_win_and_the_probe_says_so(swift: Swift) -> None:
+    tier = open_tier(swift, fresh_prefix())
+    tier.put("a", random_bytes(1))
+    assert tier.traits.conditional_create is False
+    assert any("several winners" in note for note in tier.traits.notes)
+    with pytest.raises(AlreadyExists):
+        tier.put("a", random_bytes(2))
+    assert torch.equal(tier.get("a"), random_bytes(1))
+    tier.close()
