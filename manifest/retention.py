@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ def decide(versions: Sequence[Mark], keep: Keep | None, pinned: Collection[int] 
     Args:
         versions: all versions of the run in the tier, in any order.
         keep: the policy; None keeps everything.
-        pinned: sequence numbers that are in use and stay whatever the policy says.
+        pinned: sequence numbers that are in use and stay whatever the policy says; perhaps with the reason of each.
 
     The newest version always stays.
     """
@@ -59,7 +59,7 @@ def decide(versions: Sequence[Mark], keep: Keep | None, pinned: Collection[int] 
         reasons[mark.seq].append("newest")
     for seq in pinned:
         if seq in reasons:
-            reasons[seq].append("in use")
+            reasons[seq].append(pinned[seq] if isinstance(pinned, Mapping) else "in use")
     for seq, reason in _wanted(ordered, keep):
         reasons[seq].append(reason)
     kept = {seq: tuple(why) for seq, why in reasons.items() if why}

@@ -22,7 +22,8 @@ from tierstate.manifest.version import Version
 from .arena import Arena
 from .batch import Batch
 from .capture import Capture, Outlet
-from .lane import Intake, Job, Kept, Lane
+from .jobs import Copy, Intake, Job, Kept
+from .lane import Lane
 from .plan import Plan
 from .standing import Standing
 from .ticket import Ticket
@@ -56,6 +57,7 @@ class Capturing:
         self._standing: Standing | None = None
         self._version: Version | None = None
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tierstate-capture", daemon=True)
         self._thread.start()
 
@@ -67,20 +69,23 @@ class Capturing:
         """No more saves come."""
         self._queue.put(None)
 
-    def join(self, timeout: float | None) -> None:
-        """Wait for the thread to end."""
-        self._thread.join(timeout)
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the thread to end; whether it did."""
+        if not self._over.wait(timeout):
+            return False
+        self._thread.join()
+        return True
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             if not work.ticket.captured.done():
-                idle = all(not lane.waiting for lane, job in work.jobs if isinstance(job, Intake))
-                for lane, job in work.jobs:
-                    lane.put(job)
+                # Of each, whether the lane had nothing else to do: all are put, and not only those up to the first.
+                idle = all([lane.put(job) or isinstance(job, Copy) for lane, job in work.jobs])
                 self._save(work, partial(self._before, work) if idle else lambda: None)
             # The plan holds on to the state's memory: not until the next save comes.
             del work
         self._ended()
+        self._over.set()
 
     def _before(self, work: Work) -> Standing | None:
         """What stood at the last save, with what each tier that is written to from slabs has of it by now.
@@ -104,10 +109,6 @@ class Capturing:
         else:
             work.ticket.capture_ended(None)
             outcome = self._describe(work, standing)
-        if isinstance(outcome, BaseException):
-            work.ticket.version.set_exception(outcome)
-        else:
-            work.ticket.version.set_result(outcome)
         for intake in work.intakes():
             intake.feed(outcome)
 

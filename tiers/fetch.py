@@ -13,7 +13,7 @@ import numpy as np
 
 from tierstate.manifest.chunk import Buffer, Event
 from tierstate.manifest.columns import Array
-from tierstate.manifest.errors import Damaged, TierError, TierstateError
+from tierstate.manifest.errors import CaptureError, Damaged, TierError, TierstateError
 from tierstate.manifest.layout import RAW, Layout
 from tierstate.manifest.version import Version
 
@@ -61,7 +61,7 @@ class Fetch:
         arena: where bytes pass through that cannot go straight to their destination.
         workers: reads in flight.
         mended: called with (index of the holding that failed, row, raw bytes).
-        stop: asked while waiting for a slab; true gives up.
+        stop: asked before each request and while waiting for a slab; true gives up.
     """
 
     def __init__(
@@ -154,6 +154,8 @@ class Fetch:
 
     def _one(self, run: Run, give: Give, landing: Landing | None) -> None:
         pending: list[tuple[Event, Buffer]] = []
+        if self._stop():
+            raise CaptureError("given up: the save was cancelled")
         with self._room(run.reads.room(run.number)) as (slab, memory):
             try:
                 for row, raw, lease in self._chunks(run, memory, slab, landing):

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
-from tierstate.manifest.leaf import Leaf, encode_path
 
 from .arena import Arena
 from .capturing import Capturing, Work
-from .lane import Copy, Intake, Job, Lane
-from .placement import Last, able_to_cascade, codecs_of, due, entry_tiers, route
+from .cascade import Cascade
+from .jobs import Intake, Job
+from .lane import Lane
+from .ledger import Ledger
+from .owing import Due
+from .placement import Last, able_to_cascade, due, entry_tiers
 from .plan import Plan
 from .policy import Policy
 from .publication import Publication, Route
+from .routes import Routes
 from .shelf import Shelf
 from .ticket import Ticket
 
 log = logging.getLogger("tierstate")
 
+Watch: TypeAlias = Callable[[Mapping[str, int]], None]
+"""Told how many bytes each tier is yet to get."""
 
-UNTOLD = 100
-"""Failed saves that are remembered until somebody asks; a tier may fail for weeks."""
+WATCHED = 0.1
+"""Seconds between two looks of whoever watches the drain."""
+
+GRACE = 5.0
+"""Seconds that threads have to end after an interrupt."""
 
 
 class Flow:
@@ -42,15 +53,19 @@ class Flow:
         self._policy, self._arena = policy, arena
         self._shelves = {shelf.name: shelf for shelf in shelves}
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._last: dict[str, Last | None] = {}
-        self._routes: tuple[tuple[Leaf, ...], dict[str, Route]] | None = None
-        self._tickets: list[Ticket] = []
+        self._routes = Routes(policy)
+        self._ledger = Ledger()
+        self._cascade = Cascade(policy, shelves, self._ledger, arena, self._settled, self._brought)
         self._seq, self._look = 0, True
         self._parent = ""
         self.skipped = 0
-        self.lanes: dict[str, Lane] = {}
         self._capturing: Capturing | None = None
+
+    @property
+    def lanes(self) -> Mapping[str, Lane]:
+        """The thread of each tier, by its name; none before the first save."""
+        return self._cascade.lanes
 
     def continue_from(self, version: str) -> None:
         """The next version's parent is this one: it was restored."""
@@ -67,9 +82,9 @@ class Flow:
         """
         if os.getpid() != self._pid:
             raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
-        capturing = self._start()
-        self._raise_if_lost()
-        routes = self._route(plan.leaves)
+        capturing = self._start(head)
+        self._ledger.raise_if_lost([n for n, s in self._shelves.items() if s.tier.traits.persistent])
+        routes = self._routes.of(plan.leaves)
         names, elsewhere = self._due(head, routes)
         ticket = Ticket(head, plan.total, names, elsewhere)
         if not names:
@@ -83,8 +98,7 @@ class Flow:
         self._arena.prepare(plan.total)
         work = Work(ticket, plan, self._jobs(ticket, plan, names, routes))
         try:
-            with self._lock:
-                self._tickets = [*self._worth_keeping(), ticket]
+            self._ledger.add(ticket)
             self._last |= dict.fromkeys(names, (head.step, head.time))
             capturing.put(work)
         except BaseException:
@@ -113,9 +127,9 @@ class Flow:
             log.warning("%s: its log cannot be listed: %s", shelf.name, error)
             return 0
 
-    def _start(self) -> Capturing:
+    def _start(self, head: Head) -> Capturing:
         if self._capturing is None:
-            self.lanes = {n: Lane(s, self._in_use(n), self._settled) for n, s in self._shelves.items()}
+            self._cascade.start(head.seq)
             self._capturing = Capturing(self._arena, self._end_lanes)
             self._capturing.parent = self._parent
         return self._capturing
@@ -123,16 +137,6 @@ class Flow:
     def _end_lanes(self) -> None:
         for lane in self.lanes.values():
             lane.end()
-
-    def _route(self, leaves: tuple[Leaf, ...]) -> dict[str, Route]:
-        """Routes of these leaves, remembered while their paths stay."""
-        if self._routes is None or not _same_paths(self._routes[0], leaves):
-            paths = [leaf.path for leaf in leaves]
-            masks = route(self._policy, paths)
-            routes = {name: Route(mask, codecs_of(self._policy, name, paths)) for name, mask in masks.items()}
-            self._routes = leaves, routes
-        self._routes = leaves, self._routes[1]
-        return self._routes[1]
 
     def _due(self, head: Head, routes: Mapping[str, Route]) -> tuple[list[str], dict[str, str]]:
         last = {name: self._last_of(name) for name in self._shelves}
@@ -169,92 +173,91 @@ class Flow:
         wish = entry_tiers(names, persistent, [self.lanes[n].healthy for n in names])
         entry, cascade = able_to_cascade(*wish, {n: routes[n].leaves for n in names})
         rows = plan.row_leaves(self._policy.chunk)
-        sources = [self._shelves[n] for n in entry]
-        jobs: list[tuple[Lane, Job]] = []
-        for name in names:
-            publication = Publication(self._shelves[name], ticket.head, plan.leaves, rows, routes[name])
-            copied = name in cascade
-            job = Copy(ticket, publication, sources, self._arena) if copied else Intake(ticket, publication)
-            jobs.append((self.lanes[name], job))
-        return jobs
 
-    def _in_use(self, name: str) -> Callable[[], set[int]]:
-        """Numbers of saves that a slower tier has yet to read from this one."""
-        slower = list(self._shelves)[list(self._shelves).index(name) + 1 :]
+        def job(name: str) -> Job:
+            if name in cascade:
+                return self._cascade.copy(name, Due.of(ticket.head, ticket.nbytes), ticket, entry)
+            return Intake(ticket, Publication(self._shelves[name], ticket.head, plan.leaves, rows, routes[name]))
 
-        def pinned() -> set[int]:
-            with self._lock:
-                return {t.head.seq for t in self._tickets for s in slower if s in t.tiers and not t.tiers[s].done()}
-
-        return pinned
+        return [(self.lanes[name], job(name)) for name in names]
 
     def _settled(self, ticket: Ticket) -> None:
-        ticket.forget_tables()
         for name in ticket.tiers:
-            if ticket.error(name) is not None and self._last.get(name) == (ticket.head.step, ticket.head.time):
+            error = ticket.failure(name)
+            if error is not None and self._last.get(name) == (ticket.head.step, ticket.head.time):
                 # What did not arrive does not count for the cadence: the next save goes there instead.
                 self._last[name] = None
-            if isinstance(ticket.error(name), (AlreadyExists, NotFound)):
+            if isinstance(error, (AlreadyExists, NotFound)):
                 # Another writer took the number, or dropped what this save built on: look before the next save.
                 self._look = True
 
-    def _worth_keeping(self) -> list[Ticket]:
-        """Saves that are under way, and the newest of those with a failure that nobody has been told of."""
-        under_way = [t for t in self._tickets if not t.settled()]
-        untold = [t for t in self._tickets if t.settled() and any(t.error(n) and n not in t.told for n in t.tiers)]
-        return untold[-UNTOLD:] + under_way
-
-    def _raise_if_lost(self) -> None:
-        """An earlier save that reached no persistent tier at all is told at the next one, once."""
-        for ticket in list(self._tickets):
-            lasting = [n for n in ticket.tiers if self._shelves[n].tier.traits.persistent]
-            errors = [ticket.error(n) for n in lasting]
-            if lasting and all(errors) and not ticket.told & set(lasting):
-                ticket.told |= set(ticket.tiers)
-                error = errors[0]
-                assert error is not None
-                error.add_note(f"this is what became of the save of step {ticket.head.step}; it has no durable copy")
-                raise error
+    def _brought(self, name: str, due: Due) -> None:
+        """A version that had not arrived is there now: it counts for the cadence after all."""
+        self._ledger.brought(name, due.seq)
+        if self._last.get(name) is None:
+            self._last[name] = due.step, due.time
 
     def failures(self) -> list[tuple[Ticket, str, BaseException]]:
         """What went wrong and has been told to nobody yet; it counts as told from now on."""
-        found = []
-        for ticket in self._tickets:
-            for name in ticket.tiers:
-                error = ticket.error(name)
-                if error is not None and name not in ticket.told:
-                    ticket.told.add(name)
-                    found.append((ticket, name, error))
-        return found
+        return self._ledger.failures()
 
-    def close(self, timeout: float | None = None) -> None:
-        """Bring what is under way to every tier, and end the threads.
+    def close(self, timeout: float | None = None, watch: Watch | None = None) -> None:
+        """Bring what is under way to every tier, try once more what is owed, and end the threads.
+
+        Args:
+            watch: called every now and then with the bytes of state that each tier is yet to get.
 
         Raises:
             TierUnavailable: it was not done within ``timeout`` seconds; the message says what was not.
         """
         if self._capturing is None or os.getpid() != self._pid:
             return
-        end = None if timeout is None else time.monotonic() + timeout
         self._capturing.end()
-        self._capturing.join(timeout)
-        lanes = list(self.lanes.values())
-        ended = [lane for lane in lanes if lane.join(None if end is None else max(0.0, end - time.monotonic()))]
-        late = [f"step {t.head.step} to {n}" for t in self._tickets for n, f in t.tiers.items() if not f.done()]
+        try:
+            self._drain(math.inf if timeout is None else timeout, watch)
+        except BaseException as error:
+            # Interrupted by the user: what runs is to let go of tiers and memory before those are closed.
+            error.add_note(f"closed while still under way: {', '.join(self._ledger.late()) or 'nothing'}")
+            self._give_up()
+            self._drain(GRACE, None)
+            raise
+        late, owed = self._ledger.late(), self._still_owed()
+        if owed:
+            log.warning("closed while still owed, which the next process looks for: %s", owed)
         if late:
-            for ticket in self._tickets:
-                ticket.cancelled.set()
-            self._arena.wake()
-            raise TierUnavailable(f"closed after {timeout} s while still under way: {', '.join(late)}")
-        for lane in ended:
-            # What a slower tier still had to read when its own turn came.
-            lane.retire()
+            self._give_up()
+            told = f"; still owed: {owed}" if owed else ""
+            raise TierUnavailable(f"closed after {timeout} s while still under way: {', '.join(late)}{told}")
+        self._finish()
+
+    def _finish(self) -> None:
+        for lane in self.lanes.values():
+            if lane.join(0.0):
+                # What a slower tier still had to read when its own turn came.
+                lane.retire()
+            else:
+                lane.stop()  # it is bringing what is owed, and that takes too long
         self._capturing = None
 
+    def _drain(self, seconds: float, watch: Watch | None) -> None:
+        """Wait until all threads have ended, or so many seconds are over."""
+        end = time.monotonic() + seconds
+        joins = [self._capturing.join, *(lane.join for lane in self.lanes.values())] if self._capturing else []
+        while joins and (left := end - time.monotonic()) > 0:
+            if watch is not None:
+                watch({name: lane.left for name, lane in self.lanes.items()})
+            if joins[0](min(left, WATCHED if watch else threading.TIMEOUT_MAX)):
+                del joins[0]
 
-def _same_paths(one: tuple[Leaf, ...], other: tuple[Leaf, ...]) -> bool:
-    """Whether the paths are the same; as text, since 1 and True are equal, and rules tell them apart."""
-    pairs = zip(one, other, strict=True)
-    return one is other or (
-        len(one) == len(other) and all(a is b or encode_path(a.path) == encode_path(b.path) for a, b in pairs)
-    )
+    def _still_owed(self) -> str:
+        return "; ".join(
+            f"{name}: step {', '.join(str(due.step) for due in owed)}"
+            for name, lane in self.lanes.items()
+            if (owed := lane.owed())
+        )
+
+    def _give_up(self) -> None:
+        self._ledger.cancel()
+        for lane in self.lanes.values():
+            lane.stop()
+        self._arena.wake()

@@ -157,6 +157,8 @@ class TierKeys(Frozen):
         bandwidth: bytes per second that this process reads and writes there at most; None for no limit.
         operations: calls per second of the tier, at most; None for no limit.
         retries: how often a call that failed for a moment is tried again.
+        on_lag: what becomes of older saves that wait to be copied there when newer ones wait, too: ``queue`` copies
+            all of them, ``skip`` leaves them out.
     """
 
     type: str
@@ -167,6 +169,7 @@ class TierKeys(Frozen):
     bandwidth: Rate | None = None
     operations: Times | None = None
     retries: Annotated[int, Field(ge=0, le=MAX_RETRIES), BeforeValidator(_no_bool)] = 0
+    on_lag: Literal["queue", "skip"] = "queue"
 
 
 class PolicyKeys(Frozen):

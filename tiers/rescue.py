@@ -121,8 +121,14 @@ class Rescue:
             self.troubles += troubles
         for trouble in troubles:
             # One warning a tier: a lost pack is thousands of chunks. `troubles` has them all.
-            level = logging.DEBUG if trouble.tier in known else logging.WARNING
+            quiet = trouble.tier in known or self._let_go(trouble)
+            level = logging.DEBUG if quiet else logging.WARNING
             log.log(level, "%s: %s: %s", trouble.tier, self._leaf(trouble.row), trouble.error)
+
+    def _let_go(self, trouble: Trouble) -> bool:
+        """Whether a tier that forgets anyway has made room meanwhile: nothing is amiss."""
+        here = (h.shelf.tier.traits.persistent for h in self._holdings if h.shelf.name == trouble.tier)
+        return isinstance(trouble.error, NotFound) and not any(here)
 
     def _leaf(self, row: int) -> str:
         return self._version.leaves[int(self._version.chunk_leaf[row])].name

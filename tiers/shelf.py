@@ -82,6 +82,15 @@ class Shelf:
                 raise found.error
         return None
 
+    def record(self, seq: int) -> Record:
+        """One record; the newest one without asking the tier.
+
+        Raises: as `Log.read`.
+        """
+        with self._lock:
+            newest = self._newest
+        return newest if newest is not None and newest.version.head.seq == seq else self.log.read(seq)
+
     def highest_seq(self) -> int:
         """The highest number taken in this tier, whether its record is readable or not; 0 for an empty log."""
         seqs = self.log.seqs()
@@ -188,7 +197,9 @@ class Shelf:
         """Commit a record; from then on it is what later saves reuse chunks from."""
         self.log.commit(record)
         with self._lock:
-            self._newest, self._opened, self._own = record, True, True
+            if self._newest is None or record.version.head.seq > self._newest.version.head.seq:
+                # Otherwise it was brought later than newer ones, which later saves still build on.
+                self._newest, self._opened, self._own = record, True, True
             for key, size in zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True):
                 self._sound.setdefault(key, bool(size))
         # So that retention need not read back what this process has just written.
@@ -198,7 +209,7 @@ class Shelf:
         """Drop what the policy does not keep: first the records, then the packs that no other record names.
 
         Args:
-            in_use: numbers that a cascade still reads from here; they stay for now.
+            in_use: numbers that a cascade still reads from here, perhaps with the reason of each; they stay for now.
             room_for_one: the version that is about to come counts as one of the ``last``.
         """
         keep = self.keep
@@ -214,6 +225,19 @@ class Shelf:
             self._doomed |= self._known.pop(seq).objects
         self._sweep()
         return decision
+
+    @property
+    def known(self) -> Collection[int]:
+        """Numbers that this process knows to be here, without asking the tier."""
+        return self._known.keys()
+
+    def worth_bringing(self, marks: Collection[Mark]) -> set[int]:
+        """Those of the numbers, all yet to come, that the policy would keep here."""
+        keep, seqs = self.keep, {mark.seq for mark in marks}
+        if keep is not None and not keep.all:
+            self._learn()
+            seqs -= set(decide([*(k.mark for k in self._known.values()), *marks], keep).drop)
+        return seqs
 
     def _learn(self) -> None:
         """Read the records that this process does not know yet; forget those that are gone."""

@@ -10,8 +10,10 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 from tierstate.manifest.errors import CaptureError, NotFound, TierUnavailable
 from tierstate.manifest.head import Head
-from tierstate.manifest.record import Record
-from tierstate.manifest.version import Version
+
+
+class Skipped(NotFound):
+    """A save was left out on a tier that lags, since newer ones wait for it."""
 
 
 class Ticket:
@@ -22,9 +24,7 @@ class Ticket:
         nbytes: raw bytes of the state.
         freed: done once all that is not guarded has been copied out.
         captured: done once every byte has been copied out.
-        version: done once the version is known; it is let go of when nothing of the save is under way any more.
         tiers: per tier that this save goes to, done once it is committed there.
-        records: its record per tier, while something of the save is still under way.
         elsewhere: per tier that this save does not go to, why not.
         skipped: the arena was full and the policy says skip: nothing was saved.
         seconds: time from the call to each tier's commit.
@@ -35,8 +35,6 @@ class Ticket:
         self.freed = threading.Event()
         self.captured: Future[None] = Future()
         self.tiers: dict[str, Future[None]] = {name: Future() for name in tiers}
-        self.version: Future[Version] = Future()
-        self.records: dict[str, Record] = {}
         self.elsewhere = dict(elsewhere)
         self.skipped = False
         self.seconds: dict[str, float] = {}
@@ -56,10 +54,9 @@ class Ticket:
             self.captured.set_result(None)
         self.freed.set()
 
-    def committed(self, tier: str, record: Record) -> float:
+    def committed(self, tier: str) -> float:
         """The version is committed to a tier. Returns the seconds since the call of save."""
         self.seconds[tier] = time.monotonic() - self._start
-        self.records[tier] = record
         self.tiers[tier].set_result(None)
         return self.seconds[tier]
 
@@ -67,10 +64,12 @@ class Ticket:
         """The version will not come to be on a tier."""
         self.tiers[tier].set_exception(error)
 
-    def forget_tables(self) -> None:
-        """Let go of the version's tables once nothing is under way: a user may hold on to a save for long."""
-        if self.settled():
-            self.version, self.records = Future(), {}
+    def leave_out(self, tier: str, why: str) -> None:
+        """The version does not go to a tier after all; nobody need be told, unless they ask."""
+        self.elsewhere[tier] = why
+        self.told.add(tier)
+        text = f"the save of step {self.head.step} does not go to tier {tier!r}: {why}"
+        self.tiers[tier].set_exception(Skipped(text, tier=tier))
 
     def skip(self) -> None:
         """Nothing is saved this time."""
@@ -84,6 +83,11 @@ class Ticket:
         """What went wrong on a tier, if it is known by now."""
         future = self.tiers[tier]
         return future.exception() if future.done() else None
+
+    def failure(self, tier: str) -> BaseException | None:
+        """What went wrong on a tier; not that it was left out there."""
+        error = self.error(tier)
+        return None if isinstance(error, Skipped) else error
 
     def done(self, tier: str) -> bool:
         """Whether the version is committed on a tier by now."""

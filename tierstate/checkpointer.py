@@ -24,18 +24,20 @@ from tierstate.providers.target import NEW
 from tierstate.tiers.arena import Arena
 from tierstate.tiers.catalog import Catalog
 from tierstate.tiers.flow import Flow
-from tierstate.tiers.lane import HISTORY
 from tierstate.tiers.opening import opened
 from tierstate.tiers.policy import Policy, TierPolicy
 from tierstate.tiers.shelf import Shelf
+from tierstate.tiers.tally import HISTORY
 from tierstate.tiers.verify import Report, Verifier
 
 from .collecting import uncollected
 from .finding import OnDamage, Restored, Wanted, find, restore
 from .guard import Guard
 from .info import Stats, TierStats, VersionInfo
+from .listing import listed
 from .planning import Planner, allowed_pickles, checked_metadata, checked_step, retention
-from .save import Save
+from .progress import draining
+from .save import Save, tell
 
 log = logging.getLogger("tierstate")
 
@@ -202,8 +204,7 @@ class Checkpointer:
 
     def versions(self) -> list[VersionInfo]:
         """All versions of the run over all tiers, oldest first."""
-        places = list(self._catalog().newest_first())
-        return [VersionInfo.of(entry) for place in reversed(places) for entry in reversed(place.entries)]
+        return listed(self._catalog(), self.policy)
 
     def info(self, *, step: int | None = None, version: str | None = None) -> VersionInfo:
         """One version, by default the newest.
@@ -242,10 +243,10 @@ class Checkpointer:
         return Stats(self._saves, self._flow.skipped, tuple(self._blocked), self._guard.waited, peak, tiers)
 
     def close(self, timeout: float | None = None) -> None:
-        """Bring what is under way to every tier it is due in, then let go of everything.
+        """Bring what is under way, and what is owed, to every tier, then let go of everything.
 
         Args:
-            timeout: seconds to wait at most.
+            timeout: seconds to wait at most. On a terminal a wait of more than a second shows its progress.
 
         Raises:
             TierstateError: a save did not arrive somewhere and nobody has been told yet; every such failure is listed.
@@ -261,16 +262,10 @@ class Checkpointer:
             with ExitStack() as closing:  # each is closed, whatever happens to those before
                 for close in (self._arena.close, *(s.tier.close for s in self._shelves), self._guard.close):
                     closing.callback(close)
-                self._flow.close(timeout)
+                self._flow.close(timeout, closing.enter_context(draining()))
         except TierUnavailable as late:
             error = late
-        failures = self._flow.failures()
-        if error is None and failures:
-            error = failures[0][2]
-        if error is not None:
-            for other, place, reason in failures:
-                error.add_note(f"step {other.head.step} did not arrive at {place}: {reason}")
-            raise error
+        tell(error, self._flow.failures())
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,7 @@ class VersionInfo:
         tags: names given to it.
         metadata: what the user gave at the save.
         parent: id of the version before it.
+        late: names of the tiers that are to get it and have not got it yet.
     """
 
     run: str
@@ -42,6 +44,7 @@ class VersionInfo:
     tags: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     parent: str = ""
+    late: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, entry: Entry) -> VersionInfo:
@@ -74,6 +77,14 @@ class TierStats:
         lag: saves that are under way or waiting.
         seconds: from the call of ``save`` to the commit, of the newest saves.
         healthy: whether its last save went well.
+        owed: saves that did not arrive, and are brought when the tier is back.
+        brought: those that have been brought so far, here or since an earlier process; ``saves`` counts them too.
+        skipped: saves that were left out there, since newer ones waited (``on_lag``).
+        waiting: bytes of state that are yet to come there.
+        behind: seconds since the oldest save was made that is not there yet; 0 where nothing is missing.
+        speed: bytes of state per second at which saves were copied there lately; 0 before the first.
+        expected: seconds until all is there, at that speed; None where the speed is not known.
+        held: versions that stay there longer than ``keep`` says, by number, and why.
         operations: calls of the tier itself by operation, with how long they took; see `OperationStats`.
     """
 
@@ -84,6 +95,14 @@ class TierStats:
     lag: int = 0
     seconds: tuple[float, ...] = ()
     healthy: bool = True
+    owed: int = 0
+    brought: int = 0
+    skipped: int = 0
+    waiting: int = 0
+    behind: float = 0.0
+    speed: float = 0.0
+    expected: float | None = None
+    held: Mapping[int, str] = field(default_factory=dict)
     operations: Mapping[str, OperationStats] = field(default_factory=dict)
 
     @classmethod
@@ -91,8 +110,24 @@ class TierStats:
         """What a tier's lane has done; None: nothing yet."""
         if lane is None:
             return cls()
-        seconds = tuple(lane.seconds)
-        return cls(lane.raw, lane.stored, lane.saves, lane.failures, lane.waiting, seconds, lane.healthy)
+        done, coming, left = lane.tally, lane.outstanding(), lane.left
+        return cls(
+            done.raw,
+            done.stored,
+            done.saves,
+            done.failures,
+            lane.waiting,
+            tuple(done.seconds),
+            lane.healthy,
+            owed=len(lane.owed()),
+            brought=done.brought,
+            skipped=done.skipped,
+            waiting=left,
+            behind=max(0.0, time.time() - coming[0].time) if coming else 0.0,
+            speed=done.speed,
+            expected=left / done.speed if done.speed else None,
+            held=dict(lane.held),
+        )
 
     def measured(self, tier: Tier) -> TierStats:
         """The same, with what the operations of the tier have done."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+PATIENT = 1.0
+"""Seconds of draining before there is a bar."""
 
 
 @contextmanager
@@ -32,3 +36,51 @@ def doing(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("") as status:
         yield status.update
+
+
+@contextmanager
+def draining() -> Iterator[Callable[[Mapping[str, int]], None] | None]:
+    """A function that takes the bytes that each tier is yet to get; after a second they show on standard error, a line
+    for each tier. None where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with ExitStack() as shown:
+        yield Drain(shown).show
+
+
+class Drain:
+    """Bars of what each tier is yet to get.
+
+    Args:
+        shown: what the display is to be closed with.
+    """
+
+    def __init__(self, shown: ExitStack) -> None:
+        self._shown, self._start = shown, time.monotonic()
+        self._update: Callable[[str, int], None] | None = None
+
+    def show(self, left: Mapping[str, int]) -> None:
+        """Show what is left by now."""
+        if self._update is None and any(left.values()) and time.monotonic() - self._start >= PATIENT:
+            self._update = self._open()
+        for name, nbytes in left.items():
+            if self._update is not None:
+                self._update(name, nbytes)
+
+    def _open(self) -> Callable[[str, int], None]:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+        columns = TextColumn("saving to {task.description}"), BarColumn(), DownloadColumn(binary_units=True)
+        bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        self._shown.enter_context(bars)
+        tasks: dict[str, tuple[TaskID, int]] = {}
+
+        def update(name: str, nbytes: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=nbytes, visible=nbytes > 0), nbytes
+            task, total = tasks[name]
+            bars.update(task, completed=max(0, total - nbytes))
+
+        return update

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.ticket import Ticket
 
@@ -61,9 +63,18 @@ class Save:
 
     def errors(self) -> dict[str, TierstateError | BaseException]:
         """What went wrong so far, by tier."""
-        found = {name: self._ticket.error(name) for name in self._ticket.tiers}
+        found = {name: self._ticket.failure(name) for name in self._ticket.tiers}
         return {name: error for name, error in found.items() if error is not None}
 
     def __repr__(self) -> str:
         states = ", ".join(f"{n}: {'done' if self.done(n) else 'under way'}" for n in self.tiers)
         return f"<Save step {self.step}: {states or 'skipped' if self.skipped else states}>"
+
+
+def tell(error: BaseException | None, failures: Sequence[tuple[Ticket, str, BaseException]]) -> None:
+    """Raise an error, or else the first of the failures, with a note of every failure; nothing where there is none."""
+    error = error or next((reason for _, _, reason in failures), None)
+    if error is not None:
+        for ticket, tier, reason in failures:
+            error.add_note(f"step {ticket.head.step} did not arrive at {tier}: {reason}")
+        raise error

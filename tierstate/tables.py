@@ -67,11 +67,21 @@ def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json
         for v in versions
     ]
     table([">seq", ">step", "id", "saved", ">size", *tiers, "metadata"], rows)
+    for tier in tiers:
+        _show_lag(tier, versions)
+
+
+def _show_lag(tier: str, versions: Sequence[VersionInfo]) -> None:
+    late = [v for v in versions if tier in v.late]
+    if late:
+        newest = next((f"has step {v.step} as its newest" for v in reversed(versions) if tier in v.tiers), "has none")
+        nbytes = rough_size(sum(v.nbytes for v in late))
+        print(f"{tier} {newest}, and lacks {len(late)} that are due there: {nbytes}, since {when(late[0].time)}")
 
 
 def _copy(version: VersionInfo, tier: str) -> str:
     if tier not in version.tiers:
-        return "-"
+        return "late" if tier in version.late else "-"
     return "part" if tier in version.partial else "yes"
 
 

@@ -30,6 +30,8 @@ def damage(path: Path, how: str, where: float, others: list[Path]) -> None:
     if how == "delete":
         path.unlink()
         return
+    if how == "flip" and not data:
+        return  # all of it has been cut off before
     if how == "flip":
         data[at] ^= 0x10
     elif how == "truncate":

@@ -10,7 +10,7 @@ from strategies import difference
 from worlds import arena_of, engine_threads, faulty, policy, tensors, tier, wrapped
 
 import tierstate as ts
-from tierstate.tiers.lane import Copy
+from tierstate.tiers.jobs import Copy
 from tierstate.tiers.memory import Memory
 
 
@@ -27,8 +27,8 @@ def test_a_state_longer_than_the_arena_goes_through_it(place):
 @pytest.mark.timeout(60)
 def test_a_cascade_goes_on_behind_which_a_later_save_waits(place, monkeypatch):
     """One lane copies an old save, and the slabs of a new one, which fill the arena, wait behind it."""
-    gate, holdings = threading.Event(), Copy._holdings
-    monkeypatch.setattr(Copy, "_holdings", lambda self: gate.wait(30) and holdings(self))
+    gate, found = threading.Event(), Copy._found
+    monkeypatch.setattr(Copy, "_found", lambda self: gate.wait(30) and found(self))
     tiers = {"nvme": tier("nvme", place, every=2), "file": tier("file", place)}
     spec = policy(tiers, arena={"size": "16KiB"})
     ckpt = ts.Checkpointer(spec, "run")

@@ -61,7 +61,9 @@ def test_only_what_has_changed_is_copied_and_written(place: Path, copied: list[i
         for step in (1, 2):
             settle(ckpt)
             copied.clear()
-            ckpt.save(state, step=step).wait("nvme")
+            save = ckpt.save(state, step=step)
+            save.wait("nvme")
+            save.wait("host")
             assert max(copied) < MIB, "small chunks are copied, big ones not"
             assert ckpt.stats().tiers["nvme"].stored == stored
             assert ckpt.stats().tiers["host"].raw == (step + 1) * sum(map(len, state.values()))
