@@ -110,7 +110,7 @@ class Capture:
 
     def _copy_all(self, which: Array, workers: int) -> None:
         plan = self._plan
-        sources = np.flatnonzero(which & (plan.address != 0))
+        sources = plan.in_order(np.flatnonzero(which & (plan.address != 0)))
         slabfuls = pack(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size)
         helpers = [
             threading.Thread(target=self._work, args=(slabfuls,), name=f"tierstate-copy-{i}") for i in range(1, workers)
@@ -146,36 +146,43 @@ class Capture:
             while True:
                 with self._lock:
                     slabful = next(slabfuls, None)
-                if slabful is None:
-                    return
-                if self._stopped():
-                    raise CaptureError("the save was cancelled")
-                self._copy(slabful)
+                    if slabful is None:
+                        return
+                    if self._stopped():
+                        raise CaptureError("the save was cancelled")
+                    # In the order of the slabfuls: who waits for an earlier one, holding a later one, waits for
+                    # somebody who has his slab.
+                    slab = self._arena.acquire(self._stopped)
+                self._copy(slabful, slab)
         except BaseException as error:
             self._failures.append(error)
 
     def _stopped(self) -> bool:
         return bool(self._failures) or self._outlet.stop()
 
-    def _copy(self, slabful: Slabful) -> None:
-        kept = self._unchanged(slabful)
-        if kept.any():
-            rows = self._rows(slabful)[kept]
-            self._outlet.kept(rows, self._digests[rows])
-            slabful = slabful.without(kept)
-        if not len(slabful.source):
-            return
-        slab = self._arena.acquire(self._stopped)
+    def _copy(self, slabful: Slabful, slab: Slab) -> None:
         try:
-            base = slab.buffer.data_ptr()
+            slabful = self._without_unchanged(slabful)
+            base, at = slab.buffer.data_ptr(), slabful.at
             address = self._plan.address[slabful.source] + slabful.start
-            for to, start, nbytes in zip(slabful.at.tolist(), address.tolist(), slabful.nbytes.tolist(), strict=True):
+            for to, start, nbytes in zip(at.tolist(), address.tolist(), slabful.nbytes.tolist(), strict=True):
                 # Neither memoryview (which would keep other threads from running) nor torch (which would use more).
                 memmove(base + to, start, nbytes)
         except BaseException:
             slab.release()
             raise
-        self._give(slab, self._rows(slabful), slabful.at, slabful.nbytes)
+        if len(at):
+            self._give(slab, self._rows(slabful), at, slabful.nbytes)
+        else:
+            slab.release()
+
+    def _without_unchanged(self, slabful: Slabful) -> Slabful:
+        kept = self._unchanged(slabful)
+        if not kept.any():
+            return slabful
+        rows = self._rows(slabful)[kept]
+        self._outlet.kept(rows, self._digests[rows])
+        return slabful.without(kept)
 
     def _rows(self, slabful: Slabful) -> Array:
         rows: Array = self._first[slabful.source] + slabful.start // self._chunk

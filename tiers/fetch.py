@@ -86,6 +86,11 @@ class Fetch:
         """Each chunk that a tier could not give."""
         return self._rescue.troubles
 
+    @property
+    def slab_size(self) -> int:
+        """Bytes that are read into one slab."""
+        return self._arena.slab_size
+
     def run(self, rows: Sequence[int], sink: Sink) -> None:
         """Fetch these rows. The sink is called from worker threads, once per row, in no certain order.
 

@@ -16,6 +16,7 @@ from tierstate.manifest.head import Head
 from .arena import Arena
 from .capturing import Capturing, Work
 from .cascade import Cascade
+from .formatted import publication_of
 from .jobs import Intake, Job
 from .lane import Lane
 from .ledger import Ledger
@@ -23,7 +24,7 @@ from .owing import Due
 from .placement import Last, able_to_cascade, due, entry_tiers
 from .plan import Plan
 from .policy import Policy
-from .publication import Publication, Route
+from .publication import Route
 from .routes import Routes
 from .shelf import Shelf
 from .ticket import Ticket
@@ -172,12 +173,14 @@ class Flow:
         persistent = [self._shelves[n].tier.traits.persistent for n in names]
         wish = entry_tiers(names, persistent, [self.lanes[n].healthy for n in names])
         entry, cascade = able_to_cascade(*wish, {n: routes[n].leaves for n in names})
-        rows = plan.row_leaves(self._policy.chunk)
+        rows, stages = plan.row_leaves(self._policy.chunk), plan.without_memory().stages
 
         def job(name: str) -> Job:
             if name in cascade:
                 return self._cascade.copy(name, Due.of(ticket.head, ticket.nbytes), ticket, entry)
-            return Intake(ticket, Publication(self._shelves[name], ticket.head, plan.leaves, rows, routes[name]))
+            return Intake(
+                ticket, publication_of(self._shelves[name], ticket.head, plan.leaves, rows, routes[name], stages)
+            )
 
         return [(self.lanes[name], job(name)) for name in names]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
-
-import numpy as np
 
 from tierstate.manifest.errors import CommitUnknown, Damaged, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.index import Array
@@ -18,6 +17,7 @@ from tierstate.manifest.version import Version
 from .arena import Arena
 from .batch import Batch
 from .fetch import Fetch, Holding
+from .formatted import publication_of, whole
 from .owing import Due
 from .publication import Publication
 from .routes import Routes
@@ -75,7 +75,7 @@ class Intake:
     def _take(self, item: Batch | Kept) -> None:
         if isinstance(item, Batch):
             self.publication.take(item)
-        elif len(self.publication.missing(item.rows, item.digests)):
+        elif not self.publication.keep(item.rows, item.digests):
             raise Damaged(
                 "chunks that this save relies on were found damaged meanwhile; the next save writes them again"
             )
@@ -134,15 +134,12 @@ class Copy:
         """Wait for the sources, read what this tier lacks, verified, and write it."""
         version, holdings = self._found()
         route = self._routes.of(version.leaves)[self._shelf.name]
-        publication = Publication(self._shelf, version.head, version.leaves, version.chunk_leaf, route)
+        publication = publication_of(
+            self._shelf, version.head, version.leaves, version.chunk_leaf, route, partial(whole, version)
+        )
         self._publication, self.began = publication, time.monotonic()
         try:
-            missing = publication.missing(np.arange(len(version.digests)), version.digests).tolist()
-            fetch = Fetch(version, holdings, self._arena, stop=self.cancelled.is_set)
-            fetch.run(
-                missing,
-                lambda row, raw, slab: publication.write(row, raw, version.digests[row].tobytes(), slab),
-            )
+            publication.copy(version, Fetch(version, holdings, self._arena, stop=self.cancelled.is_set))
             return publication.commit(version)
         except BaseException as error:
             # It may have to wait for another turn, and tables do not wait.

@@ -6,6 +6,8 @@
 
 Small chunks follow each other without a gap; chunks of 1 MiB and more start at a multiple of 4 KiB, so that they can
 be read directly into aligned memory. The footer has one row per chunk, from which layouts can be rebuilt.
+
+Files of other kinds (`formats`) are packs without a footer: their own headers say what lies where.
 """
 
 from __future__ import annotations

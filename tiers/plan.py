@@ -15,6 +15,8 @@ from tierstate.manifest.index import Array
 from tierstate.manifest.leaf import Leaf
 from tierstate.manifest.version import ShardRow
 
+from .packing import in_order
+
 Chunks = Callable[[int], Iterator[Chunk]]
 """A source's chunks for a given size."""
 
@@ -120,6 +122,30 @@ class Plan:
     def row_leaves(self, chunk: int) -> Array:
         """``(chunks,)``: the leaf of each chunk."""
         return np.repeat(self.leaf, self.counts(chunk))
+
+    def in_order(self, sources: Array) -> Array:
+        """These sources in the order in which they are captured."""
+        leaves, leaf = self.leaves, self.leaf[sources]
+        order = in_order(self.nbytes[sources], lambda i: leaves[int(leaf[i])].spec.itemsize)
+        found: Array = sources[order]
+        return found
+
+    def without_memory(self) -> Plan:
+        """The plan without what keeps the state's memory alive: it may be needed when the state is long gone."""
+        return replace(self, chunks={}, keep=None, fences=())
+
+    def stages(self) -> Array:
+        """``(leaves,)``: in which part of the capture a leaf comes, whole; -1 where it does not, or only parts of it.
+
+        The chunks of one part come in order, but for a few slabs that overtake each other.
+        """
+        found = np.full(len(self.leaves), -1)
+        found[self.leaf] = 2 * self.guarded + (self.address == 0)
+        shapes = (self.leaves[leaf].spec.shape for leaf in self.leaf.tolist())
+        parts = (box.shape != shape for box, shape in zip(self.boxes, shapes, strict=True))
+        found[self.leaf[np.fromiter(parts, bool, len(self.boxes))]] = -1
+        found[np.bincount(self.leaf, minlength=len(found)) > 1] = -1
+        return found
 
     def name(self, source: int) -> str:
         """The source's leaf, for messages."""

@@ -182,6 +182,12 @@ def _read_tier(name: str, data: object, findings: Findings) -> TierPolicy | None
     keys = check(model, data, at, findings)
     if keys is None:
         return None
+    if keys.format != "native" and keys.codec != "raw":
+        findings.add(
+            (*at, "codec"),
+            f"{keys.codec!r} cannot be with 'format: {keys.format}', whose files hold raw bytes; leave the codec out",
+        )
+        return None
     common = {field: getattr(keys, field) for field in TierKeys.model_fields}
     return TierPolicy(name=name, persistent=_survives(cls), options=options_of(keys), **common)
 

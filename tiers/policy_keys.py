@@ -65,12 +65,6 @@ def _every(value: object) -> int | timedelta:
     return time
 
 
-def _format(value: object) -> object:
-    if value in ("safetensors", "hdf5"):
-        raise ValueError(f"{value!r} arrives in a later release; write native, or leave the key out")
-    return value
-
-
 Every: TypeAlias = Annotated[
     int | timedelta,
     BeforeValidator(_every),
@@ -165,7 +159,7 @@ class TierKeys(Frozen):
     every: Every | None = None
     keep: Keep = Keep(all=True)
     codec: Codec = "raw"
-    format: Annotated[Literal["native"], BeforeValidator(_format)] = "native"
+    format: Literal["native", "safetensors", "hdf5"] = "native"
     bandwidth: Rate | None = None
     operations: Times | None = None
     retries: Annotated[int, Field(ge=0, le=MAX_RETRIES), BeforeValidator(_no_bool)] = 0

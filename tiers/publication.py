@@ -25,6 +25,8 @@ from tierstate.manifest.version import Version
 from .arena import Slab
 from .batch import Batch
 from .codecs import encode
+from .fetch import Fetch
+from .formats import NATIVE
 from .packing import BIG, BLOCK
 from .packs import PackWriter, Rows
 from .shelf import Shelf
@@ -40,10 +42,12 @@ class Route:
     Attributes:
         leaves: ``(leaves,)`` of bool.
         codecs: per leaf, the codec the policy asks for.
+        format: what kind of file a pack is there, as a policy names it.
     """
 
     leaves: Array
     codecs: Sequence[str]
+    format: str = NATIVE
 
     @cached_property
     def raw(self) -> Array:
@@ -93,6 +97,10 @@ class Publication:
         found = self.shelf.reuse(self._draft, rows[wanted], digests[wanted])
         left: Array = wanted[~found]
         return left
+
+    def keep(self, rows: Array, digests: Array) -> bool:
+        """Take note of chunks that were not copied because `standing` said so; whether they stand."""
+        return not len(self.missing(rows, digests))
 
     def take(self, batch: Batch) -> None:
         """Write those of a slab's chunks that go to this tier and are not there yet: raw ones as they lie together."""
@@ -147,6 +155,14 @@ class Publication:
             release = slab.release
         self._draft.put(row, self._packs.add(stored, digest, len(raw), codec, release))
 
+    def copy(self, version: Version, fetch: Fetch) -> None:
+        """Write what this tier lacks of a version that other tiers have, as they give it."""
+        missing = self.missing(np.arange(len(version.digests)), version.digests)
+        fetch.run(
+            missing.tolist(),
+            lambda row, raw, slab: self.write(row, raw, version.digests[row].tobytes(), slab),
+        )
+
     def commit(self, version: Version) -> Record:
         """Make packs durable, then create the record."""
         self._packs.close()
@@ -158,11 +174,15 @@ class Publication:
 
     def _sizes(self) -> dict[str, int]:
         """Lengths of all packs that the layout names: of those written here, and of those reused."""
-        sizes = dict(self._packs.sizes)
+        sizes = self._written_sizes()
         for key in self._draft.objects():
             if key not in sizes:
                 sizes[key] = self.shelf.tier.size(key)
         return sizes
+
+    def _written_sizes(self) -> dict[str, int]:
+        """Lengths of the objects written here."""
+        return dict(self._packs.sizes)
 
     def _signature(self) -> dict[str, Any]:
         return {"id": commit_id(), "tier": self.shelf.name, "host": socket.gethostname(), "pid": os.getpid()}
@@ -175,9 +195,12 @@ class Publication:
         if isinstance(error, CommitUnknown) or (self._sent and isinstance(error, TierUnavailable)):
             return
         try:
-            self._packs.abort()
+            self._discard()
         except TierstateError as second:
             error.add_note(f"and clearing up after it failed too: {second}")
+
+    def _discard(self) -> None:
+        self._packs.abort()
 
 
 def _names(digests: Array) -> list[bytes]:
@@ -186,9 +209,12 @@ def _names(digests: Array) -> list[bytes]:
 
 
 def _breaks(batch: Batch, which: Array) -> Array:
-    """Where a run of chunks ends that can be written in one piece: the next one lies apart, or is the first big one."""
+    """Where a run of chunks ends that can be written in one piece: the next one lies apart; or is the first big one,
+    and the run so far does not begin at a block."""
     big = batch.nbytes[which] >= BIG
     gap = batch.at[which[1:]] - (batch.at[which[:-1]] + batch.nbytes[which[:-1]])
-    apart = (np.diff(which) != 1) | (gap >= BLOCK) | (np.diff(big.astype("i8")) != 0)
-    found: Array = np.flatnonzero(apart) + 1
+    apart = (np.diff(which) != 1) | (gap >= BLOCK)
+    first = np.maximum.accumulate(np.where(np.append(True, apart), np.arange(len(which)), 0))[: len(apart)]
+    shifted = (np.diff(big.astype("i8")) > 0) & (batch.at[which[first]] % BLOCK != 0)
+    found: Array = np.flatnonzero(apart | shifted) + 1
     return found

@@ -30,7 +30,10 @@ class Routes:
         else:
             paths = [leaf.path for leaf in leaves]
             masks = route(self._policy, paths)
-            found = {name: Route(mask, codecs_of(self._policy, name, paths)) for name, mask in masks.items()}
+            found = {
+                name: Route(mask, codecs_of(self._policy, name, paths), self._policy.tier(name).format)
+                for name, mask in masks.items()
+            }
         self._last = leaves, found
         return found
 

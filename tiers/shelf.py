@@ -120,7 +120,7 @@ class Shelf:
         """
         found = np.zeros(len(rows), bool)
         record = self.newest()
-        if record is None:
+        if record is None or not len(rows):
             return found
         there = self._index_of(record).find(digests)
         if not (there >= 0).any():
@@ -133,7 +133,7 @@ class Shelf:
                 found[i] = True
         objects = layout.object[there]
         for number in np.unique(objects[(there >= 0) & ~found]).tolist():
-            if self._is_sound(layout.objects[number], layout):
+            if self.is_sound(layout.objects[number], layout):
                 here = (there >= 0) & (objects == number) & ~found
                 draft.put_like(rows[here], layout, there[here])
                 found |= here
@@ -146,7 +146,7 @@ class Shelf:
             self._indexed = record, DigestIndex(digests)
         return self._indexed[1]
 
-    def _is_sound(self, key: str, layout: Layout) -> bool:
+    def is_sound(self, key: str, layout: Layout) -> bool:
         """Whether a pack is there with its whole length; asked once per pack and process."""
         if key not in self._sound:
             try:

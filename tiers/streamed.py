@@ -62,7 +62,7 @@ class Streamed:
         self._waiting: deque[_Filling] = deque()
 
     def run(self, sources: Array, first: Array) -> Generator[Filled]:
-        """Full slabs, each with one lease that is from then on the taker's. Small sources come first, to share slabs.
+        """Full slabs, each with one lease that is from then on the taker's. Sources come as `Plan.in_order` has them.
 
         Args:
             first: ``(sources of the plan,)``: each one's first row.
@@ -70,7 +70,7 @@ class Streamed:
         Raises:
             CaptureError: a provider failed, or broke its contract; the message names the leaf.
         """
-        order = sources[np.argsort(self._plan.nbytes[sources] >= BIG, kind="stable")]
+        order = self._plan.in_order(sources)
         try:
             for source in order.tolist():
                 for i, chunk in enumerate(self._chunks(source)):

@@ -21,7 +21,7 @@ from tierstate.manifest.leaf import Leaf, Spec
 from tierstate.tiers.arena import PAGE, Arena
 from tierstate.tiers.batch import Batch
 from tierstate.tiers.capture import Capture, Outlet
-from tierstate.tiers.packing import BIG, GRAIN, pack
+from tierstate.tiers.packing import BIG, GRAIN, in_order, pack, ranks
 from tierstate.tiers.plan import Plan, Source
 from tierstate.tiers.standing import Standing
 
@@ -124,13 +124,30 @@ def test_packing_places_every_chunk_once_and_apart(sizes: list[int], chunk: int,
         assert ends[-1] <= slab
         assert (slabful.at[1:] >= ends[:-1]).all()
         big = slabful.nbytes >= BIG
-        assert big.all() or not big.any(), "big chunks have slabs of their own"
-        assert not (slabful.at % (PAGE if big[0] else GRAIN)).any()
-        assert (slabful.at[1:] - ends[:-1] < (PAGE if big[0] else GRAIN)).all()
+        assert not (slabful.at[big] % PAGE).any()
+        assert not (slabful.at % GRAIN).any()
+        assert (slabful.at[1:] - ends[:-1] < PAGE).all()
+        of_big = np.array(sizes)[slabful.source - 7] >= BIG
+        assert not (np.diff(of_big.astype(int)) > 0).any(), "no big leaf comes behind a small one in a slab"
         columns = slabful.source, slabful.start, slabful.nbytes
         found += list(zip(*(column.tolist() for column in columns), strict=True))
     expected = [(i + 7, start, n) for i, size in enumerate(sizes) for start, n in spans(size, chunk)]
-    assert sorted(found) == expected
+    assert found == expected
+
+
+@given(SIZES, st.sampled_from([1, 2, 4, 8]))
+def test_leaves_in_order_follow_each_other_without_a_gap_and_aligned(sizes: list[int], itemsize: int) -> None:
+    widths = [itemsize if i % 3 else 1 for i in range(len(sizes))]
+    nbytes = np.array([n // w * w for n, w in zip(sizes, widths, strict=True)], "i8")
+    order = in_order(nbytes, widths.__getitem__)
+    assert sorted(order.tolist()) == list(range(len(sizes)))
+    ends = np.cumsum(nbytes[order])
+    starts = ends - nbytes[order]
+    kinds = ranks(nbytes[order])
+    first = starts[np.flatnonzero(kinds > 0)[0]] if (kinds > 0).any() else 0
+    assert not ((starts[kinds == 1] - first) % PAGE).any()
+    assert all((start - first) % widths[i] == 0 for start, i in zip(starts.tolist(), order.tolist(), strict=True))
+    assert in_order(nbytes[order], lambda i: widths[order[i]]).tolist() == list(range(len(sizes)))
 
 
 class Moment:

@@ -85,7 +85,7 @@ def test_the_good_one_is_good() -> None:
             8,
             "    arena: 1",
             "tiers.host.arena: unknown key; known are type, every, keep, codec, format, bandwidth, "
-            "operations, retries, capacity",
+            "operations, retries, on_lag, capacity",
         ),
         (9, "    keep: {}", "tiers.host.keep: keeps nothing; write 'last: N', 'every: N' or 'all: true'"),
         (9, "    keep: {all: false}", "tiers.host.keep: keeps nothing; write 'last: N', 'every: N' or 'all: true'"),
@@ -112,11 +112,7 @@ def test_the_good_one_is_good() -> None:
         (14, "    retries: -1", "tiers.nvme.retries: -1 is too small; write at least 0"),
         (14, "    retries: true", "tiers.nvme.retries: true is not a number; write one, as in 8"),
         (14, "    codec: zip", "tiers.nvme.codec: 'zip' is not known; write 'raw', 'fast', 'small' or 'auto'"),
-        (
-            14,
-            "    format: hdf5",
-            "tiers.nvme.format: 'hdf5' arrives in a later release; write native, or leave the key",
-        ),
+        (14, "    format: hdf", "tiers.nvme.format: 'hdf' is not known; write 'native', 'safetensors' or 'hdf5'"),
         (14, "    pth: x", "tiers.nvme.pth: unknown key; did you mean 'path'?"),
         (
             14,
@@ -280,3 +276,13 @@ def test_no_value_under_options_is_told(options: str, monkeypatch: pytest.Monkey
     found = told(f"tiers: {{a: {{type: odd, where: x, options: {options}}}}}")
     assert "tiers.a.options" in found or "is not text" in found
     assert "hunter2" not in found
+
+
+@pytest.mark.parametrize("name", ["safetensors", "hdf5"])
+def test_a_format_of_raw_bytes_takes_no_codec(name: str) -> None:
+    found = told(GOOD.replace("    every: 10\n", f"    codec: auto\n    format: {name}\n"))
+    assert found == (
+        f"p.yaml:14: tiers.nvme.codec: 'auto' cannot be with 'format: {name}', whose files hold raw bytes; "
+        "leave the codec out"
+    )
+    Policy.parse(GOOD.replace("    every: 10\n", f"    codec: raw\n    format: {name}\n"))
