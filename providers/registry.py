@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -21,6 +22,9 @@ from .values import ValueProvider
 
 GROUP = "tierstate.providers"
 """Entry-point group in which an installed distribution names its providers, each under its kind."""
+
+LATE = {"h5py": "hdf5"}
+"""Rooms that know the types of another library, by its name; imported when one of these is met."""
 
 
 class Registry:
@@ -60,12 +64,20 @@ class Registry:
         """A provider for the value: its own, or the one of its very type; None where there is none."""
         own = getattr(type(value), "__state_provider__", None)
         if own is None:
-            cls = self._types.get(type(value))
+            cls = self._types.get(type(value)) or self._late(type(value))
             return None if cls is None else cls(value)  # type: ignore[call-arg]
         provider = own(value)
         if not isinstance(provider, Provider):
             raise CaptureError(f"__state_provider__() of {type(value).__qualname__} gave {provider!r:.60}, no Provider")
         return provider
+
+    def _late(self, value_type: type) -> type[Provider] | None:
+        """The provider that another library's own room has for one of its types."""
+        for base in value_type.__mro__:
+            room = LATE.get(base.__module__.partition(".")[0])
+            if room is not None:
+                self._types = import_module(f".{room}", __package__).PROVIDERS | self._types
+        return self._types.get(value_type)
 
     def inherited(self, value: Any) -> Provider | None:
         """A provider for the nearest base class of the value's type; None where there is none."""

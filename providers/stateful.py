@@ -38,6 +38,11 @@ def stateful(value: Any) -> Stateful | None:
     return _SPEAKING if speaks and not isinstance(value, type) else None
 
 
+def introduce(kind: type, how: Stateful) -> None:
+    """Have things of this type, and of its subclasses, treated so from now on."""
+    _TABLE[kind] = how
+
+
 def _settled(module: torch.nn.Module, values: Iterable[Any]) -> bool:
     """Whether all values lie in the module's own memory, and nothing of it wants to be told of a load."""
     own = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}

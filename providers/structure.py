@@ -163,9 +163,11 @@ def named_type(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
         found = getattr(found, "__dict__", {}).get(part)
     if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields:
         return found
-    return _equivalent(qualname.rpartition(".")[2], fields)
+    return _equivalent(module, qualname, fields)
 
 
 @lru_cache(maxsize=1024)
-def _equivalent(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    return namedtuple(name, fields)
+def _equivalent(module: str, qualname: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    made = namedtuple(qualname.rpartition(".")[2], fields, module=module)  # type: ignore[misc]
+    made.__qualname__ = qualname  # saved again, it is what it was
+    return made

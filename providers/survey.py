@@ -160,6 +160,10 @@ class Survey:
         assert how is not None  # _provider gave a problem otherwise
         try:
             tree = how.get(value)
+        except RecursionError:
+            raise
+        except CaptureError as error:
+            raise CaptureError(f"{format_path(path)}: {error}") from error
         except Exception as error:
             raise CaptureError(f"{format_path(path)}: the state of {_type(value)} failed: {error!r}") from error
         place = self._visit(tree, path)

@@ -101,6 +101,9 @@ class Deadline(Tier):
     def delete(self, key: str) -> None:
         self._watch.run(f"delete of {key}", partial(self.inner.delete, key))
 
+    def room(self) -> int | None:
+        return self._watch.run("look at the room", self.inner.room)
+
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         make = partial(self.inner.writer, key, size_hint)
         inner = self._watch.run(f"beginning of {key}", make, late=lambda writer: writer.abort())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -98,7 +98,7 @@ def _plan(entry: Entry, wanted: Wanted) -> Target:
         device=wanted.device,
         allow_pickle=wanted.allow_pickle,
     )
-    _check_unsharded(entry, target)
+    check_unsharded(entry, target.wanted)
     return target
 
 
@@ -163,15 +163,16 @@ def _is_whole(entry: Entry, target: Target, wanted: Wanted, passed: list[str]) -
     return False
 
 
-def _check_unsharded(entry: Entry, target: Target) -> None:
+def check_unsharded(entry: Entry, leaves: Collection[int]) -> None:
+    """Raises StateMismatch or FormatError where one of these leaves does not lie in one piece."""
     version = entry.version
     held: Counter[int] = Counter()
     for leaf, box in zip(version.shard_leaf.tolist(), version.boxes, strict=True):
         held[leaf] += 1
-        if leaf in target.wanted and box.shape != version.leaves[leaf].spec.shape:
+        if leaf in leaves and box.shape != version.leaves[leaf].spec.shape:
             name = version.leaves[leaf].name
             raise StateMismatch(f"{_name(entry)} holds {name} in shards of many ranks, which this release cannot join")
-    wrong = next((leaf for leaf in target.wanted if held[leaf] != 1), None)
+    wrong = next((leaf for leaf in leaves if held[leaf] != 1), None)
     if wrong is not None:
         raise FormatError(f"{_name(entry)} holds {version.leaves[wrong].name} {held[wrong]} times; once is right")
 

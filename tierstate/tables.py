@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierstate.manifest.leaf import CONTAINERS, Leaf
 from tierstate.tiers.policy import Policy
@@ -15,6 +15,9 @@ from tierstate.tiers.units import rough_size
 from tierstate.tiers.verify import Report
 
 from .info import VersionInfo
+
+if TYPE_CHECKING:
+    from .exporting import Exported
 
 
 def print_json(value: Any) -> None:
@@ -130,6 +133,30 @@ def show_restored(info: VersionInfo, to: Path, as_json: bool) -> None:
         print_json({**dataclasses.asdict(info), "file": str(to)})
     else:
         print(f"restored step {info.step} ({info.id[:12]}, {rough_size(info.nbytes)}) to {to}")
+
+
+def show_exported(found: Exported, as_json: bool) -> None:
+    """What was exported, and what was not."""
+    if as_json:
+        print_json({**dataclasses.asdict(found), "files": [str(path) for path in found.files]})
+        return
+    info, files = found.version, found.files
+    where = str(files[0]) if len(files) == 1 else f"{len(files) - 1} files, listed in {files[-1]}"
+    print(
+        f"exported step {info.step} ({info.id[:12]}), {found.tensors} tensors, {rough_size(found.nbytes)}, to {where}"
+    )
+    for leaf, root in found.tied.items():
+        print(f"{leaf} is tied to {root} and has no tensor of its own")
+    if found.left_out:
+        print(f"left out: {', '.join(found.left_out)}")
+
+
+def show_imported(info: VersionInfo, source: Path, as_json: bool) -> None:
+    """The version that was made of a file."""
+    if as_json:
+        print_json({**dataclasses.asdict(info), "source": str(source)})
+    else:
+        print(f"imported {source} as step {info.step} of run {info.run} ({info.id[:12]}, {rough_size(info.nbytes)})")
 
 
 def show_policy(policy: Policy, as_json: bool) -> None:

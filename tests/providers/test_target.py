@@ -174,6 +174,7 @@ def test_namedtuples_without_their_module() -> None:
     first, second = restore(leaves, data)
     assert (type(first).__name__, first._fields, first.x, second.y) == ("local", ("x", "y"), 1, 3)
     assert type(first) is type(second)
+    assert flatten([first]).leaves[1] == leaves[1], "saved again, it is what it was"
     target = [local(0, torch.zeros(1)), local(0, 0)]
     assert type(restore(leaves, data, into=target)[0]) is local
     assert named_type("strategies:Point", ("x", "y")) is Point

@@ -118,7 +118,7 @@ def test_the_good_one_is_good() -> None:
             14,
             "    <<: {a: b}",
             "tiers.nvme.<<: unknown key; known are type, every, keep, codec, format, bandwidth, "
-            "operations, retries, path, capacity",
+            "operations, retries, on_lag, path, capacity",
         ),
         (15, "  s 3:", "tiers.s 3: 's 3' is no name of a tier; write at most 64 letters, digits, - and _"),
         (20, "  - match: a..b", "rules.0.match: 'a..b' is not a pattern of leaf paths; write keys with dots between"),
@@ -257,7 +257,7 @@ def test_a_tier_of_somebody_else_needs_nothing_but_its_constructor() -> None:
         ("{type: odd, where: x, level: 10}", "a.level: 10 is too big; write at most 9"),
         (
             "{type: odd, where: x, arena: 1}",
-            "a.arena: unknown key; known are type, every, keep, codec, format, bandwidth, operations, retries, where",
+            "a.arena: unknown key; known are type, every, keep, codec, format, bandwidth, operations, retries, on_lag,",
         ),
         ("{type: clashing}", "a.type: the constructor of .*Clashing has the parameter 'keep', which is a key of every"),
         ("{type: unreadable}", "a.type: the constructor of .*Unreadable cannot be read as keys of a policy: .*NoSuch"),

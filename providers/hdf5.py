@@ -1,0 +1,268 @@
+"""HDF5: datasets of an open file as arrays that stay in it, and groups as dicts of them with their attributes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any, ClassVar, Self
+
+import h5py
+import numpy as np
+
+from tierstate.manifest.box import runs
+from tierstate.manifest.chunk import Buffer, Chunk, empty_buffer, spans
+from tierstate.manifest.errors import CaptureError
+from tierstate.manifest.leaf import Spec
+
+from .arrays import Array, ArrayProvider
+from .base import Provider
+from .dtypes import numpy_name
+from .stateful import Stateful, introduce
+
+ATTRIBUTES = "/attrs"
+"""Key of a group's attributes and those of its datasets, where there are any; no member of a group has such a name."""
+
+ITSELF = "."
+"""Key of the group's own attributes among them."""
+
+
+class DatasetProvider(Provider):
+    """A dataset, streamed out of and into its file by hyperslabs, in row-major order; nothing of it is kept in memory.
+
+    Its leaf is an array: a version of it loads as a NumPy array where no dataset is given, and an array that was saved
+    is restored into a dataset. Bytes are those of the file: HDF5 is never asked to convert them.
+
+    Args:
+        value: the dataset; contiguous, chunked or compressed.
+        spec: what its bytes are, where they are not what its HDF5 type says.
+
+    Raises:
+        CaptureError: it is closed, empty, or of a type whose elements have no fixed size; the message has the remedy.
+    """
+
+    kind: ClassVar[str] = ArrayProvider.kind
+
+    def __init__(self, value: h5py.Dataset, spec: Spec | None = None) -> None:
+        if not value:
+            raise CaptureError("an HDF5 dataset of a file that was closed; keep the file open while it is saved")
+        self._value, self._type = value, value.id.get_type()
+        self._size: int = self._type.get_size()
+        self._spec = spec if spec is not None else _describe(value, self._size)
+        self._lock = threading.Lock()
+
+    @property
+    def spec(self) -> Spec:
+        return self._spec
+
+    @property
+    def alias(self) -> Hashable:
+        """Equal for links to the same dataset; None for one without bytes."""
+        if not self._spec.nbytes:
+            return None
+        found = h5py.h5o.get_info(self._value.id)
+        return ("hdf5", found.fileno, found.addr)
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        for start, nbytes in spans(self._spec.nbytes, size):
+            yield Chunk(start, nbytes, partial(self.read, start))
+
+    def read(self, start: int, out: Buffer) -> None:
+        """Fill a buffer with the bytes from an offset on."""
+        host = out if out.device.type == "cpu" else empty_buffer(out.numel())
+        memory = host.numpy()
+        for begin, end in _at_elements(start, start + out.numel(), self._size):
+            part = memory[begin - start : end - start]
+            if begin % self._size or end % self._size:
+                part[:] = self._element(begin)[begin % self._size :][: len(part)]
+            else:
+                self._move(self._value.id.read, begin, part)
+        if host is not out:
+            out.copy_(host)
+
+    @classmethod
+    def fresh(cls, spec: Spec, device: object = None) -> Self:
+        """Not for datasets: by their kind, leaves without one are built anew by `ArrayProvider`."""
+        raise NotImplementedError("a dataset is never made anew: give one to restore into")
+
+    def mismatch(self, spec: Spec) -> str:
+        found = super().mismatch(spec)
+        if not found and spec.attrs.get("fields") != self._spec.attrs.get("fields"):
+            return f"has fields {self._spec.attrs.get('fields')} here, {spec.attrs.get('fields')} in the version"
+        if not found and self._value.file.mode == "r":
+            return f"lies in {self._value.file.filename}, which is open for reading only; open it with mode 'r+'"
+        return found
+
+    def load(self, start: int, data: Buffer) -> None:
+        memory = data.cpu().numpy()
+        for begin, end in _at_elements(start, start + data.numel(), self._size):
+            part = memory[begin - start : end - start]
+            if begin % self._size or end % self._size:
+                with self._lock:  # the rest of the element may come at the same time
+                    element = self._element(begin)
+                    element[begin % self._size :][: len(part)] = part
+                    self._move(self._value.id.write, begin - begin % self._size, element)
+            else:
+                self._move(self._value.id.write, begin, part)
+
+    def done(self) -> h5py.Dataset:
+        return self._value
+
+    def _element(self, at: int) -> Array:
+        """A copy of the bytes of the element in which a byte lies."""
+        element = np.empty(self._size, np.uint8)
+        self._move(self._value.id.read, at - at % self._size, element)
+        return element
+
+    def _move(self, call: Callable[..., None], start: int, memory: Array) -> None:
+        """Read or write whole elements, from a byte on."""
+        first, count = start // self._size, len(memory) // self._size
+        for at, box in runs(self._value.shape, first, first + count):
+            space, begin = self._value.id.get_space(), (at - first) * self._size
+            if box.shape:
+                space.select_hyperslab(box.offset, box.shape)
+            # Of the box's shape, which HDF5 copies faster than from and to a line of as many elements.
+            room = h5py.h5s.create_simple(box.shape or (1,))
+            # In the file's own type, so that HDF5 copies bytes as they are.
+            call(room, space, memory[begin : begin + box.volume * self._size], self._type)
+
+
+class Attributes:
+    """The attributes of a group and of its datasets.
+
+    Args:
+        group: the group.
+    """
+
+    def __init__(self, group: h5py.Group) -> None:
+        self._owners: dict[str, Any] = {ITSELF: group}
+        self._owners |= {name: found for name, found in members(group).items() if isinstance(found, h5py.Dataset)}
+
+    def __bool__(self) -> bool:
+        return any(len(owner.attrs) for owner in self._owners.values())
+
+    def get(self) -> dict[str, dict[str, Any]]:
+        """Name of a member, or `ITSELF` -> name of an attribute -> its value, where there are any.
+
+        Raises:
+            CaptureError: an attribute is of a type that cannot be saved; the message names it.
+        """
+        return {
+            name: {key: _attribute(owner, key) for key in owner.attrs}
+            for name, owner in self._owners.items()
+            if len(owner.attrs)
+        }
+
+    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have these attributes and no others; types in the file stay where they can."""
+        gone = sorted(set(state) - set(self._owners))
+        if gone:
+            raise ValueError(f"there is no dataset {', '.join(gone)} that could have attributes")
+        for name, owner in self._owners.items():
+            wanted = state.get(name, {})
+            for key in set(owner.attrs) - set(wanted):
+                del owner.attrs[key]
+            for key, value in wanted.items():
+                if key in owner.attrs and _fits(_attribute(owner, key), value):
+                    owner.attrs.modify(key, value)
+                else:
+                    owner.attrs[key] = value
+
+
+def members(group: h5py.Group) -> dict[str, Any]:
+    """What lies in a group, by name.
+
+    Raises:
+        CaptureError: a link into another file, or to nothing.
+    """
+    return {name: member(group, name) for name in group}
+
+
+def member(group: h5py.Group, name: str) -> Any:
+    """What lies in a group under one of its names. Raises as `members`."""
+    if isinstance(group.get(name, getlink=True), h5py.ExternalLink):
+        where = f"{group.name.rstrip('/')}/{name} in {group.file.filename}"
+        raise CaptureError(f"{where} is a link into another file; save what it points to by itself, and remove it")
+    try:
+        return group[name]
+    except KeyError as error:
+        where = f"{group.name.rstrip('/')}/{name} in {group.file.filename}"
+        raise CaptureError(f"{where} is a link to nothing; remove it") from error
+
+
+def _tree(group: h5py.Group) -> dict[str, Any]:
+    found, attributes = members(group), Attributes(group)
+    return {**found, ATTRIBUTES: attributes} if attributes else found
+
+
+def _describe(value: h5py.Dataset, size: int) -> Spec:
+    dtype, where = value.dtype, f"dataset {value.name} in {value.file.filename}"
+    if value.shape is None:
+        raise CaptureError(f"{where} is empty (it has no dataspace); give it a shape, or leave it out")
+    if dtype.hasobject:
+        raise CaptureError(f"{where} holds {_what(dtype)}, whose elements have no fixed size; {_remedy(dtype)}")
+    if dtype.itemsize != size:
+        raise CaptureError(
+            f"{where} has elements of {size} bytes, of a type that NumPy knows only as {dtype}; store it as {dtype}, "
+            "or its bytes as unsigned integers"
+        )
+    try:
+        described = numpy_name(dtype.base)
+    except CaptureError as error:
+        raise CaptureError(f"{where}: {error}") from error
+    attrs = {} if isinstance(described, str) else {"fields": described}
+    shape = (*value.shape, *dtype.shape)  # as NumPy has it: elements that are arrays add their axes
+    return Spec(DatasetProvider.kind, dtype.base.str, dtype.base.itemsize, shape, attrs)
+
+
+def _what(dtype: np.dtype[Any]) -> str:
+    if h5py.check_string_dtype(dtype) is not None:
+        return "text of any length"
+    if h5py.check_ref_dtype(dtype) is not None:
+        return "references"
+    return "sequences of any length" if h5py.check_vlen_dtype(dtype) is not None else f"elements of type {dtype}"
+
+
+def _remedy(dtype: np.dtype[Any]) -> str:
+    if h5py.check_string_dtype(dtype) is not None:
+        return "store it as text of fixed length (dtype 'S<n>'), or save dataset.asstr()[...].tolist() as a plain value"
+    return "store them as arrays of fixed size, or leave it out"
+
+
+def _attribute(owner: Any, key: str) -> Any:
+    """An attribute as text, a NumPy scalar or array, or a list of text."""
+    kind = owner.attrs.get_id(key).dtype
+    value = owner.attrs[key]
+    text = h5py.check_string_dtype(kind)
+    if isinstance(value, h5py.Empty) or (kind.hasobject and text is None):
+        what = "empty" if isinstance(value, h5py.Empty) else f"made of {_what(kind)}"
+        raise CaptureError(
+            f"attribute {key!r} of {owner.name} in {owner.file.filename} is {what}, which cannot be saved; remove it, "
+            "or save the datasets by themselves and not the group"
+        )
+    if text is not None and text.length is None:
+        return value.tolist() if isinstance(value, np.ndarray) else value
+    return np.asarray(value) if isinstance(value, np.void) and kind.names else value
+
+
+def _fits(old: Any, new: Any) -> bool:
+    """Whether a new value can take the old one's place without a conversion."""
+    if isinstance(old, str) or isinstance(new, str):
+        return isinstance(old, str) and isinstance(new, str)
+    one, other = np.asarray(old), np.asarray(new)
+    return (one.dtype, one.shape) == (other.dtype, other.shape)
+
+
+def _at_elements(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut a run of bytes into whole elements and what, before and after them, is a part of one."""
+    head, tail = min(-(-start // size) * size, stop), max(stop // size * size, start)
+    return pairwise(sorted({start, head, tail, stop}))
+
+
+PROVIDERS: dict[type, type[Provider]] = {h5py.Dataset: DatasetProvider}
+"""Providers by the type of a value."""
+
+# A group's datasets are filled where they are, and its attributes are given back by themselves.
+introduce(h5py.Group, Stateful(_tree, lambda _group, _tree: None, strict=True, settled=lambda _group, _values: True))
+introduce(Attributes, Stateful(Attributes.get, Attributes.put))

@@ -1,0 +1,236 @@
+"""Exports: files that other programs open as they lie there, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from calling import BITS, Call, damage, odd, state
+from leftovers import nothing_left
+from safetensors import safe_open
+
+import tierstate as ts
+from tierstate import exporting
+from tierstate.exporting import export
+
+
+@pytest.fixture
+def run(policy: Path) -> Path:
+    """The policy, and one more run, ``odd``, of one version."""
+    with ts.Checkpointer(policy, "odd") as ckpt:
+        ckpt.save(odd(), step=7, metadata={"loss": 0.5})
+    return policy
+
+
+def test_a_safetensors_file_opens_as_it_lies_there(call: Call, run: Path) -> None:
+    to = run.parent / "out.safetensors"
+    answer = call("export", "-p", run, "-r", "odd", to)
+    assert answer.status == 0, answer
+    assert 'model."head.weight" is tied to model."embed.weight"' in answer.out
+    right = odd()
+    loaded = safetensors.torch.load_file(to)
+    assert set(loaded) == {
+        "model.embed.weight", "model.norm", "optimizer.state.0.m", "optimizer.state.0.step", "a.b", "a.b~2", "a.empty",
+        "seen.0", "array",
+    }  # fmt: skip
+    assert torch.equal(loaded["model.embed.weight"], right["model"]["embed.weight"].detach())
+    assert torch.equal(loaded["optimizer.state.0.m"].view(torch.int32), BITS.view(torch.int32))
+    assert loaded["model.norm"].dtype == torch.bfloat16
+    assert loaded["array"].tolist() == right["array"].tolist()
+    assert loaded["a.empty"].shape == (0, 3)
+    with safe_open(to, "pt") as opened:
+        metadata = opened.metadata()
+    assert (metadata["format"], metadata["step"], metadata["run"]) == ("pt", "7", "odd")
+    assert json.loads(metadata["metadata"])["loss"] == 0.5
+
+
+def test_an_hdf5_file_opens_as_it_lies_there(call: Call, run: Path) -> None:
+    to = run.parent / "out.h5"
+    assert call("export", "-p", run, "-r", "odd", to).status == 0
+    right = odd()
+    with h5py.File(to) as file:
+        assert np.array_equal(file["model/embed.weight"], right["model"]["embed.weight"].detach())
+        assert file["optimizer/state/0/m"][()].tobytes() == BITS.numpy().tobytes()
+        assert np.array_equal(file["model/norm"], right["model"]["norm"].float())
+        assert file["array"][()].tolist() == right["array"].tolist()
+        assert (file.attrs["step"], file.attrs["run"]) == (7, "odd")
+        outline = json.loads(file["__tierstate__/metadata"][()])["tierstate"]
+    shown = {leaf["path"]: leaf["json"] for leaf in outline["leaves"] if "json" in leaf}
+    assert shown == {'["optimizer","lr"]': 0.1, '["a","none"]': None, '["seen",1]': "text"}, "for people to read"
+
+
+@pytest.mark.skipif(shutil.which("h5dump") is None, reason="h5dump is not installed")
+def test_h5dump_reads_it(call: Call, run: Path) -> None:
+    to = run.parent / "out.hdf5"
+    assert call("export", "-p", run, "-r", "odd", to, "--only", "array").status == 0
+    shown = subprocess.run(["h5dump", "-d", "/array", str(to)], capture_output=True, text=True, check=True).stdout
+    assert "(1,0): 3, 4, 5" in shown
+
+
+def test_parts_and_prefixes(call: Call, run: Path) -> None:
+    to = run.parent / "model.safetensors"
+    options = ["-p", run, "-r", "odd", to, "--strip-prefix", "model."]
+    refused = call("export", *options)
+    assert refused.status == 2
+    assert "do not begin with 'model.': optimizer.state.0.m" in refused.err
+    assert "--only" in refused.err
+    found = call("export", *options, "--only", "model.**", "--json").json
+    assert (found["version"]["step"], found["tensors"], found["files"]) == (7, 2, [str(to)])
+    assert set(safetensors.torch.load_file(to)) == {"embed.weight", "norm"}
+    part = run.parent / "head.h5"
+    assert call("export", *options[:4], part, "--only", 'model."head.weight"', "--strip-prefix", "model.").status == 0
+    with h5py.File(part) as file:
+        assert np.array_equal(file["head/weight"], odd()["model"]["embed.weight"].detach()), (
+            "what it was tied to is not"
+        )
+    nothing = call("export", *options[:4], run.parent / "x.h5", "--only", "decoder.**")
+    assert nothing.status == 2
+    assert "decoder" in nothing.err
+
+
+def test_long_exports_are_sets_of_files_with_an_index(call: Call, run: Path) -> None:
+    to = run.parent / "big.safetensors"
+    answer = call("export", "-p", run, "-r", "gpt", to, "--max-shard", "8KiB", "--step", "2")
+    assert answer.status == 0, answer
+    index = json.loads((run.parent / "big.safetensors.index.json").read_text())
+    names = ["big-00001-of-00002.safetensors", "big-00002-of-00002.safetensors"]
+    assert index["weight_map"] == {"model.w": names[0], "model.b": names[1]}
+    assert index["metadata"]["total_size"] == 12_008
+    assert not to.exists()
+    parts = [safetensors.torch.load_file(run.parent / name) for name in names]
+    assert torch.equal(parts[0]["model.w"], state(2)["model"]["w"])
+    assert torch.equal(parts[1]["model.b"], state(2)["model"]["b"])
+    again = call("export", "-p", run, "-r", "gpt", to, "--max-shard", "8KiB")
+    assert again.status == 2
+    assert call("export", "-p", run, "-r", "gpt", to, "--max-shard", "8KiB", "--force").status == 0
+    assert torch.equal(safetensors.torch.load_file(run.parent / names[0])["model.w"], state(3)["model"]["w"])
+
+
+def test_a_file_that_is_there_stays(call: Call, run: Path) -> None:
+    to = run.parent / "out.safetensors"
+    to.write_text("mine")
+    refused = call("export", "-p", run, "-r", "gpt", to)
+    assert refused.status == 2
+    assert "--force" in refused.err
+    assert to.read_text() == "mine"
+    assert call("export", "-p", run, "-r", "gpt", to, "--force").status == 0
+    assert torch.equal(safetensors.torch.load_file(to)["model.w"], state(3)["model"]["w"])
+
+
+def test_damage_is_never_exported(call: Call, run: Path) -> None:
+    damage(run)
+    with nothing_left(run.parent):
+        answer = call("export", "-p", run, "-r", "gpt", run.parent / "out.h5")
+    assert answer.status == 2
+    assert "leaf model.w of version 3 (step 3" in answer.err
+    assert sorted(p.name for p in run.parent.iterdir()) == ["nvme", "object", "policy.yaml"]
+    # What one tier has damaged comes from another.
+    for path in (run.parent / "nvme/packs/gpt").iterdir():
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.write_bytes(data)
+    to = run.parent / "out.safetensors"
+    assert call("export", "-p", run, "-r", "gpt", to, "--step", "2").status == 0
+    assert torch.equal(safetensors.torch.load_file(to)["model.w"], state(2)["model"]["w"])
+
+
+def test_what_a_format_cannot_hold_is_listed(call: Call, policy: Path) -> None:
+    rest = {
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "text": np.array([b"ab"]),
+        "trust": {1, 2},
+        "w": torch.ones(3),
+    }
+    with ts.Checkpointer(policy, "rest") as ckpt:
+        ckpt.save({**rest, "trust": Path("x"), "lr": 0.5}, step=1)
+    to = policy.parent / "out.safetensors"
+    refused = call("export", "-p", policy, "-r", "rest", to)
+    assert refused.status == 2
+    assert [line.split(":")[0].strip() for line in refused.err.splitlines()[1:]] == ["complex", "text", "trust"]
+    assert "--skip-values" in refused.err
+    answer = call("export", "-p", policy, "-r", "rest", to, "--skip-values", "--json").json
+    assert answer["left_out"] == ["complex", "text", "trust", "lr"]
+    assert set(safetensors.torch.load_file(to)) == {"w"}
+    kept = call("export", "-p", policy, "-r", "rest", policy.parent / "out.h5", "--skip-values", "--json").json
+    assert kept["left_out"] == ["text", "trust", "lr"], "HDF5 has complex numbers"
+
+
+def test_values_that_are_too_long_are_refused(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "MAX_VALUES", 1000)
+    with ts.Checkpointer(policy, "long") as ckpt:
+        ckpt.save({"text": "x" * 1001, "w": torch.ones(1)}, step=1).wait()
+        with pytest.raises(ts.StateMismatch, match=r"1\d\d\d bytes, and at most 1000 .*--skip-values"):
+            export(ckpt, policy.parent / "out.h5")
+        assert export(ckpt, policy.parent / "out.h5", skip_values=True).tensors == 1
+
+
+ERRORS = {
+    "no such ending": (["out.bin"], "ends with .safetensors, .h5, .hdf5"),
+    "no such folder": (["nowhere/out.h5"], "No such file or directory"),
+    "no such step": (["out.h5", "--step", "9"], "no version with step 9"),
+    "no size": (["out.safetensors", "--max-shard", "big"], "big"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_one_message(call: Call, policy: Path, name: str) -> None:
+    (to, *options), expected = ERRORS[name]
+    answer = call("export", "-p", policy, "-r", "gpt", policy.parent / to, *options)
+    assert answer.status == 2, answer
+    assert answer.err.startswith("tierstate: ")
+    assert expected in answer.err
+
+
+def test_a_full_disk_leaves_nothing(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with ts.Checkpointer(policy, "gpt") as ckpt, nothing_left(policy.parent):
+        with monkeypatch.context() as patch:
+            patch.setattr("os.posix_fallocate", full)
+            with pytest.raises(OSError, match="No space left"):
+                export(ckpt, policy.parent / "out.h5")
+        assert not (policy.parent / "out.h5").exists()
+        seen: list[int] = []
+        done = export(ckpt, policy.parent / "out.h5", progress=seen.append)
+    assert sum(seen) == 12_008
+    assert done.nbytes == (policy.parent / "out.h5").stat().st_size
+
+
+MEASURE = """
+import resource, sys, torch, tierstate as ts
+from tierstate.exporting import export
+from tierstate.importing import import_version
+policy, to = sys.argv[1:]
+import h5py
+with ts.Checkpointer(policy, "big") as ckpt:
+    export(ckpt, to.replace("big.safetensors", "small.h5"), only=["none"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    export(ckpt, to)
+    import_version(ckpt, to, step=2)
+    export(ckpt, to.replace("big.safetensors", "big.h5"))
+    import_version(ckpt, to.replace("big.safetensors", "big.h5"), step=3)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(grown >> 10, [v.nbytes >> 20 for v in ckpt.versions()])
+"""
+
+
+def test_memory_is_bounded_by_the_arena(place: Path) -> None:
+    policy = place / "big.yaml"
+    policy.write_text(f"chunk: 1MiB\narena: {{size: 16MiB}}\ntiers: {{nvme: {{type: nvme, path: {place}/nvme}}}}")
+    with ts.Checkpointer(policy, "big") as ckpt:
+        ckpt.save({"w": torch.randn(16 << 20), "none": torch.zeros(1), "b": torch.randn(16 << 20)}, step=1).wait()
+    command = [sys.executable, "-c", MEASURE, str(policy), str(place / "big.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    grown, sizes = done.stdout.split(" ", 1)
+    assert sizes.strip() == "[128, 128, 128]"
+    assert int(grown) < 64, "MiB, of 128 that went through four times"

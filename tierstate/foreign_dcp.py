@@ -1,0 +1,181 @@
+"""Folders of ``torch.distributed.checkpoint``, read tensor by tensor and without running code of theirs."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from tierstate.manifest.box import Box
+from tierstate.manifest.chunk import Buffer, empty_buffer, to_bytes
+from tierstate.manifest.errors import FormatError, Unsafe
+from tierstate.manifest.leaf import Spec
+from tierstate.providers.dtypes import TORCH, torch_name
+from tierstate.providers.tensors import TensorProvider
+from tierstate.tiers.files import open_file
+
+from .foreign import MAX_METADATA, Foreign, Progress, named, nest
+from .stored import Stored, check_stored
+
+METADATA = ".metadata"
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *TORCH},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+"""All that the metadata of a folder is made of."""
+
+
+@contextmanager
+def open_dcp(folder: Path, progress: Progress) -> Iterator[Foreign]:
+    """The state in a folder: nested as it was saved, sharded tensors joined, one in memory at a time.
+
+    Keys are as torch keeps them: it makes text of the int keys of dicts.
+
+    Raises:
+        Unsafe: its metadata, or a value, names code to run.
+        FormatError: it is no such folder, or is damaged.
+    """
+    with named(str(folder)):
+        found = _Folder(folder, progress).read()
+    yield found
+
+
+class _Restricted(pickle.Unpickler):
+    """An unpickler that makes the metadata's own classes and no other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _CLASSES.get(module, ()):
+            raise Unsafe(
+                f"the metadata names {module}.{name}, which might run any code; if you trust the folder, turn it into "
+                "a file with torch.distributed.checkpoint.format_utils.dcp_to_torch_save, and import that"
+            )
+        return super().find_class(module, name)
+
+
+class _Folder:
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._folder, self._progress = folder, progress
+        self._metadata = self._load_metadata()
+        self._lock = threading.Lock()
+        self._held: tuple[str, Buffer] | None = None
+
+    def read(self) -> Foreign:
+        try:
+            listed = dict(self._metadata.state_dict_metadata)
+            paths = self._metadata.planner_data or {}
+            items = [(_path(paths, name), self._value(name, found)) for name, found in listed.items()]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{self._folder}: the metadata cannot be used: {error!r:.200}") from error
+        return Foreign(_with_lists(nest(items, str(self._folder))))
+
+    def _load_metadata(self) -> Any:
+        path = self._folder / METADATA
+        with closing(open_file(path.resolve())) as file:
+            size = file.status().st_size
+            if size > MAX_METADATA:
+                raise FormatError(f"{path} has {size} bytes; at most {MAX_METADATA} are read")
+            data = empty_buffer(size)
+            file.read(0, data)
+        try:
+            return _Restricted(io.BytesIO(to_bytes(data))).load()
+        except Unsafe as error:
+            raise Unsafe(f"{path}: {error}") from error
+        except Exception as error:  # whatever a pickle that was not made by torch makes of these classes
+            raise FormatError(f"{path} is no metadata that torch {torch.__version__} reads: {error!r:.200}") from error
+
+    def _value(self, name: str, found: Any) -> Any:
+        if type(found).__name__ == "BytesStorageMetadata":
+            return self._plain(name)
+        properties, shape = found.properties, tuple(found.size)
+        spec = check_stored(Spec("tensor", torch_name(properties.dtype), properties.dtype.itemsize, shape))
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]
+        places = [self._place(name, box.offset) for box in boxes]
+        if not all(box.within(shape) for box in boxes) or sum(box.volume for box in boxes) != math.prod(shape):
+            raise FormatError(f"{self._folder}: the shards of {name!r:.80} are not the whole of {shape}")
+        if spec.nbytes > sum(length for _, _, length in places):
+            raise FormatError(f"{self._folder}: {name!r:.80} of {spec.nbytes} bytes has fewer in its files")
+        return Stored(
+            spec, partial(self._read, name, spec, list(zip(boxes, places, strict=True))), (str(self._folder), name)
+        )
+
+    def _place(self, name: str, offset: tuple[int, ...] | None) -> tuple[Path, int, int]:
+        """File, offset and length of one stored item."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        info = self._metadata.storage_data[MetadataIndex(name, offset)]
+        if getattr(info, "transform_descriptors", None):
+            raise FormatError(f"{self._folder}: {name!r:.80} was written through an extension; load it with torch")
+        relative = PurePosixPath(info.relative_path)
+        if relative.is_absolute() or ".." in relative.parts:
+            raise FormatError(f"{self._folder}: {name!r:.80} lies outside of the folder, in {info.relative_path!r:.80}")
+        return self._folder / relative, int(info.offset), int(info.length)
+
+    def _load(self, place: tuple[Path, int, int]) -> Any:
+        path, offset, length = place
+        with closing(open_file(path.resolve())) as file:
+            if not 0 <= offset <= offset + length <= file.status().st_size:
+                raise FormatError(f"{path} is truncated: bytes {offset} to {offset + length} are not there")
+            data = empty_buffer(length)
+            file.read(offset, data)
+        try:
+            return torch.load(io.BytesIO(to_bytes(data)), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise Unsafe(f"{path} holds, at byte {offset}, what would run code to be loaded: {error!s:.200}") from error
+
+    def _plain(self, name: str) -> Any:
+        return self._load(self._place(name, None))
+
+    def _read(self, name: str, spec: Spec, shards: list[tuple[Box, Any]], start: int, out: Buffer) -> None:
+        with self._lock:
+            if self._held is None or self._held[0] != name:
+                self._held = None
+                self._held = (name, self._joined(name, spec, shards))
+            out.copy_(self._held[1][start : start + out.numel()])
+        self._progress(out.numel())
+
+    def _joined(self, name: str, spec: Spec, shards: list[tuple[Box, Any]]) -> Buffer:
+        whole = TensorProvider.fresh(spec)
+        for box, place in shards:
+            shard = self._load(place)
+            if not isinstance(shard, torch.Tensor) or (shard.dtype, tuple(shard.shape)) != (
+                whole.value.dtype,
+                box.shape,
+            ):
+                raise FormatError(f"{self._folder}: a shard of {name!r:.80} is another than its metadata says")
+            whole.value[box.slices()].copy_(shard.detach())
+        memory = whole.memory()
+        assert memory is not None  # fresh, on the host
+        return memory
+
+
+def _path(paths: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    path = tuple(paths.get(name, (name,)))
+    if not all(type(key) in (str, int) for key in path):
+        raise TypeError(f"{path!r:.80} is no path")
+    return path
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts whose keys are 0, 1, 2 and so on as lists: of these torch keeps the keys as ints."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
+        return [items[i] for i in range(len(items))]
+    return items

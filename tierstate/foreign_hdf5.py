@@ -1,0 +1,155 @@
+"""HDF5 files: what tierstate exported, its packs, and any others, as states whose datasets stay in the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import FormatError
+from tierstate.manifest.leaf import Leaf, Spec, decode_path
+from tierstate.providers.arrays import ArrayProvider
+from tierstate.providers.dtypes import TORCH
+from tierstate.providers.hdf5 import ATTRIBUTES, Attributes, DatasetProvider, member, members
+from tierstate.tiers.formats import element
+from tierstate.tiers.hdf5_format import DTYPE, OWN, PATH
+
+from .foreign import MAX_METADATA, Foreign, Progress, checked_step, named, nest, outlined
+from .stored import Stored, check_stored
+
+
+@contextmanager
+def open_hdf5(path: Path, progress: Progress, *, skip_values: bool = False) -> Iterator[Foreign]:
+    """The state in a file.
+
+    A file that tierstate exported gives the state that was exported, a pack its leaves by their paths; any other its
+    groups as dicts, datasets as tensors where torch knows the type and as arrays otherwise, text as text, attributes
+    under the key ``/attrs``.
+
+    Args:
+        skip_values: of a file of others, leave out text and attributes.
+
+    Raises:
+        FormatError: it is no such file, or its outline does not fit.
+        CaptureError: a dataset or attribute is of a type that cannot be saved; the message names it.
+    """
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read as HDF5: {error}") from error
+    with file:
+        try:
+            with named(str(path)):
+                found = _Reader(file, str(path), progress).read(skip_values)
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:  # what h5py makes of damage
+            raise FormatError(f"{path} cannot be read as HDF5: {error}") from error
+        yield found
+
+
+class _Reader:
+    def __init__(self, file: h5py.File, what: str, progress: Progress) -> None:
+        self._file, self._what, self._progress = file, what, progress
+
+    def read(self, skip_values: bool) -> Foreign:
+        if not isinstance(self._file.get(OWN), h5py.Group):
+            return Foreign(self._tree(self._file, skip_values))
+        metadata = self._metadata()
+        step = self._file.attrs.get("step")
+        return outlined(metadata, self._find, self._what) or Foreign(
+            nest(self._pack(self._file, ()), self._what),
+            checked_step(int(step) if isinstance(step, np.integer) else None),
+            metadata,
+        )
+
+    def _metadata(self) -> Mapping[str, Any]:
+        found = self._file[OWN].get("metadata")
+        if not isinstance(found, h5py.Dataset) or found.dtype.kind != "S" or found.shape != ():
+            return {}
+        if found.dtype.itemsize > MAX_METADATA:
+            raise FormatError(
+                f"{self._what}: metadata of {found.dtype.itemsize} bytes; at most {MAX_METADATA} are read"
+            )
+        try:
+            metadata = json.loads(bytes(found[()]))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{self._what}: {OWN}/metadata is not JSON: {error}") from error
+        return metadata if isinstance(metadata, dict) else {}
+
+    def _find(self, name: Sequence[str], spec: Spec) -> Stored:
+        dataset: Any = self._file
+        for part in name:
+            known = (
+                isinstance(dataset, h5py.Group) and "/" not in part and part not in ("", ".", "..") and part in dataset
+            )
+            dataset = member(dataset, part) if known else None
+        if not isinstance(dataset, h5py.Dataset) or not name:
+            raise FormatError(f"{self._what}: there is no dataset {'/'.join(name)!r:.80}, of which its outline speaks")
+        found = (_type(dataset), dataset.shape)
+        if found != (element(Leaf((), check_stored(spec))), spec.shape):
+            raise FormatError(
+                f"{self._what}: dataset {dataset.name} is {found[0]} of shape {found[1]}, "
+                f"and {spec.dtype} of shape {spec.shape} in its outline"
+            )
+        return self._stored(dataset, spec)
+
+    def _stored(self, dataset: h5py.Dataset, spec: Spec) -> Stored:
+        provider = DatasetProvider(dataset, spec)
+        return Stored(spec, partial(self._read, provider), provider.alias)
+
+    def _read(self, provider: DatasetProvider, start: int, out: Buffer) -> None:
+        provider.read(start, out)
+        self._progress(out.numel())
+
+    def _pack(self, group: h5py.Group, names: tuple[str, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        for name, found in members(group).items():
+            here = (*names, name)
+            if isinstance(found, h5py.Group) and here != (OWN,):
+                yield from self._pack(found, here)
+            elif isinstance(found, h5py.Dataset):
+                code = found.attrs.get(PATH)
+                yield decode_path(_text(code)) if code is not None else here, self._value(found)
+
+    def _tree(self, group: h5py.Group, skip_values: bool) -> dict[str, Any]:
+        found = {}
+        for name, value in members(group).items():
+            if isinstance(value, h5py.Group):
+                found[name] = self._tree(value, skip_values)
+            elif not (skip_values and _is_text(value)):
+                found[name] = self._value(value)
+        attributes = {} if skip_values else Attributes(group).get()
+        return {**found, ATTRIBUTES: attributes} if attributes else found
+
+    def _value(self, dataset: h5py.Dataset) -> Any:
+        if _is_text(dataset):
+            text = dataset.asstr()[()]
+            return text.tolist() if isinstance(text, np.ndarray) else text
+        name = _type(dataset)
+        if name in TORCH and dataset.shape is not None and TORCH[name].itemsize == dataset.id.get_type().get_size():
+            return self._stored(dataset, Spec("tensor", name, TORCH[name].itemsize, dataset.shape))
+        return self._stored(dataset, DatasetProvider(dataset).spec)
+
+
+def _is_text(dataset: h5py.Dataset) -> bool:
+    text = h5py.check_string_dtype(dataset.dtype)
+    return text is not None and text.length is None and dataset.shape is not None
+
+
+def _type(dataset: h5py.Dataset) -> str:
+    """The element type as `element` names it; empty where it has none there."""
+    if DTYPE in dataset.attrs:
+        return _text(dataset.attrs[DTYPE])
+    dtype = dataset.dtype
+    if dtype.names is not None or dtype.hasobject or dtype.subdtype is not None:
+        return ""
+    return element(Leaf((), Spec(ArrayProvider.kind, dtype.str, dtype.itemsize)))
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

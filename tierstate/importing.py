@@ -1,0 +1,119 @@
+"""Imports: a new version of a run from other programs' files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tierstate.manifest.errors import FormatError, NotFound, TierFull
+
+from .checkpointer import Checkpointer
+from .foreign import Foreign, Progress
+from .info import VersionInfo
+
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_KINDS = "a .safetensors file or its .index.json, an HDF5 file, a file of torch.save, or a folder of DCP"
+
+
+@contextmanager
+def read(
+    path: Path | str, *, skip_values: bool = False, progress: Progress = lambda _nbytes: None
+) -> Iterator[Foreign]:
+    """The state in a file or folder, to be saved in the block: tensors are read from the file while they are saved.
+
+    Args:
+        path: a ``.safetensors`` file, the ``.index.json`` of several (or the folder they lie in), an HDF5 file, a file
+            of ``torch.save``, or a folder of ``torch.distributed.checkpoint``. Nothing in them is run.
+        skip_values: of HDF5 files of others, leave out text and attributes.
+        progress: called with the bytes read since the last call; not for files of ``torch.save``.
+
+    Raises:
+        FormatError: it is none of these, or damaged.
+        Unsafe: to load it would run its code.
+    """
+    path = _inside(Path(path))
+    with _open(path, _kind(path), skip_values, progress) as found:
+        yield found
+
+
+def import_version(
+    ckpt: Checkpointer,
+    path: Path | str,
+    *,
+    step: int | None = None,
+    under: str = "",
+    skip_values: bool = False,
+    progress: Progress = lambda _nbytes: None,
+) -> VersionInfo:
+    """Save what lies in a file or folder as a new version of a run.
+
+    Args:
+        step: its step; by default the file's own, and 0 where it has none.
+        under: key, or keys with dots between, under which the state is put: ``model`` for what is to be restored with
+            ``ckpt.restore({"model": model})``.
+        path, skip_values, progress: as for `read`.
+
+    Returns:
+        The version, once it is durable.
+
+    Raises: as `read` and `Checkpointer.save`.
+    """
+    with read(path, skip_values=skip_values, progress=progress) as found:
+        state: Any = found.state
+        for key in reversed(under.split(".") if under else []):
+            state = {key: state}
+        chosen = step if step is not None else found.step or 0
+        save = ckpt.save(state, chosen, found.metadata)
+        save.wait_captured()
+    if save.skipped:
+        raise TierFull("nothing was imported: the arena was full, and the policy says on_full: skip")
+    save.wait()
+    places = ckpt._catalog().newest_first()
+    return next(VersionInfo.of(place.entries[0]) for place in places if place.seq == save.seq)
+
+
+def _inside(path: Path) -> Path:
+    """The file to read where a folder of safetensors files is named; the path itself otherwise."""
+    if not path.exists():
+        raise NotFound(f"{path} does not exist")
+    if not path.is_dir() or (path / ".metadata").exists():
+        return path
+    found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        raise FormatError(f"{path} is a folder with {len(found)} files to choose from; name {_KINDS}")
+    return found[0]
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "dcp"
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return "safetensors"
+    with path.open("rb") as file:
+        head = file.read(8)
+    if head == _HDF5:
+        return "hdf5"
+    if head.startswith((b"PK\x03\x04", b"\x80")):
+        return "torch"
+    raise FormatError(f"{path} is of no kind that can be imported; name {_KINDS}")
+
+
+def _open(path: Path, kind: str, skip_values: bool, progress: Progress) -> Any:
+    # Each imports what it needs of other libraries.
+    if kind == "dcp":
+        from .foreign_dcp import open_dcp
+
+        return open_dcp(path, progress)
+    if kind == "hdf5":
+        from .foreign_hdf5 import open_hdf5
+
+        return open_hdf5(path, progress, skip_values=skip_values)
+    if kind == "torch":
+        from .foreign_torch import open_torch
+
+        return open_torch(path)
+    from .foreign_safetensors import open_safetensors
+
+    return open_safetensors(path, progress)
