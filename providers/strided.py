@@ -58,7 +58,7 @@ class Strided:
     def write(self, start: int, data: Buffer) -> None:
         """Copy ``data`` to the bytes from ``start`` on; any range. Only where `direct`.
 
-        From the host to CUDA the copy may be only queued on the current stream.
+        To CUDA the copy may be only queued on the current stream.
         """
         if self.dense:
             beside = self.device.type == "cuda" and not data.is_cuda
@@ -72,8 +72,6 @@ class Strided:
                 self._scatter_bytes(start, data[: head - start])
                 self._scatter(head // size, tail // size, data[head - start : tail - start])
                 self._scatter_bytes(tail, data[tail - start :])
-        if data.is_cuda:  # the caller may use its buffer again as soon as this returns
-            torch.cuda.current_stream(data.device).synchronize()
 
     def assign(self, data: Buffer) -> bool:
         """Write all bytes at once through strides that overlap, or a lazy conjugate or negative.

@@ -104,10 +104,12 @@ class TensorProvider(Provider):
 
     def load(self, start: int, data: Buffer) -> Event | None:
         strided = self._strided
-        if strided.direct and strided.device.type == "cuda" and data.device == CPU:
+        if strided.direct and strided.device.type == "cuda" and data.device in (CPU, strided.device):
             return upload(strided.device, partial(strided.write, start, data))
         if strided.direct:
             strided.write(start, data)
+            if data.is_cuda:  # the caller may use its buffer again as soon as this returns
+                torch.cuda.current_stream(data.device).synchronize()
             return None
         with _GATHERING:
             if self._gathered is None:

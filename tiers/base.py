@@ -57,6 +57,8 @@ class Traits:
         parallelism: requests in flight that the tier likes best.
         capacity: bytes it may keep; None where only the medium decides.
         bandwidth: bytes per second to expect; None where unknown.
+        scarce: room is scarce: no version is kept there for slower tiers to be filled from, and versions share nothing,
+            so that each one that is dropped makes room.
         conditional_create: whether create-only also holds between racing processes: True and False were probed,
             None is not known yet.
         io: how long objects are moved, as found out at the first transfer; empty where there is no choice.
@@ -72,6 +74,7 @@ class Traits:
     parallelism: int = 4
     capacity: int | None = None
     bandwidth: float | None = None
+    scarce: bool = False
     conditional_create: bool | None = True
     io: str = ""
     notes: tuple[str, ...] = ()

@@ -32,11 +32,16 @@ Before: TypeAlias = Callable[[], Standing | None]
 
 
 class Work(NamedTuple):
-    """One save that is to be captured, and its way into each of its tiers."""
+    """One save that is to be captured, and its way into each of its tiers.
+
+    Attributes:
+        snapped: all that is guarded lies in a snapshot: once the rest is copied out, the state may change.
+    """
 
     ticket: Ticket
     plan: Plan
     jobs: list[tuple[Lane, Job]]
+    snapped: bool = False
 
     def intakes(self) -> list[Intake]:
         """The jobs that take the capture's slabs."""
@@ -78,7 +83,8 @@ class Capturing:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            if not work.ticket.captured.done():
+            if not work.ticket.begun:
+                work.ticket.begun = True
                 # Of each, whether the lane had nothing else to do: all are put, and not only those up to the first.
                 idle = all([lane.put(job) or isinstance(job, Copy) for lane, job in work.jobs])
                 self._save(work, partial(self._before, work) if idle else lambda: None)
@@ -109,6 +115,7 @@ class Capturing:
         else:
             work.ticket.capture_ended(None)
             outcome = self._describe(work, standing)
+        work.ticket.lost = isinstance(outcome, BaseException)
         for intake in work.intakes():
             intake.feed(outcome)
 
@@ -125,7 +132,8 @@ class Capturing:
             for intake in intakes:
                 intake.feed(Kept(rows, digests))
 
-        outlet = Outlet(dispatch, keep, ticket.freed.set, ticket.cancelled.is_set)
+        freed = partial(ticket.capture_ended, None) if work.snapped else ticket.freed.set
+        outlet = Outlet(dispatch, keep, freed, ticket.cancelled.is_set)
         digest = algorithm(ticket.head.digest)
         return Capture(work.plan, ticket.head.chunk, self._arena, digest, outlet, before).run()
 

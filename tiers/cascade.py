@@ -87,6 +87,8 @@ class Cascade:
 
     def pinned(self, name: str) -> Mapping[int, str]:
         """Versions that a tier must not drop now, and why."""
+        if self._shelves[name].tier.traits.scarce:
+            return {}
         slower = [n for n in list(self._shelves)[list(self._shelves).index(name) + 1 :] if self._lasts(n)]
         lanes = {n: self.lanes[n] for n in slower}
         wanted = {n: self._ledger.wanted(n) | lane.wanted() for n, lane in lanes.items()}
@@ -139,7 +141,8 @@ class Cascade:
         return Due.of(version.head, version.nbytes) if here else None
 
     def _faster(self, name: str) -> list[Shelf]:
-        return list(self._shelves.values())[: list(self._shelves).index(name)]
+        faster = list(self._shelves.values())[: list(self._shelves).index(name)]
+        return [shelf for shelf in faster if not shelf.tier.traits.scarce]
 
     def _lasts(self, name: str) -> bool:
         return self._shelves[name].tier.traits.persistent

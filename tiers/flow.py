@@ -16,7 +16,7 @@ from tierstate.manifest.head import Head
 from .arena import Arena
 from .capturing import Capturing, Work
 from .cascade import Cascade
-from .formatted import publication_of
+from .formatted import Stages, publication_of
 from .jobs import Intake, Job
 from .lane import Lane
 from .ledger import Ledger
@@ -27,6 +27,7 @@ from .policy import Policy
 from .publication import Route
 from .routes import Routes
 from .shelf import Shelf
+from .snapshot import snapped
 from .ticket import Ticket
 
 log = logging.getLogger("tierstate")
@@ -97,8 +98,11 @@ class Flow:
             ticket.skip()
             return ticket
         self._arena.prepare(plan.total)
-        work = Work(ticket, plan, self._jobs(ticket, plan, names, routes))
+        final = [plan.without_memory()]  # the plan by which it is captured in the end
+        work = Work(ticket, plan, self._jobs(ticket, plan, names, routes, lambda: final[0].stages()))
         try:
+            work = snapped(work)
+            final[0] = work.plan.without_memory()
             self._ledger.add(ticket)
             self._last |= dict.fromkeys(names, (head.step, head.time))
             capturing.put(work)
@@ -167,17 +171,18 @@ class Flow:
         return self._policy.arena.on_full == "skip" and self._arena.lacks(plan.total)
 
     def _jobs(
-        self, ticket: Ticket, plan: Plan, names: Sequence[str], routes: Mapping[str, Route]
+        self, ticket: Ticket, plan: Plan, names: Sequence[str], routes: Mapping[str, Route], stages: Stages
     ) -> list[tuple[Lane, Job]]:
         """The save's way into each of its tiers: from slabs where it enters, from a faster tier elsewhere."""
         persistent = [self._shelves[n].tier.traits.persistent for n in names]
         wish = entry_tiers(names, persistent, [self.lanes[n].healthy for n in names])
-        entry, cascade = able_to_cascade(*wish, {n: routes[n].leaves for n in names})
-        rows, stages = plan.row_leaves(self._policy.chunk), plan.without_memory().stages
+        sources = [n for n in names if not self._shelves[n].tier.traits.scarce]
+        entry, cascade = able_to_cascade(*wish, {n: routes[n].leaves & (n in sources) for n in names})
+        entries, rows = [n for n in entry if n in sources], plan.row_leaves(self._policy.chunk)
 
         def job(name: str) -> Job:
             if name in cascade:
-                return self._cascade.copy(name, Due.of(ticket.head, ticket.nbytes), ticket, entry)
+                return self._cascade.copy(name, Due.of(ticket.head, ticket.nbytes), ticket, entries)
             return Intake(
                 ticket, publication_of(self._shelves[name], ticket.head, plan.leaves, rows, routes[name], stages)
             )

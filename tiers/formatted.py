@@ -80,6 +80,11 @@ class Formatted(Publication):
     def stored(self) -> int:
         return super().stored + self._files.stored
 
+    @property
+    def plain(self) -> Array:
+        """None: what lies in files is laid out before it is known."""
+        return np.zeros(len(self._leaves), bool)
+
     def standing(self, digests: Array) -> Array:
         in_files = self._files.standing(digests)
         # To the base, what goes into files does not go to this tier.

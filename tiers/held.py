@@ -52,8 +52,8 @@ class HeldObject:
             buffer = self.pieces[i].buffer
             at = offset + done - self.starts[i]
             n = min(buffer.numel() - at, out.numel() - done)
-            # Tensor.copy_ lets other threads run; assigning to a memoryview does not.
-            out[done : done + n].copy_(buffer[at : at + n])
+            # Tensor.copy_ lets other threads run; assigning to a memoryview does not. From a device it is only queued.
+            out[done : done + n].copy_(buffer[at : at + n], non_blocking=True)
             i, done = i + 1, done + n
 
     def free(self) -> None:
@@ -105,11 +105,15 @@ class HeldTier(Tier):
         nbytes = buffer.numel()
         self._gauge.take(nbytes, self.name, key)
         try:
-            copy = buffer.clone()
+            copy = self._copied(buffer)
         except BaseException:
             self._gauge.give_back(nbytes)
             raise
         return Piece(copy, lambda: self._gauge.give_back(nbytes), leased=False)
+
+    def _copied(self, buffer: Buffer) -> Buffer:
+        """The bytes of a host buffer, in memory of the tier's own kind."""
+        return buffer.clone()
 
     def put(self, key: str, data: Buffer) -> None:
         with self.writer(key) as writer:
@@ -127,10 +131,10 @@ class HeldTier(Tier):
         if key in self._objects:
             raise AlreadyExists(f"{self.name}: {key}: exists already, nothing was changed", tier=self.name, key=key)
 
-    def _add_object(self, key: str, pieces: Sequence[Piece]) -> None:
+    def _add_object(self, key: str, held: HeldObject) -> None:
         with self._lock:
             self._must_be_free(key)
-            self._objects[key] = HeldObject(pieces)
+            self._objects[key] = held
 
     def _find(self, key: str) -> HeldObject:
         try:
@@ -209,7 +213,7 @@ class HeldWriter(StepWriter):
         return piece.leased
 
     def _publish(self) -> None:
-        self._tier._add_object(self._key, self._pieces)
+        self._tier._add_object(self._key, HeldObject(self._pieces))
 
     def _discard(self) -> None:
         pieces, self._pieces = self._pieces, []

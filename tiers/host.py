@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import torch
 
 from tierstate.manifest.chunk import Buffer
 
-from .base import Release
+from .base import Release, Traits
 from .held import HeldTier, Piece
+from .pages import current_device
 from .units import Size
 
 
@@ -39,7 +42,7 @@ class Host(HeldTier):
 
     What comes without a lease (``put``, or ``append`` without ``release``) is copied, and so is a buffer of less than
     half of its slab: a small leaf must not hold on to a big slab. An object's memory is freed when it has been deleted
-    and nobody is reading it.
+    and nobody is reading it. Where this process uses CUDA, all of it is pinned: slabs by the arena, copies by torch.
 
     Args:
         capacity: bytes it may hold, where a kept slab counts whole; None for as many as there is memory.
@@ -51,6 +54,14 @@ class Host(HeldTier):
         self._arena = arena
         self._pins: dict[int, _Pin] = {}
         self._pinning = threading.Lock()
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits if current_device() is None else replace(self._traits, notes=("memory is pinned",))
+
+    def _copied(self, buffer: Buffer) -> Buffer:
+        # What is copied is short, so that it costs little that torch pins powers of two.
+        return torch.empty(len(buffer), dtype=torch.uint8, pin_memory=current_device() is not None).copy_(buffer)
 
     def _hold(self, key: str, buffer: Buffer, release: Release | None) -> Piece:
         if release is None or 2 * buffer.numel() < self._slab_size(buffer):

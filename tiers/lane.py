@@ -238,7 +238,7 @@ class Lane:
 
     def _fail(self, job: Job, error: BaseException) -> None:
         name, ticket = self.shelf.name, job.ticket
-        if not (isinstance(error, (NoSource, Damaged)) or (ticket and ticket.captured.exception())):
+        if not (isinstance(error, (NoSource, Damaged)) or (ticket and ticket.lost)):
             # Its own doing, and not that there was nothing to write.
             self.healthy = False
         if isinstance(error, (AlreadyExists, NotFound)):
@@ -264,7 +264,7 @@ class Lane:
         if job.ticket is None:
             debt = None if job.cancelled.is_set() else job
         else:
-            debt = None if job.ticket.captured.exception() else self._ties.debt(job.ticket)
+            debt = None if job.ticket.lost else self._ties.debt(job.ticket)
         with self._changed:
             self._gave_up = self._gave_up or self._ended
             return debt is not None and self._backlog.owe(debt)

@@ -17,6 +17,9 @@ from tierstate.manifest.version import ShardRow
 
 from .packing import in_order
 
+HOST = -1
+"""The host, where devices have numbers."""
+
 Chunks = Callable[[int], Iterator[Chunk]]
 """A source's chunks for a given size."""
 
@@ -41,6 +44,7 @@ class Source(NamedTuple):
         chunks: its chunks for a given size.
         guarded: whether it holds still after the call of save, until somebody who is made to wait changes it.
         memory: its bytes as they lie in host memory, where they do.
+        device: number of the CUDA device that it lies on, and whose memory its chunks can be filled into; or HOST.
     """
 
     leaf: int
@@ -49,6 +53,7 @@ class Source(NamedTuple):
     chunks: Chunks
     guarded: bool = False
     memory: Buffer | None = None
+    device: int = HOST
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +66,7 @@ class Plan:
         guarded: ``(sources,)`` of bool.
         address: ``(sources,)`` of int64: where the bytes lie in host memory; 0 for those that come as chunks.
         chunks: those, by the source's number.
+        device: ``(sources,)`` of int64, as in `Source`.
         keep: what keeps the memory alive.
         fences: what to wait for on devices that are in use.
     """
@@ -72,6 +78,7 @@ class Plan:
     guarded: Array
     address: Array
     chunks: Mapping[int, Chunks]
+    device: Array
     keep: Any = None
     fences: tuple[Fence, ...] = ()
 
@@ -86,6 +93,7 @@ class Plan:
             np.array([s.guarded for s in sources], bool),
             np.array([address_of(s.memory) for s in sources], "i8"),
             {i: s.chunks for i, s in enumerate(sources) if s.memory is None},
+            np.array([s.device for s in sources], "i8"),
             [s.memory for s in sources],
             tuple(fences),
         )
@@ -94,16 +102,16 @@ class Plan:
         """The plan with some sources in place of those of the same numbers."""
         boxes, chunks, keep = list(self.boxes), dict(self.chunks), [self.keep]
         nbytes, guarded, address = self.nbytes.copy(), self.guarded.copy(), self.address.copy()
+        device = self.device.copy()
         for i, source in sources.items():
-            boxes[i], nbytes[i], guarded[i] = source.box, source.nbytes, source.guarded
+            boxes[i], nbytes[i], guarded[i], device[i] = source.box, source.nbytes, source.guarded, source.device
             address[i] = address_of(source.memory)
             keep.append(source.memory)
             chunks.pop(i, None)
             if source.memory is None:
                 chunks[i] = source.chunks
-        return replace(
-            self, boxes=tuple(boxes), nbytes=nbytes, guarded=guarded, address=address, chunks=chunks, keep=keep
-        )
+        columns = replace(self, nbytes=nbytes, guarded=guarded, address=address, device=device)
+        return replace(columns, boxes=tuple(boxes), chunks=chunks, keep=keep)
 
     @cached_property
     def total(self) -> int:

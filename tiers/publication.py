@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -55,6 +55,26 @@ class Route:
         return np.array([codec == RAW for codec in self.codecs], bool)
 
 
+class Adopted(Protocol):
+    """Chunks of a version that lie in the tier before it is known what they are.
+
+    Attributes:
+        rows: ``(n,)``: their rows.
+        stored: bytes that they take.
+    """
+
+    rows: Array
+
+    @property
+    def stored(self) -> int: ...
+
+    def place(self, version: Version, draft: Draft) -> None:
+        """Make them visible, and say where they lie."""
+
+    def discard(self) -> None:
+        """Leave nothing of them behind."""
+
+
 class Publication:
     """One version into one tier.
 
@@ -73,13 +93,25 @@ class Publication:
         self._draft = Draft(len(row_leaves))
         self._written: dict[bytes, int] = {}
         self._sent = False
+        self._adopted: Adopted | None = None
         self._routed: Array = route.leaves[row_leaves]
         self._raw: Array = route.raw[row_leaves]
 
     @property
     def stored(self) -> int:
         """Bytes written so far; what was reused is not among them."""
-        return self._packs.stored
+        return self._packs.stored + (0 if self._adopted is None else self._adopted.stored)
+
+    @property
+    def plain(self) -> Array:
+        """``(leaves,)`` of bool: which leaves go there, and are stored as they are."""
+        found: Array = self._route.leaves & self._route.raw
+        return found
+
+    def adopt(self, chunks: Adopted) -> None:
+        """These chunks lie in the tier already, and are not written."""
+        self._adopted = chunks
+        self._routed[chunks.rows] = False
 
     def standing(self, digests: Array) -> Array:
         """Which rows would need nothing if these, ``(chunks, 2)``, were their digests: they do not go to this tier, or
@@ -166,6 +198,8 @@ class Publication:
     def commit(self, version: Version) -> Record:
         """Make packs durable, then create the record."""
         self._packs.close()
+        if self._adopted is not None:
+            self._adopted.place(version, self._draft)
         sizes = self._sizes()
         record = Record(version, self._draft.build(sizes), self._signature())
         self._sent = True
@@ -200,7 +234,11 @@ class Publication:
             error.add_note(f"and clearing up after it failed too: {second}")
 
     def _discard(self) -> None:
-        self._packs.abort()
+        try:
+            if self._adopted is not None:
+                self._adopted.discard()
+        finally:
+            self._packs.abort()
 
 
 def _names(digests: Array) -> list[bytes]:

@@ -46,7 +46,7 @@ class Shelf:
     def __init__(self, tier: Tier, run: str, keep: Keep | None = None) -> None:
         self.tier, self.run, self.keep = tier, run, keep
         self.log = Log(tier, run)
-        self._lock = threading.Lock()
+        self._lock, self._retiring = threading.Lock(), threading.Lock()
         self._newest: Record | None = None
         self._opened = self._own = False
         self._known: dict[int, _Known] = {}
@@ -119,8 +119,8 @@ class Shelf:
             ``(n,)`` of bool: which of them got a place.
         """
         found = np.zeros(len(rows), bool)
-        record = self.newest()
-        if record is None or not len(rows):
+        record = None if self.tier.traits.scarce or not len(rows) else self.newest()
+        if record is None:
             return found
         there = self._index_of(record).find(digests)
         if not (there >= 0).any():
@@ -212,6 +212,10 @@ class Shelf:
             in_use: numbers that a cascade still reads from here, perhaps with the reason of each; they stay for now.
             room_for_one: the version that is about to come counts as one of the ``last``.
         """
+        with self._retiring:
+            return self._retire(in_use, room_for_one)
+
+    def _retire(self, in_use: Collection[int], room_for_one: bool) -> Decision:
         keep = self.keep
         if keep is None or keep.all:
             return Decision({}, ())

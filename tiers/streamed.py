@@ -73,7 +73,7 @@ class Streamed:
         order = self._plan.in_order(sources)
         try:
             for source in order.tolist():
-                for i, chunk in enumerate(self._chunks(source)):
+                for i, chunk in enumerate(checked(self._plan, source, self._chunk)):
                     if self._stop():
                         raise CaptureError("the save was cancelled")
                     yield from self._make_room(chunk.nbytes)
@@ -81,30 +81,6 @@ class Streamed:
             yield from self._shut(0)
         finally:
             self._let_go()
-
-    def _chunks(self, source: int) -> Iterator[Chunk]:
-        """The source's chunks, held to the contract: in order, without a gap, of the right lengths."""
-        at, nbytes = 0, int(self._plan.nbytes[source])
-        for chunk in self._yielded(source):
-            right = min(self._chunk, nbytes - at)
-            if chunk.start != at or chunk.nbytes != right or right <= 0:
-                raise CaptureError(
-                    f"{self._plan.name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
-                    f"right are {right} at {at} of {nbytes}"
-                )
-            at += chunk.nbytes
-            yield chunk
-        if at != nbytes:
-            raise CaptureError(f"{self._plan.name(source)}: its provider gave {at} of {nbytes} bytes")
-
-    def _yielded(self, source: int) -> Iterator[Chunk]:
-        try:
-            for chunk in self._plan.chunks[source](self._chunk):
-                yield Chunk(*chunk)
-        except TierstateError:
-            raise
-        except Exception as error:
-            raise CaptureError(f"{self._plan.name(source)}: its provider failed: {error!r}") from error
 
     def _make_room(self, nbytes: int) -> Iterator[Filled]:
         """See that the open slab has room for the next chunk."""
@@ -152,6 +128,36 @@ class Streamed:
                 except Exception as error:
                     log.debug("%s: a copy that nobody waits for failed: %s", name, error)
             filling.slab.release()
+
+
+def checked(plan: Plan, source: int, size: int) -> Iterator[Chunk]:
+    """A source's chunks, held to the contract: in order, without a gap, of the right lengths.
+
+    Raises:
+        CaptureError: its provider failed, or broke the contract.
+    """
+    at, nbytes = 0, int(plan.nbytes[source])
+    for chunk in _yielded(plan, source, size):
+        right = min(size, nbytes - at)
+        if chunk.start != at or chunk.nbytes != right or right <= 0:
+            raise CaptureError(
+                f"{plan.name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
+                f"right are {right} at {at} of {nbytes}"
+            )
+        at += chunk.nbytes
+        yield chunk
+    if at != nbytes:
+        raise CaptureError(f"{plan.name(source)}: its provider gave {at} of {nbytes} bytes")
+
+
+def _yielded(plan: Plan, source: int, size: int) -> Iterator[Chunk]:
+    try:
+        for chunk in plan.chunks[source](size):
+            yield Chunk(*chunk)
+    except TierstateError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{plan.name(source)}: its provider failed: {error!r}") from error
 
 
 @contextmanager

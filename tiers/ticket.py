@@ -27,6 +27,8 @@ class Ticket:
         tiers: per tier that this save goes to, done once it is committed there.
         elsewhere: per tier that this save does not go to, why not.
         skipped: the arena was full and the policy says skip: nothing was saved.
+        begun: its capture has begun, or has ended without.
+        lost: there will be no version, as what was to be captured could not be.
         seconds: time from the call to each tier's commit.
     """
 
@@ -36,7 +38,7 @@ class Ticket:
         self.captured: Future[None] = Future()
         self.tiers: dict[str, Future[None]] = {name: Future() for name in tiers}
         self.elsewhere = dict(elsewhere)
-        self.skipped = False
+        self.skipped = self.begun = self.lost = False
         self.seconds: dict[str, float] = {}
         self.cancelled = threading.Event()
         self.told: set[str] = set()
@@ -48,7 +50,9 @@ class Ticket:
 
     def capture_ended(self, error: BaseException | None) -> None:
         """All is copied out, or will never be."""
-        if error is not None:
+        if self.captured.done():
+            pass  # by a snapshot; what is read from that is no part of the state any more
+        elif error is not None:
             self.captured.set_exception(error)
         else:
             self.captured.set_result(None)

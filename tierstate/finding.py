@@ -22,6 +22,8 @@ from tierstate.tiers.fetch import Fetch
 from tierstate.tiers.landing import Landing
 from tierstate.tiers.mend import Mender
 
+from .rollback import Destinations, roll_back
+
 log = logging.getLogger("tierstate")
 
 OnDamage = Literal["raise", "older"]
@@ -199,7 +201,8 @@ def _fill(entry: Entry, target: Target, arena: Arena) -> Any:
         return providers[leaf].load(start, raw)
 
     try:
-        fetch.fill(version.rows_of(list(providers)), Landing(version, memories, load, untouched=target.is_new))
+        rows = roll_back(entry, version.rows_of(list(providers)), Destinations(providers, memories))
+        fetch.fill(rows, Landing(version, memories, load, untouched=target.is_new))
     finally:
         mender.close()
     return target.finish()

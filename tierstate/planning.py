@@ -18,7 +18,7 @@ from tierstate.providers.tensors import TensorProvider
 from tierstate.providers.tree import Tree
 from tierstate.tiers.devices import fences
 from tierstate.tiers.placement import may_pickle
-from tierstate.tiers.plan import Plan, Source
+from tierstate.tiers.plan import HOST, Plan, Source
 from tierstate.tiers.policy import Policy, TierPolicy
 
 from .guard import Guard
@@ -88,9 +88,12 @@ class Planner:
             box, memory = provider.box, memory_of(provider, leaf.spec.nbytes)
         except Exception as error:
             raise CaptureError(f"leaf {leaf.name}: {error}") from error
+        device = HOST
         if isinstance(provider, TensorProvider) and provider.value.is_cuda:
             self._devices.add(provider.value.device.index)
-        return Source(index, box, leaf.spec.nbytes, provider.chunks, self._covers(provider), memory)
+            if type(provider).chunks is TensorProvider.chunks:  # another's fill was promised host memory
+                device = provider.value.device.index
+        return Source(index, box, leaf.spec.nbytes, provider.chunks, self._covers(provider), memory, device)
 
     def _again(self, last: Plan, tree: Tree) -> Plan:
         # Storages, and not tensors, which may be given other memory while this one is still being read.

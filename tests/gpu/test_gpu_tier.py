@@ -1,0 +1,260 @@
+"""The gpu tier on a CUDA device: snapshots beside what it computes, rollback within it, and its memory when short."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from strategies import difference
+from worlds import policy, tier
+
+import tierstate as ts
+from tierstate import finding
+from tierstate.manifest.chunk import empty_buffer
+from tierstate.manifest.errors import TierFull
+from tierstate.tiers.arena import Arena
+from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.gpu import DeviceObject, Gpu, gpu_in
+from tierstate.tiers.host import Host
+from tierstate.tiers.sums import BLOCK, on_host, summed
+from tierstate.tiers.testing import TierContract, random_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class TestGpuContract(TierContract):
+    examples = 10
+
+    def make(self, tmp_path: Path) -> Tier:
+        return Gpu()
+
+
+class Job:
+    """A model on the device, odd strides there, and what an ordinary state has on the host."""
+
+    def __init__(self, width: int = 1024) -> None:
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4))).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.batch = torch.randn(512, width, device="cuda")
+        self.odd = torch.randn(700, 900, device="cuda").t()[::2]
+        self.host, self.big = torch.randn(1000), torch.randn(600_000)
+        self.steps = 0
+
+    def state(self) -> dict[str, Any]:
+        here = {"host": self.host, "big": self.big, "odd": self.odd, "steps": self.steps}
+        return {"model": self.model, "optimizer": self.optimizer, "rng": torch.cuda.get_rng_state(), **here}
+
+    def truth(self) -> Any:
+        torch.cuda.synchronize()
+        state = {**self.state(), "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return copy.deepcopy(on_the_host(state))
+
+    def forward(self) -> None:
+        for _ in range(20):
+            self.model(self.batch).square().mean().backward()
+
+    def step(self) -> None:
+        self.forward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for tensor in (self.host, self.big, self.odd):
+            tensor.mul_(1.5)
+        self.steps += 1
+
+
+def on_the_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return type(value)((k, on_the_host(v)) for k, v in value.items())
+    return value
+
+
+@pytest.fixture
+def ckpt(place: Path) -> Iterator[ts.Checkpointer]:
+    tiers = {"gpu": {"type": "gpu", "keep": {"last": 2}}, "nvme": tier("nvme", place)}
+    with ts.Checkpointer(policy(tiers, chunk="1MiB", arena={"size": "64MiB"}), "run") as made:
+        yield made
+
+
+def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
+    found = gpu_in(ckpt._shelves[0].tier)
+    assert found is not None
+    return found
+
+
+def snapshots(ckpt: ts.Checkpointer) -> list[DeviceObject]:
+    return [held for held in gpu_of(ckpt)._objects.values() if isinstance(held, DeviceObject)]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["default-stream", "another-stream"])
+def test_versions_are_the_state_at_the_call_and_roll_back_beside_what_is_queued(
+    ckpt: ts.Checkpointer, beside: bool
+) -> None:
+    stream = torch.cuda.Stream() if beside else torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        job, truth = Job(), {}
+        for _ in range(4):
+            job.step()
+            truth[job.steps] = job.truth()
+            job.forward()  # still queued while the state is copied
+            save = ckpt.save(job.state(), step=job.steps)
+            job.step()
+            job.steps -= 1
+            save.wait("gpu")
+            save.wait()
+        assert len(snapshots(ckpt)) == 2
+        for step in (3, 4, 1):
+            job.forward()
+            job.odd.zero_()  # queued: what is restored must come after it
+            job.steps = ckpt.restore(job.state(), step=step)["steps"]
+            assert difference(truth[step], job.truth()) == ""
+        assert difference(truth[4], on_the_host(ckpt.load(step=4, device="cuda"))) == ""
+        assert difference(truth[4], ckpt.load(step=4)) == ""
+
+
+def test_save_waits_for_nothing_but_the_copy_within_the_device(
+    ckpt: ts.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, acquire = threading.Event(), Arena.acquire
+
+    def gated(arena: Arena, *args: Any, **keys: Any) -> Any:
+        assert threading.current_thread().name != "tierstate-capture" or opened.wait(60)
+        return acquire(arena, *args, **keys)
+
+    monkeypatch.setattr(Arena, "acquire", gated)
+    monkeypatch.setattr(Arena, "try_acquire", lambda _: None)
+    job = Job()
+    job.step()
+    truth = job.truth()
+    state = job.state()
+    del state["big"]  # a long tensor on the host is captured as ever
+    save = ckpt.save(state, step=1)
+    save.wait_captured(timeout=0)
+    job.step()
+    assert not save.done("gpu")
+    opened.set()
+    save.wait("gpu")
+    loaded = on_the_host(ckpt.load(device="cuda"))
+    assert difference({k: v for k, v in truth.items() if k != "big"}, loaded) == ""
+
+
+def test_a_rollback_takes_tensors_of_the_device_from_the_device(
+    ckpt: ts.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(1024, 1024).cuda()
+    state = {"model": model, "odd": torch.randn(700, 900, device="cuda").t()[::2]}
+    truth = copy.deepcopy(on_the_host({**state, "model": model.state_dict()}))
+    ckpt.save(state, step=1).wait("gpu")
+    with torch.no_grad():
+        model.weight.add_(1)
+        state["odd"].zero_()
+    monkeypatch.setattr(finding.Fetch, "_one", lambda *_: pytest.fail("something was read by way of the host"))
+    ckpt.restore(state)
+    assert difference(truth, on_the_host({**state, "model": model.state_dict()})) == ""
+
+
+def test_the_device_computes_while_the_host_reads_the_copy(place: Path) -> None:
+    """By the device's own clock: what is queued after the save does not wait for the copies to the host."""
+    tiers = {"gpu": {"type": "gpu", "keep": {"last": 1}}, "nvme": tier("nvme", place)}
+    job = Job(4096)
+    job.step()
+    with ts.Checkpointer(policy(tiers, arena={"size": "512MiB"}, chunk="16MiB"), "run") as ckpt:
+        ckpt.save(job.state(), step=0).wait("gpu")
+        truth = job.truth()
+        end = torch.cuda.Event()
+        save = ckpt.save(job.state(), step=1)
+        job.forward()
+        end.record()
+        assert not end.query() or save.done("gpu"), "save has returned before all was computed"
+        end.synchronize()
+        save.wait("gpu")
+        assert difference(truth, on_the_host(ckpt.load(device="cuda"))) == ""
+
+
+def test_memory_that_changed_on_the_device_is_found_there(
+    ckpt: ts.Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": torch.randn(3_000_000, device="cuda")}
+    truth = copy.deepcopy(on_the_host(state))
+    save = ckpt.save(state, step=1)
+    save.wait("gpu")
+    save.wait()
+    snapshots(ckpt)[0].memory[4_000_000] ^= 1
+    torch.cuda.synchronize()
+    state["w"].zero_()
+    ckpt.restore(state)
+    assert difference(truth, on_the_host(state)) == ""
+    assert "chunks are not what was copied there" in caplog.text
+
+
+def test_sums_are_the_same_on_the_device_and_on_the_host() -> None:
+    memory = random_bytes(5 * BLOCK, 3)
+    assert (on_host(summed(memory.cuda())) == on_host(summed(memory))).all()
+
+
+def test_a_device_without_room_is_a_full_tier_and_not_the_end_of_training(
+    ckpt: ts.Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(TierFull, match=r"has no room for .* more; keep fewer versions there"):
+        gpu_of(ckpt).reserve(torch.cuda.mem_get_info()[1] // BLOCK * 2 * BLOCK, "a")
+    assert gpu_of(ckpt).used == 0
+    state = {"w": torch.randn(64 << 20, device="cuda")}
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (64 << 20)) / total)
+    try:
+        save = ckpt.save(state, step=1)
+        save.wait()
+        with pytest.raises(TierFull):
+            save.wait("gpu")
+        state["w"].add_(1)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "step 1 is captured by way of the host, and not within gpu" in caplog.text
+    ckpt.save(state, step=2).wait("gpu")
+
+
+def test_all_memory_comes_back_when_it_is_closed(place: Path) -> None:
+    state = {"w": torch.randn(3_000_000, device="cuda")}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    tiers = {"gpu": {"type": "gpu", "keep": {"last": 2}}, "nvme": tier("nvme", place)}
+    with ts.Checkpointer(policy(tiers, chunk="1MiB", arena={"size": "64MiB"}), "run") as ckpt:
+        for step in range(5):
+            ckpt.save(state, step=step).wait("gpu")
+            assert torch.cuda.memory_allocated() - before <= 3 * (12_000_000 + BLOCK) + (4 << 20)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_range_may_be_memory_of_the_device() -> None:
+    made = Gpu()
+    data = random_bytes(100_000)
+    made.put("a", data)
+    out = torch.zeros(50_000, dtype=torch.uint8, device="cuda")
+    here = empty_buffer(10).pin_memory()
+    made.read("a", [Range(10, out), Range(0, here)])
+    assert torch.equal(out.cpu(), data[10:50_010])
+    assert torch.equal(here, data[:10])
+    made.close()
+
+
+def test_the_tier_settles_on_the_device_that_was_current_when_it_was_made() -> None:
+    torch.cuda.set_device(0)
+    assert Gpu().line.device == torch.device("cuda", 0)
+
+
+def test_the_host_tier_copies_into_pinned_memory() -> None:
+    torch.cuda.init()
+    made = Host()
+    made.put("a", random_bytes(1000))
+    assert all(piece.buffer.is_pinned() for piece in made._objects["a"].pieces)
+    assert made.traits.notes == ("memory is pinned",)
