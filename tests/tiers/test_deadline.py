@@ -20,6 +20,7 @@ from tierstate.tiers.base import ObjectWriter, Range, Release, Tier, Traits
 from tierstate.tiers.deadline import Deadline, DeadlineWriter
 from tierstate.tiers.nvme import Nvme
 from tierstate.tiers.testing import Lease, TierContract, random_bytes
+from tierstate.tiers.wrapping import layers
 
 LONG, SOON = 60.0, 0.1
 """The deadline of these tests, and what it becomes while a call is stuck: what is healthy may be slow here."""
@@ -504,7 +505,7 @@ def test_training_asks_a_hung_tier_once(place: Path, operation: str) -> None:
     tiers = {"local": {"type": "nvme", "path": str(place / "local")}, "sticky": {"type": "sticky", "path": str(place)}}
     spec = policy(tiers)
     ckpt = ts.Checkpointer(spec, "run")
-    (inner,) = [s.tier.inner for s in ckpt._shelves if isinstance(s.tier, Deadline)]
+    (inner,) = [t.inner for s in ckpt._shelves for t in layers(s.tier) if isinstance(t, Deadline)]
     assert isinstance(inner, Stuck)
     gate = inner.shut(operation)
     for step in (1, 2, 3):
