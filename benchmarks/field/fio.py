@@ -30,13 +30,14 @@ class Fio(Competitor):
         return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
     def save(self, state: State, number: int) -> Pending:
-        return Pending(seconds=_run("write", self.place(number), state.nbytes))
+        return Pending(seconds=run_fio("write", self.place(number), state.nbytes))
 
     def restore(self, state: State, number: int, way: str) -> float:
-        return _run("read", self.place(number), self.place(number).stat().st_size)
+        return run_fio("read", self.place(number), self.place(number).stat().st_size)
 
 
-def _run(way: str, path: Path, nbytes: int) -> float:
+def run_fio(way: str, path: Path, nbytes: int) -> float:
+    """Seconds in which fio writes or reads a file of so many bytes, by its own clock."""
     size = nbytes // LENGTH * LENGTH
     command = (
         f"fio --name=bench --rw={way} --bs={LENGTH} --iodepth={DEPTH} --size={size} --ioengine=io_uring --direct=1 "

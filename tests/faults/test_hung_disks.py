@@ -13,6 +13,7 @@ from worlds import alike, arena_of, engine_threads, opened, policy, tensors, unr
 
 import tierstate as ts
 from tierstate.tiers.lustre import Lustre
+from tierstate.tiers.wrapping import layers
 
 LONG, SOON = 60.0, 0.5
 """The deadline, and what it is while the disk is frozen: a healthy one may be slow here."""
@@ -42,9 +43,8 @@ def set_deadline(ckpt: ts.Checkpointer, seconds: float) -> None:
 
 
 def shared_tier(ckpt: ts.Checkpointer) -> Lustre:
-    (tier,) = [s.tier for s in ckpt._shelves if s.name == "shared"]
-    assert isinstance(tier, Lustre)
-    return tier
+    (shelf,) = [s for s in ckpt._shelves if s.name == "shared"]
+    return next(tier for tier in layers(shelf.tier) if isinstance(tier, Lustre))
 
 
 def until(holds: Callable[[], object]) -> None:
