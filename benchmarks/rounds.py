@@ -27,7 +27,7 @@ TRAINING = [("lazy", 5), ("lazy", 1), ("eager", 5), ("torch", 5), ("dcp-async", 
 """Who saves during a training, and each how many steps."""
 TRAINED = 512 << 20
 """Bytes of the state that is trained."""
-EXTRAS = {"waiting", "memcpy-1"}
+EXTRAS = {"waiting", "memcpy-1", "as-safetensors", "as-hdf5"}
 """Who saves only the smallest state: variations that say little more about a bigger one."""
 UNCHANGED = ("eager", "torch")
 """Who saves a state that has not changed."""

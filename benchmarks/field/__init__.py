@@ -11,6 +11,8 @@ NAMES = {
     "eager": "ours:Eager",
     "waiting": "ours:Waiting",
     "small": "ours:SmallArena",
+    "as-safetensors": "ours:AsSafetensors",
+    "as-hdf5": "ours:AsHdf5",
     "torch": "torch_save:TorchSave",
     "dcp": "dcp:Dcp",
     "dcp-async": "dcp:DcpAsync",

@@ -17,6 +17,7 @@ class Eager(Competitor):
     ways = ("tierstate `restore`",)
     loads = "tierstate `load`"
     arena: ClassVar[str] = "2GiB"
+    format: ClassVar[str] = "native"
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -27,7 +28,8 @@ class Eager(Competitor):
         return f"tierstate {ts.__version__}"
 
     def _checkpointer(self) -> ts.Checkpointer:
-        policy = f"version: 1\narena: {{size: {self.arena}}}\ntiers:\n  nvme: {{type: nvme, path: '{self.root}'}}\n"
+        tier = f"{{type: nvme, path: '{self.root}', format: {self.format}}}"
+        policy = f"version: 1\narena: {{size: {self.arena}}}\ntiers:\n  nvme: {tier}\n"
         return ts.Checkpointer(ts.Policy.parse(policy), run="bench")
 
     def open(self, state: State) -> None:
@@ -89,3 +91,21 @@ class SmallArena(Eager):
     ways = ("tierstate `restore`, 512 MiB arena",)
     loads = ""
     arena = "512MiB"
+
+
+class AsSafetensors(Eager):
+    """Eager, into packs that are safetensors files."""
+
+    title = "tierstate, eager, `format: safetensors`"
+    ways = ("tierstate `restore` of `format: safetensors`",)
+    loads = ""
+    format = "safetensors"
+
+
+class AsHdf5(Eager):
+    """Eager, into packs that are HDF5 files."""
+
+    title = "tierstate, eager, `format: hdf5`"
+    ways = ("tierstate `restore` of `format: hdf5`",)
+    loads = ""
+    format = "hdf5"
