@@ -14,4 +14,4 @@ cp -r tests examples docs README.md pyproject.toml constraints*.txt "$work/tree"
 # The first test run has installed a real S3 server; it need not be installed twice.
 if [ -x .venv-swift/bin/swift-proxy-server ]; then export TIERSTATE_SWIFT_PYTHON="$PWD/.venv-swift/bin/python"; fi
 cd "$work/tree"
-"$work/venv/bin/pytest" -q -m "not soak"
+HYPOTHESIS_PROFILE=again "$work/venv/bin/pytest" -q -m "not soak"

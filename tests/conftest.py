@@ -14,6 +14,8 @@ __all__ = ["ceph", "ceph_once", "proxy", "proxy_to", "server", "swift", "swift_o
 # Examples do I/O, so a slow disk must not fail one; HYPOTHESIS_PROFILE=soak looks twenty times as long.
 _IO = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=_IO, print_blob=True)
+# For a second run over the same code, as against the wheel: every test once more, with fewer examples each.
+settings.register_profile("again", settings.get_profile("default"), max_examples=10)
 settings.register_profile("soak", settings.get_profile("default"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

@@ -116,7 +116,7 @@ def killed_again_and_again(place: Path, kills: int, seed: int) -> None:
 
 def test_a_job_killed_at_random_moments_goes_on_bit_for_bit() -> None:
     with scratch() as place:
-        killed_again_and_again(place, kills=12, seed=20)
+        killed_again_and_again(place, kills=6, seed=20)
 
 
 @pytest.mark.soak
