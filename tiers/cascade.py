@@ -74,16 +74,28 @@ class Cascade:
         tier = self._policy.tier(name)
         return Lane(self._shelves[name], ties, Backlog(tier.every, tier.on_lag))
 
-    def copy(self, name: str, due: Due, ticket: Ticket | None = None, entries: Sequence[str] = ()) -> Copy:
-        """A version's way into a tier from those before it."""
-        return Copy(due, self._shelves[name], self._faster(name), self._routes, self._arena, ticket, entries)
+    def copy(
+        self,
+        name: str,
+        due: Due,
+        ticket: Ticket | None = None,
+        entries: Sequence[str] = (),
+        coming: Callable[[], bool] = lambda: False,
+    ) -> Copy:
+        """A version's way into a tier from those before it; see `Copy`."""
+        faster = self._faster(name)
+        return Copy(due, self._shelves[name], faster, self._routes, self._arena, ticket, entries, coming)
 
     def debt(self, name: str, ticket: Ticket) -> Copy | None:
         """The copy by which a save that failed on a tier may yet come; None where no faster one can have it."""
         if not self._lasts(name):
             return None
-        hope = any(s.name in ticket.tiers and ticket.error(s.name) is None for s in self._faster(name))
-        return self.copy(name, Due.of(ticket.head, ticket.nbytes)) if hope else None
+        faster = [shelf.name for shelf in self._faster(name) if shelf.name in ticket.tiers]
+        if all(ticket.error(n) is not None for n in faster):
+            return None
+        return self.copy(
+            name, Due.of(ticket.head, ticket.nbytes), coming=lambda: any(not ticket.tiers[n].done() for n in faster)
+        )
 
     def pinned(self, name: str) -> Mapping[int, str]:
         """Versions that a tier must not drop now, and why."""

@@ -177,7 +177,8 @@ class Flow:
         persistent = [self._shelves[n].tier.traits.persistent for n in names]
         wish = entry_tiers(names, persistent, [self.lanes[n].healthy for n in names])
         sources = [n for n in names if not self._shelves[n].tier.traits.scarce]
-        entry, cascade = able_to_cascade(*wish, {n: routes[n].leaves & (n in sources) for n in names})
+        sure = {n for n, lasts in zip(names, persistent, strict=True) if lasts and self.lanes[n].healthy}
+        entry, cascade = able_to_cascade(*wish, {n: routes[n].leaves for n in names}, sure)
         entries, rows = [n for n in entry if n in sources], plan.row_leaves(self._policy.chunk)
 
         def job(name: str) -> Job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
@@ -101,6 +101,7 @@ class Copy:
         routes: which leaves go there.
         ticket: the save, where it is still under way; None: the tier owes it, and any faster tier may have it.
         entries: tiers that the save enters; they are waited for, since they may hold different leaves.
+        coming: whether a faster tier may yet get it, though it has not got it now.
     """
 
     def __init__(
@@ -112,8 +113,10 @@ class Copy:
         arena: Arena,
         ticket: Ticket | None = None,
         entries: Sequence[str] = (),
+        coming: Callable[[], bool] = lambda: False,
     ) -> None:
         self.due, self.ticket = due, ticket
+        self._coming = coming
         self.cancelled = ticket.cancelled if ticket else threading.Event()
         self.began: float | None = None
         self._shelf, self._faster, self._routes, self._arena = shelf, faster, routes, arena
@@ -132,7 +135,8 @@ class Copy:
 
     def run(self) -> Record:
         """Wait for the sources, read what this tier lacks, verified, and write it."""
-        version, holdings = self._found()
+        coming = self._coming()  # asked before the logs are
+        version, holdings = self._found(coming)
         route = self._routes.of(version.leaves)[self._shelf.name]
         publication = publication_of(
             self._shelf, version.head, version.leaves, version.chunk_leaf, route, partial(whole, version)
@@ -147,7 +151,7 @@ class Copy:
             publication.abort(error)
             raise
 
-    def _found(self) -> tuple[Version, list[Holding]]:
+    def _found(self, coming: bool) -> tuple[Version, list[Holding]]:
         """The version, read from the log of a tier that has it, and where its bytes are."""
         records: list[tuple[Shelf, Record]] = []
         errors: list[tuple[str, TierstateError]] = []
@@ -157,7 +161,7 @@ class Copy:
             except TierstateError as error:
                 errors.append((shelf.name, error))
         if not records:
-            raise self._nowhere(errors)
+            raise self._nowhere(errors, coming)
         version = records[0][1].version
         return version, [Holding(s, r.layout) for s, r in records if r.version.id == version.id]
 
@@ -171,12 +175,12 @@ class Copy:
             raise error
         return [shelf for shelf in self._faster if ticket.done(shelf.name)]
 
-    def _nowhere(self, errors: list[tuple[str, TierstateError]]) -> NoSource:
+    def _nowhere(self, errors: list[tuple[str, TierstateError]], coming: bool) -> NoSource:
         name, ticket = self._shelf.name, self.ticket
         told = [*errors, *((n, e) for n in self._entries if ticket and (e := ticket.error(n)) is not None)]
         text = f"step {self.due.step} cannot go on to {name}: no faster tier has it"
         text += f" ({'; '.join(f'{n}: {e}' for n, e in told)})" if told else ""
-        if ticket is None and all(isinstance(error, NotFound) for _, error in errors):
+        if ticket is None and not coming and all(isinstance(error, NotFound) for _, error in errors):
             return Gone(text, tier=name)
         return NoSource(text, tier=name)
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound, TierFull, TierstateError
+from tierstate.manifest.errors import AlreadyExists, CommitUnknown, Damaged, NotFound, TierFull, TierstateError
 from tierstate.manifest.record import Record
 from tierstate.manifest.retention import Mark
 
@@ -212,6 +212,7 @@ class Lane:
     def _needless(self, due: Due) -> bool:
         """Whether what is owed is here already, or would be dropped as soon as it is."""
         if due.seq in self.shelf.log.seqs():
+            self.shelf.look_again()  # its commit was not answered, so it is not known here
             self._ties.brought(due)
             return True
         marks = {Mark(d.seq, d.step) for d in self.owed()}
@@ -241,7 +242,7 @@ class Lane:
         if not (isinstance(error, (NoSource, Damaged)) or (ticket and ticket.lost)):
             # Its own doing, and not that there was nothing to write.
             self.healthy = False
-        if isinstance(error, (AlreadyExists, NotFound)):
+        if isinstance(error, (AlreadyExists, NotFound, CommitUnknown)):
             self.shelf.look_again()
         # Before anybody learns of the failure: until then what it is to be copied from is held.
         owed = passing(error) and self._owe(job)

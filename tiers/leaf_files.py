@@ -24,7 +24,6 @@ from functools import partial
 import numpy as np
 
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.head import Head
 from tierstate.manifest.index import Array
 from tierstate.manifest.layout import RAW, Draft
@@ -290,7 +289,7 @@ class LeafFiles:
         for unit in self._units:
             try:
                 self._drop(unit)
-            except TierstateError as error:
+            except Exception as error:  # whatever it is: the others hold leases, too
                 errors.append(error)
         for key in keys:
             self._shelf.tier.delete(key)

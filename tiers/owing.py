@@ -81,8 +81,9 @@ def held(
 ) -> dict[int, str]:
     """Versions that a tier may not drop yet, and the first tier that waits for each.
 
-    A version stays until one slower persistent tier has it; slower ones still can then copy it from there. A tier that
-    no longer waits for a version, because it was left out or cannot be brought, holds nothing back.
+    A version stays until a slower persistent tier has it before which no tier waits for it: those behind can copy it
+    from there, those before cannot. A tier that no longer waits for a version, because it was left out or cannot be
+    brought, holds nothing back.
 
     Args:
         wanted: by slower persistent tier, nearest first, the numbers it is to get.
@@ -90,8 +91,10 @@ def held(
         each: every tier that waits must have got it, since they hold different parts of the state.
     """
     found: dict[int, str] = {}
+    nearer: list[Collection[int]] = []
     for tier, seqs in wanted.items():
         for seq in seqs:
-            if each or not any(seq in have for have in there.values()):
+            if each or not any(seq in have for have in nearer):
                 found.setdefault(seq, tier)
+        nearer.append(there.get(tier, ()))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
 
@@ -109,12 +109,18 @@ def may_pickle(policy: Policy) -> Callable[[Path], bool]:
 
 
 def able_to_cascade(
-    entry: Sequence[str], cascade: Sequence[str], masks: Mapping[str, Mask]
+    entry: Sequence[str], cascade: Sequence[str], masks: Mapping[str, Mask], sure: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """A tier to which rules send leaves that no entry tier gets cannot be copied to: it is entered as well."""
+    """A tier to which rules send leaves that no sure entry tier gets cannot be copied to: it is entered as well.
+
+    Args:
+        entry, cascade: as `entry_tiers` has them.
+        masks: the leaves that go to each tier.
+        sure: tiers that are likely to have what a save brings them: persistent, and healthy.
+    """
     entered, copied = list(entry), []
     for name in cascade:
-        there = np.any([masks[n] for n in entered], axis=0)
+        there = np.any([masks[n] for n in entered if n in sure] or [np.zeros_like(masks[name])], axis=0)
         if np.any(masks[name] & ~there):
             entered.append(name)
         else:

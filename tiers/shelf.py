@@ -202,8 +202,9 @@ class Shelf:
                 self._newest, self._opened, self._own = record, True, True
             for key, size in zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True):
                 self._sound.setdefault(key, bool(size))
-        # So that retention need not read back what this process has just written.
-        self._known[record.version.head.seq] = _Known.of(record)
+        with self._retiring:
+            # So that retention need not read back what this process has just written.
+            self._known[record.version.head.seq] = _Known.of(record)
 
     def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> Decision:
         """Drop what the policy does not keep: first the records, then the packs that no other record names.

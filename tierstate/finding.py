@@ -83,6 +83,9 @@ def restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restore
                 return Restored(_fill(entry, target, arena), entry)
             except Damaged as error:
                 if wanted.on_damage == "raise":
+                    if _is_dropped(entry):
+                        text = f"{_name(entry)} was dropped, as `keep` says, while it was read; ask for the newest one"
+                        raise NotFound(text) from error
                     raise
                 _pass_over(passed, _name(entry), error)
         raise _none(run, wanted, catalog, passed)
@@ -177,6 +180,14 @@ def check_unsharded(entry: Entry, leaves: Collection[int]) -> None:
     wrong = next((leaf for leaf in leaves if held[leaf] != 1), None)
     if wrong is not None:
         raise FormatError(f"{_name(entry)} holds {version.leaves[wrong].name} {held[wrong]} times; once is right")
+
+
+def _is_dropped(entry: Entry) -> bool:
+    """Whether no tier has the version's record any more."""
+    try:
+        return all(entry.version.head.seq not in holding.shelf.log.seqs() for holding in entry.holdings)
+    except TierstateError:
+        return False
 
 
 def _pass_over(passed: list[str], name: str, error: TierstateError) -> None:

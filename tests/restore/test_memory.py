@@ -28,7 +28,7 @@ def test_a_state_longer_than_the_arena_goes_through_it(place):
 def test_a_cascade_goes_on_behind_which_a_later_save_waits(place, monkeypatch):
     """One lane copies an old save, and the slabs of a new one, which fill the arena, wait behind it."""
     gate, found = threading.Event(), Copy._found
-    monkeypatch.setattr(Copy, "_found", lambda self: gate.wait(30) and found(self))
+    monkeypatch.setattr(Copy, "_found", lambda self, *coming: gate.wait(30) and found(self, *coming))
     tiers = {"nvme": tier("nvme", place, every=2), "file": tier("file", place)}
     spec = policy(tiers, arena={"size": "16KiB"})
     ckpt = ts.Checkpointer(spec, "run")
