@@ -16,7 +16,7 @@ from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, Tie
 from .base import ObjectWriter, Range, Tier, Traits, check_key, is_key
 from .gauge import Gauge
 from .object_errors import explained, scrub, secrets_in
-from .race import RACERS, ROUNDS, one_winner
+from .race import RACERS, Start, one_winner
 from .ranges import check_ranges
 from .stores import MemoryStore, Store, open_store
 
@@ -25,7 +25,7 @@ PARALLEL = 8
 
 
 class Bucket(Tier):
-    """Objects under one URL. Listings are never cached; creates are sent once, and never repeated blindly.
+    """Objects under one URL. Listings are never cached; creates are never repeated blindly.
 
     After a create whose answer was lost (`TierUnavailable`) the object may be there or not.
 
@@ -37,6 +37,8 @@ class Bucket(Tier):
     """
 
     persistent: ClassVar[bool] = True
+    races: ClassVar[int] = 4
+    """How often creates are raced to see what the store does."""
 
     def __init__(
         self, url: str, options: Mapping[str, Any], capacity: int | None = None, store: Store | None = None
@@ -134,7 +136,7 @@ class Bucket(Tier):
             raise
 
     def create(self, key: str, data: Buffer) -> None:
-        """One conditional create, sent once. Where races have been seen to go wrong, it looks first."""
+        """One conditional create. Where races have been seen to go wrong, it looks first."""
         self.look_first(key)
         self._send(key, data)
 
@@ -174,7 +176,7 @@ class Bucket(Tier):
             if self._ready:
                 return
             if self._conditional is None:
-                self._notes = tuple(self._findings())
+                self._notes = tuple(scrub(note, self._secrets) for note in self._findings())
             if self.gauge.capacity is not None:
                 self.gauge.used = sum(self.size(key) for key in self.list(""))
             self._ready = True
@@ -189,14 +191,19 @@ class Bucket(Tier):
             except AccessDenied as error:
                 notes.append(f"a scratch object could not be deleted: {error}")
 
-        self._conditional = one_winner(lambda name: self._send(name, torch.zeros(8, dtype=torch.uint8)), remove)
+        self._conditional = one_winner(self._enter, remove, self.races)
         found = (
-            f"one winner in each of {ROUNDS} races of {RACERS}; that is no proof for others"
+            f"one winner in each of {self.races} races of {RACERS}; that is no proof for others"
             if self._conditional
             else f"several winners in a race of {RACERS}; racing writers of one key may both succeed"
         )
         yield from notes
         yield f"conditional create: {found}"
+
+    def _enter(self, name: str, racer: int, start: Start) -> None:
+        """Take part in a race of creates; no two racers send the same."""
+        start()
+        self._send(name, torch.full((8,), racer, dtype=torch.uint8))
 
     def room(self) -> int | None:
         return self.gauge.left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -164,12 +164,10 @@ def remedy(error: BaseException) -> str:
 
 def _response(error: BaseException) -> Mapping[str, Any] | None:
     """The store's answer as botocore keeps it; translations of it have it as their cause."""
-    one: BaseException | None = error
-    while one is not None:
+    for one in _linked(error, lambda one: one.__cause__):
         response = getattr(one, "response", None)
         if isinstance(response, Mapping):
             return response
-        one = one.__cause__
     return None
 
 
@@ -192,7 +190,16 @@ def explained(doing: str, tier: str, key: str, place: str, secrets: frozenset[st
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
+    return _linked(error, lambda one: one.__cause__ or one.__context__)
+
+
+def _linked(
+    error: BaseException, following: Callable[[BaseException], BaseException | None]
+) -> Iterator[BaseException]:
+    """An error and those it came from, each once: an error that is raised from itself is in a circle."""
     one: BaseException | None = error
-    while one is not None:
+    met: set[int] = set()
+    while one is not None and id(one) not in met:
+        met.add(id(one))
         yield one
-        one = one.__cause__ or one.__context__
+        one = following(one)

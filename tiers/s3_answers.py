@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+import socket
+import time
 from http.client import HTTPException, HTTPResponse
+from io import BufferedReader, RawIOBase
+from typing import Any
 
 LONGEST = 64 << 10
 """Bytes of an answer that are looked at, where it is not what was asked for."""
+
+STRETCH = 1 << 20
+"""Bytes that one timeout is for, when sending and when receiving."""
 
 _FIELD = r"<{0}>([^<]{{1,1000}})</{0}>"
 
@@ -35,6 +42,44 @@ class Broken(ConnectionError):
 
 class NotConnected(ConnectionError):
     """There is no connection, so that nothing was sent."""
+
+
+class Answer(HTTPResponse):
+    """An answer each stretch of which must arrive within the timeout of its socket, however its bytes drip."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp.close()
+        self.fp = BufferedReader(_Paced(sock))
+
+
+class _Paced(RawIOBase):
+    """What a socket receives. Its own timeout begins anew with every byte; this one with every stretch."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._raw = sock, sock.makefile("rb", buffering=0)
+        self._timeout = sock.gettimeout()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._until = time.monotonic() + (self._timeout or 0)
+        self._wanted = STRETCH
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any) -> int | None:
+        if self._timeout is not None:
+            self._sock.settimeout(max(self._until - time.monotonic(), 0.001))
+        count = self._raw.readinto(out)
+        self._wanted -= count or 0
+        if self._wanted <= 0:
+            self._begin()
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def refusal(answer: HTTPResponse) -> Refused:

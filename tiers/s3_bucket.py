@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from tierstate.manifest.chunk import Buffer, view
 from tierstate.manifest.errors import AccessDenied, TierError
@@ -13,6 +14,7 @@ from tierstate.manifest.errors import AccessDenied, TierError
 from .base import ObjectWriter, Range, check_key
 from .bucket import Bucket
 from .object_errors import code_of
+from .race import Start
 from .s3_answers import Refused
 from .s3_checksums import CHECKSUMS, Choice, choose
 from .s3_reading import plan_gets
@@ -22,6 +24,10 @@ from .s3_writer import S3Writer
 
 SINGLE = 64 << 20
 """Objects up to this many bytes are created by one conditional request; longer ones in parts."""
+
+HOLD = 0.1
+"""Seconds for which racers hold back the end of what they send, so that a store that looks at the beginning whether the
+name is free, and creates the object at the end, finds it free for all."""
 
 _WRONG_SUM = frozenset({"BadDigest", "InvalidDigest", "InvalidRequest", "NotImplemented", "400"})
 """What servers say to a checksum that is wrong, or that they do not know."""
@@ -36,6 +42,8 @@ class S3Bucket(Bucket):
         deadline: seconds that one request may take with all its attempts.
         orphan_age: seconds after which an upload in parts that did not end counts as a dead writer's.
     """
+
+    races: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -68,6 +76,16 @@ class S3Bucket(Bucket):
     def _send(self, name: str, data: Buffer) -> None:
         self._send_whole(name, [view(data)])
 
+    def _enter(self, name: str, racer: int, start: Start) -> None:
+        body = memoryview(bytes([racer]) * 8)
+
+        def midway() -> None:
+            start()
+            time.sleep(HOLD)
+
+        with self.explained("create", name):
+            self._s3.create_whole(name, [body[:1], body[1:]], {}, midway=midway)
+
     def create_whole(self, key: str, body: Sequence[memoryview]) -> None:
         """One conditional create; where races have been seen to go wrong, it looks first."""
         self.look_first(key)
@@ -94,19 +112,19 @@ class S3Bucket(Bucket):
         if found := self._orphans():
             yield found
 
-    def _takes(self, body: memoryview, sums: Mapping[str, str]) -> bool:
-        """Whether the store takes a scratch object with these checksums."""
+    def _takes(self, body: memoryview, sums: Mapping[str, str]) -> str:
+        """What the store says against a scratch object with these checksums; empty where it takes it."""
         name = f".probe-{uuid.uuid4().hex}"
         with self.explained("create", name):
             try:
-                self._s3.create_whole(name, [body], sums, doubtful=True)
+                self._s3.create_whole(name, [body], sums, final=_WRONG_SUM)
             except Refused as error:
-                if code_of(error) in _WRONG_SUM:
-                    return False
+                if (code := code_of(error)) in _WRONG_SUM:
+                    return code
                 raise
         with suppress(AccessDenied):  # said of the scratch objects of the race already
             self._remove(name)
-        return True
+        return ""
 
     def _orphans(self) -> str:
         """What was found of uploads of dead writers, and done about it."""

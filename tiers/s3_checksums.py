@@ -72,11 +72,11 @@ CHECKSUMS: dict[str, Checksum] = {one.name: one for one in (Crc32(), Md5(), Unsu
 
 _SCRATCH = memoryview(b"tierstate looks which checksums are verified here")
 
-Try: TypeAlias = Callable[[memoryview, Mapping[str, str]], bool]
-"""Whether a scratch object with that body and those parameters is taken."""
+Try: TypeAlias = Callable[[memoryview, Mapping[str, str]], str]
+"""What is said against a scratch object with that body and those parameters; empty where it is taken."""
 
 
-def choose(choice: Choice, taken: Try) -> tuple[Checksum, str]:
+def choose(choice: Choice, against: Try) -> tuple[Checksum, str]:
     """The checksum to send, and why, for people.
 
     What a server verifies is found out by sending it wrong ones, cheapest first.
@@ -87,7 +87,9 @@ def choose(choice: Choice, taken: Try) -> tuple[Checksum, str]:
     for name in ("crc32", "md5"):
         one = CHECKSUMS[name]
         wrong, right = one.of([_SCRATCH[1:]]), one.of([_SCRATCH])
-        if not taken(_SCRATCH, wrong) and taken(_SCRATCH, right):
+        said = against(_SCRATCH, wrong)
+        # Any other refusal may be of the checksum as such.
+        if said == "BadDigest" or (said and not against(_SCRATCH, right)):
             also = f"; it does not verify {passed[0]}" if passed else ""
             return one, f"checksum of what is sent: {name}, a wrong one is refused{also}"
         passed.append(name)

@@ -8,19 +8,18 @@ import ssl
 import threading
 from base64 import b64encode
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
-from .s3_answers import NotConnected
+from .s3_answers import STRETCH, Answer, NotConnected
 from .s3_signing import Signed, Signer
 
 IDLE = 16
 """Connections that are kept for later, at most."""
 
-STRETCH = 4 << 20
-"""Bytes that one timeout is for, when sending and when receiving."""
+Midway = Callable[[], None] | None
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -59,6 +58,7 @@ class Connections:
     def open(self, url: SplitResult, left: float) -> HTTPConnection:
         """A new connection. Raises as `take` does."""
         connection = self._new(url, min(self._config["connect_timeout"], left))
+        connection.response_class = Answer
         try:
             connection.connect()
         except ssl.SSLCertVerificationError:
@@ -124,8 +124,14 @@ class Connections:
                 self._trust = _context(self._signer.trusted, self._config.get("client_cert"))
             return self._trust
 
-    def ask(self, connection: HTTPConnection, signed: Signed, body: Sequence[memoryview]) -> HTTPResponse:
-        """Send a request and its body, from where the body lies; the answer, its body unread."""
+    def ask(
+        self, connection: HTTPConnection, signed: Signed, body: Sequence[memoryview], midway: Midway = None
+    ) -> HTTPResponse:
+        """Send a request and its body, from where the body lies; the answer, its body unread.
+
+        Args:
+            midway: called when the first piece of the body has been sent.
+        """
         url, target = signed.url, urlunsplit(("", "", signed.url.path, signed.url.query, ""))
         headers = {"Host": url.netloc.rpartition("@")[2], **signed.headers}
         if url.scheme == "http" and (proxy := self.proxy(url)):
@@ -138,15 +144,17 @@ class Connections:
             connection.putheader(name, value)
         connection.endheaders()
         try:
-            _send(connection, body)
+            _send(connection, body, midway)
         except (BrokenPipeError, ConnectionResetError) as error:
             # A server that refuses does not always wait for the body.
             return _answer_after_all(connection, error)
         return connection.getresponse()
 
 
-def _send(connection: HTTPConnection, body: Sequence[memoryview]) -> None:
-    for view in body:
+def _send(connection: HTTPConnection, body: Sequence[memoryview], midway: Midway) -> None:
+    for i, view in enumerate(body):
+        if i == 1 and midway is not None:
+            midway()
         for at in range(0, len(view), STRETCH):
             connection.sock.sendall(view[at : at + STRETCH])
 

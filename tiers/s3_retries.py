@@ -10,9 +10,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .object_errors import code_of, kind
+from .s3_answers import Broken
 
 FIRST, LONGEST = 0.1, 10.0
 """Seconds: before the second attempt at most, and before any."""
+
+USELESS = 4
+"""Answers in a row that broke off, or were to another question, and brought nothing: no other is asked for."""
 
 T = TypeVar("T")
 
@@ -29,6 +33,44 @@ def is_transient(error: BaseException) -> bool:
 def longest_pause(attempts: int) -> float:
     """Seconds to wait at most after so many attempts: twice as long each time."""
     return min(LONGEST, FIRST * 2.0 ** min(attempts - 1, 30))
+
+
+class _Attempts:
+    """The attempts of one operation, all of which failed so far.
+
+    Attributes:
+        reasons: how often each failed.
+        since: how many there were since something moved, with the one that moved it.
+        useless: how many after that one were answered all the same.
+    """
+
+    def __init__(self, moved: Callable[[], int]) -> None:
+        self.reasons = Counter[str]()
+        self.since = self.useless = 0
+        self._moved, self._at, self._start = moved, moved(), time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the first one began."""
+        return time.monotonic() - self._start
+
+    def failed(self, error: Exception) -> None:
+        """One more."""
+        self.reasons[code_of(error)] += 1
+        at = self._moved()
+        if at != self._at:
+            self._at, self.since, self.useless = at, 1, 0
+        else:
+            self.since += 1
+            self.useless += isinstance(error, Broken)
+
+    def gave_up(self, error: Exception, deadline: float) -> GaveUp:
+        """What to say in the end."""
+        told = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common())
+        return GaveUp(
+            f"{type(error).__name__}: {error} (the last of {self.reasons.total()} attempts in {self.seconds:.1f} s of "
+            f"a deadline of {deadline:g} s: {told})"
+        )
 
 
 class Patience:
@@ -51,6 +93,7 @@ class Patience:
         attempt: Callable[[float], T],
         again: Callable[[BaseException], bool] = is_transient,
         stop: threading.Event | None = None,
+        moved: Callable[[], int] = int,
     ) -> T:
         """What the first attempt gives that does not fail.
 
@@ -58,31 +101,23 @@ class Patience:
             attempt: is told the seconds that are left.
             again: which errors it is worth trying again after.
             stop: once set, no attempt follows.
+            moved: how far the operation is. After an attempt that took it further, pauses are short again.
 
         Raises:
             GaveUp: after the last of several attempts; says how many there were, and why they failed.
             whatever the only attempt raised, or one that is not worth another.
         """
-        stop = stop or threading.Event()
-        start, reasons = time.monotonic(), Counter[str]()
+        stop, made = stop or threading.Event(), _Attempts(moved)
         while True:
-            left = self.deadline - (time.monotonic() - start)
             try:
-                return attempt(max(left, FIRST))
+                return attempt(max(self.deadline - made.seconds, FIRST))
             except Exception as error:
                 if not again(error):
                     raise
-                reasons[code_of(error)] += 1
-                pause = self._draw() * longest_pause(reasons.total())
-                over = time.monotonic() + pause - start >= self.deadline
+                made.failed(error)
+                pause = self._draw() * longest_pause(made.since)
+                over = made.seconds + pause >= self.deadline or made.useless >= USELESS
                 if over or stop.wait(pause):
-                    if reasons.total() == 1:
+                    if made.reasons.total() == 1:
                         raise
-                    raise self._given_up(error, reasons, time.monotonic() - start) from error
-
-    def _given_up(self, error: Exception, reasons: Counter[str], seconds: float) -> GaveUp:
-        told = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-        return GaveUp(
-            f"{type(error).__name__}: {error} (the last of {reasons.total()} attempts in {seconds:.1f} s of a deadline "
-            f"of {self.deadline:g} s: {told})"
-        )
+                    raise made.gave_up(error, self.deadline) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -78,6 +79,18 @@ class Signer:
             return self._opened
 
 
+def share_models(session: Any) -> None:
+    """Let a session of botocore's use what others have read of S3's description: that takes it most of its time."""
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+
+
+@cache
+def _loader(path: str | None) -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader(path)
+
+
 def _open(fs: Any) -> tuple[Any, Any]:
     """A session and a client of botocore's that are made of what s3fs would make its own of."""
     import botocore.session
@@ -92,5 +105,6 @@ def _open(fs: Any) -> tuple[Any, Any]:
         config["signature_version"] = UNSIGNED
         given = {name: value for name, value in given.items() if name not in _CREDENTIALS}
     session = botocore.session.Session(**fs.kwargs)
+    share_models(session)
     clean = {name: value for name, value in config.items() if name not in _NOT_OURS}
     return session, session.create_client("s3", config=Config(**clean), **given)

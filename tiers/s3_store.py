@@ -12,15 +12,16 @@ from .s3_checksums import Checksum
 from .s3_connections import Connections
 from .s3_reading import Get
 from .s3_retries import Patience
-from .s3_signing import Signer
+from .s3_signing import Signer, share_models
 from .s3_transfers import Transfers
 from .stores import Store, open_filesystem
 
 PARALLEL = 8
 """Requests with data that are sent at once, beside those of the threads that read."""
 
-CONNECT, READ = 5.0, 60.0
-"""Seconds that a connection, and an answer or a stretch of a body, may take, where the options say nothing."""
+CONNECT, READ = 5.0, 30.0
+"""Seconds that a connection, and an answer or a stretch of a body, may take, where the options say nothing: less than
+the deadline, so that what one dead connection holds up is asked for again."""
 
 BRIEFLY = 5.0
 """Seconds for what is worth a try, and not worth waiting for."""
@@ -35,12 +36,16 @@ class S3Session:
     """
 
     def __init__(self, fs: Any, deadline: float) -> None:
+        from aiobotocore.session import AioSession  # type: ignore[import-untyped]
+
         self.pid = os.getpid()
         self.fs = fs
         fs.retries = 1
         self._patience = Patience(deadline)
         self._brief = Patience(min(deadline, BRIEFLY))
         signer = Signer(fs)
+        fs.session = AioSession(**fs.kwargs)  # what s3fs would do, only that this one has read already what S3 is
+        share_models(fs.session)
         self._connections = Connections(fs, signer)
         self.transfers = Transfers(signer, self._connections, self._patience)
         self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="tierstate-s3")
@@ -49,15 +54,24 @@ class S3Session:
 
     def once(self, method: str, **params: Any) -> Any:
         """The answer to a request, sent once."""
-        return self.fs.call_s3(method, **params)
+        return self._call(self._patience.deadline, method, params)
 
     def again(self, method: str, **params: Any) -> Any:
         """The answer to a request that may be sent again."""
-        return self._patience.run(lambda _: self.once(method, **params))
+        return self._patience.run(lambda left: self._call(left, method, params))
 
     def briefly(self, method: str, **params: Any) -> Any:
         """The same, with less patience."""
-        return self._brief.run(lambda _: self.once(method, **params))
+        return self._brief.run(lambda left: self._call(left, method, params))
+
+    def _call(self, left: float, method: str, params: Mapping[str, Any]) -> Any:
+        from fsspec.asyn import sync
+        from fsspec.exceptions import FSTimeoutError
+
+        try:
+            return sync(self.fs.loop, self.fs._call_s3, method, timeout=left, **params)
+        except FSTimeoutError:
+            raise TimeoutError(f"no answer to {method} in {left:.1f} s") from None
 
     def patiently(self, attempt: Callable[[], Any]) -> Any:
         """What an attempt gives that does not fail."""
@@ -94,7 +108,7 @@ class S3Session:
 
 
 class S3Store(Store):
-    """An S3 store. Every request is sent again while its error is transient and time is left, but for creates.
+    """An S3 store. Every request is sent again while its error is transient and time is left.
 
     Args:
         url: protocol, bucket and prefix.
@@ -132,11 +146,9 @@ class S3Store(Store):
     def size(self, name: str) -> int:
         return int(self.session.again("head_object", **self.where(name))["ContentLength"])
 
-    def create_whole(
-        self, name: str, body: Sequence[memoryview], sums: Mapping[str, str], *, doubtful: bool = False
-    ) -> None:
-        """Create an object in one piece under the condition that there is none; ``doubtful`` as in `Transfers`."""
-        self.session.transfers.create(self.where(name), body, sums, doubtful=doubtful)
+    def create_whole(self, name: str, body: Sequence[memoryview], sums: Mapping[str, str], **how: Any) -> None:
+        """Create an object in one piece under the condition that there is none; as in `Transfers`."""
+        self.session.transfers.create(self.where(name), body, sums, **how)
 
     def remove(self, name: str) -> None:
         session, path = self.session, self.path(name)

@@ -8,16 +8,21 @@ from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
-from .object_errors import code_of
+from tierstate.manifest.errors import AlreadyExists, NotFound
+
+from .object_errors import code_of, kind
 from .s3_answers import LONGEST, Broken, NotConnected, Refused, refusal
 from .s3_checksums import Checksum
-from .s3_connections import STRETCH, Connections
+from .s3_connections import Connections, Midway
 from .s3_reading import Get
-from .s3_retries import Patience
+from .s3_retries import Patience, is_transient
 from .s3_signing import Signer
 
 _NOT_DONE = frozenset({"SlowDown", "BadDigest", "RequestTimeout", "IncompleteBody", "429", "TooManyRequests"})
 """Answers after which nothing has been created."""
+
+PIECE = 256 << 10
+"""Bytes that are received at once: what has arrived of the last of them is asked for again after an error."""
 
 
 class Transfers:
@@ -52,7 +57,7 @@ class Transfers:
                     _skip(answer, skip, moved)
                     _receive(answer, out, moved)
 
-        self._patience.run(attempt)
+        self._patience.run(attempt, moved=lambda: at)
 
     def send_part(
         self,
@@ -80,24 +85,61 @@ class Transfers:
         body: Sequence[memoryview],
         sums: Mapping[str, str],
         *,
-        doubtful: bool = False,
+        final: frozenset[str] = frozenset(),
+        midway: Midway = None,
     ) -> None:
         """Create an object in one piece, if there is none.
 
-        Tried again only where the first attempt certainly created nothing: once the answer is lost, another attempt
-        would find the name taken, by itself. Raises as `fill` does.
+        Once an answer is lost the object may be there, and would be in the way of another attempt. So each attempt
+        after that looks first: where the object has the bytes that were sent, it has been created.
 
         Args:
             sums: parameters with its checksum.
-            doubtful: these may be wrong on purpose: that they are refused is an answer, too.
+            final: codes of answers after which it is not tried again.
+            midway: called when the first piece of the body has been sent.
+
+        Raises:
+            FileExistsError: an answer was lost, and the object has other bytes than these.
+            as `fill` does.
         """
+        lost = False
 
         def attempt(left: float) -> None:
-            # On a connection of its own: one that was idle may be closed just now, which looks like a lost answer.
-            with self._asked("put_object", {**where, "IfNoneMatch": "*", **sums}, body, left=left, new=True) as answer:
-                _drain(answer)
+            nonlocal lost
+            if lost and self._holds(where, body, left):
+                return
+            try:
+                # On a new connection: one that was idle may be closed just now, which looks like a lost answer.
+                params = {**where, "IfNoneMatch": "*", **sums}
+                with self._asked("put_object", params, body, left=left, new=True, midway=midway) as answer:
+                    _drain(answer)
+            except Exception as error:
+                if lost and kind(error) is AlreadyExists and self._holds(where, body, left):
+                    return
+                lost = lost or not _created_nothing(error)
+                raise
 
-        self._patience.run(attempt, again=_not_sent if doubtful else _created_nothing)
+        self._patience.run(attempt, again=lambda error: is_transient(error) and code_of(error) not in final)
+
+    def _holds(self, where: Mapping[str, str], body: Sequence[memoryview], left: float) -> bool:
+        """Whether the object is there.
+
+        Raises:
+            FileExistsError: with other bytes.
+            Broken: or it cannot be told.
+        """
+        try:
+            with self._asked("get_object", where, left=left) as answer:
+                right = answer.headers.get("Content-Length") == str(sum(map(len, body)))
+                if right and all(_is_next(answer, view) for view in body):
+                    return True
+        except Refused as error:
+            if kind(error) is NotFound:
+                return False
+            if is_transient(error):
+                raise
+            raise Broken(f"the answer to a create was lost, and the object cannot be read: {error}") from None
+        raise FileExistsError("the answer to a create was lost, and an object with other bytes is there")
 
     @contextmanager
     def _asked(
@@ -108,12 +150,13 @@ class Transfers:
         *,
         left: float,
         new: bool = False,
+        midway: Midway = None,
     ) -> Iterator[HTTPResponse]:
         """The good answer to one request; its connection is kept if all of it has been read."""
         signed = self._signer.sign(operation, params)
         connection = (self._connections.open if new else self._connections.take)(signed.url, left)
         try:
-            answer = self._connections.ask(connection, signed, body)
+            answer = self._connections.ask(connection, signed, body, midway)
             if answer.status >= 300:
                 raise refusal(answer)
             yield answer
@@ -126,13 +169,9 @@ class Transfers:
             connection.close()
 
 
-def _not_sent(error: BaseException) -> bool:
-    return isinstance(error, NotConnected)
-
-
 def _created_nothing(error: BaseException) -> bool:
     # A 5xx without a name may be a proxy's, whose server went on.
-    return _not_sent(error) or (isinstance(error, Refused) and code_of(error) in _NOT_DONE)
+    return isinstance(error, NotConnected) or (isinstance(error, Refused) and code_of(error) in _NOT_DONE)
 
 
 def _check_range(answer: HTTPResponse, start: int, end: int) -> None:
@@ -161,12 +200,23 @@ def _skip(answer: HTTPResponse, count: int, moved: Callable[[int], None]) -> Non
 def _receive(answer: HTTPResponse, out: memoryview, moved: Callable[[int], None]) -> None:
     at = 0
     while at < len(out):
-        # In stretches, so that an error loses no more than one of them.
-        count = answer.readinto(out[at : at + STRETCH])
+        count = answer.readinto(out[at : at + PIECE])
         if not count:
             raise Broken(f"the body ended {len(out) - at} bytes too early")
         at += count
         moved(count)
+
+
+def _is_next(answer: HTTPResponse, view: memoryview) -> bool:
+    """Whether these bytes are what follows in a body."""
+    for at in range(0, len(view), PIECE):
+        wanted = bytes(view[at : at + PIECE])
+        found = answer.read(len(wanted))
+        if len(found) < len(wanted):
+            raise Broken("the body of an object that is compared ended too early")
+        if found != wanted:
+            return False
+    return True
 
 
 def _drain(answer: HTTPResponse) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -91,11 +92,10 @@ def test_ceph_lets_one_racer_win_and_the_probe_says_so(racers: list[Tier]) -> No
 
 
 def test_swift_lets_several_racers_win_and_the_probe_says_so(swift: Swift) -> None:
-    tier = open_tier(swift, fresh_prefix())
-    tier.put("a", random_bytes(1))
-    assert tier.traits.conditional_create is False
-    assert any("several winners" in note for note in tier.traits.notes)
-    with pytest.raises(AlreadyExists):
-        tier.put("a", random_bytes(2))
-    assert torch.equal(tier.get("a"), random_bytes(1))
-    tier.close()
+    with closing(open_tier(swift, fresh_prefix())) as tier:
+        tier.put("a", random_bytes(1))
+        assert tier.traits.conditional_create is False
+        assert any("several winners" in note for note in tier.traits.notes)
+        with pytest.raises(AlreadyExists):
+            tier.put("a", random_bytes(2))
+        assert torch.equal(tier.get("a"), random_bytes(1))

@@ -208,7 +208,7 @@ NEVER = ["hang", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("stat
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", NEVER)
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", ["get", "size", pytest.param("list", marks=pytest.mark.soak)])
 def test_a_read_that_is_never_answered_ends_at_the_deadline(world: World, name: str, kind: Kind) -> None:
     fault = world.hit(kind, count=None)
     with pytest.raises(TierUnavailable):
@@ -220,7 +220,7 @@ def test_a_read_that_is_never_answered_ends_at_the_deadline(world: World, name: 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", NEVER)
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", [pytest.param("put", marks=pytest.mark.soak), "write"])
 def test_a_write_that_is_never_answered_ends_at_the_deadline(world: World, name: str, kind: Kind) -> None:
     """Nothing comes to be, and once the server answers again the key is free."""
     do, data = WRITES[name]

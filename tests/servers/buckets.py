@@ -59,6 +59,13 @@ def uploads(server: At, prefix: str = "") -> list[dict[str, Any]]:
     return list(found)
 
 
+def parts(server: At, upload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Parts that one of these has."""
+    with client(server) as fs:
+        where = {"Bucket": BUCKET, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+        return list(fs.call_s3("list_parts", **where).get("Parts", []))
+
+
 def fresh_prefix() -> str:
     """A folder of the bucket that nobody has used."""
     return uuid.uuid4().hex

@@ -72,7 +72,8 @@ auth client required = none
 rgw thread pool size = 64
 rgw enable usage log = false
 rgw run sync thread = false
-rgw gc obj min wait = 30
+rgw gc obj min wait = 2
+rgw gc processor period = 5
 """
 
 

@@ -17,11 +17,12 @@ from tierstate.manifest.errors import (
     NotFound,
     TierError,
     TierFull,
+    TierUnavailable,
 )
 from tierstate.tiers import s3_store
 from tierstate.tiers.base import Tier
 from tierstate.tiers.object import ObjectStore
-from tierstate.tiers.race import one_winner
+from tierstate.tiers.race import MORE, Start, one_winner
 from tierstate.tiers.testing import TierContract
 
 
@@ -142,32 +143,57 @@ def test_traits() -> None:
 
 
 class Creates:
-    """A store of names whose creates let ``winners`` of each name through, and fail the others."""
+    """A store of names whose creates let ``winners`` of each name through, and fail the others.
 
-    def __init__(self, winners: int, error: type[TierError] = AlreadyExists) -> None:
-        self.left, self.lock, self.error = winners, threading.Lock(), error
-        self.winners, self.names = winners, set[str]()
+    Args:
+        lost: of how many rounds the winners' answers get lost.
+    """
 
-    def create(self, name: str) -> None:
+    def __init__(self, winners: int, error: type[TierError] = AlreadyExists, lost: int = 0) -> None:
+        self.left, self.lock, self.error, self.lost = winners, threading.Lock(), error, lost
+        self.winners, self.names, self.rounds = winners, set[str](), 0
+
+    def create(self, name: str, racer: int, start: Start) -> None:
+        start()
         with self.lock:
             self.left -= 1
             if self.left < 0:
                 raise self.error("no")
             self.names.add(name)
+            if self.rounds < self.lost:
+                raise TierUnavailable("the answer was lost")
 
     def delete(self, name: str) -> None:
-        self.names.remove(name)
-        self.left = self.winners
+        self.names.discard(name)
+        self.left, self.rounds = self.winners, self.rounds + 1
 
 
 @pytest.mark.parametrize(("winners", "verdict"), [(1, True), (2, False), (8, False)])
 def test_races_are_judged_by_their_winners(winners: int, verdict: bool) -> None:
     store = Creates(winners)
-    assert one_winner(store.create, store.delete) is verdict
+    assert one_winner(store.create, store.delete, 3) is verdict
+    assert store.rounds == (3 if verdict else 1)
     assert not store.names
 
 
-def test_a_race_that_nobody_wins_is_an_error() -> None:
-    store = Creates(0, AccessDenied)
-    with pytest.raises(AccessDenied):
-        one_winner(store.create, store.delete)
+@pytest.mark.parametrize("error", [AccessDenied, TierUnavailable])
+def test_a_race_that_nobody_wins_is_an_error(error: type[TierError]) -> None:
+    """No other round follows: each of them may take a whole deadline."""
+    store = Creates(0, error)
+    with pytest.raises(error):
+        one_winner(store.create, store.delete, 3)
+    assert store.rounds == 0
+
+
+@pytest.mark.parametrize(("winners", "verdict"), [(1, True), (2, False)])
+def test_rounds_in_which_answers_are_lost_say_nothing(winners: int, verdict: bool) -> None:
+    store = Creates(winners, lost=2)
+    assert one_winner(store.create, store.delete, 3) is verdict
+    assert store.rounds == (5 if verdict else 3)
+
+
+@pytest.mark.parametrize("store", [Creates(1, lost=1000), Creates(0)], ids=["lost", "taken"])
+def test_rounds_that_say_nothing_are_not_run_for_ever(store: Creates) -> None:
+    with pytest.raises(TierUnavailable):
+        one_winner(store.create, store.delete, 3)
+    assert store.rounds == 3 + MORE

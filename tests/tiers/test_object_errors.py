@@ -101,6 +101,15 @@ def test_errors_of_ours_pass() -> None:
         raise Damaged("mine")
 
 
+def test_an_error_that_is_its_own_cause_is_told_once() -> None:
+    error = RuntimeError("x")
+    error.__cause__ = RuntimeError("y")
+    error.__cause__.__cause__ = error
+    assert kind(error) is TierError
+    with pytest.raises(TierError, match="x"), explained("read", "s3", "a", "s3://b/a", frozenset({"secret"})):
+        raise error
+
+
 @given(
     st.text("abcdefXYZ0189+/=", min_size=4, max_size=40),
     st.sampled_from(["options", "nested", "url", "endpoint", "cause"]),

@@ -3,10 +3,8 @@
 import faulthandler
 import os
 import socket
-import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +17,14 @@ from tierstate.advice import advise
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, Damaged, NotFound, TierUnavailable
 from tierstate.tiers import s3_bucket, s3_parts, s3_reading, s3_uploads
-from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.base import Range
 from tierstate.tiers.object import ObjectStore
 from tierstate.tiers.policy import Policy
-from tierstate.tiers.testing import Lease, TierContract, random_bytes
+from tierstate.tiers.testing import Lease, random_bytes
 
 
-def open_s3(
-    server: Swift, prefix: str, checksum: Any = "auto", orphan_age: float = 86_400, **options: Any
-) -> ObjectStore:
-    options = {**server.options(), **options}
-    tier = ObjectStore(url=f"s3://bucket/{prefix}", options=options, checksum=checksum, orphan_age=orphan_age)
+def open_s3(server: Swift, prefix: str, checksum: Any = "auto", **options: Any) -> ObjectStore:
+    tier = ObjectStore(url=f"s3://bucket/{prefix}", options={**server.options(), **options}, checksum=checksum)
     tier.name = "s3"
     return tier
 
@@ -39,24 +34,6 @@ def s3(swift: Swift) -> Iterator[ObjectStore]:
     tier = open_s3(swift, uuid.uuid4().hex)
     yield tier
     tier.close()
-
-
-class TestS3Contract(TierContract):
-    """The promises hold on a real server, but for races, of which the probe finds that it lets several win."""
-
-    examples = 2
-    steps = 12
-
-    @pytest.fixture(autouse=True)
-    def _server(self, swift: Swift) -> None:
-        self.swift = swift
-        self.prefix = uuid.uuid4().hex
-
-    def make(self, tmp_path: Path) -> Tier:
-        return open_s3(self.swift, self.prefix)
-
-    def reopen(self, tier: Tier) -> Tier:
-        return open_s3(self.swift, self.prefix)
 
 
 def uploads(server: Swift) -> list[Any]:
@@ -80,7 +57,7 @@ def test_the_probe_tells_what_the_server_does(s3: ObjectStore) -> None:
     assert list(s3.list("")) == ["a"]
 
 
-@pytest.mark.parametrize("checksum", ["auto", "md5"])
+@pytest.mark.parametrize("checksum", ["auto", pytest.param("md5", marks=pytest.mark.soak)])
 def test_long_objects_go_in_parts(swift: Swift, monkeypatch: pytest.MonkeyPatch, checksum: Any) -> None:
     monkeypatch.setattr(s3_parts, "PART", s3_parts.MIN)
     monkeypatch.setattr(s3_reading, "LENGTH", 1 << 20)
@@ -144,28 +121,6 @@ def test_a_lost_answer_to_the_last_request_is_settled_by_the_object(
     assert torch.equal(s3.get("a"), data)
     assert len(sent) == 1
     assert not uploads(swift)
-
-
-def test_uploads_of_dead_writers_are_aborted_by_age(swift: Swift) -> None:
-    prefix = uuid.uuid4().hex
-    s3, elsewhere = open_s3(swift, prefix), open_s3(swift, f"{prefix}-too")
-    for tier in (s3, elsewhere):
-        tier.writer("dead").append(random_bytes(6 << 20), lambda: None)
-    assert len(uploads(swift)) == 2
-    patient = open_s3(swift, prefix)
-    patient.put("a", empty_buffer(1))
-    assert "1 that may be under way" in patient.traits.notes[-1]
-    time.sleep(1.1)  # Swift tells the age in whole seconds
-    hasty = open_s3(swift, prefix, orphan_age=0.001)
-    hasty.put("b", empty_buffer(1))
-    assert "uploads without an end: 1 begun more than" in hasty.traits.notes[-1]
-    (left,) = uploads(swift)
-    assert left["Key"].startswith(f"{prefix}-too/")
-    hasty_too = open_s3(swift, f"{prefix}-too", orphan_age=0.001)
-    hasty_too.put("b", empty_buffer(1))
-    assert not uploads(swift)
-    for tier in (s3, elsewhere, patient, hasty, hasty_too):
-        tier.close()
 
 
 def test_a_bucket_that_is_not_there(swift: Swift) -> None:
@@ -259,6 +214,7 @@ def test_credentials_come_from_the_environment_too(swift: Swift, monkeypatch: py
     tier.close()
 
 
+@pytest.mark.soak
 def test_a_live_check_tells_what_the_server_honours(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> None:
     # The contract tries all of them.
     some = {"what is put is read", "one winner of a race"}

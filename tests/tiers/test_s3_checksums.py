@@ -13,16 +13,20 @@ from tierstate.tiers.s3_checksums import CHECKSUMS, Choice, choose
 class Server:
     """Verifies some of the checksums that it knows; refuses requests with others, or takes no notice."""
 
+    says = "BadDigest"
+
     def __init__(self, verifies: set[str], refuses: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         self.verifies, self.refuses, self.asked = verifies, refuses, 0
 
-    def taken(self, body: memoryview, sums: Mapping[str, str]) -> bool:
+    def against(self, body: memoryview, sums: Mapping[str, str]) -> str:
         self.asked += 1
         for name in ("crc32", "md5"):
             right = CHECKSUMS[name].of([body])
-            if sums.keys() == right.keys() and (name in self.refuses or (name in self.verifies and sums != right)):
-                return False
-        return True
+            if sums.keys() == right.keys() and name in self.refuses:
+                return "InvalidRequest"
+            if sums.keys() == right.keys() and name in self.verifies and sums != right:
+                return self.says
+        return ""
 
 
 @pytest.mark.parametrize(
@@ -36,15 +40,23 @@ class Server:
     ],
 )
 def test_auto_takes_the_cheapest_that_is_verified(server: Server, name: str, told: str) -> None:
-    found, why = choose("auto", server.taken)
+    found, why = choose("auto", server.against)
     assert found.name == name
     assert told in why
+
+
+def test_a_refusal_of_another_name_is_looked_into() -> None:
+    """It may be of every checksum, right or wrong."""
+    server = Server({"crc32"})
+    server.says = "InvalidRequest"
+    assert choose("auto", server.against)[0].name == "crc32"
+    assert server.asked == 2
 
 
 @pytest.mark.parametrize("choice", ["crc32", "md5", "none"])
 def test_what_the_policy_says_is_not_questioned(choice: Choice) -> None:
     server = Server(set())
-    assert choose(choice, server.taken)[0].name == choice
+    assert choose(choice, server.against)[0].name == choice
     assert server.asked == 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.tiers.object_errors import explained
 from tierstate.tiers.s3_answers import Broken, NotConnected, Refused
-from tierstate.tiers.s3_retries import FIRST, LONGEST, GaveUp, Patience, is_transient, longest_pause
+from tierstate.tiers.s3_retries import FIRST, LONGEST, USELESS, GaveUp, Patience, is_transient, longest_pause
 
 AT_ONCE = Patience(30, draw=lambda: 0.0)
 
@@ -83,6 +83,25 @@ def test_giving_up_is_an_unavailable_tier_with_the_remedy_of_its_cause() -> None
 def test_the_only_attempt_speaks_for_itself() -> None:
     with pytest.raises(Broken, match=r"^short$"):
         Patience(1, draw=lambda: 1000.0).run(Failing(Broken("short")))
+
+
+def test_answers_that_bring_nothing_are_not_asked_for_for_ever() -> None:
+    """Where each brings something it goes on, however often they break off."""
+    attempt = Failing(*[Broken("short")] * 100)
+    with pytest.raises(GaveUp, match=f"the last of {USELESS} attempts"):
+        AT_ONCE.run(attempt)
+    attempt = Failing(*[Broken("short")] * 100)
+    AT_ONCE.run(attempt, moved=lambda: attempt.calls)
+    assert attempt.calls == 101
+    mixed = Failing(*[NotConnected("refused"), Broken("short")] * (USELESS - 1))
+    AT_ONCE.run(mixed)
+
+
+def test_pauses_are_short_again_after_something_moved() -> None:
+    """With draws of one the pauses would be 0.1 s, 0.2 s, 0.4 s and so on, and go past the deadline."""
+    attempt = Failing(*[NotConnected("refused")] * 8)
+    Patience(10, draw=lambda: 1.0).run(attempt, moved=lambda: attempt.calls)
+    assert attempt.calls == 9
 
 
 def test_a_stop_is_heard_during_a_pause() -> None:

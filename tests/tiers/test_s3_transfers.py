@@ -2,15 +2,18 @@
 
 import base64
 import hashlib
+import signal
 import ssl
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from email.utils import formatdate
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Semaphore, Thread
+from threading import Event, Semaphore, Thread, main_thread
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -19,12 +22,13 @@ import pytest
 import torch
 
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
-from tierstate.manifest.errors import AccessDenied, Damaged, NotFound, TierUnavailable
+from tierstate.manifest.errors import AccessDenied, Damaged, NotFound, TierError, TierUnavailable
 from tierstate.tiers import s3_parts
 from tierstate.tiers.base import Range
 from tierstate.tiers.object import ObjectStore
 from tierstate.tiers.s3_checksums import CHECKSUMS
 from tierstate.tiers.s3_reading import plan_gets
+from tierstate.tiers.s3_retries import USELESS
 from tierstate.tiers.s3_store import S3Store
 from tierstate.tiers.s3_writer import IN_FLIGHT
 from tierstate.tiers.testing import Lease, random_bytes
@@ -186,13 +190,45 @@ def test_connections_are_used_again_and_dead_ones_are_not(server: Server, store:
     assert len({one.client_address for one in server.seen}) == 2
 
 
-@pytest.mark.parametrize("trouble", [hang_up, fail(500, "InternalError")], ids=str)
-def test_a_create_whose_fate_is_unknown_is_not_sent_again(server: Server, store: S3Store, trouble: Answer) -> None:
-    server.script = [trouble]
-    with pytest.raises(Exception, match=r"closed connection|InternalError"):
-        store.create_whole("a", [memoryview(b"abc")], {})
-    assert len(server.seen) == 1
-    assert server.seen[0].headers["If-None-Match"] == "*"
+LOST = [hang_up, fail(500, "InternalError")]
+
+
+@pytest.mark.parametrize("trouble", LOST, ids=str)
+@pytest.mark.parametrize("there", [b"abcde", b"abcdX", b"abcdef", b"", None], ids=str)
+def test_a_create_without_an_answer_is_settled_by_the_object(
+    server: Server, store: S3Store, trouble: Answer, there: bytes | None
+) -> None:
+    """The same bytes are ours, other ones another's; where there is none it is sent again."""
+    look = fail(404, "NoSuchKey") if there is None else lambda one: one.say(200, there)
+    server.script = [trouble, hang_up, look]
+    create = partial(store.create_whole, "a", [memoryview(b"abc"), memoryview(b"de")], {})
+    if there in (b"abcde", None):
+        create()
+    else:
+        with pytest.raises(FileExistsError, match="an object with other bytes is there"):
+            create()
+    sent = ["PUT", "GET", "GET"] + ["PUT"] * (there is None)
+    assert [command for command, _ in server.asked] == sent
+    assert all(one.headers["If-None-Match"] == "*" for one in server.seen if one.command == "PUT")
+
+
+def test_a_conflict_after_a_lost_answer_may_be_with_itself(server: Server, store: S3Store) -> None:
+    """The first request can take effect as late as between the look and the second one."""
+    absent, conflict = fail(404, "NoSuchKey"), fail(412, "PreconditionFailed")
+    server.script = [hang_up, absent, conflict, lambda one: one.say(200, b"abc")]
+    store.create_whole("a", [memoryview(b"abc")], {})
+    assert [command for command, _ in server.asked] == ["PUT", "GET", "PUT", "GET"]
+
+
+def test_a_create_of_unknown_fate_is_never_called_denied(server: Server) -> None:
+    """Who may not read cannot tell what became of it; that is not the same as that it was not done."""
+    tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=20)
+    tier._inner._ready = True  # type: ignore[attr-defined]
+    server.script = [hang_up, *[fail(403, "AccessDenied")] * 100]
+    with pytest.raises(TierUnavailable, match="the object cannot be read: 403 AccessDenied"):
+        tier.put("a", random_bytes(5))
+    tier.close()
+    assert len(server.seen) < 10
 
 
 def test_a_create_that_certainly_did_not_happen_is_sent_again(server: Server, store: S3Store) -> None:
@@ -293,6 +329,45 @@ def test_a_server_that_hangs_is_unavailable_after_the_deadline(server: Server) -
     with pytest.raises(TierUnavailable, match="time"):
         tier.read("a", [Range(0, empty_buffer(50))])
     done.set()
+    tier.close()
+
+
+def test_a_body_that_drips_is_unavailable_after_the_deadline(server: Server) -> None:
+    """Bytes that come one by one are no answer, though each of them is in time."""
+    done = Event()
+
+    def drip(one: Handler) -> None:
+        one.say(206, b"", 50, Content_Range=f"bytes 0-49/{len(WHOLE)}")
+        try:
+            while not done.wait(0.05):
+                one.wfile.write(b"x")
+        except OSError:
+            one.close_connection = True
+
+    tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=0.5)
+    server.script = [drip] * 100
+    with pytest.raises(TierUnavailable, match="time"):
+        tier.read("a", [Range(0, empty_buffer(50))])
+    done.set()
+    tier.close()
+
+
+def test_a_store_that_truncates_everything_is_given_up_soon(server: Server) -> None:
+    """A restore has other tiers to ask; a deadline of an hour is for stores that may come back."""
+    tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=3600)
+    server.script = [lambda one: one.give(WHOLE, 20)] + [lambda one: one.give(WHOLE, 0)] * 100
+    with pytest.raises(TierUnavailable, match=f"the last of {1 + USELESS} attempts"):
+        tier.read("a", [Range(0, empty_buffer(50))])
+    tier.close()
+
+
+def test_notes_have_no_secrets(server: Server) -> None:
+    tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=20)
+    body = f"<Error><Code>AccessDenied</Code><Message>{KEY} and {SECRET} are not it</Message></Error>".encode()
+    server.script = [lambda one: one.say(403, body)]
+    note = tier._inner._orphans()  # type: ignore[attr-defined]
+    assert "were not looked for" in note
+    assert not any(secret in note for secret in (KEY, SECRET))
     tier.close()
 
 
@@ -434,6 +509,68 @@ def test_parts_in_flight_are_bounded(server: Server, tier: ObjectStore) -> None:
         Handler.part = None
     assert [lease.releases for lease in leases] == [1] * len(leases)
     assert asked(server, "PUT") == len(leases)
+
+
+@contextmanager
+def one_interrupt(ready: Callable[[], object], after: Callable[[], object]) -> Iterator[None]:
+    """As Ctrl-C in the block once, when ``ready`` has returned; then ``after`` is called."""
+    interrupted = Event()
+
+    def interrupt() -> None:
+        ready()
+        while not interrupted.wait(0.2):
+            signal.pthread_kill(main_thread().ident or 0, signal.SIGINT)
+        after()
+
+    def first(*_: object) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    before, thread = signal.signal(signal.SIGINT, first), Thread(target=interrupt)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("count", [3, IN_FLIGHT + 1], ids=["in-close", "in-append"])
+def test_an_interrupt_from_the_keyboard_ends_all_leases_once(server: Server, tier: ObjectStore, count: int) -> None:
+    """Nobody's memory is let go while it is still being sent, and nothing becomes visible."""
+    go, arrived = Event(), Semaphore(0)
+    leases = [Lease(random_bytes(20)) for _ in range(count)]
+    held: list[int] = []
+
+    def put(one: Handler) -> None:
+        arrived.release()
+        go.wait(60)
+        held.extend(lease.releases for lease in leases)
+        one.say(200, b"", ETag="t")
+
+    def ready() -> None:
+        for _ in range(min(count, IN_FLIGHT)):
+            arrived.acquire()
+
+    def write() -> None:
+        for lease in leases:
+            writer.append(lease.buffer, lease.release)
+        writer.close()
+
+    Handler.part = put
+    writer = tier.writer("a")
+    try:
+        with one_interrupt(ready, go.set), pytest.raises(KeyboardInterrupt):
+            write()
+    finally:
+        Handler.part = None
+    writer.abort()
+    assert [lease.releases for lease in leases] == [1] * count
+    assert held[0] == 0
+    assert (asked(server, "DELETE"), asked(server, "POST")) == (1, 1)
+    with pytest.raises(TierError, match="interrupted"):
+        writer.close()
 
 
 def test_an_abort_ends_all_leases(server: Server, tier: ObjectStore) -> None:
