@@ -59,7 +59,28 @@ class Restored(NamedTuple):
     entry: Entry
 
 
+RUNS_AFTER = 5
+"""How often the newest version is looked for again, because a saver dropped it while it was read."""
+
+
+class _Dropped(NotFound):
+    """A version was dropped while it was read."""
+
+
 def restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restored:
+    """Restore the newest version that fits and is whole; the newest again, if it is dropped while it is read.
+
+    Raises: as `_restore`.
+    """
+    for _ in range(RUNS_AFTER if wanted.step is None and wanted.version is None else 0):
+        try:
+            return _restore(catalog, arena, run, wanted)
+        except _Dropped as error:
+            log.info("%s", error)
+    return _restore(catalog, arena, run, wanted)
+
+
+def _restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restored:
     """Restore the newest version that fits and is whole.
 
     Raises:
@@ -85,7 +106,7 @@ def restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restore
                 if wanted.on_damage == "raise":
                     if _is_dropped(entry):
                         text = f"{_name(entry)} was dropped, as `keep` says, while it was read; ask for the newest one"
-                        raise NotFound(text) from error
+                        raise _Dropped(text) from error
                     raise
                 _pass_over(passed, _name(entry), error)
         raise _none(run, wanted, catalog, passed)

@@ -14,7 +14,7 @@ from strategies import difference
 from worlds import arena_of, engine_threads, faulty, names, opened, policy, tensors, tier, unreferenced, wrapped
 
 import tierstate as ts
-from tierstate import checkpointer
+from tierstate import checkpointer, finding
 from tierstate.manifest.version import Version
 from tierstate.tiers import patience
 from tierstate.tiers.memory import Memory
@@ -471,3 +471,76 @@ def test_where_rules_part_a_state_each_tier_that_waits_counts(place, slow):
         assert steps(ckpt, "slow") == [0, 1, 2]
         assert steps(ckpt, "nvme") == [2]
         assert difference({"model": state(0), "rest": state(50)}, ckpt.load(step=0)) == ""
+
+
+# What review found
+
+
+def test_leaves_that_only_an_ailing_tier_was_to_get_first_go_elsewhere_themselves(slow):
+    with wrapped(Memory()) as first, wrapped(Memory()) as second:
+        spec = policy(
+            {"first": first, "slow": slow, "second": second}, rules=[{"match": "b", "tiers": ["first", "second"]}]
+        )
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.save(tensors(9000, 4096), step=0).wait("second")
+            faulty(first).add(Fault("writer", 0, GONE))
+            for step in (1, 2):
+                save = ckpt.save(tensors(9000, 4096, seed=step), step=step)
+                with pytest.raises(ts.TierUnavailable):
+                    save.wait("first")
+                if step == 2:  # from then on it is known that nothing can be had of the first one
+                    save.wait("second")
+            assert 2 in steps(ckpt, "second")
+            faulty(first).heal()
+            ckpt._flow.failures()
+
+
+def test_a_version_is_held_for_a_tier_before_the_one_that_has_it(slow):
+    with wrapped(Memory()) as first, wrapped(Memory()) as last:
+        spec = policy({"first": {**first, "keep": {"last": 1}}, "slow": slow, "last": last})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.save(tensors(9000), step=0).wait("last")
+            gate = faulty(slow).shut("writer")
+            saves = [ckpt.save(tensors(9000, seed=step), step=step) for step in (1, 2, 3)]
+            for save in saves:
+                save.wait("last")
+            faulty(slow).gates.clear()
+            gate.set()
+            for save in saves:
+                save.wait("slow")
+            assert steps(ckpt, "slow") == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_debt_waits_for_a_source_that_is_still_writing(slow):
+    with wrapped(Memory()) as first, ts.Checkpointer(policy({"first": first, "slow": slow}), "run") as ckpt:
+        ckpt.save(tensors(9000), step=0).wait("slow")
+        faulty(first).add(Fault("writer", 1, GONE))
+        failed(ckpt.save(tensors(9000, seed=1), step=1), "first")
+        # It answers again, slowly; and the other one fails once.
+        gate = faulty(first).shut("close")
+        faulty(slow).add(Fault("writer", 1, GONE))
+        save = ckpt.save(tensors(9000, seed=2), step=2)
+        failed(save)
+        time.sleep(0.3)  # for some attempts
+        gate.set()
+        save.wait("first")
+        until(lambda: 2 in steps(ckpt, "slow"))
+        ckpt._flow.failures()
+
+
+def test_the_newest_is_looked_for_again_when_it_is_dropped_while_it_is_read(place, monkeypatch):
+    spec = policy({"nvme": tier("nvme", place, keep={"last": 1})})
+    with ts.Checkpointer(spec, "run") as saver, ts.Checkpointer(spec, "run") as reader:
+        saver.save(tensors(9000, seed=1), step=1).wait()
+        fill, states = finding._fill, [tensors(9000, seed=2)]
+
+        def saved_meanwhile(*args: Any) -> Any:
+            if states:
+                saver.save(states[0], step=2).wait()
+                states.clear()
+                saver.close()
+            return fill(*args)
+
+        monkeypatch.setattr(finding, "_fill", saved_meanwhile)
+        assert difference(tensors(9000, seed=2), reader.load()) == ""
