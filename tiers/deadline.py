@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from tierstate.manifest.chunk import Buffer, empty_buffer
+from tierstate.manifest.chunk import Buffer
 
 from .base import ObjectWriter, Range, Release, Tier, Traits
+from .bounce import Bounce
 from .calls import Call, Effort, Hung
 from .host import KeepingArena
-from .landing import copy
-from .pages import PAGE, map_pages
 from .watch import Watch
 
 log = logging.getLogger("tierstate")
-
-PAGED = 1 << 20
-"""Bytes of a read from which on it has pages of its own, by which direct I/O can be used."""
 
 
 class Deadline(Tier):
@@ -47,7 +42,7 @@ class Deadline(Tier):
     def __init__(self, inner: Tier, seconds: float, arena: KeepingArena | None = None) -> None:
         self.inner = inner
         self._watch = Watch(seconds, arena, lambda: inner.name)
-        self._memory = _Memory()
+        self._bounce = Bounce(self._watch)
         # For whoever drops a tier without closing it: the threads hold the watch, but not us.
         weakref.finalize(self, self._watch.end).atexit = False
 
@@ -72,22 +67,7 @@ class Deadline(Tier):
         self._watch.run(f"put of {key}", partial(self.inner.put, key, data.clone()))
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
-        starts, nbytes = [], 0
-        for _, out in ranges:
-            starts.append(nbytes)
-            nbytes += -(-out.numel() // PAGE) * PAGE
-        memory = self._memory.take(nbytes)
-        try:
-            mine = [Range(r.offset, memory[at : at + r.out.numel()]) for r, at in zip(ranges, starts, strict=True)]
-            self._watch.run(f"read of {key}", partial(self.inner.read, key, mine))
-        except BaseException:
-            # It may be in use still: it goes when the call that holds it has come back.
-            self._memory.lose()
-            raise
-        for (_, out), (_, found) in zip(ranges, mine, strict=True):
-            if out.numel():
-                copy(out.data_ptr(), found.data_ptr(), out.numel())
-        self._memory.give_back(memory)
+        self._bounce.read(f"read of {key}", partial(self.inner.read, key), ranges)
 
     def get(self, key: str) -> Buffer:
         return self._watch.run(f"read of {key}", partial(self.inner.get, key))
@@ -182,35 +162,3 @@ class DeadlineWriter(ObjectWriter):
         self._inner.abort()
         if self._closing is not None and self._closing.succeeded:
             self._tier.inner.delete(self._key)
-
-
-class _Memory:
-    """Memory of reads: kept while any read is under way, so that the next one finds it faulted in; then let go of."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[Buffer] = []
-        self._taken = 0
-
-    def take(self, nbytes: int) -> Buffer:
-        """Memory of at least so many bytes, to be given back or said to be lost."""
-        with self._lock:
-            self._taken += 1
-            fit = min((one for one in self._free if one.numel() >= nbytes), key=len, default=None)
-            if fit is not None:
-                self._free = [one for one in self._free if one is not fit]
-                return fit
-        return map_pages(nbytes) if nbytes >= PAGED else empty_buffer(nbytes)
-
-    def give_back(self, memory: Buffer) -> None:
-        """Nobody uses it any more."""
-        with self._lock:
-            self._free.append(memory)
-        self.lose()
-
-    def lose(self) -> None:
-        """It is not given back: somebody may use it still."""
-        with self._lock:
-            self._taken -= 1
-            if not self._taken:
-                self._free = []
