@@ -15,11 +15,12 @@ from .bounce import Bounce
 from .calls import Call, Effort, Hung
 from .host import KeepingArena
 from .watch import Watch
+from .wrapping import Wrapping
 
 log = logging.getLogger("tierstate")
 
 
-class Deadline(Tier):
+class Deadline(Wrapping):
     """Another tier, each call of which is made in a thread that is given up when nothing has come of it for too long.
 
     A system call on a network file system whose server is dead does not return, and nothing can interrupt it. Then the
@@ -40,20 +41,11 @@ class Deadline(Tier):
     """
 
     def __init__(self, inner: Tier, seconds: float, arena: KeepingArena | None = None) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._watch = Watch(seconds, arena, lambda: inner.name)
         self._bounce = Bounce(self._watch)
         # For whoever drops a tier without closing it: the threads hold the watch, but not us.
         weakref.finalize(self, self._watch.end).atexit = False
-
-    @property
-    def name(self) -> str:
-        """The tier's name in the policy: that of the tier inside."""
-        return self.inner.name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self.inner.name = name
 
     @property
     def traits(self) -> Traits:
