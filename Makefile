@@ -15,8 +15,12 @@ check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not soak" -q
-	@$(MAKE) --no-print-directory wheel
+	@# Both test runs at once, as most tests wait for something; told one after the other.
+	@log=$$(mktemp); $(MAKE) --no-print-directory wheel >$$log 2>&1 & wheel=$$!; \
+	trap "kill $$wheel" INT TERM; \
+	$(BIN)/pytest -m "not soak" -q; here=$$?; \
+	wait $$wheel; there=$$?; \
+	echo "Against the wheel:"; cat $$log; rm $$log; exit $$((here || there))
 
 # The tests once more, against the built wheel in an environment that has never seen the checkout.
 wheel: $(VENV)/ready

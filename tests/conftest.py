@@ -1,6 +1,7 @@
 """Hypothesis profiles, and places for tiers."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,10 @@ settings.register_profile("default", max_examples=50, deadline=None, suppress_he
 settings.register_profile("again", settings.get_profile("default"), max_examples=10)
 settings.register_profile("soak", settings.get_profile("default"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As of whatever a shell starts in the background: the programs that tests interrupt would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
