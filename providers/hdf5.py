@@ -39,7 +39,8 @@ class DatasetProvider(Provider):
         spec: what its bytes are, where they are not what its HDF5 type says.
 
     Raises:
-        CaptureError: it is closed, empty, or of a type whose elements have no fixed size; the message has the remedy.
+        CaptureError: it is closed, empty, keeps its bytes in other files, or is of a type whose elements have no fixed
+            size; the message has the remedy.
     """
 
     kind: ClassVar[str] = ArrayProvider.kind
@@ -47,6 +48,7 @@ class DatasetProvider(Provider):
     def __init__(self, value: h5py.Dataset, spec: Spec | None = None) -> None:
         if not value:
             raise CaptureError("an HDF5 dataset of a file that was closed; keep the file open while it is saved")
+        _check_own(value)
         self._value, self._type = value, value.id.get_type()
         self._size: int = self._type.get_size()
         self._spec = spec if spec is not None else _describe(value, self._size)
@@ -174,7 +176,7 @@ def members(group: h5py.Group) -> dict[str, Any]:
     """What lies in a group, by name.
 
     Raises:
-        CaptureError: a link into another file, or to nothing.
+        CaptureError: a link into another file, or to nothing, or a dataset that keeps its bytes in other files.
     """
     return {name: member(group, name) for name in group}
 
@@ -182,13 +184,31 @@ def members(group: h5py.Group) -> dict[str, Any]:
 def member(group: h5py.Group, name: str) -> Any:
     """What lies in a group under one of its names. Raises as `members`."""
     if isinstance(group.get(name, getlink=True), h5py.ExternalLink):
-        where = f"{group.name.rstrip('/')}/{name} in {group.file.filename}"
-        raise CaptureError(f"{where} is a link into another file; save what it points to by itself, and remove it")
+        raise _far(group, name)
     try:
-        return group[name]
+        found = group[name]
     except KeyError as error:
         where = f"{group.name.rstrip('/')}/{name} in {group.file.filename}"
         raise CaptureError(f"{where} is a link to nothing; remove it") from error
+    # A soft link may lead through a link into another file.
+    if h5py.h5o.get_info(found.id).fileno != h5py.h5o.get_info(group.id).fileno:
+        raise _far(group, name)
+    if isinstance(found, h5py.Dataset):
+        _check_own(found)
+    return found
+
+
+def _far(group: h5py.Group, name: str) -> CaptureError:
+    where = f"{group.name.rstrip('/')}/{name} in {group.file.filename}"
+    return CaptureError(f"{where} is a link into another file; save what it points to by itself, and remove it")
+
+
+def _check_own(value: h5py.Dataset) -> None:
+    """Raises CaptureError where a dataset's bytes lie in other files: any that its maker named would be read, and on
+    restore written."""
+    if value.is_virtual or value.id.get_create_plist().get_external_count():
+        where = f"dataset {value.name} in {value.file.filename}"
+        raise CaptureError(f"{where} keeps its bytes in other files; save those by themselves, or copy them into it")
 
 
 def _tree(group: h5py.Group) -> dict[str, Any]:

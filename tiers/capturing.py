@@ -146,9 +146,10 @@ class Capturing:
             else:
                 version = Version.build(head, plan.leaves, plan.shards(), standing.digests)
                 check_whole(version)
+            encoded = version.id  # which is encoded by this, and so may fail
         except BaseException as error:
             return _told(error)
-        self.parent, self._version, self._standing = version.id, version, standing
+        self.parent, self._version, self._standing = encoded, version, standing
         return version
 
 

@@ -27,6 +27,9 @@ from .writing import StepWriter
 MAX_NAME = 255
 """Bytes of one name that file systems allow."""
 
+SCRATCH = "scratch/"
+"""How the keys begin of what is only tried; of these no folder stays."""
+
 
 class Directory(Tier):
     """Files under a folder, by a recipe that holds on every POSIX file system, also between hosts.
@@ -174,6 +177,15 @@ class Directory(Tier):
                 self._gauge.give_back(status.st_size)
                 # A record must not come back after a crash when what it names is gone for good.
                 sync_folder(path.parent)
+        if key.startswith(SCRATCH):
+            self._tidy(path.parent)
+
+    def _tidy(self, folder: Path) -> None:
+        """Remove folders in which nothing is any more. A writer that made one meanwhile makes it again."""
+        with suppress(OSError):  # not empty, or gone
+            while folder != self.path:
+                os.rmdir(folder)
+                folder = folder.parent
 
     def _prepare(self) -> None:
         """Before the first write: the root is there, dead writers' files are not, and the fill is known."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from tierstate.manifest.errors import (
     AccessDenied,
@@ -108,14 +108,16 @@ def secrets_in(url: str, options: Mapping[str, Any]) -> frozenset[str]:
     for key, value in options.items():
         if isinstance(value, Mapping):
             found |= secrets_in("", value)
+        elif isinstance(value, list | tuple):
+            found |= frozenset().union(*(secrets_in("", {key: item}) for item in value))
         elif isinstance(value, str):
             found |= _user_of(value) if key in _PUBLIC else {value}
     return frozenset(text for text in found if len(text) >= _SHORTEST_SECRET)
 
 
 def _user_of(url: str) -> set[str]:
-    netloc = urlsplit(url).netloc if "://" in url else ""
-    user, at, _ = netloc.rpartition("@")
+    # All up to the last "@", since a password may have characters in it that would end it in a sound URL.
+    user, at, _ = url.partition("://")[2].rpartition("@")
     return {part for text in (user, unquote(user)) for part in (text, *text.split(":"))} if at else set()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 """What to install for a protocol, where that is not the module that is missing."""
@@ -23,7 +22,8 @@ class Store:
         self.protocol = url.partition("://")[0]
         self._fs, self.root = open_filesystem(url, options)
         endpoint = options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url") or ""
-        self.host = urlsplit(str(endpoint)).netloc.rpartition("@")[2]
+        # By hand: a password may have a slash, at which others see the host's end.
+        self.host = str(endpoint).partition("://")[2].rpartition("@")[2].partition("/")[0]
 
     def path(self, name: str) -> str:
         """Where the object of this name lies, as fsspec writes it: without the protocol."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tierstate.manifest.errors import TierFull
 from tierstate.tiers.policy import Policy, TierPolicy
 from tierstate.tiers.units import rough_size
 
-from .live import SPEED, Finding
+from .live import REFUSALS, SPEED, Finding
 
 MUCH = 3.0
 """How many times faster than the tier above a tier must be, so that it is not taken for chance."""
@@ -42,7 +43,7 @@ def advise(policy: Policy, findings: Sequence[Finding], state: int | None = None
 
 
 def _problems(policy: Policy, spec: TierPolicy, found: Finding, state: int | None) -> list[str]:
-    problems = [f"{name}: {REMEDIES.get(name, _LOST)}" for name in found.broken]
+    problems = [f"{name}: {_remedy(name, what)}" for name, what in found.broken.items()]
     if found.hung:
         problems.append("look whether its servers answer; if it is merely slow, give more time by --limit")
     if policy.durable == spec.name and found.traits.get("persistent") is False:
@@ -50,6 +51,13 @@ def _problems(policy: Policy, spec: TierPolicy, found: Finding, state: int | Non
     if not found.occupied and (short := _shortage(spec, found, state)):
         problems.append(f"{short}: keep fewer versions, or make room")
     return problems
+
+
+def _remedy(name: str, what: str) -> str:
+    if what.startswith(f"{TierFull.__name__}: "):
+        return "it could not be tried for want of room: make some, or give the tier more"
+    untried = what.startswith(tuple(f"{kind.__name__}: " for kind in REFUSALS))
+    return REMEDIES.get(name, "it could not be tried: see what it says" if untried else _LOST)
 
 
 def _shortage(spec: TierPolicy, found: Finding, state: int | None) -> str:

@@ -125,3 +125,8 @@ def answer() -> None:
                 say(found=asdict(look_at(policy.tier(name), lambda what: say(doing=what))))
         except KeyboardInterrupt:
             sys.exit(130)
+        except BrokenPipeError:
+            # Whoever asked is gone: what is left to be said is said to nobody.
+            nobody = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nobody, answers.fileno())
+            sys.exit(1)

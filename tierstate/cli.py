@@ -23,6 +23,7 @@ from tierstate.tiers.units import parse_seconds, parse_size
 
 from . import tables
 from .checkpointer import Checkpointer
+from .foreign import MAX_STEP
 from .progress import doing, reading
 
 app = typer.Typer(
@@ -137,7 +138,9 @@ def import_file(
     policy: PolicyFile,
     run: Run,
     source: Annotated[Path, typer.Argument(help="A safetensors, HDF5 or torch.save file, or a DCP folder.")],
-    step: Annotated[int | None, typer.Option(help="The new version's step; none: the file's own, or 0.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=MAX_STEP, help="The new version's step; none: the file's own, or 0.")
+    ] = None,
     under: Annotated[str, typer.Option(help="The key to put the state under, as in 'model'.")] = "",
     skip_values: Annotated[
         bool, typer.Option("--skip-values", help="Leave out an HDF5 file's text and attributes.")

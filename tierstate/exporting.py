@@ -25,6 +25,7 @@ from .foreign import OUTLINE
 from .info import VersionInfo
 from .outline import Part, encode_outline
 from .selection import NO_BYTES, Selected, Selection
+from .shard_names import index_name, relatives, shard_names
 from .wholefiles import WholeFiles
 
 MAX_SHARD = 5 << 30
@@ -36,8 +37,8 @@ MAX_VALUES = 16 << 20
 FORMATS = {".safetensors": "safetensors", ".h5": "hdf5", ".hdf5": "hdf5"}
 """Format of a file by how its name ends."""
 
-INDEX = ".index.json"
-"""How the name of the index of a set of files ends."""
+RESERVED = "__metadata__"
+"""What no tensor of a safetensors file may be called."""
 
 _LISTED = 10
 
@@ -106,7 +107,7 @@ def export(
         strip_prefix: what every tensor's name begins with, to be left off.
         max_shard: bytes of tensors in one file; None for no limit.
         skip_values: leave out what is no tensor of a type that the format knows, instead of refusing.
-        force: replace files that are there.
+        force: replace files that are there, also those of an earlier export of that name that was cut otherwise.
         progress: called with the raw bytes read since the last call.
 
     Raises:
@@ -114,6 +115,8 @@ def export(
         StateMismatch: nothing matches, or leaves that the format cannot express; the message lists them.
         Damaged: a chunk is whole in no tier. Nothing was written.
     """
+    if max_shard is not None and max_shard <= 0:
+        raise ValueError(f"{max_shard} bytes in one file are none; name more, or None for no limit")
     to = Path(to)
     form = _format(to)
     entry = find(ckpt._catalog(), ckpt.run, Wanted(step, version))
@@ -127,8 +130,11 @@ def export(
     tensors = _tensors(chosen, form, strip_prefix)
     parts = _parts(chosen, tensors, job.values(chosen))
     outline = encode_outline(parts, _about(entry))
-    with WholeFiles(force=force) as files:
-        for path, shard in _shards(tensors, to, max_shard if form.name == "safetensors" else None):
+    shards = _shards(tensors, to, max_shard if form.name == "safetensors" else None)
+    made = {*(path for path, _ in shards), *([index_name(to)] if len(shards) > 1 else [])}
+    beside = [path for path in relatives(to) if path not in made] if form.name == "safetensors" else []
+    with WholeFiles(force=force, beside=beside) as files:
+        for path, shard in shards:
             job.lay_out(files, path, shard, form, {} if path != to else {OUTLINE: outline})
         job.write()
         if len(job.files) > 1:
@@ -245,7 +251,7 @@ def _leave_out(selection: Selection, form: Format, skip_values: bool) -> list[Le
 def _tensors(chosen: Sequence[Selected], form: Format, prefix: str) -> list[Tensor]:
     """What goes into the file, each under a name of its own."""
     found = [s for s in chosen if s.source != NO_BYTES and s.leaf.spec.kind != ValueProvider.kind]
-    names = dotted((s.leaf.path for s in found), ["__metadata__"])
+    names = dotted((s.leaf.path for s in found), [RESERVED])
     others = [name for name in names if not name.startswith(prefix) or name == prefix]
     if prefix and others:
         more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
@@ -254,6 +260,8 @@ def _tensors(chosen: Sequence[Selected], form: Format, prefix: str) -> list[Tens
             "choose those that do with --only"
         )
     paths = [tuple(name.removeprefix(prefix).split(".")) for name in names]
+    if prefix:  # without it a name may be one that is reserved
+        paths = [tuple(name.split(".")) for name in dotted(paths, [RESERVED])]
     if form.name == "hdf5":
         paths = nested(paths if prefix else (s.leaf.path for s in found), [OWN])
     return [Tensor(path, s.leaf, s.source) for path, s in zip(paths, found, strict=True)]
@@ -274,10 +282,7 @@ def _shards(tensors: Sequence[Tensor], to: Path, limit: int | None) -> list[tupl
             shards.append([])
             size = tensor.leaf.spec.nbytes
         shards[-1].append(tensor)
-    if len(shards) == 1:
-        return [(to, shards[0])]
-    count = len(shards)
-    return [(to.with_name(f"{to.stem}-{i:05}-of-{count:05}{to.suffix}"), s) for i, s in enumerate(shards, 1)]
+    return list(zip(shard_names(to, len(shards)), shards, strict=True))
 
 
 def _write_index(
@@ -287,5 +292,4 @@ def _write_index(
     total = sum(t.leaf.spec.nbytes for _, tensors in made for t in tensors)
     index = {"metadata": {"total_size": total, OUTLINE: outline}, "weight_map": weights}
     data = json.dumps(index, indent=2).encode()
-    path = to.with_name(f"{to.name}{INDEX}")
-    files.create(path, len(data)).write(0, as_buffer(data))
+    files.create(index_name(to), len(data)).write(0, as_buffer(data))

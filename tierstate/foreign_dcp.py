@@ -6,11 +6,13 @@ import io
 import math
 import pickle
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,8 +58,33 @@ def open_dcp(folder: Path, progress: Progress) -> Iterator[Foreign]:
     yield found
 
 
-class _Restricted(pickle.Unpickler):
-    """An unpickler that makes the metadata's own classes and no other."""
+_load_build: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
+
+
+class _Restricted(pickle._Unpickler):
+    """An unpickler that makes the metadata's own classes and no other, and changes nothing but what it made.
+
+    It is the one in Python, since only that one lets an opcode be looked at, and since its memo is no longer than what
+    was put into it.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
+
+    stack: list[Any]
+
+    def _build(self) -> None:
+        # A class would be changed for the whole process; and so would what there is only one of, as members of enums.
+        made = self.stack[-2]
+        if isinstance(made, type) or not is_dataclass(made):
+            raise Unsafe(f"the metadata sets attributes of {made!r:.80}, which torch never wrote there")
+        _load_build(self)
+
+    def _bytearray(self) -> None:
+        raise FormatError("the metadata has a bytearray, which torch never wrote there")
+
+    dispatch[pickle.BUILD[0]] = _build
+    # Its memory would be taken before it is known whether there are as many bytes.
+    dispatch[pickle.BYTEARRAY8[0]] = _bytearray
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _CLASSES.get(module, ()):
@@ -72,6 +99,7 @@ class _Folder:
     def __init__(self, folder: Path, progress: Progress) -> None:
         self._folder, self._progress = folder, progress
         self._metadata = self._load_metadata()
+        self._sizes: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._held: tuple[str, Buffer] | None = None
 
@@ -106,9 +134,11 @@ class _Folder:
         spec = check_stored(Spec("tensor", torch_name(properties.dtype), properties.dtype.itemsize, shape))
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]
         places = [self._place(name, box.offset) for box in boxes]
-        if not all(box.within(shape) for box in boxes) or sum(box.volume for box in boxes) != math.prod(shape):
+        whole = all(box.within(shape) for box in boxes) and sum(box.volume for box in boxes) == math.prod(shape)
+        if not whole or not _disjoint([box for box in boxes if box.volume]):
             raise FormatError(f"{self._folder}: the shards of {name!r:.80} are not the whole of {shape}")
-        if spec.nbytes > sum(length for _, _, length in places):
+        lengths = sum(length for _, _, length in places)
+        if spec.nbytes > min(lengths, sum(self._sizes[path] for path in {path for path, _, _ in places})):
             raise FormatError(f"{self._folder}: {name!r:.80} of {spec.nbytes} bytes has fewer in its files")
         return Stored(
             spec, partial(self._read, name, spec, list(zip(boxes, places, strict=True))), (str(self._folder), name)
@@ -124,13 +154,16 @@ class _Folder:
         relative = PurePosixPath(info.relative_path)
         if relative.is_absolute() or ".." in relative.parts:
             raise FormatError(f"{self._folder}: {name!r:.80} lies outside of the folder, in {info.relative_path!r:.80}")
-        return self._folder / relative, int(info.offset), int(info.length)
+        path, at, length = self._folder / relative, int(info.offset), int(info.length)
+        if path not in self._sizes:
+            self._sizes[path] = path.stat().st_size
+        _check_range(path, at, length, self._sizes[path])
+        return path, at, length
 
     def _load(self, place: tuple[Path, int, int]) -> Any:
         path, offset, length = place
         with closing(open_file(path.resolve())) as file:
-            if not 0 <= offset <= offset + length <= file.status().st_size:
-                raise FormatError(f"{path} is truncated: bytes {offset} to {offset + length} are not there")
+            _check_range(path, offset, length, file.status().st_size)
             data = empty_buffer(length)
             file.read(offset, data)
         try:
@@ -162,6 +195,25 @@ class _Folder:
         memory = whole.memory()
         assert memory is not None  # fresh, on the host
         return memory
+
+
+def _check_range(path: Path, offset: int, length: int, size: int) -> None:
+    if not 0 <= offset <= offset + length <= size:
+        raise FormatError(f"{path} is truncated: bytes {offset} to {offset + length} are not there")
+
+
+def _disjoint(boxes: list[Box]) -> bool:
+    """Whether no two boxes meet; sorted along the axis that tells most apart, so that only near ones are compared."""
+    if len(boxes) < 2 or not boxes[0].shape:
+        return len(boxes) < 2
+    axis = max(range(len(boxes[0].shape)), key=lambda d: len({box.offset[d] for box in boxes}))
+    ordered = sorted(boxes, key=lambda box: box.offset[axis])
+    starts = [box.offset[axis] for box in ordered]
+    for i, one in enumerate(ordered):
+        near = bisect_left(starts, one.offset[axis] + one.shape[axis], i + 1)
+        if any(map(one.intersect, ordered[i + 1 : near])):
+            return False
+    return True
 
 
 def _path(paths: Mapping[str, Any], name: str) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from tierstate.manifest.leaf import Leaf, Spec, decode_path
 from tierstate.providers.arrays import ArrayProvider
 from tierstate.providers.dtypes import TORCH
 from tierstate.providers.hdf5 import ATTRIBUTES, Attributes, DatasetProvider, member, members
+from tierstate.providers.tensors import check_shape
 from tierstate.tiers.formats import element
 from tierstate.tiers.hdf5_format import DTYPE, OWN, PATH
 
@@ -56,9 +57,10 @@ def open_hdf5(path: Path, progress: Progress, *, skip_values: bool = False) -> I
 class _Reader:
     def __init__(self, file: h5py.File, what: str, progress: Progress) -> None:
         self._file, self._what, self._progress = file, what, progress
+        self._open = {h5py.h5o.get_info(file.id).addr}
 
     def read(self, skip_values: bool) -> Foreign:
-        if not isinstance(self._file.get(OWN), h5py.Group):
+        if OWN not in self._file or not isinstance(member(self._file, OWN), h5py.Group):
             return Foreign(self._tree(self._file, skip_values))
         metadata = self._metadata()
         step = self._file.attrs.get("step")
@@ -69,7 +71,8 @@ class _Reader:
         )
 
     def _metadata(self) -> Mapping[str, Any]:
-        found = self._file[OWN].get("metadata")
+        own = member(self._file, OWN)
+        found = member(own, "metadata") if "metadata" in own else None
         if not isinstance(found, h5py.Dataset) or found.dtype.kind != "S" or found.shape != ():
             return {}
         if found.dtype.itemsize > MAX_METADATA:
@@ -100,18 +103,30 @@ class _Reader:
         return self._stored(dataset, spec)
 
     def _stored(self, dataset: h5py.Dataset, spec: Spec) -> Stored:
+        check_shape(spec.shape, spec.itemsize)
         provider = DatasetProvider(dataset, spec)
-        return Stored(spec, partial(self._read, provider), provider.alias)
+        return Stored(spec, partial(self._read, provider), provider.alias, dataset.id.get_storage_size())
 
     def _read(self, provider: DatasetProvider, start: int, out: Buffer) -> None:
         provider.read(start, out)
         self._progress(out.numel())
 
+    @contextmanager
+    def _within(self, group: h5py.Group) -> Iterator[None]:
+        """Raises FormatError where a group lies in itself, as links allow."""
+        place = h5py.h5o.get_info(group.id).addr
+        if place in self._open:
+            raise FormatError(f"{self._what}: group {group.name} lies in itself; remove the link that leads back")
+        self._open.add(place)
+        yield
+        self._open.remove(place)
+
     def _pack(self, group: h5py.Group, names: tuple[str, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
         for name, found in members(group).items():
             here = (*names, name)
             if isinstance(found, h5py.Group) and here != (OWN,):
-                yield from self._pack(found, here)
+                with self._within(found):
+                    yield from self._pack(found, here)
             elif isinstance(found, h5py.Dataset):
                 code = found.attrs.get(PATH)
                 yield decode_path(_text(code)) if code is not None else here, self._value(found)
@@ -120,7 +135,8 @@ class _Reader:
         found = {}
         for name, value in members(group).items():
             if isinstance(value, h5py.Group):
-                found[name] = self._tree(value, skip_values)
+                with self._within(value):
+                    found[name] = self._tree(value, skip_values)
             elif not (skip_values and _is_text(value)):
                 found[name] = self._value(value)
         attributes = {} if skip_values else Attributes(group).get()
@@ -128,6 +144,8 @@ class _Reader:
 
     def _value(self, dataset: h5py.Dataset) -> Any:
         if _is_text(dataset):
+            if dataset.size > MAX_METADATA // 16:  # of which each takes as many bytes in the file
+                raise FormatError(f"{self._what}: dataset {dataset.name} has {dataset.size} texts, which are too many")
             text = dataset.asstr()[()]
             return text.tolist() if isinstance(text, np.ndarray) else text
         name = _type(dataset)

@@ -137,7 +137,10 @@ def _entry(item: Any, file: BufferedFile, path: Path, name: str, data: int, size
 
 def _spec(name: str, entry: Entry) -> Spec:
     dtype = _TORCH[entry.dtype]
-    return Spec("tensor", dtype, TORCH[dtype].itemsize, entry.shape)
+    try:
+        return check_stored(Spec("tensor", dtype, TORCH[dtype].itemsize, entry.shape))
+    except FormatError as error:
+        raise FormatError(f"{entry.path}: tensor {name!r:.80}: {error}") from error
 
 
 def _named(entries: Mapping[str, Entry], name: str, spec: Spec, path: Path) -> Entry:

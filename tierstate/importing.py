@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import FormatError, NotFound, TierFull
+from tierstate.tiers.files import open_file
 
 from .checkpointer import Checkpointer
 from .foreign import Foreign, Progress
@@ -91,8 +93,10 @@ def _kind(path: Path) -> str:
         return "dcp"
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return "safetensors"
-    with path.open("rb") as file:
-        head = file.read(8)
+    with closing(open_file(path.resolve())) as file:  # which waits for no pipe
+        start = empty_buffer(min(len(_HDF5), file.status().st_size))
+        file.read(0, start)
+    head = to_bytes(start)
     if head == _HDF5:
         return "hdf5"
     if head.startswith((b"PK\x03\x04", b"\x80")):

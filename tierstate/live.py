@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tierstate.manifest.chunk import as_buffer
-from tierstate.manifest.errors import TierError, TierstateError
+from tierstate.manifest.errors import AccessDenied, TierError, TierFull, TierstateError, TierUnavailable
 from tierstate.manifest.log import runs
 from tierstate.tiers.base import Tier
 from tierstate.tiers.limited import Limited
+from tierstate.tiers.object_errors import scrub, secrets_in
 from tierstate.tiers.policy import TierPolicy
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.testing import PROMISES
@@ -23,6 +25,9 @@ Told = Callable[[str], None]
 
 SPEED = "moves long objects"
 """What is broken where the trial of speed fails."""
+
+REFUSALS = (TierFull, AccessDenied, TierUnavailable)
+"""Errors that say nothing about a promise, but that it could not be tried; what is broken begins with their name."""
 
 
 @dataclass
@@ -82,8 +87,12 @@ def look_at(spec: TierPolicy, told: Told = lambda _doing: None) -> Finding:
     told("open")
     try:
         tier = open_tier(spec.name, spec.type, spec.options)
-    except (TierstateError, ImportError, ValueError, OSError) as error:
+    except TierstateError as error:
         finding.error = str(error)
+        return finding
+    except Exception as error:
+        # Whatever a stranger's constructor raises, which may say what it was given.
+        finding.error = scrub(f"{type(error).__name__}: {error}", _secrets(spec))
         return finding
     prefix = f"scratch/{uuid.uuid4().hex[:12]}"
     try:
@@ -96,11 +105,20 @@ def look_at(spec: TierPolicy, told: Told = lambda _doing: None) -> Finding:
     except (TierstateError, OSError) as error:
         finding.error = str(error)
     finally:
-        told("clear")
+        with suppress(BrokenPipeError):  # whoever was told may be gone: what was written goes all the same
+            told("clear")
         _clear(tier, prefix, finding)
         finding.traits = asdict(tier.traits)
         tier.close()
     return finding
+
+
+def _secrets(spec: TierPolicy) -> frozenset[str]:
+    """What was given to a tier and must not be shown: all but the place, of which only names and passwords."""
+    places = ("url", "path")
+    return secrets_in(
+        str(spec.options.get("url", "")), {key: value for key, value in spec.options.items() if key not in places}
+    )
 
 
 def _reach(tier: Tier, prefix: str) -> None:
@@ -119,7 +137,8 @@ def _try_promises(tier: Tier, prefix: str, finding: Finding, told: Told) -> None
             check(tier, f"{prefix}/{number}")
         except Exception as error:
             # Whatever a stranger's tier raises: that is what was found.
-            kind = "" if isinstance(error, (AssertionError, TierError)) else f"{type(error).__name__}: "
+            plain = isinstance(error, (AssertionError, TierError)) and not isinstance(error, REFUSALS)
+            kind = "" if plain else f"{type(error).__name__}: "
             finding.broken[name] = kind + (str(error) or "nothing said")
         else:
             finding.kept.append(name)

@@ -40,7 +40,7 @@ def _row(found: Finding) -> tuple[str, ...]:
         found.name,
         "ok" if found.ok else "HUNG" if found.hung else "BROKEN" if found.reached else "AWAY",
         {True: f"by {traits.get('shared')}", False: "no", None: "-"}[traits.get("persistent")],
-        {True: "one wins", False: "not safe", None: "-"}[traits.get("conditional_create")],
+        {True: "one wins", False: "not safe", None: "-"}[traits.get("conditional_create") if found.reached else None],
         calls or "-",
         *(rough_size(rate) if rate else "-" for rate in (found.write, found.read)),
         "-" if found.room is None else rough_size(found.room),

@@ -14,7 +14,7 @@ from tierstate.manifest.leaf import Spec
 from tierstate.providers.arrays import ArrayProvider
 from tierstate.providers.base import Provider
 from tierstate.providers.retie import pour
-from tierstate.providers.tensors import TensorProvider, check_tensor
+from tierstate.providers.tensors import TensorProvider, check_shape, check_tensor
 
 Read = Callable[[int, Buffer], None]
 """Fills a buffer on the host with the bytes from an offset on."""
@@ -27,14 +27,15 @@ class Stored:
         spec: what they are.
         read: reads them.
         place: equal for values that are the same bytes; None where nobody knows.
+        held: how many bytes the file has of it, where those may be fewer than it has itself; None for all.
     """
 
-    def __init__(self, spec: Spec, read: Read, place: Hashable = None) -> None:
-        self.spec, self.read, self.place = spec, read, place
+    def __init__(self, spec: Spec, read: Read, place: Hashable = None, held: int | None = None) -> None:
+        self.spec, self.read, self.place, self.held = spec, read, place, held
 
     def like(self, spec: Spec) -> Stored:
         """The same bytes as another leaf of the same element type and shape, which may be a Parameter, say."""
-        return Stored(spec, self.read, self.place)
+        return Stored(spec, self.read, self.place, self.held)
 
     def __state_provider__(self) -> Provider:
         return StoredProvider(self)
@@ -47,7 +48,9 @@ class StoredProvider(Provider):
 
     def __init__(self, value: Stored) -> None:
         self._value = value
-        self.alias = value.place if value.spec.nbytes else None
+        # What a file calls the same bytes need not be the same to us: as arrays and as tensors, say.
+        spec, known = value.spec, value.spec.nbytes and value.place is not None
+        self.alias = (value.place, spec.kind, spec.dtype, spec.shape) if known else None
 
     @property
     def spec(self) -> Spec:
@@ -79,8 +82,9 @@ def check_stored(spec: Spec) -> Spec:
     """The spec itself, if it is a tensor's or an array's.
 
     Raises:
-        FormatError: it is not.
+        FormatError: it is not, or its shape is none that a tensor may have.
     """
+    check_shape(spec.shape, spec.itemsize)
     if spec.kind == ArrayProvider.kind:
         # Only the spec is looked at: of an array without elements.
         ArrayProvider.fresh(Spec(spec.kind, spec.dtype, spec.itemsize, (*spec.shape, 0), spec.attrs))
@@ -92,7 +96,13 @@ def check_stored(spec: Spec) -> Spec:
 
 
 def read_tensor(stored: Stored) -> torch.Tensor:
-    """All of a tensor, in memory."""
+    """All of a tensor, in memory.
+
+    Raises:
+        FormatError: the file has fewer bytes of it: nothing is taken up for what nobody wrote.
+    """
+    if stored.held is not None and stored.held < stored.spec.nbytes:
+        raise FormatError(f"a tensor of {stored.spec.nbytes} bytes has {stored.held} in the file")
     sink = TensorProvider.fresh(stored.spec)
     pour(StoredProvider(stored), sink)
     return sink.done()

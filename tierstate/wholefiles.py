@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +21,17 @@ class WholeFiles:
 
     Args:
         force: replace files that are there.
+        beside: files that would speak of other bytes than the new ones; they must not be there in the end.
+
+    Raises:
+        AlreadyExists: one of these is there, and is not to be removed.
     """
 
-    def __init__(self, *, force: bool = False) -> None:
+    def __init__(self, *, force: bool = False, beside: Iterable[Path] = ()) -> None:
         self._force = force
+        self._beside = tuple(beside)
+        for path in self._beside:
+            self._check(path)
         self._files: list[tuple[Path, BufferedFile]] = []
 
     def create(self, path: Path, size: int) -> BufferedFile:
@@ -54,8 +62,9 @@ class WholeFiles:
             os.fsync(file.descriptor)
             self._check(path)
         last, _ = self._files[-1]
-        if len(self._files) > 1 and last.exists():
-            last.unlink()  # the old index must not speak of new files
+        # The old index, first of all, must not speak of new files.
+        for path in (*([last] if len(self._files) > 1 else []), *self._beside):
+            path.unlink(missing_ok=True)
         for path, file in self._files:
             os.replace(file.path, path)
         for folder in {path.parent for path, _ in self._files}:
@@ -74,5 +83,7 @@ class WholeFiles:
             file.close()
 
     def _check(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            raise AlreadyExists(f"{path} is a folder; name another file, or move it away")
         if path.exists() and not self._force:
             raise AlreadyExists(f"{path} exists; name another file, or say --force (force=True) to replace it")

@@ -20,6 +20,7 @@ from safetensors import safe_open
 import tierstate as ts
 from tierstate import exporting
 from tierstate.exporting import export
+from tierstate.importing import read
 
 
 @pytest.fixture
@@ -234,3 +235,70 @@ def test_memory_is_bounded_by_the_arena(place: Path) -> None:
     grown, sizes = done.stdout.split(" ", 1)
     assert sizes.strip() == "[128, 128, 128]"
     assert int(grown) < 64, "MiB, of 128 that went through four times"
+
+
+def test_what_was_cut_otherwise_does_not_stay_beside(call: Call, run: Path) -> None:
+    """Readers of a folder take the index where there is one, and so would load the older version."""
+    to = run.parent / "model.safetensors"
+    options = ["-p", run, "-r", "gpt", to]
+    (run.parent / "model-00001-of-00002.safetensors.bak").write_text("mine")
+    (run.parent / "model-x-00001-of-00002.safetensors").write_text("mine")
+    set_of_two = [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    mine = ["model-00001-of-00002.safetensors.bak", "model-x-00001-of-00002.safetensors"]
+
+    def there() -> list[str]:
+        return sorted(path.name for path in run.parent.glob("model*"))
+
+    assert call("export", *options, "--step", "1", "--max-shard", "8KiB").status == 0
+    assert there() == sorted(set_of_two + mine)
+    refused = call("export", *options)
+    assert refused.status == 2
+    assert "model.safetensors.index.json exists" in refused.err
+    assert there() == sorted(set_of_two + mine)
+    assert call("export", *options, "--force").status == 0
+    assert there() == sorted(["model.safetensors", *mine])
+    refused = call("export", *options, "--max-shard", "8KiB")
+    assert refused.status == 2
+    assert "model.safetensors exists" in refused.err
+    assert call("export", *options, "--max-shard", "8KiB", "--force").status == 0
+    assert there() == sorted(set_of_two + mine)
+    # One stale file of a set is enough: which index it once had, nobody knows.
+    for name in [*set_of_two[1:]]:
+        (run.parent / name).unlink()
+    assert "model-00001-of-00002.safetensors exists" in call("export", *options).err
+
+
+def test_a_folder_in_the_way_changes_nothing(call: Call, run: Path) -> None:
+    to = run.parent / "model.safetensors"
+    options = ["-p", run, "-r", "gpt", to, "--max-shard", "8KiB", "--force"]
+    assert call("export", *options, "--step", "1").status == 0
+    second = run.parent / "model-00002-of-00002.safetensors"
+    second.unlink()
+    second.mkdir()
+    before = {path: path.read_bytes() for path in run.parent.glob("model*") if path.is_file()}
+    answer = call("export", *options)
+    assert answer.status == 2
+    assert f"{second} is a folder" in answer.err
+    assert before == {path: path.read_bytes() for path in run.parent.glob("model*") if path.is_file()}
+    assert len(before) == 2
+
+
+def test_a_reserved_name_that_comes_of_a_prefix_gets_a_number(policy: Path) -> None:
+    state = {"model": {"__metadata__": torch.ones(2), "b": torch.zeros(1)}}
+    to = policy.parent / "model.safetensors"
+    with ts.Checkpointer(policy, "odd") as ckpt:
+        ckpt.save(state, step=1).wait()
+        export(ckpt, to, strip_prefix="model.")
+    assert len(safetensors.torch.load_file(to)) == 2
+    with read(to) as found:
+        assert set(found.state["model"]) == {"__metadata__", "b"}
+
+
+@pytest.mark.parametrize("limit", [0, -5])
+def test_files_of_no_bytes_are_refused(policy: Path, limit: int) -> None:
+    with ts.Checkpointer(policy, "gpt") as ckpt, pytest.raises(ValueError, match="bytes in one file are none"):
+        export(ckpt, policy.parent / "out.safetensors", max_shard=limit)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import warnings
 from collections import OrderedDict
 from contextlib import suppress
-from pathlib import Path
+from itertools import combinations
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import h5py
@@ -35,9 +37,12 @@ from worlds import scratch
 
 import tierstate as ts
 from tierstate.exporting import export
+from tierstate.foreign_dcp import _disjoint
 from tierstate.importing import import_version, read
+from tierstate.manifest.box import Box
 from tierstate.manifest.leaf import Leaf, Spec
 from tierstate.providers.tree import flatten
+from tierstate.stored import Stored
 from tierstate.tiers.formats import About, Item, format_of
 
 POLICY = "chunk: 4KiB\narena: {{size: 64KiB}}\ntiers: {{nvme: {{type: nvme, path: {place}/nvme}}}}\n"
@@ -456,3 +461,199 @@ def test_what_is_no_file_of_these_kinds(call: Call, policy: Path, name: str) -> 
     assert answer.status == 2, answer
     assert expected in answer.err
     assert answer.err.startswith("tierstate: ")
+
+
+# What would reach beyond the file
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A file of somebody else, which no import may read."""
+    path = tmp_path / "other.h5"
+    with h5py.File(path, "w") as file:
+        file["d"] = np.arange(5)
+    return path
+
+
+def with_external_storage(file: h5py.File, other: Path) -> None:
+    file.create_dataset("x", (24,), "u1", external=[(str(other), 0, 24)])
+
+
+def with_a_virtual_dataset(file: h5py.File, other: Path) -> None:
+    layout = h5py.VirtualLayout((5,), "i8")
+    layout[:] = h5py.VirtualSource(str(other), "d", (5,))
+    file.create_virtual_dataset("x", layout)
+
+
+def with_a_way_through_a_link(file: h5py.File, other: Path) -> None:
+    file.create_group("__tierstate__")["q"] = h5py.ExternalLink(str(other), "/")
+    file["x"] = h5py.SoftLink("/__tierstate__/q/d")
+
+
+def with_its_own_group_elsewhere(file: h5py.File, other: Path) -> None:
+    file["__tierstate__"] = h5py.ExternalLink(str(other), "/")
+
+
+def with_metadata_elsewhere(file: h5py.File, other: Path) -> None:
+    with h5py.File(other, "a") as found:
+        found["text"] = np.bytes_(json.dumps({"secret": 1}))
+    own = file.create_group("__tierstate__")
+    own["q"] = h5py.ExternalLink(str(other), "/")
+    own["metadata"] = h5py.SoftLink("/__tierstate__/q/text")
+
+
+BEYOND = [
+    with_external_storage,
+    with_a_virtual_dataset,
+    with_a_way_through_a_link,
+    with_its_own_group_elsewhere,
+    with_metadata_elsewhere,
+]
+
+
+@pytest.mark.parametrize("make", BEYOND)
+def test_no_other_file_is_read_through_hdf5(tmp_path: Path, other: Path, make: Any) -> None:
+    path = tmp_path / "evil.h5"
+    with h5py.File(path, "w") as file:
+        make(file, other)
+    with pytest.raises(ts.CaptureError, match=r"in other files|into another file"), read(path):
+        raise AssertionError("it was believed")
+
+
+def test_a_group_within_itself_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "round.h5"
+    with h5py.File(path, "w") as file:
+        group = file.create_group("a")
+        group["b"] = group
+        file["twice"] = file.create_group("fine")
+    with pytest.raises(ts.FormatError, match=r"group /a/b lies in itself"), read(path):
+        raise AssertionError("it was believed")
+    with h5py.File(path, "a") as file:
+        del file["a"]
+    with read(path) as found:
+        assert found.state == {"fine": {}, "twice": {}}
+
+
+def test_memory_is_not_taken_for_what_nobody_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "hollow.h5"
+    views = {"path": '["y"]', "kind": "tied", "dtype": "float32", "itemsize": 4, "shape": [1]}
+    views["attrs"] = {"to": '["x"]', "offset": 0, "strides": [1]}
+    storage = {"path": '["x"]', "kind": "storage", "shape": [1 << 42], "name": ["x"]}
+    listed = {"tierstate": {"format": 1, "leaves": [ROOT, storage, views]}}
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (1 << 42,), "u1", chunks=(1 << 20,))
+        file.create_dataset("__tierstate__/metadata", data=np.bytes_(json.dumps(listed)))
+        file.create_dataset("text/x", (1 << 40,), h5py.string_dtype(), chunks=(1 << 10,))
+    with pytest.raises(ts.FormatError, match=r"4398046511104 bytes has 0 in the file"), read(path):
+        raise AssertionError("it was believed")
+    with h5py.File(path, "a") as file:
+        del file["__tierstate__"], file["x"]
+    with pytest.raises(ts.FormatError, match=r"/text/x has 1099511627776 texts"), read(path):
+        raise AssertionError("it was believed")
+
+
+def test_metadata_of_dcp_changes_no_class(tmp_path: Path) -> None:
+    # PurePosixPath.is_absolute = OrderedDict
+    (tmp_path / ".metadata").write_bytes(
+        b"\x80\x02cpathlib\nPurePosixPath\nN}X\x0b\0\0\0is_absoluteccollections\nOrderedDict\ns\x86b."
+    )
+    before = PurePosixPath.is_absolute
+    try:
+        with pytest.raises(ts.Unsafe, match=r"sets attributes of <class 'pathlib\.PurePosixPath'>"), read(tmp_path):
+            raise AssertionError("it was believed")
+        assert PurePosixPath.is_absolute is before
+    finally:
+        PurePosixPath.is_absolute = before  # type: ignore[method-assign]
+
+
+BOMBS = {"memo": b"\x80\x02Nr\x00\x5a\x62\x02.", "bytearray": b"\x80\x05\x96" + (1 << 30).to_bytes(8, "little") + b"."}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_memory_is_not_taken_for_what_dcp_says(tmp_path: Path, name: str) -> None:
+    (tmp_path / ".metadata").write_bytes(BOMBS[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ts.FormatError), read(tmp_path):
+        raise AssertionError("it was believed")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_lengths_of_dcp_are_compared_with_the_file(tmp_path: Path) -> None:
+    """One that is sparse in the metadata only: said to have a PiB, in shards that are all the same bytes."""
+    by_hand(tmp_path / "long", torch.zeros(4), [(0, 4)], length=1 << 50)
+    with pytest.raises(ts.FormatError, match="is truncated"), read(tmp_path / "long"):
+        raise AssertionError("it was believed")
+    by_hand(tmp_path / "same", torch.zeros(4000), [(i, i + 1) for i in range(4)], offset=0)
+    path = tmp_path / "same/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size([4])
+    size = (tmp_path / "same/__0_0.distcp").stat().st_size
+    for i, chunk in enumerate(metadata.state_dict_metadata["w"].chunks):
+        chunk.offsets, chunk.sizes = torch.Size([i * size]), torch.Size([size])
+        metadata.storage_data[MetadataIndex("w", chunk.offsets)] = _StorageInfo("__0_0.distcp", 0, size)
+    metadata.state_dict_metadata["w"].size = torch.Size([4 * size])
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ts.FormatError, match="has fewer in its files"), read(tmp_path / "same"):
+        raise AssertionError("it was believed")
+
+
+@pytest.mark.parametrize("boxes", [[(0, 2), (1, 3)], [(0, 2), (0, 2)], [(0, 0), (2, 4), (1, 3)]])
+def test_shards_of_dcp_that_overlap_leave_holes(tmp_path: Path, boxes: list[tuple[int, int]]) -> None:
+    """As many elements as there are, and yet some twice and some not at all."""
+    by_hand(tmp_path / "dcp", torch.randn(4), boxes)
+    with pytest.raises(ts.FormatError, match="are not the whole of"), read(tmp_path / "dcp"):
+        raise AssertionError("it was believed")
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 4), max_size=5))
+def test_boxes_are_apart_or_not(corners: list[tuple[int, int, int, int]]) -> None:
+    boxes = [Box((a, b), (c + 1, d + 1)) for a, b, c, d in corners]
+    assert _disjoint(boxes) == (not any(one.intersect(other) for one, other in combinations(boxes, 2)))
+
+
+def test_dimensions_that_no_version_can_have_are_refused(call: Call, policy: Path) -> None:
+    path = policy.parent / "wide.safetensors"
+    path.write_bytes(header({"a": {"dtype": "F32", "shape": [1 << 80, 0], "data_offsets": [0, 0]}}))
+    answer = call("import", "-p", policy, "-r", "wide", path)
+    assert answer.status == 2
+    assert "is not a shape of at most" in answer.err
+
+
+def test_a_version_that_cannot_be_written_down_fails_its_save_and_no_other(place: Path) -> None:
+    def read_nothing(start: int, out: torch.Tensor) -> None:
+        raise AssertionError(f"{start} of no bytes, into {out.numel()}")
+
+    endless = Stored(Spec("tensor", "float32", 4, (1 << 80, 0)), read_nothing)
+    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "wide") as ckpt:
+        with pytest.raises(ts.CaptureError, match="the capture failed: "):
+            ckpt.save({"a": endless}, step=7).wait(timeout=60)
+        ckpt.save({"a": torch.ones(1)}, step=9).wait(timeout=60)
+        assert ckpt.info().step == 9
+
+
+def test_one_place_of_two_types_is_no_tie(policy: Path) -> None:
+    path = policy.parent / "both.safetensors"
+    both = {"i": {**W["w"], "dtype": "I32"}, "j": {**W["w"], "dtype": "I32"}}
+    path.write_bytes(header({**W, **both}, bytes(8)))
+    with ts.Checkpointer(policy, "both") as ckpt:
+        import_version(ckpt, path)
+        found = ckpt.load()
+    assert [str(found[name].dtype) for name in "wij"] == ["torch.float32", "torch.int32", "torch.int32"]
+    assert found["i"] is found["j"]
+
+
+@pytest.mark.parametrize("name", ["pipe.h5", "pipe.safetensors"])
+def test_a_pipe_is_not_waited_for(call: Call, policy: Path, name: str) -> None:
+    os.mkfifo(policy.parent / name)
+    answer = call("import", "-p", policy, "-r", "gpt", policy.parent / name)
+    assert answer.status == 2
+    assert "not a regular file" in answer.err
+
+
+@pytest.mark.parametrize(("step", "said"), [("-1", "or equal to 0"), (str(1 << 63), "or equal to 9223372036854775807")])
+def test_a_step_that_no_version_can_have_is_refused(call: Call, policy: Path, step: str, said: str) -> None:
+    path = policy.parent / "w.safetensors"
+    path.write_bytes(header(W, bytes(8)))
+    answer = call("import", "-p", policy, "-r", "gpt", path, "--step", step)
+    assert answer.status == 2
+    assert said in answer.err

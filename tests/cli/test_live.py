@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -81,7 +82,8 @@ def test_every_tier_is_tried_and_nothing_is_left(call: Call, place: Path) -> Non
     assert any("grows" in note for note in found["lustre"]["notes"])
     assert "not a folder" in found["file"]["error"]
     assert "does not say where" in found["nowhere"]["error"]
-    assert [p for p in place.rglob("*") if p.is_file()] == [place / "live.yaml"]
+    left = {place / "live.yaml", *(place / name for name in ("nvme", "lustre", "object"))}
+    assert set(place.rglob("*")) == left, "nor empty folders"
     assert names(opened(ts.Policy.load(place / "live.yaml"), "bucket")) == []
 
 
@@ -137,6 +139,28 @@ def test_a_tier_that_ends_the_process_does_not_end_the_check(capfd: pytest.Captu
     assert "this is no answer" in capfd.readouterr().err
 
 
+ASKED = """
+import sys, tierstate as ts
+from tierstate.apart import look_at_all
+look_at_all(ts.Policy.load(sys.argv[1]), 300, lambda doing: print(doing, flush=True))
+"""
+
+
+def test_what_was_written_goes_when_whoever_asked_is_gone(place: Path) -> None:
+    path = place / "live.yaml"
+    path.write_text(yaml.safe_dump({"tiers": {"n": {"type": "nvme", "path": str(place / "nvme")}}}))
+    command = [sys.executable, "-c", ASKED, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        assert asking.stderr is not None
+        next(line for line in asking.stdout if "winner" in line)
+        asking.terminate()
+        asking.stdout.close()
+        # The other process has this one's standard error as its own: it has ended when that does.
+        assert asking.stderr.read() == ""
+    assert not [p for p in (place / "nvme").rglob("*") if p.is_file()]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -189,6 +213,43 @@ def test_a_broken_promise_is_found_and_what_was_written_is_removed() -> None:
 def test_errors_of_a_stranger_are_findings() -> None:
     found = looked(Memory(), Fault("delete", 2, KeyError("odd")))
     assert list(found.broken.values()) == ["KeyError: 'odd'"]
+
+
+class Choosy(Memory):
+    """Takes what it does not like for a fault of its caller."""
+
+    def __init__(self, **given: Any) -> None:
+        raise KeyError(f"who are {given}?")
+
+
+def test_whatever_a_constructor_raises_is_told_without_secrets() -> None:
+    ts.register_tier("choosy", Choosy)
+    given = {"url": "x://me:pa/ss#wo?rd@h/b", "password": "hunter2", "options": {"keys": ["topsecret"], "n": 1}}
+    spec = parse({"n": {"type": "memory"}, "nvme": {"type": "nvme", "path": "x"}}).tier("n")
+    found = look_at(spec.model_copy(update={"type": "choosy", "options": given}))
+    assert not found.reached
+    assert found.error.startswith("KeyError: ")
+    assert "who are" in found.error
+    assert not [part for part in ("pa/ss", "wo?rd", "hunter2", "topsecret") if part in found.error]
+
+
+def test_what_could_not_be_tried_is_no_loss() -> None:
+    class Small(Memory):
+        def put(self, key: str, data: Any) -> None:
+            if data.numel() > 100_000:
+                raise TierFull("quota")
+            super().put(key, data)
+
+    found = looked(Small())
+    full = {name: what for name, what in found.broken.items() if "quota" in what}
+    assert full
+    assert set(full.values()) == {"TierFull: quota"}
+    (a, _) = advised(parse(TWO), replace(found, name="a"), finding("b"))
+    said = [problem for problem in a.problems if problem.split(":")[0] in full]
+    assert len(said) == len(full)
+    assert all("for want of room" in problem for problem in said)
+    (a, _) = advised(parse(TWO), finding("a", broken={"x": "TierUnavailable: away"}), finding("b"))
+    assert a.problems == ["x: it could not be tried: see what it says"]
 
 
 @pytest.mark.usefixtures("quick")
@@ -322,6 +383,7 @@ def test_the_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_traits_that_nobody_probed_are_shown_as_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    show_live([finding("a", traits={"conditional_create": None, "persistent": False})], as_json=False)
-    row = capsys.readouterr().out.splitlines()[1].split()
-    assert row == ["a", "ok", "no", "-", "-", "-", "-", "-"]
+    away = replace(finding("b", traits={"persistent": False}), reached=False, error="b: no answer")
+    show_live([finding("a", traits={"conditional_create": None, "persistent": False}), away], as_json=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert rows == [["a", "ok", "no", "-", "-", "-", "-", "-"], ["b", "AWAY", "no", "-", "-", "-", "-", "-"]]

@@ -25,7 +25,7 @@ from tierstate.manifest.errors import (
     TierFull,
     TierUnavailable,
 )
-from tierstate.tiers.object_errors import explained, kind, secrets_in
+from tierstate.tiers.object_errors import explained, kind, scrub, secrets_in
 
 PUBLIC_PARTS = {"endpoint_url": "http://host:1", "client_kwargs": {"region_name": "eu-west-1"}}
 
@@ -143,3 +143,14 @@ def test_secrets_are_in_no_text(secret: str, place: str) -> None:
 
 def test_what_is_public_stays_readable() -> None:
     assert secrets_in("s3://bucket/ckpt", PUBLIC_PARTS) == frozenset()
+
+
+@pytest.mark.parametrize("password", ["pa/ss", "pa#ss", "pa?ss", "p@ss", "/#?@", "pa%2Fss"])
+def test_passwords_of_any_characters_are_secret(password: str) -> None:
+    """In a sound URL they are escaped; in one that somebody typed they are secret all the same."""
+    for secrets in (
+        secrets_in(f"ftp://me-too:{password}@host/ckpt", {}),
+        secrets_in("s3://b/x", {"endpoint_url": f"http://me-too:{password}@host:9"}),
+        secrets_in("s3://b/x", {"passwords": [password]}),
+    ):
+        assert password not in scrub(f"who is {password}?", secrets)
