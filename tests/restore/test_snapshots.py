@@ -402,7 +402,9 @@ def test_an_interrupted_save_keeps_no_memory_and_the_next_one_goes_on(
                 patch.setattr(f"tierstate.tiers.snapshot.{name}", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     ckpt.save(state, step=1)
-        ckpt.save(state, step=2).wait("gpu")
+        save = ckpt.save(state, step=2)
+        save.wait("gpu")
+        save.wait()
         (info,) = ckpt.versions()
         assert (info.step, len(packs(ckpt))) == (2, 1)
         assert gpu_of(ckpt).used < 4 * BLOCK
