@@ -1,10 +1,15 @@
-"""The log: the records of one run in one tier, and the commit that adds to it."""
+"""The log: the records of one run in one tier, and the commit that adds to it.
+
+A record is ``versions/<run>/<seq>``. One that says anew where a version lies, or that less of it is kept, is another
+*generation*, ``versions/<run>/<seq>.<n>``: it is created before the one before is deleted, so that the version is never
+without a record. Where an interruption left both, both are true.
+"""
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +18,10 @@ from .errors import AlreadyExists, CommitUnknown, FormatError, NotFound, Tiersta
 from .record import MAX_RECORD, Record
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,99}")
-_SEQ = re.compile(r"[0-9]{12}")
+_RECORD = re.compile(r"([0-9]{12})(?:\.([1-9][0-9]{0,5}))?")
+
+RACES = 3
+"""How often a record is looked for that others replace meanwhile."""
 
 
 class Objects(Protocol):
@@ -56,7 +64,7 @@ def commit_id() -> str:
 def runs(tier: Objects) -> list[str]:
     """Names of all runs with records in a tier."""
     names = (key.split("/") for key in tier.list("versions/"))
-    return sorted({p[1] for p in names if len(p) == 3 and _RUN.fullmatch(p[1]) and _SEQ.fullmatch(p[2])})
+    return sorted({p[1] for p in names if len(p) == 3 and _RUN.fullmatch(p[1]) and _RECORD.fullmatch(p[2])})
 
 
 class Log:
@@ -66,24 +74,53 @@ class Log:
         self.tier, self.run = tier, check_run(run)
         self._prefix = f"versions/{run}/"
 
-    def key(self, seq: int) -> str:
+    def key(self, seq: int, generation: int = 0) -> str:
         """The key of a record."""
-        return f"{self._prefix}{seq:012d}"
+        return f"{self._prefix}{seq:012d}" + (f".{generation}" if generation else "")
+
+    def generations(self) -> dict[int, list[int]]:
+        """Sequence numbers of all versions, rising, and which records each has, without reading any."""
+        return self._listed(self._prefix)
+
+    def _listed(self, prefix: str) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for key in self.tier.list(prefix):
+            if match := _RECORD.fullmatch(key.removeprefix(self._prefix)):
+                found.setdefault(int(match[1]), []).append(int(match[2] or 0))
+        return {seq: sorted(found[seq]) for seq in sorted(found)}
 
     def seqs(self) -> list[int]:
-        """Sequence numbers of all records, rising, without reading any."""
-        names = (key.removeprefix(self._prefix) for key in self.tier.list(self._prefix))
-        return sorted(int(name) for name in names if _SEQ.fullmatch(name))
+        """Sequence numbers of all versions, rising, without reading any."""
+        return list(self.generations())
 
     def read(self, seq: int) -> Record:
-        """One record.
+        """The record of one version.
 
         Raises:
             NotFound: there is none of that number.
             FormatError: it is damaged, foreign, too large, or of another run or number.
             TierError: the tier could not be read.
         """
-        key = self.key(seq)
+        try:
+            return self.read_generation(seq, 0)  # what nearly every version has, for one request
+        except NotFound as error:
+            missing = error
+        for _ in range(RACES):
+            others = self._listed(f"{self.key(seq)}.").get(seq)
+            if not others:
+                break
+            try:
+                return self.read_generation(seq, others[-1])
+            except NotFound as error:
+                missing = error
+        raise missing
+
+    def read_generation(self, seq: int, generation: int) -> Record:
+        """One record of one version.
+
+        Raises: as `read`.
+        """
+        key = self.key(seq, generation)
         size = self.tier.size(key)
         if size > MAX_RECORD:
             raise FormatError(f"{self.tier.name}: {key}: {size} bytes are too many for a record")
@@ -116,7 +153,7 @@ class Log:
         seqs = self.seqs()
         return self.read(seqs[-1]) if seqs else None
 
-    def commit(self, record: Record) -> None:
+    def commit(self, record: Record, generation: int = 0) -> None:
         """Create the record: from then on the version is committed to the tier.
 
         An answer that got lost is settled by reading back: the commit id in the record tells ours from another's.
@@ -132,14 +169,14 @@ class Log:
         if record.version.head.run != self.run:
             raise FormatError(f"a record of run {record.version.head.run!r} has no place in the log of {self.run!r}")
         try:
-            self.tier.put(self.key(seq), as_buffer(record.encode()))
+            self.tier.put(self.key(seq, generation), as_buffer(record.encode()))
         except (AlreadyExists, TierUnavailable) as error:
-            if not self._is_ours(seq, record, error):
+            if not self._is_ours(seq, generation, record, error):
                 raise
 
-    def _is_ours(self, seq: int, record: Record, error: TierstateError) -> bool:
+    def _is_ours(self, seq: int, generation: int, record: Record, error: TierstateError) -> bool:
         try:
-            return bool(self.read(seq).commit["id"] == record.commit["id"])
+            return bool(self.read_generation(seq, generation).commit["id"] == record.commit["id"])
         except NotFound:
             return False
         except TierstateError as second:
@@ -149,6 +186,7 @@ class Log:
                 f"and reading it back failed too ({second}); nothing was deleted"
             ) from error
 
-    def forget(self, seq: int) -> None:
-        """Delete a record. Its packs stay until they are swept."""
-        self.tier.delete(self.key(seq))
+    def forget(self, seq: int, generations: Iterable[int] = (0,)) -> None:
+        """Delete records of a version; once it has none, it is gone. Its packs stay until they are swept."""
+        for generation in sorted(generations):
+            self.tier.delete(self.key(seq, generation))

@@ -7,42 +7,39 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from tierstate.manifest.diff import LeafDiff, diff
 from tierstate.manifest.errors import TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
-from tierstate.manifest.leaf import Leaf, check_glob
+from tierstate.manifest.leaf import check_glob
 from tierstate.manifest.log import check_run
 from tierstate.providers.recall import Recall
 from tierstate.providers.target import NEW
 from tierstate.tiers.arena import Arena
-from tierstate.tiers.catalog import Catalog
 from tierstate.tiers.flow import Flow
 from tierstate.tiers.opening import opened
-from tierstate.tiers.policy import Policy, TierPolicy
+from tierstate.tiers.policy import Policy
 from tierstate.tiers.shelf import Shelf
 from tierstate.tiers.tally import HISTORY
-from tierstate.tiers.verify import Report, Verifier
 
 from .collecting import uncollected
-from .finding import OnDamage, Restored, Wanted, find, restore
+from .finding import OnDamage, Restored, Wanted, restore
 from .guard import Guard
 from .info import Stats, TierStats, VersionInfo
-from .listing import listed
 from .planning import Planner, allowed_pickles, checked_metadata, checked_step, retention
 from .progress import draining
+from .run import Run
 from .save import Save, tell
 
 log = logging.getLogger("tierstate")
 
 
-class Checkpointer:
+class Checkpointer(Run):
     """Saves and restores the state of one run.
 
     Args:
@@ -67,24 +64,21 @@ class Checkpointer:
     ) -> None:
         if process_group is not None and torch.distributed.get_world_size(process_group) > 1:
             raise TierstateError("this release saves from one rank; a process group of many ranks comes later")
-        self.policy = policy if isinstance(policy, Policy) else Policy.load(policy)
-        self.run = check_run(run)
+        policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+        check_run(run)  # before any tier is opened
+        arena = Arena(policy.arena.size, policy.chunk)
+        shelves = [Shelf(opened(tier, arena), run, retention(tier)) for tier in policy.tiers]
+        super().__init__(policy, run, shelves, arena)
         self._pickles = allowed_pickles(self.policy, [check_glob(p) for p in allow_pickle])
-        self._arena = Arena(self.policy.arena.size, self.policy.chunk)
-        self._shelves = [Shelf(self._open(tier), run, retention(tier)) for tier in self.policy.tiers]
         self._flow = Flow(self.policy, self._shelves, self._arena)
         self._guard = Guard()
         self._planner = Planner(Recall(allow_pickle=self._pickles), self._guard)
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
         self._pid = os.getpid()
-        self._closed = False
         self.restored: VersionInfo | None = None
         """The version that the last `restore` or `load` gave."""
         atexit.register(self._at_exit)
-
-    def _open(self, tier: TierPolicy) -> Any:
-        return opened(tier, self._arena)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Capture lazily what only this optimizer's step changes: its parameters and its state.
@@ -202,40 +196,6 @@ class Checkpointer:
         log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
         return found.state
 
-    def versions(self) -> list[VersionInfo]:
-        """All versions of the run over all tiers, oldest first."""
-        return listed(self._catalog(), self.policy)
-
-    def info(self, *, step: int | None = None, version: str | None = None) -> VersionInfo:
-        """One version, by default the newest.
-
-        Raises:
-            NotFound: there is no such version.
-        """
-        return VersionInfo.of(find(self._catalog(), self.run, Wanted(step, version)))
-
-    def leaves(self, *, step: int | None = None, version: str | None = None) -> list[Leaf]:
-        """The leaves of a version, in the state's order: path, kind, dtype, shape.
-
-        Raises:
-            NotFound: there is no such version.
-        """
-        return list(find(self._catalog(), self.run, Wanted(step, version)).version.leaves)
-
-    def diff(self, old: int, new: int) -> list[LeafDiff]:
-        """What changed from one step to another, leaf by leaf, by digests alone."""
-        entries = [find(self._catalog(), self.run, Wanted(step)) for step in (old, new)]
-        return diff(entries[0].version, entries[1].version)
-
-    def verify(self, *, deep: bool = False, progress: Callable[[int], None] = lambda _nbytes: None) -> Report:
-        """Whether the tiers have what they claim to have.
-
-        Args:
-            deep: read and digest every chunk; otherwise records, and packs by presence and length.
-            progress: called with the raw bytes read since the last call.
-        """
-        return Verifier(self._catalog(), self._arena, data=deep, progress=progress).run()
-
     def stats(self) -> Stats:
         """What this Checkpointer has done so far."""
         tiers = {s.name: TierStats.of(self._flow.lanes.get(s.name)).measured(s.tier) for s in self._shelves}
@@ -286,10 +246,3 @@ class Checkpointer:
             self.close()
         except TierstateError as failure:
             log.error("at exit: %s", failure)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierstateError("this Checkpointer is closed; make a new one")
-
-    def _catalog(self) -> Catalog:
-        return Catalog(self._shelves)
