@@ -26,6 +26,9 @@ TIED = "tied"
 STORAGE = "storage"
 """Kind of a leaf that only backs tied leaves and is no value of the state itself."""
 
+LOSSY = "lossy"
+"""Attribute of leaves whose bytes are not all that was there: how they were made, and how far off they may be."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON would join two of them to another character
 _BARE = re.compile(r"[^\W\d][\w\-/:@+]*", re.UNICODE)
 _WORDS = frozenset({"True", "False", "None"})

@@ -78,6 +78,13 @@ class Provider(ABC):
             return f"has shape {mine.shape} here, {spec.shape} in the version"
         return ""
 
+    @classmethod
+    def over(cls, inner: Provider, spec: Spec) -> Provider:
+        """The provider through which a saved leaf of this class comes back into a value of another: ``inner`` where
+        that cannot be.
+        """
+        return inner
+
     def receiver(self, spec: Spec) -> Provider:
         """The provider that takes a saved leaf of this spec in place of this value: itself, where it is mutable."""
         return self

@@ -9,6 +9,8 @@ from typing import Any
 from tierstate.manifest.errors import StateMismatch
 from tierstate.manifest.leaf import STORAGE, Leaf, Spec, encode_path, format_path, matches_any
 
+from .base import Provider
+from .lossy import LossyProvider
 from .objects import ObjectProvider
 from .retie import Placement, Tie, placement
 from .structure import Stem
@@ -29,13 +31,19 @@ class Comparison:
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], ties: Mapping[int, Tie], chosen: set[int], only: Sequence[str] | None
+        self,
+        leaves: Sequence[Leaf],
+        ties: Mapping[int, Tie],
+        chosen: set[int],
+        only: Sequence[str] | None,
+        classes: Mapping[int, type[Provider]],
     ) -> None:
         self.matched: dict[int, Place] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.differ: list[str] = []
         self._leaves, self._ties, self._chosen, self._only = leaves, ties, chosen, only
+        self._classes = classes
         self._both: dict[int, int] = {}  # id of a place -> index of the leaf of its path
         self._renewable: set[int] = set()  # ids of places whose value may be replaced instead of filled
 
@@ -96,6 +104,9 @@ class Comparison:
         if stem.index not in self._chosen:
             return
         spec = self.effective(stem.index)
+        cls = self._classes.get(stem.index)
+        if cls is not None and place.provider is not None and place.provider.kind != spec.kind:
+            place.provider = cls.over(_exact(place.provider), spec)
         replaced = saved or _replaced(place, spec)
         if place.provider is None or (place.provider.kind != spec.kind and replaced):
             reason = "" if replaced else place.problem
@@ -109,7 +120,7 @@ class Comparison:
     def _compare_memory(self, root: Place) -> None:
         """Leaves that share memory here must be tied in the same way in the version, or one would overwrite another."""
         places = [place for place in root.walk() if place.provider is not None]
-        ties = find_ties([(place.path, place.provider) for place in places if place.provider is not None])
+        ties = find_ties([(place.path, _exact(place.provider)) for place in places if place.provider is not None])
         groups: dict[Any, list[tuple[Place, Placement]]] = defaultdict(list)
         by_path = {encode_path(place.path): at for at, place in enumerate(places)} if ties.specs else {}
         for at, spec in ties.specs.items():
@@ -170,6 +181,11 @@ class Comparison:
                 lines += [f"  {line}" for line in found[:_LISTED]]
                 lines += [f"  and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
             raise StateMismatch("\n".join(lines))
+
+
+def _exact(provider: Provider) -> Provider:
+    """What shares memory as the tensor itself does."""
+    return provider.tensor if isinstance(provider, LossyProvider) else provider
 
 
 def replaces(place: Place, stem: Stem, chosen: set[int]) -> bool:

@@ -16,6 +16,7 @@ from tierstate.manifest.leaf import CONTAINERS, TIED
 from .arrays import ArrayProvider
 from .base import Provider
 from .encoding import PLAIN
+from .fewer_bits import METHODS
 from .objects import ObjectProvider
 from .tensors import StorageProvider, TensorProvider
 from .values import ValueProvider
@@ -31,7 +32,14 @@ class Registry:
     """Providers by the type of a value and by the kind of a leaf; a new one knows the built-in ones."""
 
     def __init__(self) -> None:
-        built_in = (TensorProvider, StorageProvider, ArrayProvider, ValueProvider, ObjectProvider)
+        built_in: tuple[type[Provider], ...] = (
+            TensorProvider,
+            StorageProvider,
+            ArrayProvider,
+            ValueProvider,
+            ObjectProvider,
+            *METHODS.values(),
+        )
         self._kinds: dict[str, type[Provider]] = {cls.kind: cls for cls in built_in}
         self._types: dict[type, type[Provider]] = {
             torch.Tensor: TensorProvider,

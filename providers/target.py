@@ -9,11 +9,12 @@ from typing import Any, Final
 import torch
 
 from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch, Unsafe
-from tierstate.manifest.leaf import Leaf
+from tierstate.manifest.leaf import LOSSY, Leaf
 
 from .base import Provider
 from .blocks import Blocks
 from .compare import Comparison, nothing_matches, replaces
+from .reducing import Lossy
 from .registry import REGISTRY, Registry
 from .retie import Tie, pour, read_ties
 from .structure import Stem, build, grow, select
@@ -37,6 +38,7 @@ def plan_restore(
     registry: Registry = REGISTRY,
     device: torch.device | None = None,
     allow_pickle: Leave = never,
+    allow_lossy: bool = False,
 ) -> Target:
     """Decide where a version's bytes go. Nothing of the given state is touched before the first ``load``.
 
@@ -46,11 +48,12 @@ def plan_restore(
         only: globs of leaf paths; what matches a container takes everything in it.
         device: where tensors go that are built anew (default: host).
         allow_pickle: whether the leaf at a path may be read though it is a pickle.
+        allow_lossy: whether leaves may be read that are not all that was there.
 
     Raises:
         FormatError: the leaves are no tree, or name a provider that is not known.
         StateMismatch: the given state and the version differ (all differences are listed), or nothing matches.
-        Unsafe: a wanted leaf is of an unsafe kind, and that is not allowed.
+        Unsafe: a wanted leaf is of an unsafe kind, or lossy, and that is not allowed.
     """
     root, index = grow(leaves)
     ties = read_ties(leaves, index)
@@ -61,10 +64,12 @@ def plan_restore(
     classes = {
         i: _provider_class(leaves[i], registry, allow_pickle) for i in sorted(needed) if leaves[i].spec.has_bytes
     }
+    if not allow_lossy:
+        _check_exact([leaves[i] for i in sorted(needed)])
     place, matched = None, {}
     if into is not NEW:
         place = Survey(registry, lenient=True).take(into)
-        comparison = Comparison(leaves, ties, chosen, only)
+        comparison = Comparison(leaves, ties, chosen, only, classes)
         comparison.run(root, place)
         matched = comparison.matched
     wanted: dict[int, Provider] = {}
@@ -89,6 +94,18 @@ def _provider_class(leaf: Leaf, registry: Registry, allow_pickle: Leave) -> type
             f"{leaf.name}: {what!s:.80} {cls.unsafe}; if you trust where it comes from, allow pickle for this leaf"
         )
     return cls
+
+
+def _check_exact(leaves: Sequence[Leaf]) -> None:
+    """Raises Unsafe where some of these leaves are not all that was there."""
+    lossy = [leaf for leaf in leaves if LOSSY in leaf.spec.attrs]
+    if lossy:
+        more = f" and {len(lossy) - 1} more leaves" if len(lossy) > 1 else ""
+        how = lossy[0].spec.attrs[LOSSY]
+        raise Unsafe(
+            f"{lossy[0].name}{more} were saved with fewer bits ({how!s:.120}), so that a restore is not exact; "
+            "allow that by allow_lossy=True"
+        )
 
 
 def _fresh(leaf: Leaf, cls: type[Provider], device: torch.device | None, blocks: Blocks) -> Provider:
@@ -177,6 +194,8 @@ class Target:
 
     def _assemble(self, stem: Stem, place: Place | None, renew: bool) -> Any:
         if not stem.kind:
+            if place is not None and isinstance(place.value, Lossy):
+                return place.value  # whose tensor was filled
             return self._values.get(stem.index, place.value if place is not None else None)
         if place is None or renew:
             kids = place.children if place is not None else {}

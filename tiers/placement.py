@@ -108,6 +108,13 @@ def may_pickle(policy: Policy) -> Callable[[Path], bool]:
     return lambda path: bool(decided(policy, "pickle", path))
 
 
+def lossy_methods(policy: Policy) -> Callable[[Path], str]:
+    """By which method the tensor at a path is saved with fewer bits, as the rules say; empty for none."""
+    if all(rule.lossy is None for rule in policy.rules):
+        return lambda _path: ""
+    return lambda path: decided(policy, "lossy", path) or ""
+
+
 def able_to_cascade(
     entry: Sequence[str], cascade: Sequence[str], masks: Mapping[str, Mask], sure: Collection[str]
 ) -> tuple[list[str], list[str]]:

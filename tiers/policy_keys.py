@@ -131,12 +131,14 @@ class Rule(Frozen):
         tiers: names of the tiers they go to; None where this rule does not say.
         codec: how they are encoded; None where this rule does not say.
         pickle: whether an object of no known type may be pickled here; None where this rule does not say.
+        lossy: how floating-point tensors are saved with fewer bits, in every tier; None where this rule does not say.
     """
 
     match: Annotated[str, AfterValidator(check_glob)]
     tiers: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     codec: Codec | None = None
     pickle: bool | None = None
+    lossy: Literal["bf16", "int8"] | None = None
 
 
 class TierKeys(Frozen):

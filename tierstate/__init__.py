@@ -17,6 +17,7 @@ from tierstate.manifest.errors import (
     Unsafe,
 )
 from tierstate.providers.base import Provider
+from tierstate.providers.reducing import Lossy
 from tierstate.providers.registry import register_provider
 from tierstate.providers.rng import Rng
 from tierstate.tiers.base import Tier
@@ -37,6 +38,7 @@ __all__ = [
     "CommitUnknown",
     "Damaged",
     "FormatError",
+    "Lossy",
     "NotFound",
     "Policy",
     "PolicyError",

@@ -23,6 +23,7 @@ from tierstate.providers.target import NEW
 from tierstate.tiers.arena import Arena
 from tierstate.tiers.flow import Flow
 from tierstate.tiers.opening import opened
+from tierstate.tiers.placement import lossy_methods
 from tierstate.tiers.policy import Policy
 from tierstate.tiers.shelf import Shelf
 from tierstate.tiers.tally import HISTORY
@@ -72,7 +73,7 @@ class Checkpointer(Run):
         self._pickles = allowed_pickles(self.policy, [check_glob(p) for p in allow_pickle])
         self._flow = Flow(self.policy, self._shelves, self._arena)
         self._guard = Guard()
-        self._planner = Planner(Recall(allow_pickle=self._pickles), self._guard)
+        self._planner = Planner(Recall(allow_pickle=self._pickles, lossy=lossy_methods(policy)), self._guard)
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
         self._pid = os.getpid()
@@ -144,6 +145,7 @@ class Checkpointer(Run):
         version: str | None = None,
         only: Sequence[str] | None = None,
         on_damage: OnDamage = "raise",
+        allow_lossy: bool = False,
     ) -> Any:
         """Restore a state in place, and return it.
 
@@ -156,13 +158,15 @@ class Checkpointer(Run):
             step, version: which version, by step or by the beginning of its id; by default the newest whole one.
             only: globs of leaf paths; what does not match is left as it is.
             on_damage: ``older`` goes back to the newest version that is whole instead of raising `Damaged`.
+            allow_lossy: also restore leaves that were saved with fewer bits, on request, and are not exact.
 
         Raises:
             NotFound: there is no such version.
             StateMismatch: leaves are missing, unexpected, or of another shape or dtype; nothing was touched.
             Damaged: a chunk is whole in no tier.
+            Unsafe: a leaf is a pickle, or lossy, and that was not allowed.
         """
-        return self._restore(Wanted(step, version, into, only, None, on_damage, self._pickles))
+        return self._restore(Wanted(step, version, into, only, None, on_damage, self._pickles, allow_lossy))
 
     def load(
         self,
@@ -172,19 +176,20 @@ class Checkpointer(Run):
         only: Sequence[str] | None = None,
         device: torch.device | str | None = None,
         on_damage: OnDamage = "raise",
+        allow_lossy: bool = False,
     ) -> Any:
         """A version as a fresh state, without a template: containers as they were, modules and optimizers as their
         ``state_dict``.
 
         Args:
             device: where tensors go; by default the host.
-            step, version, only, on_damage: as in `restore`. With ``only``, a list of which not all items match comes
-                back as a dict by index.
+            step, version, only, on_damage, allow_lossy: as in `restore`. With ``only``, a list of which not all items
+                match comes back as a dict by index.
 
         Raises: as `restore`.
         """
         place = torch.device(device) if device is not None else None
-        return self._restore(Wanted(step, version, NEW, only, place, on_damage, self._pickles))
+        return self._restore(Wanted(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy))
 
     def _restore(self, wanted: Wanted) -> Any:
         self._check_open()

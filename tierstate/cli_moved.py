@@ -15,6 +15,7 @@ from tierstate.tiers.units import parse_size
 from . import tables
 from .checkpointer import Checkpointer
 from .cli_options import Force, Id, Json, Only, PolicyFile, Run, Step
+from .finding import OnDamage
 from .foreign import MAX_STEP
 from .progress import reading
 
@@ -31,6 +32,7 @@ def restore(
     only: Only = None,
     older: Annotated[bool, typer.Option("--older", help="On damage, go back to the newest whole version.")] = False,
     allow_pickle: Annotated[list[str] | None, typer.Option(help="Leaves whose pickles may be loaded.")] = None,
+    allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Also leaves saved with fewer bits.")] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -38,7 +40,8 @@ def restore(
     if to.exists() and not force:
         raise TierstateError(f"{to} exists; name another file, or say --force to replace it")
     with Checkpointer(policy, run, allow_pickle=allow_pickle or ()) as ckpt:
-        state = ckpt.load(step=step, version=version, only=only, on_damage="older" if older else "raise")
+        damage: OnDamage = "older" if older else "raise"
+        state = ckpt.load(step=step, version=version, only=only, on_damage=damage, allow_lossy=allow_lossy)
         _write(state, to)
         assert ckpt.restored is not None
         tables.show_restored(ckpt.restored, to, as_json)

@@ -41,6 +41,7 @@ class Wanted(NamedTuple):
         device: where fresh tensors go.
         on_damage: ``raise``, or ``older`` to go back to the newest version that is whole.
         allow_pickle: leaves whose pickles may be loaded.
+        allow_lossy: whether leaves may be restored that were saved with fewer bits.
     """
 
     step: int | None = None
@@ -50,6 +51,7 @@ class Wanted(NamedTuple):
     device: torch.device | None = None
     on_damage: OnDamage = "raise"
     allow_pickle: Callable[[Path], bool] = lambda _path: False
+    allow_lossy: bool = False
 
 
 class Restored(NamedTuple):
@@ -123,6 +125,7 @@ def _plan(entry: Entry, wanted: Wanted) -> Target:
         only=wanted.only,
         device=wanted.device,
         allow_pickle=wanted.allow_pickle,
+        allow_lossy=wanted.allow_lossy,
     )
     check_unsharded(entry, target.wanted)
     return target

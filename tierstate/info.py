@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tierstate.manifest.leaf import LOSSY, Leaf
 from tierstate.tiers.base import Tier
 from tierstate.tiers.catalog import Entry
 from tierstate.tiers.lane import Lane
@@ -30,6 +31,7 @@ class VersionInfo:
         metadata: what the user gave at the save.
         parent: id of the version before it.
         late: names of the tiers that are to get it and have not got it yet.
+        lossy: methods by which some of its leaves were saved with fewer bits, on request.
     """
 
     run: str
@@ -45,6 +47,7 @@ class VersionInfo:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     parent: str = ""
     late: tuple[str, ...] = ()
+    lossy: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, entry: Entry) -> VersionInfo:
@@ -62,7 +65,14 @@ class VersionInfo:
             {h.shelf.name: h.layout.stored_nbytes for h in entry.holdings},
             metadata=dict(head.metadata),
             parent=head.parent,
+            lossy=lossy_methods(entry.version.leaves),
         )
+
+
+def lossy_methods(leaves: Iterable[Leaf]) -> tuple[str, ...]:
+    """How leaves were saved with fewer bits, as they say."""
+    told = (leaf.spec.attrs[LOSSY] for leaf in leaves if LOSSY in leaf.spec.attrs)
+    return tuple(sorted({str(how.get("method", "")) if isinstance(how, dict) else str(how)[:40] for how in told}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.leaf import Leaf, Path, matches_any
 from tierstate.manifest.retention import Keep
 from tierstate.providers.base import Provider, memory_of
+from tierstate.providers.lossy import LossyProvider
 from tierstate.providers.recall import Recall
 from tierstate.providers.tensors import TensorProvider
 from tierstate.providers.tree import Tree
@@ -89,7 +90,7 @@ class Planner:
         except Exception as error:
             raise CaptureError(f"leaf {leaf.name}: {error}") from error
         device = HOST
-        if isinstance(provider, TensorProvider) and provider.value.is_cuda:
+        if isinstance(provider, (TensorProvider, LossyProvider)) and provider.value.is_cuda:
             self._devices.add(provider.value.device.index)
             if type(provider).chunks is TensorProvider.chunks:  # another's fill was promised host memory
                 device = provider.value.device.index

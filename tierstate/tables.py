@@ -65,7 +65,7 @@ def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json
             when(v.time),
             rough_size(v.nbytes),
             *(_copy(v, t) for t in tiers),
-            _pairs(v.metadata),
+            _pairs({**v.metadata, **({"lossy": "+".join(v.lossy)} if v.lossy else {})}),
         )
         for v in versions
     ]

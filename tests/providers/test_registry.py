@@ -77,7 +77,9 @@ def test_a_registered_type_goes_there_and_back() -> None:
     assert inner.degrees == 20.5
     with pytest.raises(CaptureError):
         flatten(state)
-    with pytest.raises(FormatError, match=r"a: no provider has kind 'celsius'; known are array, object, storage"):
+    with pytest.raises(
+        FormatError, match=r"a: no provider has kind 'celsius'; known are array, cast, object, quantized, storage"
+    ):
         restore(leaves, data)
 
 
@@ -120,7 +122,7 @@ def test_entry_points_are_loaded_by_kind(monkeypatch: pytest.MonkeyPatch) -> Non
     assert registry.by_kind("celsius") is CelsiusProvider
     with pytest.raises(TypeError, match="no Provider of kind 'other'"):
         registry.by_kind("other")
-    with pytest.raises(FormatError, match=r"'nothing'; known are .*broken, celsius, object, other"):
+    with pytest.raises(FormatError, match=r"'nothing'; known are .*broken, cast, celsius, object, other"):
         registry.by_kind("nothing")
 
 
