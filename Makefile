@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check format lint types wheel bench soak clean
+.PHONY: demo test check format lint types wheel bench soak fuzz clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -32,6 +32,18 @@ format: $(VENV)/ready
 
 soak: $(VENV)/ready
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q
+	$(MAKE) fuzz
+
+# Coverage-guided, for so many seconds: make fuzz FOR=3600
+FOR ?= 600
+fuzz: .venv-fuzz/ready
+	.venv-fuzz/bin/python tests/fuzz/parsers.py -max_total_time=$(FOR)
+
+.venv-fuzz/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/pip install --quiet --upgrade "pip>=25.1"
+	.venv-fuzz/bin/pip install --quiet --constraint constraints.txt --editable . --group fuzz
+	touch $@
 
 # In an environment of its own, so that what tierstate is compared with never meets the tests.
 bench: .venv-bench/ready
@@ -51,4 +63,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-swift .demo build dist *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-swift .demo build dist *.egg-info

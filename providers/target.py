@@ -100,10 +100,10 @@ def _check_exact(leaves: Sequence[Leaf]) -> None:
     """Raises Unsafe where some of these leaves are not all that was there."""
     lossy = [leaf for leaf in leaves if LOSSY in leaf.spec.attrs]
     if lossy:
-        more = f" and {len(lossy) - 1} more leaves" if len(lossy) > 1 else ""
+        more = f" and {len(lossy) - 1} more leaves were" if len(lossy) > 1 else " was"
         how = lossy[0].spec.attrs[LOSSY]
         raise Unsafe(
-            f"{lossy[0].name}{more} were saved with fewer bits ({how!s:.120}), so that a restore is not exact; "
+            f"{lossy[0].name}{more} saved with fewer bits ({how!s:.120}), so that a restore is not exact; "
             "allow that by allow_lossy=True"
         )
 
