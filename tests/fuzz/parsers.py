@@ -9,6 +9,7 @@ its checksum, since nothing is learned about what lies behind a checksum that is
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -145,10 +146,8 @@ SEEDS: dict[Callable[[bytes], None], list[bytes]] = {
 def one(data: bytes) -> None:
     """One input."""
     if data:
-        try:
+        with contextlib.suppress(TierstateError):
             PARSERS[data[0] % len(PARSERS)](data[1:])
-        except TierstateError as error:
-            assert len(str(error)) < 20_000
 
 
 def main() -> None:
