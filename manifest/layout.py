@@ -73,9 +73,12 @@ class Layout:
     def stored_nbytes(self) -> int:
         """Stored bytes of the chunks that are here, each place counted once however many chunks share it."""
         rows = np.flatnonzero(self.present)
-        places = np.stack([self.object[rows].astype("u8"), self.offset[rows]], axis=1)
-        _, first = np.unique(places, axis=0, return_index=True)
-        return int(self.stored[rows[first]].sum(dtype="i8"))
+        order = rows[np.lexsort((self.offset[rows], self.object[rows]))]
+        if not len(order):
+            return 0
+        objects, offsets = self.object[order], self.offset[order]
+        fresh = (objects[1:] != objects[:-1]) | (offsets[1:] != offsets[:-1])
+        return int(self.stored[order[0]]) + int(self.stored[order[1:][fresh]].sum(dtype="i8"))
 
     def place(self, row: int) -> Place | None:
         """Where the chunk of this row lies, or None."""

@@ -266,3 +266,9 @@ def _match_key(part: str, key: Any) -> bool:
     if part.startswith('"'):
         return isinstance(key, str) and json.loads(part) == key
     return fnmatchcase(key if isinstance(key, str) else format_key(key), part)
+
+
+def lossy_methods(leaves: Iterable[Leaf]) -> tuple[str, ...]:
+    """How leaves were saved with fewer bits, as they say."""
+    told = (leaf.spec.attrs[LOSSY] for leaf in leaves if LOSSY in leaf.spec.attrs)
+    return tuple(sorted({str(how.get("method", "")) if isinstance(how, dict) else str(how)[:40] for how in told}))

@@ -78,10 +78,11 @@ class Catalog:
                 log.warning("%s: its log cannot be listed: %s", shelf.name, error)
         return dict(sorted(found.items()))
 
-    def newest_first(self) -> Iterator[Place]:
-        """All numbers from the newest on; records are read as they are asked for."""
+    def newest_first(self, upto: int | None = None) -> Iterator[Place]:
+        """All numbers from the newest on, or from ``upto`` on; records are read as they are asked for."""
         for seq, shelves in reversed(self.seqs().items()):
-            yield self._look(seq, shelves)
+            if upto is None or seq <= upto:
+                yield self._look(seq, shelves)
 
     @staticmethod
     def _look(seq: int, shelves: Sequence[Shelf]) -> Place:

@@ -124,7 +124,8 @@ class Directory(Tier):
         self._check_folders(top / "any")
         with explained("list", self.name, prefix, top), suppress(NotADirectoryError):
             self._check_root()
-            keys = (os.path.relpath(entry.path, self.path) for entry in walk(top, stem))
+            root = os.path.join(self.path, "")
+            keys = (entry.path.removeprefix(root) for entry in walk(top, stem))
             return iter(sorted(key for key in keys if key.startswith(prefix) and is_key(key)))
         return iter(())
 

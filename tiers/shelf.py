@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from tierstate.manifest.errors import FormatError, NotFound, TierstateError
+from tierstate.manifest.errors import FormatError, NotFound
 from tierstate.manifest.index import Array, DigestIndex
 from tierstate.manifest.layout import Draft, Layout, Place
+from tierstate.manifest.leases import pins
 from tierstate.manifest.log import Log
 from tierstate.manifest.record import Record
 from tierstate.manifest.retention import Decision, Keep, Mark, decide
 
 from .base import Tier
+from .index import Seen, Summaries
 from .packs import Row, is_mend, read_footer
 
 log = logging.getLogger("tierstate")
-
-
-class _Known(NamedTuple):
-    """What retention needs of a committed version."""
-
-    mark: Mark
-    objects: frozenset[str]
-
-    @classmethod
-    def of(cls, record: Record) -> _Known:
-        head = record.version.head
-        return cls(Mark(head.seq, head.step), frozenset(record.layout.objects))
 
 
 class Shelf:
@@ -49,7 +38,8 @@ class Shelf:
         self._lock, self._retiring = threading.Lock(), threading.Lock()
         self._newest: Record | None = None
         self._opened = self._own = False
-        self._known: dict[int, _Known] = {}
+        self.summaries = Summaries(tier, run)
+        self._known: dict[int, Seen] = {}
         self._doomed: set[str] = set()
         self._mends: dict[bytes, Place] | None = None
         self._sound: dict[str, bool] = {}
@@ -204,7 +194,7 @@ class Shelf:
                 self._sound.setdefault(key, bool(size))
         with self._retiring:
             # So that retention need not read back what this process has just written.
-            self._known[record.version.head.seq] = _Known.of(record)
+            self._known[record.version.head.seq] = self.summaries.add(record)
 
     def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> Decision:
         """Drop what the policy does not keep: first the records, then the packs that no other record names.
@@ -214,7 +204,9 @@ class Shelf:
             room_for_one: the version that is about to come counts as one of the ``last``.
         """
         with self._retiring:
-            return self._retire(in_use, room_for_one)
+            decision = self._retire(in_use, room_for_one)
+            self.summaries.keep()
+            return decision
 
     def _retire(self, in_use: Collection[int], room_for_one: bool) -> Decision:
         keep = self.keep
@@ -223,11 +215,15 @@ class Shelf:
         if room_for_one and keep.last:
             keep = Keep(last=max(1, keep.last - 1), every=keep.every)
         self._learn()
-        decision = decide([k.mark for k in self._known.values()], keep, in_use)
+        marks = [_mark(seen) for seen in self._known.values()]
+        decision = decide(marks, keep, in_use)
+        if decision.drop:  # asked for as late as can be: a fork may be under way
+            held = in_use if isinstance(in_use, Mapping) else dict.fromkeys(in_use, "in use")
+            decision = decide(marks, keep, {**pins(self.tier, self.run), **held})
         for seq in decision.drop:
             # Packs are judged after the record is gone: interrupted here, they are left over, never missing.
-            self.log.forget(seq)
-            self._doomed |= self._known.pop(seq).objects
+            self.log.forget(seq, self._known[seq].generations)
+            self._doomed |= self._known.pop(seq).packs
         self._sweep()
         return decision
 
@@ -241,34 +237,29 @@ class Shelf:
         keep, seqs = self.keep, {mark.seq for mark in marks}
         if keep is not None and not keep.all:
             self._learn()
-            seqs -= set(decide([*(k.mark for k in self._known.values()), *marks], keep).drop)
+            seqs -= set(decide([*(_mark(seen) for seen in self._known.values()), *marks], keep).drop)
         return seqs
 
     def _learn(self) -> None:
         """Read the records that this process does not know yet; forget those that are gone."""
-        seqs = self.log.seqs()
-        self._known = {seq: known for seq, known in self._known.items() if seq in set(seqs)}
-        for seq in seqs:
-            if seq not in self._known:
-                try:
-                    record = self.log.read(seq)
-                except TierstateError as error:
-                    log.warning("%s: version %d of run %s is left alone: %s", self.name, seq, self.run, error)
-                    continue
-                self._known[seq] = _Known.of(record)
+        seen = self.summaries.look()
+        self._known = {seq: found for seq, found in seen.items() if not found.problems}
+        for seq, found in seen.items():
+            for error in found.problems:
+                log.warning("%s: version %d of run %s is left alone: %s", self.name, seq, self.run, error)
 
     def _sweep(self) -> None:
         """Delete the packs of dropped versions that no record names; what fails is tried again next time."""
-        used = self._named() if self._doomed else None
+        used = self.summaries.packs() if self._doomed else None
         if used is None:
             return
         for key in sorted(self._doomed):
-            if key not in used and not is_mend(key):
+            # Packs of the run from which this one was forked are that run's to delete.
+            if key not in used and not is_mend(key) and key.startswith(f"packs/{self.run}/"):
                 self.tier.delete(key)
             self._doomed.discard(key)
 
-    def _named(self) -> set[str] | None:
-        """Packs that any record of the run names; None if one cannot be read, since then nobody knows."""
-        if set(self.log.seqs()) - set(self._known):
-            return None
-        return set().union(*(known.objects for known in self._known.values()))
+
+def _mark(seen: Seen) -> Mark:
+    newest = seen.summaries[-1]
+    return Mark(newest.seq, newest.step)

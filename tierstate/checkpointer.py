@@ -143,6 +143,7 @@ class Checkpointer(Run):
         *,
         step: int | None = None,
         version: str | None = None,
+        tag: str | None = None,
         only: Sequence[str] | None = None,
         on_damage: OnDamage = "raise",
         allow_lossy: bool = False,
@@ -155,7 +156,8 @@ class Checkpointer(Run):
 
         Args:
             into: the state to fill, of the structure that was saved.
-            step, version: which version, by step or by the beginning of its id; by default the newest whole one.
+            step, version, tag: which version, by step, by the beginning of its id, or by a name that it was given; by
+                default the newest whole one.
             only: globs of leaf paths; what does not match is left as it is.
             on_damage: ``older`` goes back to the newest version that is whole instead of raising `Damaged`.
             allow_lossy: also restore leaves that were saved with fewer bits, on request, and are not exact.
@@ -166,13 +168,14 @@ class Checkpointer(Run):
             Damaged: a chunk is whole in no tier.
             Unsafe: a leaf is a pickle, or lossy, and that was not allowed.
         """
-        return self._restore(Wanted(step, version, into, only, None, on_damage, self._pickles, allow_lossy))
+        return self._restore(Wanted(step, version, into, only, None, on_damage, self._pickles, allow_lossy), tag)
 
     def load(
         self,
         *,
         step: int | None = None,
         version: str | None = None,
+        tag: str | None = None,
         only: Sequence[str] | None = None,
         device: torch.device | str | None = None,
         on_damage: OnDamage = "raise",
@@ -183,16 +186,17 @@ class Checkpointer(Run):
 
         Args:
             device: where tensors go; by default the host.
-            step, version, only, on_damage, allow_lossy: as in `restore`. With ``only``, a list of which not all items
-                match comes back as a dict by index.
+            step, version, tag, only, on_damage, allow_lossy: as in `restore`. With ``only``, a list of which not all
+                items match comes back as a dict by index.
 
         Raises: as `restore`.
         """
         place = torch.device(device) if device is not None else None
-        return self._restore(Wanted(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy))
+        return self._restore(Wanted(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy), tag)
 
-    def _restore(self, wanted: Wanted) -> Any:
+    def _restore(self, wanted: Wanted, tag: str | None) -> Any:
         self._check_open()
+        wanted = wanted._replace(tag=self._tagged(tag, wanted.step, wanted.version))
         self._guard.wait()
         with uncollected():
             found: Restored = restore(self._catalog(), self._arena, self.run, wanted)

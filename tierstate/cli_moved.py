@@ -14,7 +14,7 @@ from tierstate.tiers.units import parse_size
 
 from . import tables
 from .checkpointer import Checkpointer
-from .cli_options import Force, Id, Json, Only, PolicyFile, Run, Step
+from .cli_options import Force, Id, Json, Only, PolicyFile, Run, Step, TagName
 from .finding import OnDamage
 from .foreign import MAX_STEP
 from .progress import reading
@@ -29,6 +29,7 @@ def restore(
     to: Annotated[Path, typer.Argument(help="The file to write, readable with torch.load.")],
     step: Step = None,
     version: Id = None,
+    tag: TagName = None,
     only: Only = None,
     older: Annotated[bool, typer.Option("--older", help="On damage, go back to the newest whole version.")] = False,
     allow_pickle: Annotated[list[str] | None, typer.Option(help="Leaves whose pickles may be loaded.")] = None,
@@ -41,7 +42,7 @@ def restore(
         raise TierstateError(f"{to} exists; name another file, or say --force to replace it")
     with Checkpointer(policy, run, allow_pickle=allow_pickle or ()) as ckpt:
         damage: OnDamage = "older" if older else "raise"
-        state = ckpt.load(step=step, version=version, only=only, on_damage=damage, allow_lossy=allow_lossy)
+        state = ckpt.load(step=step, version=version, tag=tag, only=only, on_damage=damage, allow_lossy=allow_lossy)
         _write(state, to)
         assert ckpt.restored is not None
         tables.show_restored(ckpt.restored, to, as_json)
@@ -54,6 +55,7 @@ def export(
     to: Annotated[Path, typer.Argument(help="The file to write: its name ends with .safetensors, .h5 or .hdf5.")],
     step: Step = None,
     version: Id = None,
+    tag: TagName = None,
     only: Only = None,
     strip_prefix: Annotated[str, typer.Option(help="What every tensor's name begins with, to be left off.")] = "",
     max_shard: Annotated[str, typer.Option(help="Bytes in one .safetensors file before there are several.")] = "5GiB",
@@ -70,6 +72,7 @@ def export(
             to,
             step=step,
             version=version,
+            tag=tag,
             only=only,
             strip_prefix=strip_prefix,
             max_shard=parse_size(max_shard),

@@ -14,7 +14,7 @@ from tierstate.tiers.policy import Policy
 
 from . import tables
 from .checkpointer import Checkpointer
-from .cli_options import AnyRun, Id, Json, PolicyFile, Run, Step
+from .cli_options import AnyRun, Id, Json, PolicyFile, Run, Step, TagName
 from .progress import reading
 
 app = typer.Typer()
@@ -34,10 +34,12 @@ def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False)
 
 
 @app.command()
-def show(policy: PolicyFile, run: Run, step: Step = None, version: Id = None, as_json: Json = False) -> None:
+def show(
+    policy: PolicyFile, run: Run, step: Step = None, version: Id = None, tag: TagName = None, as_json: Json = False
+) -> None:
     """Show one version: its leaves with kind, dtype, shape and size, and the tiers that have it."""
     with Checkpointer(policy, run) as ckpt:
-        info = ckpt.info(step=step, version=version)
+        info = ckpt.info(step=step, version=version, tag=tag)
         tables.show_leaves(info, ckpt.leaves(version=info.id), as_json)
 
 

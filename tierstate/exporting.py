@@ -20,7 +20,7 @@ from tierstate.tiers.hdf5_format import OWN
 from tierstate.tiers.naming import dotted, nested
 
 from .checkpointer import Checkpointer
-from .finding import WORKERS, Wanted, check_unsharded, find
+from .finding import WORKERS, check_unsharded
 from .foreign import OUTLINE
 from .info import VersionInfo
 from .outline import Part, encode_outline
@@ -88,6 +88,7 @@ def export(
     *,
     step: int | None = None,
     version: str | None = None,
+    tag: str | None = None,
     only: Sequence[str] | None = None,
     strip_prefix: str = "",
     max_shard: int | None = MAX_SHARD,
@@ -102,7 +103,7 @@ def export(
     ``tierstate import`` makes the same state again: containers, plain values, and which tensors are tied.
 
     Args:
-        step, version: which version; by default the newest.
+        step, version, tag: which version; by default the newest.
         only: globs of leaf paths.
         strip_prefix: what every tensor's name begins with, to be left off.
         max_shard: bytes of tensors in one file; None for no limit.
@@ -119,7 +120,7 @@ def export(
         raise ValueError(f"{max_shard} bytes in one file are none; name more, or None for no limit")
     to = Path(to)
     form = _format(to)
-    entry = find(ckpt._catalog(), ckpt.run, Wanted(step, version))
+    entry = ckpt._find(step, version, tag)
     selection = Selection(entry.version.leaves, only)
     left_out = _leave_out(selection, form, skip_values)
     chosen = selection.leaves()

@@ -23,6 +23,7 @@ from tierstate.tiers.landing import Landing
 from tierstate.tiers.mend import Mender
 
 from .rollback import Destinations, roll_back
+from .tagging import Tagged
 
 log = logging.getLogger("tierstate")
 
@@ -42,6 +43,7 @@ class Wanted(NamedTuple):
         on_damage: ``raise``, or ``older`` to go back to the newest version that is whole.
         allow_pickle: leaves whose pickles may be loaded.
         allow_lossy: whether leaves may be restored that were saved with fewer bits.
+        tag: the version that has this name, instead of a step or an id.
     """
 
     step: int | None = None
@@ -52,6 +54,12 @@ class Wanted(NamedTuple):
     on_damage: OnDamage = "raise"
     allow_pickle: Callable[[Path], bool] = lambda _path: False
     allow_lossy: bool = False
+    tag: Tagged | None = None
+
+    @property
+    def newest(self) -> bool:
+        """Whether no version is named."""
+        return self.step is None and self.version is None and self.tag is None
 
 
 class Restored(NamedTuple):
@@ -74,7 +82,7 @@ def restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restore
 
     Raises: as `_restore`.
     """
-    for _ in range(RUNS_AFTER if wanted.step is None and wanted.version is None else 0):
+    for _ in range(RUNS_AFTER if wanted.newest else 0):
         try:
             return _restore(catalog, arena, run, wanted)
         except _Dropped as error:
@@ -145,17 +153,21 @@ def find(catalog: Catalog, run: str, wanted: Wanted) -> Entry:
 
 def _candidates(catalog: Catalog, wanted: Wanted, passed: list[str]) -> Iterator[Entry]:
     """Versions to try, newest first; once the wanted one is found, older ones only where damage leads back to them."""
-    reached = wanted.step is None and wanted.version is None
-    for place in catalog.newest_first():
+    reached = wanted.newest
+    for place in catalog.newest_first(wanted.tag.seq if wanted.tag else None):
         if not place.entries:
             _unreadable(place, wanted, reached, passed)
         for entry in place.entries:
             if reached or _fits(entry, wanted):
                 yield entry
                 reached = reached or wanted.on_damage == "older"
+        if wanted.tag and not reached:
+            return  # its number is known, so that none of the older ones need be read
 
 
 def _fits(entry: Entry, wanted: Wanted) -> bool:
+    if wanted.tag is not None:
+        return entry.version.id == wanted.tag.id and entry.version.head.seq == wanted.tag.seq
     if wanted.version is not None:
         return entry.version.id.startswith(wanted.version)
     return entry.version.head.step == wanted.step
@@ -186,7 +198,7 @@ def _is_whole(entry: Entry, target: Target, wanted: Wanted, passed: list[str]) -
         f"{_name(entry)} is not whole in {', '.join(entry.tiers)}: "
         f"{len(leaves)} leaves are in none of them, {first} the first"
     )
-    if wanted.step is not None or wanted.version is not None:
+    if not wanted.newest:
         raise error
     _pass_over(passed, _name(entry), error)
     return False
@@ -252,8 +264,11 @@ def _memory(leaf: Leaf, provider: Provider) -> Buffer | None:
 
 def _none(run: str, wanted: Wanted, catalog: Catalog, passed: list[str]) -> TierstateError:
     what = f"step {wanted.step}" if wanted.step is not None else f"id {wanted.version}" if wanted.version else ""
+    what = f"tag {wanted.tag.name}" if wanted.tag else what
     if passed:
         return Damaged(f"run {run!r} has no whole version{' of ' + what if what else ''}: " + "; ".join(passed))
     where = ", ".join(s.name for s in catalog.shelves)
+    if tag := wanted.tag:
+        what = f"tag {tag.name!r}: it names version {tag.seq} ({tag.id[:12]}), which is not there any more,"
     lost = "".join(f"; {name} cannot be asked: {error}" for name, error in catalog.unreachable.items())
     return NotFound(f"run {run!r} has no version{' with ' + what if what else ''} in {where}{lost}")

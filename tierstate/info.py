@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierstate.manifest.leaf import LOSSY, Leaf
+from tierstate.manifest.leaf import lossy_methods
+from tierstate.manifest.summary import Summary
 from tierstate.tiers.base import Tier
 from tierstate.tiers.catalog import Entry
 from tierstate.tiers.lane import Lane
@@ -27,7 +28,7 @@ class VersionInfo:
         tiers: names of the tiers that have its record, nearest first.
         partial: those of them that hold only some of its leaves, as the policy's rules say.
         stored: bytes that its chunks take in each tier, shared ones included.
-        tags: names given to it.
+        tags: names given to it, as far as they were looked for: by `versions` and `info`.
         metadata: what the user gave at the save.
         parent: id of the version before it.
         late: names of the tiers that are to get it and have not got it yet.
@@ -68,11 +69,28 @@ class VersionInfo:
             lossy=lossy_methods(entry.version.leaves),
         )
 
-
-def lossy_methods(leaves: Iterable[Leaf]) -> tuple[str, ...]:
-    """How leaves were saved with fewer bits, as they say."""
-    told = (leaf.spec.attrs[LOSSY] for leaf in leaves if LOSSY in leaf.spec.attrs)
-    return tuple(sorted({str(how.get("method", "")) if isinstance(how, dict) else str(how)[:40] for how in told}))
+    @classmethod
+    def summed(
+        cls, run: str, copies: Mapping[str, Summary], tags: tuple[str, ...], late: tuple[str, ...]
+    ) -> VersionInfo:
+        """What the summaries of a version's records say, by tier."""
+        one = next(iter(copies.values()))
+        return cls(
+            run,
+            one.seq,
+            one.step,
+            one.id,
+            one.time,
+            one.nbytes,
+            tuple(copies),
+            tuple(name for name, summary in copies.items() if not summary.whole),
+            {name: summary.stored for name, summary in copies.items()},
+            tags,
+            dict(one.metadata),
+            one.parent,
+            late,
+            one.lossy,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,23 @@ if TYPE_CHECKING:
     from .exporting import Exported
 
 
+MANY = 1000
+"""Rows that are printed plainly."""
+
+
 def print_json(value: Any) -> None:
     """JSON on standard output; what is no JSON type as text."""
+    if isinstance(value, list) and len(value) > MANY:  # a line for each, which is much faster
+        print("[" + ",\n".join(json.dumps(one, default=str, ensure_ascii=False) for one in value) + "]")
+        return
     print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
     """A table on standard output; columns whose name starts with ``>`` are set flush right."""
+    if len(rows) > MANY:  # which would take half a minute for ten thousand
+        _print_plain([name.lstrip(">") for name in columns], [name.startswith(">") for name in columns], rows)
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -37,6 +47,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     for row in rows:
         made.add_row(*(Text(str(cell)) for cell in row))
     Console(width=None if Console().is_terminal else 160, highlight=False).print(made)
+
+
+def _print_plain(names: Sequence[str], right: Sequence[bool], rows: Sequence[Sequence[object]]) -> None:
+    cells = [list(names), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    row = "  ".join(f"{{:{'>' if flush else '<'}{width}}}" for flush, width in zip(right, widths, strict=True))
+    print("\n".join(row.format(*line).rstrip() for line in cells))
 
 
 def when(seconds: float) -> str:
@@ -55,8 +72,10 @@ def show_runs(found: Mapping[str, Sequence[str]], as_json: bool) -> None:
 def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json: bool) -> None:
     """Versions, oldest first, with a column per tier."""
     if as_json:
-        print_json([dataclasses.asdict(v) for v in versions])
+        names = [field.name for field in dataclasses.fields(VersionInfo)]
+        print_json([{name: getattr(v, name) for name in names} for v in versions])
         return
+    named = any(v.tags for v in versions)
     rows = [
         (
             v.seq,
@@ -65,11 +84,12 @@ def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json
             when(v.time),
             rough_size(v.nbytes),
             *(_copy(v, t) for t in tiers),
+            *([", ".join(v.tags)] if named else []),
             _pairs({**v.metadata, **({"lossy": "+".join(v.lossy)} if v.lossy else {})}),
         )
         for v in versions
     ]
-    table([">seq", ">step", "id", "saved", ">size", *tiers, "metadata"], rows)
+    table([">seq", ">step", "id", "saved", ">size", *tiers, *(["tags"] if named else []), "metadata"], rows)
     for tier in tiers:
         _show_lag(tier, versions)
 

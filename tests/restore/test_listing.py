@@ -1,0 +1,162 @@
+"""The listing from summaries: the very same as from whole records, for any tiers, writers, damage and index."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import policy, scratch, tier
+
+import tierstate as ts
+from tierstate.info import VersionInfo
+from tierstate.manifest.box import Box
+from tierstate.manifest.chunk import as_buffer
+from tierstate.manifest.errors import TierUnavailable
+from tierstate.manifest.head import Head
+from tierstate.manifest.layout import Layout, Place
+from tierstate.manifest.leaf import Leaf, Spec
+from tierstate.manifest.log import Log, commit_id
+from tierstate.manifest.record import Record
+from tierstate.manifest.version import ShardRow, Version
+from tierstate.tiers.catalog import Catalog, Entry
+from tierstate.tiers.owing import Due, missed
+from tierstate.tiers.policy import TierPolicy
+from tierstate.tiers.routes import Routes
+from tierstate.tiers.testing import Fault, Faulty
+
+TIERS = ("nvme", "lustre", "file")
+
+
+def by_records(catalog: Catalog, spec: ts.Policy) -> list[VersionInfo]:
+    """What is to be told, from every record of every tier, read whole."""
+    entries = [entry for place in catalog.newest_first() for entry in place.entries][::-1]
+    late: dict[int, list[str]] = {}
+    for one in spec.tiers:
+        if one.persistent and one.name not in catalog.unreachable:
+            for seq in lacking(one, entries, spec):
+                late.setdefault(seq, []).append(one.name)
+    return [replace(VersionInfo.of(e), late=tuple(late.get(e.version.head.seq, ()))) for e in entries]
+
+
+def lacking(one: TierPolicy, entries: Sequence[Entry], spec: ts.Policy) -> list[int]:
+    heads = [entry.version.head for entry in entries if one.name in entry.tiers]
+    newest = max(heads, key=lambda head: head.seq, default=None)
+    routes = Routes(spec)
+    newer = [
+        Due.of(entry.version.head, entry.version.nbytes)
+        for entry in entries
+        if (newest is None or entry.version.head.seq > newest.seq)
+        and routes.of(entry.version.leaves)[one.name].leaves.any()
+    ]
+    return [due.seq for due in missed(one.every, (newest.step, newest.time) if newest else None, newer)]
+
+
+def version(seq: int, writer: int, leaves: Sequence[str]) -> Version:
+    """A version of one chunk per leaf; another writer's has another time, and so another id."""
+    head = Head("run", seq, 10 * seq, 100.0 * seq + writer, chunk=16, metadata={"writer": writer})
+    found = [Leaf((name,), Spec("tensor", shape=(16,))) for name in leaves]
+    rows = [ShardRow(i, 0, Box.whole((16,))) for i in range(len(found))]
+    return Version.build(head, found, rows, np.arange(2 * len(found), dtype="u8"))
+
+
+def record(made: Version, absent: bool) -> Record:
+    key = f"packs/run/{made.head.seq}-0-0-x"
+    places = [None if absent and i == 0 else Place(key, 16 * i, 16, "raw") for i in range(len(made.digests))]
+    return Record(made, Layout.build(places, {key: 160}), {"id": commit_id()})
+
+
+copies = st.tuples(
+    st.integers(1, 8),
+    st.sampled_from(TIERS),
+    st.integers(0, 1),
+    st.sampled_from([(), ("a",), ("a", "b"), ("b",)]),
+    st.sampled_from(["whole", "whole", "part", "damaged", "twice"]),
+)
+
+
+@settings(max_examples=max(8, settings().max_examples // 2))
+@given(
+    made=st.lists(copies, max_size=16, unique_by=lambda c: (c[0], c[1])),
+    every=st.sampled_from([None, 20, 30]),
+    parted=st.booleans(),
+    indexed=st.sets(st.sampled_from(TIERS)),
+)
+def test_it_tells_what_the_records_tell(
+    made: list[tuple[int, str, int, tuple[str, ...], str]], every: int | None, parted: bool, indexed: set[str]
+) -> None:
+    with scratch() as place:
+        cadence = {} if every is None else {"every": every}
+        rules = [{"match": "a", "tiers": ["nvme", "file"]}] if parted else []
+        tiers = {name: tier(name, place, **(cadence if name != "nvme" else {})) for name in TIERS}
+        with ts.Checkpointer(policy(tiers, rules=rules), "run") as ckpt:
+            shelves = {shelf.name: shelf for shelf in ckpt._shelves}
+            for seq, name, writer, leaves, how in made:
+                log = Log(shelves[name].tier, "run")
+                if how == "damaged":
+                    log.tier.put(log.key(seq), as_buffer(b"junk"))
+                    continue
+                log.commit(record(version(seq, writer, leaves), how == "part"))
+                if how == "twice":
+                    log.commit(record(version(seq, writer, leaves), True), 1)
+            told = by_records(ckpt._catalog(), ckpt.policy)
+            assert ckpt.versions() == told
+            for name in indexed:
+                shelves[name].summaries.write()
+        with ts.Checkpointer(policy(tiers, rules=rules), "run") as ckpt:
+            assert ckpt.versions() == told
+
+
+def test_a_tier_that_cannot_be_listed_is_told_and_not_said_to_lack_anything(
+    place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = policy({name: tier(name, place) for name in ("nvme", "lustre")})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save({"a": 1}, step=1).wait("lustre")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        shelf = ckpt._shelves[1]
+        away = Faulty(shelf.tier, Fault("list", 0, TierUnavailable("no answer")))
+        away.name = "lustre"
+        monkeypatch.setattr(shelf.summaries._log, "tier", away)
+        (found,) = ckpt.versions()
+    assert (found.tiers, found.late) == (("nvme",), ())
+    assert "lustre: its log cannot be listed: no answer" in caplog.text
+
+
+def test_a_plain_table_for_many_rows_has_the_same_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    from tierstate import tables
+
+    rows = [(n, "x" * (n % 5), f"{n}:") for n in range(tables.MANY + 1)]
+    tables.table([">seq", "text", "last"], rows)
+    many = [line.split() for line in capsys.readouterr().out.splitlines()]
+    tables.table([">seq", "text", "last"], rows[:-1])
+    few = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert many[:-1] == few
+    assert many[-1] == [str(tables.MANY), f"{tables.MANY}:"]
+
+
+@pytest.mark.soak
+def test_ten_thousand_versions(place: Path, record_property: Callable[[str, object], None]) -> None:
+    """All of them are told, from the index or without; how long that takes is for people."""
+    spec = policy({"nvme": tier("nvme", place)})
+    folder = place / "nvme/versions/run"
+    folder.mkdir(parents=True)
+    for seq in range(1, 10_001):
+        made = record(version(seq, 0, ("a", "b", "c")), False)
+        (folder / f"{seq:012d}").write_bytes(made.encode())
+    found = []
+    for what in ("from records", "from an index"):
+        with ts.Checkpointer(spec, "run") as ckpt:
+            start, cpu = time.perf_counter(), time.process_time()
+            found.append(ckpt.versions())
+            told = f"{time.perf_counter() - start:.3f} s, of the processor {time.process_time() - cpu:.3f} s"
+            record_property(what, told)
+            print(f"{what}: {told}")
+            ckpt._shelves[0].summaries.write()
+    assert found[0] == found[1]
+    assert [v.seq for v in found[1]] == list(range(1, 10_001))

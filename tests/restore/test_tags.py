@@ -1,0 +1,267 @@
+"""Tags over several tiers: the last word counts, whichever tiers were away when it was said."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import alike, policy, tensors, tier
+
+import tierstate as ts
+from tierstate.manifest.chunk import as_buffer
+from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierUnavailable
+from tierstate.manifest.tags import Tag, tags_of
+from tierstate.tagging import Tagged, Tags
+from tierstate.tiers.base import Traits
+from tierstate.tiers.memory import Memory
+from tierstate.tiers.shelf import Shelf
+from tierstate.tiers.testing import Fault, Faulty
+
+NAMES = ("best", "last-good", "x")
+
+
+class Lasting(Faulty):
+    """Memory that says it lasts."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(Memory())
+        self.name = name
+
+    @property
+    def traits(self) -> Traits:
+        return replace(self.inner.traits, persistent=True)
+
+
+@contextmanager
+def away(*tiers: Lasting) -> Iterator[None]:
+    for one in tiers:
+        for operation in ("list", "put", "read", "delete", "size"):
+            one.add(Fault(operation, 0, TierUnavailable(f"{one.name} is away")))
+    try:
+        yield
+    finally:
+        for one in tiers:
+            one.heal()
+
+
+@pytest.fixture
+def three() -> list[Lasting]:
+    return [Lasting(name) for name in "abc"]
+
+
+def tags(tiers: list[Lasting], ticks: Iterator[int] | None = None) -> Tags:
+    """Another process's view; its clock goes on by a second each time that it is asked."""
+    clock = itertools.count(1000) if ticks is None else ticks
+    return Tags([Shelf(one, "run") for one in tiers], lambda: float(next(clock)))
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(NAMES),
+        st.none() | st.builds(Tag, st.integers(1, 9), st.just("ff")),
+        st.sets(st.integers(0, 2)),
+    ),
+    max_size=12,
+)
+
+
+@given(steps)
+def test_the_last_word_counts(said: list[tuple[str, Tag | None, set[int]]]) -> None:
+    """Any names given, given anew and taken back, with any tiers away: with all back it is as was said last."""
+    tiers = [Lasting(name) for name in "abc"]
+    ticks, model = itertools.count(1000), dict[str, Tag]()
+    for name, tag, gone in said:
+        with away(*(tiers[i] for i in gone)):
+            if len(gone) == 3:
+                with pytest.raises(TierError, match="no tier took the tag"):
+                    tags(tiers, ticks).give(name, tag)
+                continue
+            tags(tiers, ticks).give(name, tag)
+        model.pop(name, None)
+        if tag is not None:
+            model[name] = tag
+        assert tags(tiers).current() == dict(sorted(model.items()))
+    # One more word said to all, and every tier knows every name by itself: what retention asks.
+    tags(tiers, ticks).give("all", Tag(1, "ff"))
+    for one in tiers:
+        there = {name: seq for seq, names in tags_of(one, "run").items() for name in names}
+        assert there == {**{name: tag.seq for name, tag in model.items()}, "all": 1}
+        told = {name for name, _, gone in said if len(gone) < 3}
+        assert len(list(one.list("tags/"))) == len(told) + 1, "one object for each name"
+
+
+def test_only_the_newest_number_of_each_name_is_left(three: list[Lasting]) -> None:
+    ours = tags(three)
+    for seq in range(1, 6):
+        ours.give("best", Tag(seq, "ff"))
+    for one in three:
+        assert len(list(one.list("tags/"))) == 1
+    ours.give("best", None)
+    assert ours.current() == {}
+    for one in three:
+        assert len(list(one.list("tags/"))) == 1, "that it was taken back must be known to tiers that come back"
+
+
+def test_tiers_that_do_not_take_it_are_told(three: list[Lasting], caplog: pytest.LogCaptureFixture) -> None:
+    with away(three[1]):
+        tags(three).give("best", Tag(1, "ff"))
+    assert "b: tag 'best' is not up to date there: b is away" in caplog.text
+
+
+def test_writers_that_race_agree(three: list[Lasting]) -> None:
+    """Each gives the name to its own version, all at once, with a clock that stands still; all tiers agree on one."""
+    start, errors = threading.Barrier(4), list[BaseException]()
+
+    def give(seq: int) -> None:
+        try:
+            start.wait()
+            tags(three, itertools.repeat(0)).give("best", Tag(seq, "ff"))
+        except AlreadyExists:
+            pass  # the others were always faster
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=give, args=(seq,)) for seq in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    found = tags(three).current()["best"]
+    assert found.seq in range(1, 5)
+    assert tags(three[::-1]).current()["best"] == found
+
+
+def test_a_lost_answer_is_no_race(three: list[Lasting]) -> None:
+    three[0].add(Fault("put", 1, AlreadyExists("by the first try"), after=True))
+    tags(three).give("best", Tag(1, "ff"))
+    for one in three:
+        assert len(list(one.list("tags/"))) == 1
+
+
+def test_a_tag_that_cannot_be_read_is_told_and_can_be_given_again(
+    three: list[Lasting], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = tags(three)
+    ours.give("best", Tag(1, "ff"))
+    for one in three[:2]:
+        (key,) = one.list("tags/")
+        one.delete(key)
+        one.put(key, as_buffer(b"junk"))
+    assert ours.resolve("best") == Tagged("best", 1, "ff"), "the third tier has it"
+    three[2].delete(key)
+    assert ours.current() == {}
+    assert "tag 'best' of run run cannot be read" in caplog.text
+    with pytest.raises(FormatError, match="give or delete the tag again"):
+        ours.resolve("best")
+    ours.give("best", Tag(2, "ff"))
+    assert ours.current() == {"best": Tag(2, "ff")}
+
+
+# Through a Checkpointer
+
+
+@pytest.fixture
+def spec(place: Path) -> ts.Policy:
+    return policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place), "host": tier("host", place)})
+
+
+def saved(ckpt: ts.Checkpointer, *steps: int) -> None:
+    for step in steps:
+        ckpt.save(tensors(9000, seed=step), step=step).wait("lustre")
+
+
+def test_a_version_is_found_by_its_name(spec: ts.Policy) -> None:
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1, 2, 3)
+        assert ckpt.tag("best", 2).tags == ("best",)
+        assert ckpt.tag("newest").step == 3
+        ckpt.tag("good", version=ckpt.info(step=2).id[:10])
+        assert [v.tags for v in ckpt.versions()] == [(), ("best", "good"), ("newest",)]
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert alike(ckpt.load(tag="best"), tensors(9000, seed=2))
+        state = tensors(9000)
+        assert alike(ckpt.restore(state, tag="best"), tensors(9000, seed=2))
+        assert ckpt.info(tag="best").tags == ("best", "good")
+        assert [leaf.name for leaf in ckpt.leaves(tag="best")][-1] == "a"
+        assert {name: v.step for name, v in ckpt.tags().items() if not isinstance(v, Tag)} == {
+            "best": 2, "good": 2, "newest": 3,
+        }  # fmt: skip
+        ckpt.tag("best", 3)
+        assert alike(ckpt.load(tag="best"), tensors(9000, seed=3))
+        ckpt.untag("best")
+        with pytest.raises(NotFound, match="no tag 'best'; known tags: good, newest"):
+            ckpt.load(tag="best")
+        with pytest.raises(NotFound, match="no tag 'best'"):
+            ckpt.untag("best")
+    with ts.Checkpointer(spec, "empty") as ckpt, pytest.raises(NotFound, match="known tags: there are none"):
+        ckpt.load(tag="best")
+
+
+def test_what_is_wrong_with_a_name_is_told(spec: ts.Policy) -> None:
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1)
+        ckpt.tag("best")
+        with pytest.raises(ValueError, match="cannot be a tag"):
+            ckpt.tag("a/b")
+        with pytest.raises(NotFound, match="no version with step 9"):
+            ckpt.tag("best", 9)
+        with pytest.raises(ValueError, match="give no step and no id beside it"):
+            ckpt.load(tag="best", step=1)
+
+
+def test_the_name_of_a_version_that_is_gone(spec: ts.Policy, place: Path) -> None:
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1, 2)
+        was = ckpt.tag("best", 1)
+    for name in ("nvme", "lustre"):
+        (place / name / "versions/run/000000000001").unlink()
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert ckpt.tags() == {"best": Tag(1, was.id)}
+        with pytest.raises(
+            NotFound, match=f"tag 'best': it names version 1 .{was.id[:12]}., which is not there any more"
+        ):
+            ckpt.load(tag="best")
+
+
+def test_a_named_version_that_is_damaged_leads_back_to_older_ones(spec: ts.Policy, place: Path) -> None:
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1, 2, 3)
+        ckpt.tag("best", 2)
+    for name in ("nvme", "lustre"):
+        for pack in (place / name / "packs/run").glob("000000000002-*"):
+            pack.write_bytes(bytes(pack.stat().st_size))
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with pytest.raises(ts.Damaged):
+            ckpt.load(tag="best")
+        assert alike(ckpt.load(tag="best", on_damage="older"), tensors(9000, seed=1))
+
+
+def test_versions_with_names_are_found_without_reading_the_newer_ones(spec: ts.Policy, place: Path) -> None:
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1, 2)
+        ckpt.tag("best", 1)
+    for name in ("nvme", "lustre"):
+        record = place / name / "versions/run/000000000002"
+        record.write_bytes(b"junk")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert alike(ckpt.load(tag="best"), tensors(9000, seed=1))
+
+
+def test_a_tier_that_is_away_is_no_reason_not_to_name(spec: ts.Policy, place: Path) -> None:
+    with ExitStack() as stack:
+        ckpt = stack.enter_context(ts.Checkpointer(spec, "run"))
+        saved(ckpt, 1)
+        (place / "lustre").rename(place / "gone")
+        (place / "lustre").write_text("a file in place of the folder")
+        ckpt.tag("best")
+        (place / "lustre").unlink()
+        (place / "gone").rename(place / "lustre")
+        assert list(ckpt.tags()) == ["best"]

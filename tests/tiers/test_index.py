@@ -1,0 +1,274 @@
+"""The index: whatever happened to records and index objects, what it tells is what the records say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manifest_strategies import small_record, small_version
+
+from tierstate.manifest.chunk import as_buffer, to_bytes
+from tierstate.manifest.errors import FormatError, TierstateError, TierUnavailable
+from tierstate.manifest.head import Head
+from tierstate.manifest.layout import Layout, Place
+from tierstate.manifest.log import Log, commit_id
+from tierstate.manifest.record import Record
+from tierstate.manifest.summary import Summary
+from tierstate.tiers import index as room
+from tierstate.tiers.base import Tier, Traits
+from tierstate.tiers.index import Seen, Summaries
+from tierstate.tiers.memory import Memory
+from tierstate.tiers.testing import Fault, Faulty
+
+
+class Lasting(Faulty):
+    """Memory that says it lasts."""
+
+    @property
+    def traits(self) -> Traits:
+        return replace(self.inner.traits, persistent=True)
+
+
+def record(seq: int, nth: int = 0) -> Record:
+    """A record of which the packs tell generations apart."""
+    key = f"packs/run/{seq}-{nth}-0-x"
+    places = [Place(key, 16 * i, n, "raw") for i, n in enumerate((16, 16, 8))]
+    version = small_version(Head("run", seq, 10 * seq, 1.5, chunk=16, metadata={"loss": seq / 3}))
+    return Record(version, Layout.build(places, {key: 40}), {"id": commit_id()})
+
+
+def filled(seqs: int) -> Lasting:
+    tier = Lasting(Memory())
+    for seq in range(1, seqs + 1):
+        Log(tier, "run").commit(record(seq))
+    return tier
+
+
+def by_records(tier: Tier) -> dict[int, tuple[tuple[Summary, ...], int]]:
+    """The same by reading every record: summaries, and how many cannot be read."""
+    found = {}
+    log = Log(tier, "run")
+    for seq, generations in log.generations().items():
+        said, bad = [], 0
+        for generation in generations:
+            try:
+                said.append(Summary.of(log.read_generation(seq, generation), generation))
+            except FormatError:
+                bad += 1
+        found[seq] = tuple(said), bad
+    return found
+
+
+def told(seen: dict[int, Seen]) -> dict[int, tuple[tuple[Summary, ...], int]]:
+    return {seq: (found.summaries, len(found.problems)) for seq, found in seen.items()}
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["commit", "commit", "commit", "forget", "replace", "write", "reopen", "spoil", "junk", "look"]
+        ),
+        st.integers(0, 50),
+    ),
+    max_size=30,
+)
+
+
+class World:
+    """A run's records and index objects, and what a process that lives on knows of them."""
+
+    def __init__(self) -> None:
+        self.tier, self.next = Lasting(Memory()), 1
+        self.log, self.living = Log(self.tier, "run"), Summaries(self.tier, "run")
+
+    def commit(self, n: int) -> None:
+        made = record(self.next)
+        self.log.commit(made)
+        if n % 2:
+            self.living.add(made)
+        self.next += 1
+
+    def forget(self, n: int) -> None:
+        if seqs := self.log.seqs():
+            seq = seqs[n % len(seqs)]
+            self.log.forget(seq, self.log.generations()[seq])
+
+    def replace(self, n: int) -> None:
+        if seqs := self.log.seqs():
+            seq = seqs[n % len(seqs)]
+            before = self.log.generations()[seq]
+            self.log.commit(record(seq, before[-1] + 1), before[-1] + 1)
+            if n % 3:  # otherwise interrupted: both are there
+                self.log.forget(seq, before)
+
+    def write(self, n: int) -> None:
+        (Summaries(self.tier, "run") if n % 2 else self.living).write()
+
+    def reopen(self, _n: int) -> None:
+        self.living = Summaries(self.tier, "run")
+
+    def spoil(self, n: int) -> None:
+        if keys := list(self.tier.list("index/run/")):
+            key = keys[n % len(keys)]
+            data = bytearray(to_bytes(self.tier.get(key)))
+            data[n % len(data)] ^= 1
+            self.tier.delete(key)
+            self.tier.put(key, as_buffer(bytes(data)))
+
+    def junk(self, n: int) -> None:
+        self.tier.put(f"index/run/{n:012d}-{commit_id()[:12]}", as_buffer(b"junk"))
+
+    def look(self, _n: int) -> None:
+        assert told(self.living.look()) == by_records(self.tier)
+
+
+@given(actions)
+def test_summaries_are_what_the_records_say(steps: list[tuple[str, int]]) -> None:
+    """To a process that lives on and to one that begins, after any commits, forgets, replacements, index objects."""
+    world = World()
+    for action, n in steps:
+        getattr(world, action)(n)
+        assert told(Summaries(world.tier, "run").look()) == by_records(world.tier)
+    world.look(0)
+    packs = {key for said, _ in by_records(world.tier).values() for one in said for key in one.packs}
+    assert world.living.packs() == packs
+
+
+def test_with_an_index_no_record_is_read_and_what_came_since_is() -> None:
+    tier = filled(20)
+    first = Summaries(tier, "run")
+    seen = first.look()
+    first.write()
+    Log(tier, "run").commit(record(21))
+    tier.calls.clear()
+    later = Summaries(tier, "run").look()
+    assert tier.calls["read"] == 2, "the index, and the record that came since"
+    assert {seq: later[seq] for seq in seen} == seen
+    assert later[21].current is not None
+
+
+def test_a_new_index_takes_the_place_of_the_old_ones() -> None:
+    tier = filled(6)
+    one, two = Summaries(tier, "run"), Summaries(tier, "run")
+    one.look()
+    one.write()
+    Log(tier, "run").forget(2)
+    two.look()
+    two.write()
+    (key,) = tier.list("index/")
+    assert key.startswith("index/run/000000000006-")
+    assert sorted(Summaries(tier, "run").look()) == [1, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["000000000009-abcdef012345", "README", "000000000009-abc/deeper"])
+def test_a_foreign_object_is_passed_over(name: str) -> None:
+    tier = filled(8)
+    tier.put(f"index/run/{name}", as_buffer(small_record().encode()))
+    assert told(Summaries(tier, "run").look()) == by_records(tier)
+
+
+def test_an_index_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = filled(8)
+    one = Summaries(tier, "run")
+    one.look()
+    one.write()
+    monkeypatch.setattr(room, "MAX_INDEX", 10)
+    tier.calls.clear()
+    assert told(Summaries(tier, "run").look()) == by_records(tier)
+    assert tier.calls["read"] == 16, "eight records, twice: no index among them"
+
+
+def test_an_unreadable_record_is_told_and_nobody_knows_its_packs() -> None:
+    tier = filled(8)
+    tier.delete("versions/run/000000000003")
+    tier.put("versions/run/000000000003", as_buffer(b"junk"))
+    found = Summaries(tier, "run")
+    seen = found.look()
+    assert seen[3].current is None
+    assert [type(error) for error in seen[3].problems] == [FormatError]
+    assert found.packs() is None
+
+
+def test_which_record_counts_is_which_the_log_reads() -> None:
+    tier = filled(1)
+    log = Log(tier, "run")
+    log.commit(record(1, 1), 1)
+    log.commit(record(1, 2), 2)
+    for _ in range(3):
+        current = Summaries(tier, "run").look()[1].current
+        assert current is not None
+        assert current.packs == log.read(1).layout.objects
+        log.forget(1, log.generations()[1][:1])
+        if not log.seqs():
+            break
+
+
+def test_a_tier_that_fails_in_an_unknown_way_is_not_hidden() -> None:
+    tier = filled(8)
+    tier.add(Fault("read", 5, RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        Summaries(tier, "run").look()
+    assert len(Summaries(tier, "run").look()) == 8
+
+
+# The saver's part
+
+
+def saved(found: Summaries, tier: Tier, first: int, last: int) -> None:
+    for seq in range(first, last + 1):
+        made = record(seq)
+        Log(tier, "run").commit(made)
+        found.add(made)
+        found.keep()
+
+
+def test_a_saver_writes_an_index_now_and_then() -> None:
+    tier = Lasting(Memory())
+    saved(Summaries(tier, "run"), tier, 1, 63)
+    assert list(tier.list("index/")) == []
+    found = Summaries(tier, "run")
+    saved(found, tier, 64, 80)
+    (key,) = tier.list("index/")
+    assert key.startswith("index/run/000000000079-"), "also of versions that earlier processes saved"
+    saved(found, tier, 81, 160)
+    (key,) = tier.list("index/")
+    assert key.startswith("index/run/000000000143-")
+
+
+def test_numbers_that_are_used_again_after_records_were_deleted_by_hand() -> None:
+    """The index speaks of the records that were there before: the next saver removes it."""
+    tier = filled(8)
+    old = Summaries(tier, "run")
+    old.look()
+    old.write()
+    Log(tier, "run").forget(7)
+    Log(tier, "run").forget(8)
+    saved(Summaries(tier, "run"), tier, 7, 7)
+    assert list(tier.list("index/")) == []
+    assert told(Summaries(tier, "run").look()) == by_records(tier)
+
+
+def test_a_saver_that_goes_on_leaves_the_index() -> None:
+    tier = filled(8)
+    old = Summaries(tier, "run")
+    old.look()
+    old.write()
+    saved(Summaries(tier, "run"), tier, 9, 10)
+    assert len(list(tier.list("index/"))) == 1
+
+
+def test_a_tier_that_does_not_last_gets_none_and_a_failure_is_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory()
+    saved(Summaries(memory, "run"), memory, 1, 70)
+    assert list(memory.list("index/")) == []
+    tier = Lasting(Memory())
+    found = Summaries(tier, "run")
+    saved(found, tier, 1, 63)
+    error: TierstateError = TierUnavailable("no answer")
+    tier.add(Fault("put", 2, error))
+    with caplog.at_level("INFO", "tierstate"):
+        saved(found, tier, 64, 64)
+    assert "no index of its versions was written: no answer" in caplog.text
+    assert list(tier.list("index/")) == []
