@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from tierstate.manifest.errors import AlreadyExists, CommitUnknown, Damaged, NotFound, TierFull, TierstateError
 from tierstate.manifest.record import Record
@@ -25,6 +26,8 @@ log = logging.getLogger("tierstate")
 
 MANY = 2
 """Versions that a tier holds longer than ``keep`` says before it is told: one or two are under way all the time."""
+
+_number = attrgetter("seq")
 
 
 @dataclass(frozen=True)
@@ -126,14 +129,14 @@ class Lane:
     def outstanding(self) -> list[Due]:
         """All versions that are under way, wait or are owed, oldest first."""
         with self._changed:
-            return sorted([*(job.due for job in self._begun()), *self._backlog.dues()])
+            return sorted([*(job.due for job in self._begun()), *self._backlog.dues()], key=_number)
 
     def owed(self) -> list[Due]:
         """Versions that should be here, are not, and will be brought when that is possible, oldest first."""
         with self._changed:
             running = self._running
             owing = [running.due] if isinstance(running, Copy) and running.ticket is None else []
-            return sorted([*owing, *(copy.due for copy in self._backlog.owed.values())])
+            return sorted([*owing, *(copy.due for copy in self._backlog.owed.values())], key=_number)
 
     @property
     def waiting(self) -> int:
@@ -215,7 +218,7 @@ class Lane:
             self.shelf.look_again()  # its commit was not answered, so it is not known here
             self._ties.brought(due)
             return True
-        marks = {Mark(d.seq, d.step) for d in self.owed()}
+        marks = [Mark(d.seq, d.step, d.time, d.metadata) for d in self.owed()]
         return due.seq not in self.shelf.worth_bringing(marks)
 
     def _arrived(self, job: Job, record: Record) -> None:

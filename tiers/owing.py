@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from tierstate.manifest.head import Head
 
@@ -20,17 +21,19 @@ class Due(NamedTuple):
     Attributes:
         seq, step, time: its place in the run, the training step, and when it was saved, in seconds since 1970.
         nbytes: raw bytes of the state.
+        metadata: what was saved with it, by which `keep` may judge it.
     """
 
     seq: int
     step: int
     time: float
     nbytes: int = 0
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def of(cls, head: Head, nbytes: int) -> Due:
         """What a version's head says."""
-        return cls(head.seq, head.step, head.time, nbytes)
+        return cls(head.seq, head.step, head.time, nbytes, head.metadata)
 
 
 def missed(every: int | timedelta | None, last: Last | None, there: Iterable[Due]) -> list[Due]:

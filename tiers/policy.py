@@ -15,8 +15,9 @@ from tierstate.manifest.errors import NotFound, PolicyError, TierstateError
 
 from .base import Tier
 from .environment import expand, protect
+from .keep_keys import Keep
 from .policy_errors import check, unknown_name
-from .policy_keys import Arena, Keep, PolicyKeys, Rule, TierKeys, keys_of, options_of
+from .policy_keys import Arena, PolicyKeys, Rule, TierKeys, keys_of, options_of
 from .policy_schema import policy_schema
 from .registry import tier_class
 from .units import format_size

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .policy_keys import Arena, Keep, Rule, names_of
+from .keep_keys import Best, Keep
+from .policy_keys import Arena, Rule, names_of
 from .yaml_lines import Findings, Keys, show
 
 M = TypeVar("M", bound=BaseModel)
 
-_INNER: Mapping[str, type[BaseModel]] = {"arena": Arena, "keep": Keep, "rules": Rule}
+_INNER: Mapping[str, type[BaseModel]] = {"arena": Arena, "best": Best, "keep": Keep, "rules": Rule}
 
 _HIDDEN = "the value, which is not shown as it may be secret,"
 
@@ -38,6 +39,7 @@ _SAY = {
     "model_type": _MAPPING,
     "list_type": _LIST,
     "tuple_type": _LIST,
+    "string_too_short": "is empty; write at least one character",
     "too_short": "is empty; write at least one, or leave the key out",
     "greater_than_equal": "{found} is too small; write at least {ge}",
     "less_than_equal": "{found} is too big; write at most {le}",

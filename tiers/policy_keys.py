@@ -8,16 +8,16 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
-from pydantic import model_validator as whole_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema, create_model
 from pydantic.errors import PydanticUserError
 
 from tierstate.manifest.chunk import CHUNK_GRAIN, CHUNK_SIZE, MAX_CHUNK_SIZE
 from tierstate.manifest.leaf import check_glob
 
 from .base import Tier
+from .keep_keys import Frozen, Keep, no_bool
 from .units import DURATION_PATTERN, Rate, Size, Times, format_size, parse_seconds
 from .yaml_lines import show
 
@@ -26,13 +26,6 @@ ARENA_SIZE = 2 << 30
 MAX_RETRIES = 100
 
 Codec: TypeAlias = Literal["raw", "fast", "small", "auto"]
-
-
-def _no_bool(value: object) -> object:
-    # Python, and pydantic with it, takes true for 1.
-    if isinstance(value, bool):
-        raise ValueError(f"{show(value)} is not a number; write one, as in 8")
-    return value
 
 
 def _no_tilde(value: object) -> object:
@@ -80,36 +73,6 @@ Every: TypeAlias = Annotated[
 ]
 """A cadence: an int counts steps, a timedelta is a time."""
 
-Count: TypeAlias = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
-
-
-class Frozen(BaseModel):
-    """A model that does not change and has no keys but its own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Keep(Frozen):
-    """Which versions stay on a tier; the reasons add up.
-
-    Attributes:
-        last: the newest this many.
-        every: the first version at or after each multiple of this many steps.
-        all: every one.
-    """
-
-    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
-
-    last: Count | None = None
-    every: Count | None = None
-    all: bool = False
-
-    @whole_validator(mode="after")
-    def _some(self) -> Self:
-        if self.last is None and self.every is None and not self.all:
-            raise ValueError("keeps nothing; write 'last: N', 'every: N' or 'all: true'")
-        return self
-
 
 class Arena(Frozen):
     """The memory through which saves go.
@@ -132,6 +95,8 @@ class Rule(Frozen):
         codec: how they are encoded; None where this rule does not say.
         pickle: whether an object of no known type may be pickled here; None where this rule does not say.
         lossy: how floating-point tensors are saved with fewer bits, in every tier; None where this rule does not say.
+        keep: in which versions they stay, on every tier, in place of the tier's own ``keep``; None where this rule
+            does not say.
     """
 
     match: Annotated[str, AfterValidator(check_glob)]
@@ -139,6 +104,7 @@ class Rule(Frozen):
     codec: Codec | None = None
     pickle: bool | None = None
     lossy: Literal["bf16", "int8"] | None = None
+    keep: Keep | None = None
 
 
 class TierKeys(Frozen):
@@ -164,14 +130,14 @@ class TierKeys(Frozen):
     format: Literal["native", "safetensors", "hdf5"] = "native"
     bandwidth: Rate | None = None
     operations: Times | None = None
-    retries: Annotated[int, Field(ge=0, le=MAX_RETRIES), BeforeValidator(_no_bool)] = 0
+    retries: Annotated[int, Field(ge=0, le=MAX_RETRIES), BeforeValidator(no_bool)] = 0
     on_lag: Literal["queue", "skip"] = "queue"
 
 
 class PolicyKeys(Frozen):
     """The keys of a policy that stand beside ``tiers``; see `tierstate.tiers.policy.Policy`."""
 
-    version: Annotated[Literal[1], BeforeValidator(_no_bool)] = 1
+    version: Annotated[Literal[1], BeforeValidator(no_bool)] = 1
     chunk: Annotated[Size, AfterValidator(_chunk)] = CHUNK_SIZE
     digest: Literal["xxh3-128", "blake3"] = "xxh3-128"
     arena: Arena = Arena()
@@ -238,7 +204,7 @@ def _checked(annotation: Any) -> Any:
     parts = _alternatives(annotation)
     check: Callable[[object], object] | None = None
     if parts & {int, float} and not parts & {bool, object}:
-        check = _no_bool
+        check = no_bool
     elif Path in parts:
         check = _no_tilde
     return Annotated[annotation, BeforeValidator(check)] if check else annotation

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -14,11 +15,12 @@ from tierstate.manifest.layout import Draft, Layout, Place
 from tierstate.manifest.leases import pins
 from tierstate.manifest.log import Log
 from tierstate.manifest.record import Record
-from tierstate.manifest.retention import Decision, Keep, Mark, decide
+from tierstate.manifest.retention import Decision, Keep, Mark
 
 from .base import Tier
-from .index import Seen, Summaries
+from .index import Summaries
 from .packs import Row, is_mend, read_footer
+from .retiring import Retiring
 
 log = logging.getLogger("tierstate")
 
@@ -30,17 +32,24 @@ class Shelf:
         tier: the tier.
         run: the run.
         keep: its retention; None keeps everything.
+        rules: by glob, the retention of the leaves that it is for, in place of ``keep``.
+
+    Attributes:
+        beside: the run in all tiers of the policy, in its order, where there are others.
+        retention: what it drops.
     """
 
-    def __init__(self, tier: Tier, run: str, keep: Keep | None = None) -> None:
-        self.tier, self.run, self.keep = tier, run, keep
+    def __init__(
+        self, tier: Tier, run: str, keep: Keep | None = None, rules: Mapping[str, Keep] = MappingProxyType({})
+    ) -> None:
+        self.tier, self.run, self.keep, self.rules = tier, run, keep, rules
         self.log = Log(tier, run)
-        self._lock, self._retiring = threading.Lock(), threading.Lock()
+        self.beside: Sequence[Shelf] = ()
+        self.summaries = Summaries(tier, run)
+        self.retention = Retiring(self, keep, rules)
+        self._lock = threading.Lock()
         self._newest: Record | None = None
         self._opened = self._own = False
-        self.summaries = Summaries(tier, run)
-        self._known: dict[int, Seen] = {}
-        self._doomed: set[str] = set()
         self._mends: dict[bytes, Place] | None = None
         self._sound: dict[str, bool] = {}
         self._indexed: tuple[Record, DigestIndex] | None = None
@@ -192,9 +201,16 @@ class Shelf:
                 self._newest, self._opened, self._own = record, True, True
             for key, size in zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True):
                 self._sound.setdefault(key, bool(size))
-        with self._retiring:
-            # So that retention need not read back what this process has just written.
-            self._known[record.version.head.seq] = self.summaries.add(record)
+        self.retention.add(record)
+
+    def decision(self, in_use: Collection[int] = (), now: float | None = None) -> Decision:
+        """What `retire` would do now, and why each version stays. Changes nothing.
+
+        Args:
+            in_use: as for `retire`.
+            now: seconds since 1970; by default the clock's.
+        """
+        return self.retention.decision(in_use, now)
 
     def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> Decision:
         """Drop what the policy does not keep: first the records, then the packs that no other record names.
@@ -203,63 +219,19 @@ class Shelf:
             in_use: numbers that a cascade still reads from here, perhaps with the reason of each; they stay for now.
             room_for_one: the version that is about to come counts as one of the ``last``.
         """
-        with self._retiring:
-            decision = self._retire(in_use, room_for_one)
-            self.summaries.keep()
-            return decision
-
-    def _retire(self, in_use: Collection[int], room_for_one: bool) -> Decision:
-        keep = self.keep
-        if keep is None or keep.all:
-            return Decision({}, ())
-        if room_for_one and keep.last:
-            keep = Keep(last=max(1, keep.last - 1), every=keep.every)
-        self._learn()
-        marks = [_mark(seen) for seen in self._known.values()]
-        decision = decide(marks, keep, in_use)
-        if decision.drop:  # asked for as late as can be: a fork may be under way
-            held = in_use if isinstance(in_use, Mapping) else dict.fromkeys(in_use, "in use")
-            decision = decide(marks, keep, {**pins(self.tier, self.run), **held})
-        for seq in decision.drop:
-            # Packs are judged after the record is gone: interrupted here, they are left over, never missing.
-            self.log.forget(seq, self._known[seq].generations)
-            self._doomed |= self._known.pop(seq).packs
-        self._sweep()
+        decision = self.retention.retire(in_use, room_for_one=room_for_one)
+        self.summaries.keep()
         return decision
+
+    def leased(self) -> dict[int, str]:
+        """Numbers that others need, and why: those that were forked."""
+        return pins(self.tier, self.run)
 
     @property
     def known(self) -> Collection[int]:
         """Numbers that this process knows to be here, without asking the tier."""
-        return self._known.keys()
+        return self.retention.known
 
     def worth_bringing(self, marks: Collection[Mark]) -> set[int]:
         """Those of the numbers, all yet to come, that the policy would keep here."""
-        keep, seqs = self.keep, {mark.seq for mark in marks}
-        if keep is not None and not keep.all:
-            self._learn()
-            seqs -= set(decide([*(_mark(seen) for seen in self._known.values()), *marks], keep).drop)
-        return seqs
-
-    def _learn(self) -> None:
-        """Read the records that this process does not know yet; forget those that are gone."""
-        seen = self.summaries.look()
-        self._known = {seq: found for seq, found in seen.items() if not found.problems}
-        for seq, found in seen.items():
-            for error in found.problems:
-                log.warning("%s: version %d of run %s is left alone: %s", self.name, seq, self.run, error)
-
-    def _sweep(self) -> None:
-        """Delete the packs of dropped versions that no record names; what fails is tried again next time."""
-        used = self.summaries.packs() if self._doomed else None
-        if used is None:
-            return
-        for key in sorted(self._doomed):
-            # Packs of the run from which this one was forked are that run's to delete.
-            if key not in used and not is_mend(key) and key.startswith(f"packs/{self.run}/"):
-                self.tier.delete(key)
-            self._doomed.discard(key)
-
-
-def _mark(seen: Seen) -> Mark:
-    newest = seen.summaries[-1]
-    return Mark(newest.seq, newest.step)
+        return self.retention.worth_bringing(marks)

@@ -79,7 +79,7 @@ def _notes(spec: TierPolicy, found: Finding, state: int | None) -> list[str]:
         notes.append("the limit of its bandwidth is above what was reached, and changes nothing")
     if found.occupied and (short := _shortage(spec, found, state)):
         notes.append(f"{short} beside the versions that are there already, of which those of this run count")
-    if state and needed(spec, state) is None:
+    if state and (spec.keep.all or spec.keep.every):
         notes.append("keep: grows with every version that it keeps for good")
     return notes
 
@@ -90,12 +90,13 @@ def _limit(name: str, said: float) -> str:
 
 def needed(spec: TierPolicy, state: int) -> int | None:
     """Bytes that the versions which `keep` keeps take together with the one being written, if no chunk were reused;
-    None where they grow without an end."""
+    None where their number is not known."""
     keep = spec.keep
-    if keep.all or keep.every or not keep.last:
+    if keep.all or keep.every or keep.within:
         return None
+    count = (keep.last or 1) + (keep.best.count if keep.best else 0)
     # A tier that forgets anyway drops its oldest version before the next one comes, but never its last.
-    return state * (keep.last + 1 if spec.persistent else max(2, keep.last))
+    return state * (count + 1 if spec.persistent else max(2, count))
 
 
 def _note_one_domain(findings: Sequence[Finding]) -> None:

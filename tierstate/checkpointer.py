@@ -32,7 +32,7 @@ from .collecting import uncollected
 from .finding import OnDamage, Restored, Wanted, restore
 from .guard import Guard
 from .info import Stats, TierStats, VersionInfo
-from .planning import Planner, allowed_pickles, checked_metadata, checked_step, retention
+from .planning import Planner, allowed_pickles, checked_metadata, checked_step, retention, rule_retention
 from .progress import draining
 from .run import Run
 from .save import Save, tell
@@ -68,7 +68,9 @@ class Checkpointer(Run):
         policy = policy if isinstance(policy, Policy) else Policy.load(policy)
         check_run(run)  # before any tier is opened
         arena = Arena(policy.arena.size, policy.chunk)
-        shelves = [Shelf(opened(tier, arena), run, retention(tier)) for tier in policy.tiers]
+        shelves = [
+            Shelf(opened(tier, arena), run, retention(tier), rule_retention(policy, tier)) for tier in policy.tiers
+        ]
         super().__init__(policy, run, shelves, arena)
         self._pickles = allowed_pickles(self.policy, [check_glob(p) for p in allow_pickle])
         self._flow = Flow(self.policy, self._shelves, self._arena)

@@ -14,6 +14,7 @@ import torch
 from tierstate.manifest.chunk import Buffer, Event
 from tierstate.manifest.errors import Damaged, FormatError, NotFound, StateMismatch, TierstateError
 from tierstate.manifest.leaf import Leaf, Path
+from tierstate.manifest.thinning import thinned
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.target import NEW, Target, plan_restore
 from tierstate.tiers.arena import Arena
@@ -196,12 +197,21 @@ def _is_whole(entry: Entry, target: Target, wanted: Wanted, passed: list[str]) -
     first = version.leaves[int(leaves[0])].name
     error = Damaged(
         f"{_name(entry)} is not whole in {', '.join(entry.tiers)}: "
-        f"{len(leaves)} leaves are in none of them, {first} the first"
+        f"{len(leaves)} leaves are in none of them, {first} the first{_dropped(entry)}"
     )
     if not wanted.newest:
         raise error
     _pass_over(passed, _name(entry), error)
     return False
+
+
+def _dropped(entry: Entry) -> str:
+    """What retention has dropped of a version, where it has."""
+    records = zip(entry.tiers, entry.records, strict=True)
+    gone = [f"{glob} from {name}" for name, record in records for glob in thinned(record.commit)]
+    if not gone:
+        return ""
+    return f"; `keep` has dropped leaves of it ({', '.join(gone)}): ask for others by `only`, or for another version"
 
 
 def check_unsharded(entry: Entry, leaves: Collection[int]) -> None:

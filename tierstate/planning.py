@@ -11,13 +11,14 @@ from typing import Any
 from tierstate.manifest.chunk import Chunk
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.leaf import Leaf, Path, matches_any
-from tierstate.manifest.retention import Keep
+from tierstate.manifest.retention import Best, Keep
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.lossy import LossyProvider
 from tierstate.providers.recall import Recall
 from tierstate.providers.tensors import TensorProvider
 from tierstate.providers.tree import Tree
 from tierstate.tiers.devices import fences
+from tierstate.tiers.keep_keys import Keep as KeepKeys
 from tierstate.tiers.placement import may_pickle
 from tierstate.tiers.plan import HOST, Plan, Source
 from tierstate.tiers.policy import Policy, TierPolicy
@@ -33,7 +34,22 @@ def allowed_pickles(policy: Policy, globs: Sequence[str]) -> Callable[[Path], bo
 
 def retention(tier: TierPolicy) -> Keep:
     """A tier's retention as the manifest decides it."""
-    return Keep(tier.keep.last, tier.keep.every, tier.keep.all)
+    return _keep(tier.keep, tier)
+
+
+def rule_retention(policy: Policy, tier: TierPolicy) -> dict[str, Keep]:
+    """That of the leaves for which rules say it, by their globs in the order in which they are tried."""
+    found: dict[str, Keep] = {}
+    for rule in policy.rules:
+        if rule.keep is not None:
+            found.setdefault(rule.match, _keep(rule.keep, tier))
+    return found
+
+
+def _keep(said: KeepKeys, tier: TierPolicy) -> Keep:
+    tags = tier.persistent if said.tags is None else said.tags
+    best = Best(said.best.metric, said.best.mode, said.best.count) if said.best else None
+    return Keep(said.last, said.every, said.within, best, tags, said.all)
 
 
 class Planner:

@@ -38,6 +38,8 @@ class Run:
         self._shelves, self._arena = list(shelves), arena
         self._tags = Tags(self._shelves)
         self._closed = False
+        for shelf in self._shelves:
+            shelf.beside = self._shelves
 
     def versions(self) -> list[VersionInfo]:
         """All versions of the run over all tiers, oldest first."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstate.manifest.leaf import CONTAINERS, Leaf
+from tierstate.manifest.retention import duration
 from tierstate.tiers.policy import Policy
 from tierstate.tiers.units import rough_size
 from tierstate.tiers.verify import Report
@@ -197,7 +198,10 @@ def _every(every: Any) -> str:
 def _keep(keep: Any) -> str:
     if keep.all:
         return "all"
-    return ", ".join(f"{name} {n}" for name, n in (("last", keep.last), ("every", keep.every)) if n)
+    within = keep.within and duration(keep.within)
+    best = keep.best and f"{keep.best.count} {keep.best.metric} ({keep.best.mode})"
+    said = (("last", keep.last), ("every", keep.every), ("within", within), ("best", best))
+    return ", ".join([*(f"{name} {n}" for name, n in said if n), *(["tags"] if keep.tags else [])])
 
 
 def show_policy_errors(message: str, as_json: bool) -> None:

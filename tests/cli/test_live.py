@@ -324,6 +324,22 @@ def test_every_promise_has_a_remedy_that_fits() -> None:
     assert set(advice.REMEDIES) <= {SPEED, *(name for name, _ in PROMISES)}
 
 
+@pytest.mark.parametrize(
+    ("keep", "need"),
+    [
+        ({"last": 2, "best": {"metric": "loss", "mode": "min", "count": 3}}, 600),
+        ({"best": {"metric": "loss", "mode": "max"}}, 300),
+        ({"last": 2, "tags": True}, 300),
+        ({"last": 2, "within": "2d"}, None),
+    ],
+)
+def test_what_keep_needs_where_it_can_be_told(keep: dict[str, Any], need: int | None) -> None:
+    policy = parse({"a": {"type": "nvme", "path": "a", "keep": keep}})
+    assert needed(policy.tier("a"), 100) == need
+    (found,) = advised(policy, finding("a", room=1000), state=100)
+    assert not any("grows" in note for note in found.notes)
+
+
 def test_room_is_compared_with_what_keep_needs() -> None:
     policy = parse({**TWO, "ram": {"type": "host", "keep": {"last": 1}}})
     a, b, ram = (policy.tier(name) for name in ("a", "b", "ram"))

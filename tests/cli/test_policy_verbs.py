@@ -19,6 +19,14 @@ def test_policy_check_says_what_a_policy_does(call: Call, policy: Path) -> None:
     assert [t["tier"] for t in found["tiers"]] == ["nvme", "store"]
 
 
+def test_policy_check_says_what_is_kept(call: Call, place: Path) -> None:
+    path = place / "keeps.yaml"
+    keep = "{last: 3, every: 1000, within: 2d, best: {metric: loss, mode: min, count: 2}, tags: true}"
+    path.write_text(f"tiers:\n  nvme: {{type: nvme, path: x, keep: {keep}}}\n  all: {{type: nvme, path: y}}\n")
+    found = call("policy", "check", path, "--json").json["tiers"]
+    assert [t["keep"] for t in found] == ["last 3, every 1000, within 2d, best 2 loss (min), tags", "all"]
+
+
 def test_policy_check_lists_every_error(call: Call, place: Path) -> None:
     path = place / "broken.yaml"
     path.write_text("version: 1\nchunk: 3 bananas\ntiers:\n  nvme: {type: nvmee, path: x}\n")

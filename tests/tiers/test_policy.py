@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from tierstate.manifest.digest import ALGORITHMS
 from tierstate.manifest.errors import NotFound, PolicyError
+from tierstate.tiers.keep_keys import Best
 from tierstate.tiers.policy import Keep, Policy, TierPolicy, policy_schema
 
 ROOT = Path(__file__).parents[2]
@@ -38,11 +39,25 @@ tiers:
 rules:
   - {match: "optimizer.**", tiers: [host, nvme, lustre]}
   - {match: "**.exp_avg*", codec: raw, pickle: true}
+  - {match: "optimizer.**", keep: {last: 2, within: 2d, best: {metric: eval.loss, mode: min, count: 2}, tags: false}}
 """
 
 ARENAS = st.sampled_from(["64MiB", "${UNSET:-1GiB}", 1 << 30])
 SIZES = st.sampled_from(["16MiB", "4KiB", "65536B", 1 << 20, "${UNSET:-1MiB}", "32 KiB"])
-KEEPS = st.fixed_dictionaries({"last": st.integers(1, 99)}, optional={"every": st.integers(1, 9), "all": st.booleans()})
+BEST = st.fixed_dictionaries(
+    {"metric": st.sampled_from(["loss", "eval.loss"]), "mode": st.sampled_from(["min", "max", "${UNSET:-min}"])},
+    optional={"count": st.integers(1, 9)},
+)
+KEEPS = st.fixed_dictionaries(
+    {"last": st.integers(1, 99)},
+    optional={
+        "every": st.integers(1, 9),
+        "within": st.sampled_from(["2d", "1h30min", "${UNSET:-90s}", "2 w"]),
+        "best": BEST,
+        "tags": st.booleans(),
+        "all": st.booleans(),
+    },
+)
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="$"), max_size=8)
 COMMON: dict[str, st.SearchStrategy[Any]] = {
     "every": st.integers(1, 10**6) | st.sampled_from(["30min", "1h30min", "90s", "7"]),
@@ -73,7 +88,11 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     tiers = {**draw(st.dictionaries(names, TIERS, max_size=3)), "last": draw(_tier("nvme", {"path": PATHS}))}
     rule = st.fixed_dictionaries(
         {"match": st.sampled_from(["**", "model.*", '"a.b".**'])},
-        optional={"tiers": st.lists(st.sampled_from(sorted(tiers)), min_size=1, unique=True), "pickle": st.booleans()},
+        optional={
+            "tiers": st.lists(st.sampled_from(sorted(tiers)), min_size=1, unique=True),
+            "pickle": st.booleans(),
+            "keep": KEEPS,
+        },
     )
     head = st.fixed_dictionaries(
         {},
@@ -135,6 +154,10 @@ def test_every_key_is_read() -> None:
     assert (nvme.bandwidth, nvme.operations, nvme.retries) == (None, None, 0)
     assert policy.rules[0].tiers == ("host", "nvme", "lustre")
     assert (policy.rules[1].tiers, policy.rules[1].codec, policy.rules[1].pickle) == (None, "raw", True)
+    best = Best(metric="eval.loss", mode="min", count=2)
+    assert policy.rules[2].keep == Keep(last=2, within="2d", best=best, tags=False)
+    assert policy.rules[2].keep.within == 172800.0
+    assert (policy.rules[0].keep, policy.rules[2].tiers, nvme.keep.tags) == (None, None, None)
 
 
 def test_defaults() -> None:
@@ -258,13 +281,17 @@ def test_the_schema_is_one_and_refuses_what_parse_refuses() -> None:
         ("capacity", "2 tebibyte"),
         ("every", 0),
         ("keep", {}),
+        ("keep", {"within": "2 moons"}),
+        ("keep", {"best": {"metric": "loss"}}),
+        ("keep", {"best": {"metric": "loss", "mode": "low"}}),
+        ("keep", {"last": 1, "tags": "some"}),
         ("codec", "zip"),
         ("type", "nvm"),
     ):
         document = yaml.safe_load(FULL)
         document["tiers"]["nvme"][key] = value
         assert not validator.is_valid(document), key
-        with pytest.raises(PolicyError, match=rf"tiers\.nvme\.{key}: "):
+        with pytest.raises(PolicyError, match=rf"tiers\.nvme\.{key}[.:]"):
             Policy.parse(yaml.safe_dump(document))
     assert not validator.is_valid({"version": 1})
     assert not validator.is_valid({"tiers": {"n": {"type": "nvme"}}})
