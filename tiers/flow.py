@@ -24,7 +24,7 @@ from .owing import Due
 from .placement import Last, able_to_cascade, due, entry_tiers
 from .plan import Plan
 from .policy import Policy
-from .publication import Route
+from .route import Route
 from .routes import Routes
 from .shelf import Shelf
 from .snapshot import snapped

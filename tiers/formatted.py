@@ -17,7 +17,8 @@ from .batch import Batch
 from .fetch import Fetch
 from .formats import Format, format_of
 from .leaf_files import LeafFiles
-from .publication import Publication, Route
+from .publication import Publication
+from .route import Route
 from .shelf import Shelf
 
 Stages = Callable[[], Array]

@@ -76,8 +76,14 @@ def decided(policy: Policy, key: str, path: Path) -> Any:
     Rules are asked key by key, so that one rule may send the optimizer to fewer tiers and a later one choose the codec
     of some of its leaves.
     """
-    said = (getattr(rule, key) for rule in policy.rules if getattr(rule, key) is not None and matches(rule.match, path))
-    return next(said, None)
+    number = deciding(policy, key, path)
+    return None if number is None else getattr(policy.rules[number], key)
+
+
+def deciding(policy: Policy, key: str, path: Path) -> int | None:
+    """The number of the first rule that matches a leaf and has this key; None where there is none."""
+    rules = enumerate(policy.rules)
+    return next((i for i, rule in rules if getattr(rule, key) is not None and matches(rule.match, path)), None)
 
 
 def route(policy: Policy, paths: Sequence[Path]) -> dict[str, Mask]:

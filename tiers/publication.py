@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.digest import DIGEST_SIZE
 from tierstate.manifest.errors import CommitUnknown, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
 from tierstate.manifest.index import Array
@@ -23,36 +20,17 @@ from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
 
 from .arena import Slab
-from .batch import Batch
-from .codecs import encode
+from .batch import Batch, breaks, names
+from .coding import ChunkOf, Coding
+from .encoding import Encoded
 from .fetch import Fetch
-from .formats import NATIVE
 from .packing import BIG, BLOCK
 from .packs import PackWriter, Rows
+from .route import Route
 from .shelf import Shelf
 
 WORTH_A_LOOK = 1024
 """Bytes of a chunk from which on it is looked for among those that this save has written already."""
-
-
-@dataclass(frozen=True, eq=False)
-class Route:
-    """Which leaves go to a tier, and how each is encoded.
-
-    Attributes:
-        leaves: ``(leaves,)`` of bool.
-        codecs: per leaf, the codec the policy asks for.
-        format: what kind of file a pack is there, as a policy names it.
-    """
-
-    leaves: Array
-    codecs: Sequence[str]
-    format: str = NATIVE
-
-    @cached_property
-    def raw(self) -> Array:
-        """``(leaves,)`` of bool: which are stored as they are."""
-        return np.array([codec == RAW for codec in self.codecs], bool)
 
 
 class Adopted(Protocol):
@@ -89,9 +67,11 @@ class Publication:
     def __init__(self, shelf: Shelf, head: Head, leaves: Sequence[Leaf], row_leaves: Array, route: Route) -> None:
         self.shelf = shelf
         self._leaves, self._row_leaves, self._route = leaves, row_leaves, route
-        self._packs = PackWriter(shelf.tier, head.run, head.seq)
+        self._coding = Coding(shelf, leaves, row_leaves, route, self._put)
+        self._packs = PackWriter(self._coding.tier, head.run, head.seq)
         self._draft = Draft(len(row_leaves))
         self._written: dict[bytes, int] = {}
+        self._twins: list[tuple[Array, Array]] = []
         self._sent = False
         self._adopted: Adopted | None = None
         self._routed: Array = route.leaves[row_leaves]
@@ -138,20 +118,24 @@ class Publication:
         """Write those of a slab's chunks that go to this tier and are not there yet: raw ones as they lie together."""
         missing = self.missing(batch.rows, batch.digests)
         raw = self._raw[batch.rows[missing]]
-        for i in missing[~raw].tolist():
+        for number in np.flatnonzero(~raw).tolist():
+            i = int(missing[number])
             data = batch.slab.buffer[batch.at[i] : batch.at[i] + batch.nbytes[i]]
-            self.write(int(batch.rows[i]), data, batch.digests[i].tobytes(), batch.slab)
-        plain, twins = self._twins(batch, missing[raw])
-        for run in np.split(plain, _breaks(batch, plain)):
+            codec = self._coding.codec(int(batch.rows[i]), data)
+            raw[number] = codec == RAW
+            if codec != RAW:
+                self._write(int(batch.rows[i]), data, batch.digests[i].tobytes(), batch.slab, codec)
+        plain, twins = self._part_twins(batch, missing[raw])
+        for run in np.split(plain, breaks(batch, plain)):
             if len(run):
                 self._write_run(batch, run)
-        rows = batch.rows[twins]
-        self._draft.put_twins(rows, np.array([self._written[d] for d in _names(batch.digests[twins])], "i8"))
+        self._twins.append((batch.rows[twins], np.array([self._written[d] for d in names(batch.digests[twins])], "i8")))
+        self._coding.workers.hand_on()
 
-    def _twins(self, batch: Batch, which: Array) -> tuple[Array, Array]:
+    def _part_twins(self, batch: Batch, which: Array) -> tuple[Array, Array]:
         """Parts chunks into those to be written, and those whose bytes this save writes already."""
         firsts, twins = [], []
-        for i, name in zip(which.tolist(), _names(batch.digests[which]), strict=True):
+        for i, name in zip(which.tolist(), names(batch.digests[which]), strict=True):
             if batch.nbytes[i] >= WORTH_A_LOOK and self._written.setdefault(name, int(batch.rows[i])) != batch.rows[i]:
                 twins.append(i)
             else:
@@ -173,19 +157,31 @@ class Publication:
         """Put one chunk into a pack, unless this save has put the same bytes already.
 
         Args:
-            slab: the slab in which ``raw`` lies, leased until the tier needs it no longer; None for memory of its own.
+            slab: the slab in which ``raw`` lies, leased until it is needed no longer; None for memory of its own.
         """
+        self._write(row, raw, digest, slab, self._coding.codec(row, raw))
+
+    def _write(self, row: int, raw: Buffer, digest: bytes, slab: Slab | None, codec: str) -> None:
         first = self._written.setdefault(digest, row)
         if first != row:
-            self._draft.put_twins(np.array([row]), np.array([first]))
+            self._twins.append((np.array([row]), np.array([first])))
             return
-        leaf = int(self._row_leaves[row])
-        codec, stored = encode(self._route.codecs[leaf], raw, self._leaves[leaf].spec.itemsize)
-        release = None
-        if stored is raw and slab is not None:
+        chunk = ChunkOf(row, digest, len(raw))
+        if codec != RAW and self._coding.takes(row):
+            self._coding.add(chunk, raw, slab, codec)
+            return
+        if slab is not None:
             slab.lease()
-            release = slab.release
-        self._draft.put(row, self._packs.add(stored, digest, len(raw), codec, release))
+        self._put(chunk, Encoded(RAW, raw), slab)
+
+    def _put(self, chunk: ChunkOf, encoded: Encoded, slab: Slab | None = None) -> None:
+        """Put a chunk into the open pack; the slab in which it lies is released when the tier needs it no longer.
+
+        What lies in no slab is let go of as soon as nobody refers to it: the tier need not copy it or be waited for.
+        """
+        release = _let_go if slab is None else slab.release
+        place = self._packs.add(encoded.stored, chunk.digest, chunk.nbytes, encoded.codec, release)
+        self._draft.put(chunk.row, place)
 
     def copy(self, version: Version, fetch: Fetch) -> None:
         """Write what this tier lacks of a version that other tiers have, as they give it."""
@@ -197,7 +193,10 @@ class Publication:
 
     def commit(self, version: Version) -> Record:
         """Make packs durable, then create the record."""
+        self._coding.workers.finish()
         self._packs.close()
+        for rows, firsts in self._twins:
+            self._draft.put_twins(rows, firsts)
         if self._adopted is not None:
             self._adopted.place(version, self._draft)
         sizes = self._sizes()
@@ -226,6 +225,7 @@ class Publication:
 
         A create that was not answered may still be under way, even if reading back has found nothing so far.
         """
+        self._coding.workers.abort()
         if isinstance(error, CommitUnknown) or (self._sent and isinstance(error, TierUnavailable)):
             return
         try:
@@ -241,18 +241,5 @@ class Publication:
             self._packs.abort()
 
 
-def _names(digests: Array) -> list[bytes]:
-    data = digests.tobytes()
-    return [data[at : at + DIGEST_SIZE] for at in range(0, len(data), DIGEST_SIZE)]
-
-
-def _breaks(batch: Batch, which: Array) -> Array:
-    """Where a run of chunks ends that can be written in one piece: the next one lies apart; or is the first big one,
-    and the run so far does not begin at a block."""
-    big = batch.nbytes[which] >= BIG
-    gap = batch.at[which[1:]] - (batch.at[which[:-1]] + batch.nbytes[which[:-1]])
-    apart = (np.diff(which) != 1) | (gap >= BLOCK)
-    first = np.maximum.accumulate(np.where(np.append(True, apart), np.arange(len(which)), 0))[: len(apart)]
-    shifted = (np.diff(big.astype("i8")) > 0) & (batch.at[which[first]] % BLOCK != 0)
-    found: Array = np.flatnonzero(apart | shifted) + 1
-    return found
+def _let_go() -> None:
+    """Nothing: the memory goes with its last view."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from tierstate.manifest.leaf import Leaf, encode_path
 
-from .placement import codecs_of, route
+from .placement import codecs_of, deciding, route
 from .policy import Policy
-from .publication import Route
+from .route import Route
 
 
 class Routes:
@@ -30,8 +30,9 @@ class Routes:
         else:
             paths = [leaf.path for leaf in leaves]
             masks = route(self._policy, paths)
+            rules = [deciding(self._policy, "codec", path) for path in paths]
             found = {
-                name: Route(mask, codecs_of(self._policy, name, paths), self._policy.tier(name).format)
+                name: Route(mask, codecs_of(self._policy, name, paths), self._policy.tier(name).format, rules)
                 for name, mask in masks.items()
             }
         self._last = leaves, found

@@ -18,6 +18,7 @@ from tierstate.manifest.record import Record
 from tierstate.manifest.retention import Decision, Keep, Mark
 
 from .base import Tier
+from .choices import Choices
 from .index import Summaries
 from .packs import Row, is_mend, read_footer
 from .retiring import Retiring
@@ -37,6 +38,7 @@ class Shelf:
     Attributes:
         beside: the run in all tiers of the policy, in its order, where there are others.
         retention: what it drops.
+        choices: what `codec: auto` has learnt there.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Shelf:
         self._mends: dict[bytes, Place] | None = None
         self._sound: dict[str, bool] = {}
         self._indexed: tuple[Record, DigestIndex] | None = None
+        self.choices = Choices(tier)
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
 from tierstate.manifest.errors import Damaged
-from tierstate.tiers.codecs import BLOSC, CODECS, PAYS_BELOW, SAMPLE, decode, encode
+from tierstate.tiers.codecs import BLOSC, CODECS, LONGEST, PAYS_BELOW, SAMPLE, compressed, decode, encode, spread
 
 ITEMSIZES = st.sampled_from([1, 2, 3, 4, 5, 8, 16, 24, 200, 255, 256, 300, 65_535])
 
@@ -18,7 +18,7 @@ ITEMSIZES = st.sampled_from([1, 2, 3, 4, 5, 8, 16, 24, 200, 255, 256, 300, 65_53
 @st.composite
 def contents(draw: st.DrawFn) -> bytes:
     """Bytes of every sort: short ones, long runs, noise, and floats that resemble each other; also past the sample."""
-    kind = draw(st.sampled_from(["any", "run", "noise", "floats"]))
+    kind = draw(st.sampled_from(["any", "run", "noise", "floats", "specials"]))
     n = draw(st.sampled_from([0, 1, 15, 16, 17, 4096, 65_537, 2 * SAMPLE, 2 * SAMPLE + 1, 700_001]))
     chance = np.random.default_rng(draw(st.integers(0, 99)))
     if kind == "any":
@@ -27,6 +27,10 @@ def contents(draw: st.DrawFn) -> bytes:
         return bytes([draw(st.integers(0, 255))]) * n
     if kind == "noise":
         return chance.bytes(n)
+    if kind == "specials":
+        # NaNs of every payload and sign, infinities, -0.0 and denormals, as bits.
+        bits = np.array([0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x80000000, 1], "<u4")
+        return (chance.choice(bits, n // 4) ^ chance.integers(0, 2, n // 4, "u4")).astype("<u4").tobytes()
     return chance.normal(size=n // 4).astype("<f4").tobytes()
 
 
@@ -55,6 +59,42 @@ def test_compressing_pays_where_it_can() -> None:
         assert len(stored) < 0.85 * len(weights)
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
     assert encode("small", noise, 4) == ("raw", noise)
+
+
+@pytest.mark.parametrize("itemsize", [2, 3, 4, 5, 7, 8, 12, 16, 24, 100, LONGEST])
+def test_small_takes_elements_of_any_width_apart_into_planes(itemsize: int) -> None:
+    """Every other byte of an element is noise, the same in no two of them: only byte by byte is there anything to save,
+    and then nearly all of it, for the planes that are constant."""
+    chance, elements = np.random.default_rng(0), (2 << 20) // itemsize
+    rows = np.zeros((elements, itemsize), "u1")
+    rows[:, 0] = chance.integers(0, 256, elements)
+    raw = as_buffer(rows.tobytes())
+    apart, together = compressed("small", raw, itemsize), compressed("small", raw, 1)
+    assert apart < 1.1 * elements + 4096
+    assert itemsize > 100 or apart < together
+
+
+@given(n=st.integers(0, 3 * SAMPLE), itemsize=ITEMSIZES, wanted=st.sampled_from([4096, 65_536, SAMPLE]))
+def test_a_sample_is_whole_elements_from_all_over(n: int, itemsize: int, wanted: int) -> None:
+    # Each byte says where it lies: in which element, and where in it.
+    unit = itemsize if itemsize <= LONGEST else 1
+    where = torch.arange(n) % unit
+    data = where.to(torch.uint8)
+    sample = spread(data, wanted, itemsize)
+    assert len(sample) <= max(wanted, unit)
+    if n <= wanted:
+        assert sample is data
+        return
+    assert torch.equal(sample, (torch.arange(len(sample)) % unit).to(torch.uint8)), "an element was cut"
+    thirds = torch.arange(n).float().div(n / 3).to(torch.uint8)
+    assert set(spread(thirds, wanted, itemsize).unique().tolist()) >= {0, 1, 2}
+
+
+def test_what_only_the_middle_of_a_chunk_is_like_does_not_decide() -> None:
+    noise, zeros = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    compressible = torch.cat([zeros, zeros, noise, zeros, zeros])
+    assert encode("fast", compressible, 4)[0] == BLOSC
+    assert len(encode("fast", compressible, 4)[1]) < 0.25 * len(compressible)
 
 
 @given(stored=st.binary(max_size=400), nbytes=st.integers(0, 1 << 20), codec=st.sampled_from(["raw", BLOSC, "lzma"]))
