@@ -2,7 +2,8 @@
 
 python read_version.py FOLDER RUN        # the folder of an nvme, lustre or file:// tier
 
-It reads tensors and arrays that are stored raw, and verifies digests where the package xxhash is there.
+It reads tensors and arrays that are stored raw, and verifies digests where the package xxhash is there. It refuses
+compressed chunks, and layouts that require deltas.
 """
 
 import json
@@ -23,6 +24,7 @@ def table(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     """The head of a table, and its columns."""
     at = 4 + int.from_bytes(data[:4], "little")
     head, columns = json.loads(data[4:at]), {}
+    assert not head["requires"], f"this reader knows nothing of {head['requires']}"
     for name, dtype, count in head["columns"]:
         at += -at % 64
         columns[name] = np.frombuffer(data, dtype, count, at)

@@ -15,7 +15,7 @@ from .errors import FormatError
 MAX_SEQ = 10**12 - 1
 """Largest sequence number: what fits the twelve digits of a record's key."""
 
-FEATURES: frozenset[str] = frozenset()
+FEATURES: frozenset[str] = frozenset({"delta"})
 """Names of features this program can read; a table that requires another is refused by name."""
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {

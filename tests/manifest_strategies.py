@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tierstate.manifest import columns as col
 from tierstate.manifest.box import Box
 from tierstate.manifest.head import MAX_SEQ, Head
-from tierstate.manifest.layout import Layout, Place
+from tierstate.manifest.layout import Base, Layout, Place
 from tierstate.manifest.leaf import CONTAINERS, STORAGE, TIED, Leaf, Spec, encode_path
 from tierstate.manifest.record import Record, unframe
 from tierstate.manifest.version import ShardRow, Version
@@ -145,20 +146,33 @@ def versions(draw: st.DrawFn) -> Version:
 
 @st.composite
 def layouts(draw: st.DrawFn, version: Version) -> Layout:
-    """Layouts of a version, with absent chunks, shared packs and several codecs."""
-    names = [f"packs/run/{i}-0-0-x" for i in range(draw(st.integers(1, 3)))]
-    places: list[Place | None] = []
-    sizes = dict.fromkeys(names, draw(st.integers(0, 100)))
-    for nbytes in version.chunk_nbytes.tolist():
-        codec = draw(st.sampled_from(["raw", "fast", ""]))
-        if codec:
-            name, stored = draw(st.sampled_from(names)), nbytes if codec == "raw" else draw(st.integers(0, 2**32 - 1))
-            offset = draw(st.integers(0, 2**40))
-            places.append(Place(name, offset, stored, codec))
-            sizes[name] = max(sizes[name], offset + stored)
-        else:
-            places.append(None)
-    return Layout.build(places, sizes)
+    """Layouts of a version, with absent chunks, shared packs, several codecs and bases."""
+    places = [draw(st.none() | stored_chunks(nbytes)) for nbytes in version.chunk_nbytes.tolist()]
+    return Layout.build(places, sizes_of([p for p in places if p], draw(st.integers(0, 100))))
+
+
+@st.composite
+def stored_chunks(draw: st.DrawFn, nbytes: int, codecs: tuple[str, ...] = ("raw", "fast", "delta")) -> Place:
+    """Places of a chunk of so many bytes."""
+    codec, name = draw(st.sampled_from(codecs)), f"packs/run/{draw(st.integers(0, 2))}-0-0-x"
+    stored = nbytes if codec == "raw" else draw(st.integers(0, 2**32 - 1))
+    return Place(name, draw(st.integers(0, 2**40)), stored, codec, draw(bases(nbytes)) if codec == "delta" else None)
+
+
+@st.composite
+def bases(draw: st.DrawFn, nbytes: int) -> Base:
+    """Bases of a delta of so many bytes."""
+    place = draw(stored_chunks(nbytes, ("raw", "fast")))
+    digest = draw(st.binary(min_size=16, max_size=16))
+    return Base(*place[:4], digest, draw(st.integers(0, 2**16 - 1)), draw(st.integers(0, 2**64 - 1)))
+
+
+def sizes_of(places: Sequence[Place], least: int = 0) -> dict[str, int]:
+    """Lengths of packs in which these chunks and their bases have room."""
+    found: dict[str, int] = {}
+    for part in [*places, *(p.base for p in places if p.base)]:
+        found[part.object] = max(found.get(part.object, least), part.offset + part.stored)
+    return found
 
 
 @st.composite

@@ -16,8 +16,9 @@ from tierstate.manifest.layout import RAW
 from .packing import BIG
 
 BLOSC = "blosc"
-CODECS = ("raw", "fast", "small", "auto")
-"""What a policy may ask for: raw bytes; bit-shuffle + lz4; byte planes + zstd; what a trial says (see `choices`)."""
+CODECS = ("raw", "fast", "small", "delta", "auto")
+"""What a policy may ask for: raw bytes; bit-shuffle + lz4; byte planes + zstd; the difference from an earlier version
+(`anchors`), or else the best of those; what a trial says (see `choices`)."""
 
 SAMPLE = 256 * 1024
 """Bytes of a sample by which it is said whether a chunk is worth compressing."""

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.index import Array
+from tierstate.manifest.layout import DELTA
 from tierstate.manifest.leaf import Leaf
 
+from .anchors import Anchors
 from .arena import Slab
 from .base import Tier
 from .choices import AUTO
@@ -34,6 +36,7 @@ class Coding:
     Args:
         shelf: the run in that tier.
         leaves, row_leaves, route: as for `Publication`.
+        anchors: what deltas are made against.
         put: takes each chunk that was added, and its stored form, in the thread that adds them.
 
     Attributes:
@@ -47,10 +50,11 @@ class Coding:
         leaves: Sequence[Leaf],
         row_leaves: Array,
         route: Route,
+        anchors: Anchors,
         put: Callable[[ChunkOf, Encoded], None],
     ) -> None:
         self._leaves, self._row_leaves, self._route = leaves, row_leaves, route
-        self._choices = shelf.choices
+        self._choices, self._anchors = shelf.choices, anchors
         self.tier: Tier = shelf.tier
         stirred = None
         if AUTO in route.codecs:
@@ -84,6 +88,8 @@ class Coding:
 
     def _encoded(self, row: int, raw: Buffer, codec: str) -> Encoded:
         """A chunk's stored form. Called from the workers."""
+        if codec == DELTA:
+            return self._anchors.encode(row, raw, self._itemsize(int(self._row_leaves[row])))
         began, start, leaf = time.thread_time(), time.perf_counter(), int(self._row_leaves[row])
         found = Encoded(*encode(codec, raw, self._itemsize(leaf)))
         if self._route.codecs[leaf] == AUTO:

@@ -53,15 +53,11 @@ class Earlier:
 
     def _match(self, version: Version, leaves: Sequence[Leaf]) -> None:
         """Find each leaf, and each of its rows, in the version that was."""
-        index = _index(version, leaves)
-        chunks = np.bincount(self._rows, minlength=len(leaves))
-        chunks_then = np.bincount(version.chunk_leaf, minlength=len(version.leaves))
+        there, rows = rows_then(version, leaves, self._rows), self._rows
         once = np.bincount(version.shard_leaf, minlength=len(version.leaves)) == 1
-        self.usable = (index >= 0) & (chunks > 0)
-        self.usable &= (chunks_then[index] == chunks) & once[index]
-        first, first_then = np.cumsum(chunks) - chunks, np.cumsum(chunks_then) - chunks_then
-        move = np.where(self.usable, first_then[index] - first, 0)
-        self._there = np.where(self.usable[self._rows], np.arange(len(self._rows)) + move[self._rows], 0)
+        found = there >= 0
+        self.usable[rows[found]] = once[version.chunk_leaf[there[found]]]
+        self._there = np.where(self.usable[rows], there, 0)
 
     def _look(self, record: Record, suffix: str) -> None:
         """Leave those that lie whole and raw in one sound file."""
@@ -116,6 +112,24 @@ class Earlier:
                 "the next save writes its leaves again"
             )
         return out
+
+
+def rows_then(version: Version, leaves: Sequence[Leaf], rows: Array) -> Array:
+    """The row in an earlier version of each chunk of one to be: -1 where its leaf is not the same apart from its bytes,
+    or was cut into more or fewer chunks.
+
+    Args:
+        version: the earlier one.
+        leaves: those of the one to be.
+        rows: ``(chunks,)``: the leaf of each of its rows, rising.
+    """
+    index = _index(version, leaves)
+    chunks = np.bincount(rows, minlength=len(leaves))
+    chunks_then = np.bincount(version.chunk_leaf, minlength=len(version.leaves))
+    same = (index >= 0) & (chunks > 0) & (chunks_then[index] == chunks)
+    move = (np.cumsum(chunks_then) - chunks_then)[index] - (np.cumsum(chunks) - chunks)
+    found: Array = np.where(same[rows], np.arange(len(rows)) + move[rows], -1)
+    return found
 
 
 def _index(version: Version, leaves: Sequence[Leaf]) -> Array:

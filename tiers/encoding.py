@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
+from tierstate.manifest.bases import Base
 from tierstate.manifest.chunk import Buffer
 
 from .arena import Slab
@@ -25,10 +26,12 @@ class Encoded(NamedTuple):
     Attributes:
         codec: by which it is read back.
         stored: the bytes.
+        base: what it is a difference from, if it is one.
     """
 
     codec: str
     stored: Buffer
+    base: Base | None = None
 
 
 Work = Callable[[], Encoded]

@@ -228,7 +228,7 @@ class Fetch:
         row, layout = spot.rows[0], run.reads.layout
         try:
             if failure is None:
-                raw = self._rescue.verified(row, layout.codecs[spot.codec], stored)
+                raw = self._rescue.verified(run.holding, row, layout.codecs[spot.codec], stored)
                 if raw is not None:
                     return raw
             place = layout.place(row)

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import TypeAlias
 
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
@@ -184,9 +185,8 @@ class Flow:
         def job(name: str) -> Job:
             if name in cascade:
                 return self._cascade.copy(name, Due.of(ticket.head, ticket.nbytes), ticket, entries)
-            return Intake(
-                ticket, publication_of(self._shelves[name], ticket.head, plan.leaves, rows, routes[name], stages)
-            )
+            shelf, faster = self._shelves[name], list(takewhile(lambda s: s.name != name, self._shelves.values()))
+            return Intake(ticket, publication_of(shelf, ticket.head, plan.leaves, rows, routes[name], stages, faster))
 
         return [(self.lanes[name], job(name)) for name in names]
 

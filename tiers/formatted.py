@@ -26,18 +26,25 @@ Stages = Callable[[], Array]
 
 
 def publication_of(
-    shelf: Shelf, head: Head, leaves: Sequence[Leaf], row_leaves: Array, route: Route, stages: Stages
+    shelf: Shelf,
+    head: Head,
+    leaves: Sequence[Leaf],
+    row_leaves: Array,
+    route: Route,
+    stages: Stages,
+    faster: Sequence[Shelf] = (),
 ) -> Publication:
     """A version's way into a tier.
 
     Args:
         shelf, head, leaves, row_leaves, route: as for `Publication`.
         stages: asked once, when the first bytes come, and only where the format is not native.
+        faster: as for `Publication`.
     """
     kind = format_of(route.format)
     if kind is None:
-        return Publication(shelf, head, leaves, row_leaves, route)
-    return Formatted(shelf, head, leaves, row_leaves, route, kind, stages)
+        return Publication(shelf, head, leaves, row_leaves, route, faster)
+    return Formatted(shelf, head, leaves, row_leaves, route, kind, stages, faster)
 
 
 class Formatted(Publication):
@@ -46,7 +53,7 @@ class Formatted(Publication):
     Args:
         shelf, head, leaves, row_leaves, route: as for `Publication`.
         kind: of the files.
-        stages: as for `publication_of`.
+        stages, faster: as for `publication_of`.
     """
 
     def __init__(
@@ -58,8 +65,9 @@ class Formatted(Publication):
         route: Route,
         kind: Format,
         stages: Stages,
+        faster: Sequence[Shelf] = (),
     ) -> None:
-        super().__init__(shelf, head, leaves, row_leaves, route)
+        super().__init__(shelf, head, leaves, row_leaves, route, faster)
         self._head, self._kind, self._stages = head, kind, stages
         self._begin = threading.Lock()
         self._begun: LeafFiles | None = None

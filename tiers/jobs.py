@@ -139,7 +139,7 @@ class Copy:
         version, holdings = self._found(coming)
         route = self._routes.of(version.leaves)[self._shelf.name]
         publication = publication_of(
-            self._shelf, version.head, version.leaves, version.chunk_leaf, route, partial(whole, version)
+            self._shelf, version.head, version.leaves, version.chunk_leaf, route, partial(whole, version), self._faster
         )
         self._publication, self.began = publication, time.monotonic()
         try:

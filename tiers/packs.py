@@ -19,11 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tierstate.manifest import columns as col
+from tierstate.manifest.bases import DELTA
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError
+from tierstate.manifest.head import refuse_unknown
 from tierstate.manifest.index import Array, as_array
-from tierstate.manifest.layout import Place
+from tierstate.manifest.layout import Base, Place
 
 from .base import ObjectWriter, Range, Release, Tier
 from .packing import BIG, BLOCK
@@ -46,28 +48,37 @@ def is_mend(key: str) -> bool:
 
 
 class Row(NamedTuple):
-    """A footer's row: the chunk's digest and raw length, and where and how it is stored."""
+    """A footer's row: the chunk's digest and raw length, and where and how it is stored.
+
+    Attributes:
+        digest, nbytes: the chunk's digest and raw length.
+        place: where it lies; read from a footer, it says nothing of a base.
+        base: digest of what it is a delta against; empty where it is none.
+    """
 
     digest: bytes
     nbytes: int
     place: Place
+    base: bytes = b""
 
 
 class Rows(NamedTuple):
-    """Rows of a footer whose chunks are encoded alike: columns of one length, as in `Row`."""
+    """Rows of a footer whose chunks are encoded alike: columns of one length, as in `Row`; ``bases`` are digests."""
 
     digests: Array
     nbytes: Array
     offset: Array
     stored: Array
     codec: str
+    bases: Array | None = None
 
     @classmethod
     def of_one(cls, row: Row) -> Rows:
         """A single row."""
         place = row.place
         nbytes, offset, stored = (np.array([n], "i8") for n in (row.nbytes, place.offset, place.stored))
-        return cls(as_array([row.digest]), nbytes, offset, stored, place.codec)
+        bases = as_array([row.base]) if row.base else None
+        return cls(as_array([row.digest]), nbytes, offset, stored, place.codec, bases)
 
 
 class PackWriter:
@@ -88,11 +99,19 @@ class PackWriter:
         self.sizes: dict[str, int] = {}
         self.stored = 0
 
-    def add(self, data: Buffer, digest: bytes, nbytes: int, codec: str, release: Release | None = None) -> Place:
+    def add(
+        self,
+        data: Buffer,
+        digest: bytes,
+        nbytes: int,
+        codec: str,
+        release: Release | None = None,
+        base: Base | None = None,
+    ) -> Place:
         """Append one encoded chunk; ``release`` is called when the tier needs ``data`` no longer, also on an error."""
         at = self._append(data, release)
-        place = Place(self._key, at, len(data), codec)
-        self._rows.append(Rows.of_one(Row(digest, nbytes, place)))
+        place = Place(self._key, at, len(data), codec, base)
+        self._rows.append(Rows.of_one(Row(digest, nbytes, place, b"" if base is None else base.digest)))
         return place
 
     def add_run(self, data: Buffer, rows: Rows, release: Release | None = None) -> tuple[str, int]:
@@ -172,8 +191,9 @@ def encode_footer(rows: Sequence[Rows]) -> bytes:
     def column(name: str, dtype: str) -> Array:
         return np.concatenate([getattr(r, name) for r in rows] or [np.zeros(0)]).astype(dtype)
 
+    deltas = any(r.bases is not None for r in rows)
     table = col.encode(
-        {"codecs": codecs, "requires": []},
+        {"codecs": codecs, "requires": [DELTA] if deltas else []},
         {
             "chunk.digest": np.concatenate([r.digests for r in rows] or [np.zeros((0, 2), "<u8")]).reshape(-1),
             "chunk.nbytes": column("nbytes", "<u4"),
@@ -182,9 +202,15 @@ def encode_footer(rows: Sequence[Rows]) -> bytes:
             "chunk.codec": np.repeat([codecs.index(r.codec) for r in rows], [len(r.nbytes) for r in rows]).astype(
                 "<u1"
             ),
+            **({"chunk.base": _bases(rows)} if deltas else {}),
         },
     )
     return table + len(table).to_bytes(4, "little") + checksum(table) + MAGIC
+
+
+def _bases(rows: Sequence[Rows]) -> Array:
+    """Digests of bases, zeros where there is none."""
+    return np.concatenate([np.zeros_like(r.digests) if r.bases is None else r.bases for r in rows]).reshape(-1)
 
 
 def read_footer(tier: Tier, key: str) -> list[Row]:
@@ -216,13 +242,18 @@ def _read(tier: Tier, key: str, offset: int, nbytes: int) -> Buffer:
 def _rows(table: memoryview, key: str, end: int) -> Iterator[Row]:
     what = f"footer of {key}"
     head, columns = col.decode(table, what)
+    refuse_unknown(head, what)
     codecs = [str(c) for c in col.field(head, "codecs", list, what)]
     nbytes = col.column(columns, "chunk.nbytes", "<u4", what)
     digests = col.column(columns, "chunk.digest", "<u8", what, 2 * len(nbytes)).reshape(-1, 2)
+    bases = np.zeros_like(digests)
+    if "chunk.base" in columns:
+        bases = col.column(columns, "chunk.base", "<u8", what, 2 * len(nbytes)).reshape(-1, 2)
     offset = col.column(columns, "chunk.offset", "<u8", what, len(nbytes)).tolist()
     stored = col.column(columns, "chunk.stored", "<u4", what, len(nbytes)).tolist()
     codec = col.column(columns, "chunk.codec", "<u1", what, len(nbytes)).tolist()
     for i, n in enumerate(nbytes.tolist()):
         if codec[i] >= len(codecs) or offset[i] + stored[i] > end:
             raise FormatError(f"{what}: chunk {i} lies outside the pack, or has no codec")
-        yield Row(digests[i].tobytes(), n, Place(key, offset[i], stored[i], codecs[codec[i]]))
+        base = bases[i].tobytes() if codecs[codec[i]] == DELTA else b""
+        yield Row(digests[i].tobytes(), n, Place(key, offset[i], stored[i], codecs[codec[i]]), base)

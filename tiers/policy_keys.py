@@ -25,7 +25,7 @@ MIN_CHUNK_SIZE = 4096
 ARENA_SIZE = 2 << 30
 MAX_RETRIES = 100
 
-Codec: TypeAlias = Literal["raw", "fast", "small", "auto"]
+Codec: TypeAlias = Literal["raw", "fast", "small", "delta", "auto"]
 
 
 def _no_tilde(value: object) -> object:

@@ -19,6 +19,7 @@ from tierstate.manifest.log import commit_id
 from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
 
+from .anchors import Anchors
 from .arena import Slab
 from .batch import Batch, breaks, names
 from .coding import ChunkOf, Coding
@@ -62,12 +63,22 @@ class Publication:
         leaves: the version's leaves.
         row_leaves: ``(chunks,)``: the leaf of each row.
         route: which leaves go there.
+        faster: the run in the tiers before that one, nearest first.
     """
 
-    def __init__(self, shelf: Shelf, head: Head, leaves: Sequence[Leaf], row_leaves: Array, route: Route) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        head: Head,
+        leaves: Sequence[Leaf],
+        row_leaves: Array,
+        route: Route,
+        faster: Sequence[Shelf] = (),
+    ) -> None:
         self.shelf = shelf
         self._leaves, self._row_leaves, self._route = leaves, row_leaves, route
-        self._coding = Coding(shelf, leaves, row_leaves, route, self._put)
+        anchors = Anchors(shelf, head, leaves, row_leaves, faster)
+        self._coding = Coding(shelf, leaves, row_leaves, route, anchors, self._put)
         self._packs = PackWriter(self._coding.tier, head.run, head.seq)
         self._draft = Draft(len(row_leaves))
         self._written: dict[bytes, int] = {}
@@ -180,7 +191,7 @@ class Publication:
         What lies in no slab is let go of as soon as nobody refers to it: the tier need not copy it or be waited for.
         """
         release = _let_go if slab is None else slab.release
-        place = self._packs.add(encoded.stored, chunk.digest, chunk.nbytes, encoded.codec, release)
+        place = self._packs.add(encoded.stored, chunk.digest, chunk.nbytes, encoded.codec, release, encoded.base)
         self._draft.put(chunk.row, place)
 
     def copy(self, version: Version, fetch: Fetch) -> None:

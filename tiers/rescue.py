@@ -10,11 +10,12 @@ from typing import NamedTuple
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.digest import algorithm
 from tierstate.manifest.errors import Damaged, NotFound, TierstateError
-from tierstate.manifest.layout import Layout, Place
+from tierstate.manifest.layout import DELTA, Layout, Place
 from tierstate.manifest.version import Version
 
 from .base import Range
 from .codecs import decode
+from .deltas import WrongBase, undone
 from .shelf import Shelf
 
 log = logging.getLogger("tierstate")
@@ -53,13 +54,19 @@ class Rescue:
         self._lock = threading.Lock()
         self.troubles: list[Trouble] = []
 
-    def verified(self, row: int, codec: str, stored: Buffer) -> Buffer | None:
-        """The raw bytes of a chunk (``stored`` itself where they are raw); None if it is not what was saved.
+    def verified(self, index: int, row: int, codec: str, stored: Buffer) -> Buffer | None:
+        """The raw bytes of a holding's chunk (``stored`` itself where they are raw); None if it is not what was saved.
 
         Raises:
             Damaged: the stored bytes cannot be this chunk.
+            TierError: its base could not be read.
         """
-        raw = decode(codec, stored, int(self._nbytes[row]))
+        nbytes = int(self._nbytes[row])
+        if codec == DELTA:
+            shelf, layout = self._holdings[index]
+            raw = undone(shelf, layout.base(row), stored, nbytes, self._digest)
+        else:
+            raw = decode(codec, stored, nbytes)
         return raw if self._digest(raw) == self._digests[16 * row : 16 * row + 16] else None
 
     def alone(self, index: int, row: int, place: Place) -> Buffer:
@@ -71,7 +78,7 @@ class Rescue:
         # Rare, so a buffer of its own is better than a second slab, for which this worker might wait on itself.
         out = empty_buffer(place.stored)
         self._holdings[index].shelf.tier.read(place.object, [Range(place.offset, out)])
-        raw = self.verified(row, place.codec, out)
+        raw = self.verified(index, row, place.codec, out)
         if raw is None:
             raise wrong(place)
         return raw
@@ -84,7 +91,7 @@ class Rescue:
         """
         place = self._holdings[failed].layout.place(row)
         shelf = self._holdings[failed].shelf
-        if place is not None and isinstance(error, (Damaged, NotFound)):
+        if place is not None and isinstance(error, (Damaged, NotFound)) and not isinstance(error, WrongBase):
             shelf.distrust(place.object)
         troubles = [Trouble(shelf.name, row, error)]
         for index, spot in self._other_places(failed, row):

@@ -11,7 +11,7 @@ import numpy as np
 
 from tierstate.manifest.errors import FormatError, NotFound
 from tierstate.manifest.index import Array, DigestIndex
-from tierstate.manifest.layout import Draft, Layout, Place
+from tierstate.manifest.layout import ABSENT, DELTA, Draft, Layout, Place
 from tierstate.manifest.leases import pins
 from tierstate.manifest.log import Log
 from tierstate.manifest.record import Record
@@ -127,6 +127,7 @@ class Shelf:
         there = self._index_of(record).find(digests)
         if not (there >= 0).any():
             return found
+        there = self._founded(record.layout, there)
         layout, mends = record.layout, self._mended()
         for i in np.flatnonzero(there >= 0).tolist() if mends else ():
             place = mends.get(digests[i].tobytes())
@@ -140,6 +141,14 @@ class Shelf:
                 draft.put_like(rows[here], layout, there[here])
                 found |= here
         return found
+
+    def _founded(self, layout: Layout, there: Array) -> Array:
+        """Rows of a layout, with -1 for deltas whose base lies in a pack that is not relied upon."""
+        based = np.where(there >= 0, layout.base_object[there], ABSENT)
+        for number in np.unique(based[based != ABSENT]).tolist():
+            if not self.is_sound(layout.objects[number], layout):
+                there = np.where(based == number, -1, there)
+        return there
 
     def _index_of(self, record: Record) -> DigestIndex:
         if self._indexed is None or self._indexed[0] is not record:
@@ -174,7 +183,8 @@ class Shelf:
         for key in self.tier.list(f"packs/{self.run}/"):
             if is_mend(key):
                 try:
-                    found |= {row.digest: row.place for row in read_footer(self.tier, key)}
+                    rows = read_footer(self.tier, key)
+                    found |= {row.digest: row.place for row in rows if row.place.codec != DELTA}
                 except (FormatError, NotFound) as error:
                     log.warning("%s: a mended pack cannot be used: %s", self.name, error)
         return found

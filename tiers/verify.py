@@ -111,8 +111,14 @@ class Verifier:
     @staticmethod
     def _is_mended(entry: Entry, holding: Holding, key: str) -> bool:
         """Whether all that a version has in a damaged pack was written again elsewhere in the same tier."""
-        rows = np.flatnonzero(holding.layout.object == holding.layout.objects.index(key))
-        return all(holding.shelf.mended(entry.version.digests[row].tobytes()) for row in rows)
+        layout, mended = holding.layout, holding.shelf.mended
+        number = layout.objects.index(key)
+        for row in np.flatnonzero((layout.object == number) | (layout.base_object == number)).tolist():
+            base = layout.base(row) if layout.object[row] != number else None
+            whole = mended(entry.version.digests[row].tobytes()) or (base is not None and mended(base.digest))
+            if not whole:
+                return False
+        return True
 
     def _chunks(self, entry: Entry, holding: Holding) -> Iterator[Problem]:
         version = entry.version

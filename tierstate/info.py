@@ -27,7 +27,7 @@ class VersionInfo:
         nbytes: raw bytes of the state.
         tiers: names of the tiers that have its record, nearest first.
         partial: those of them that hold only some of its leaves, as the policy's rules say.
-        stored: bytes that its chunks take in each tier, shared ones included.
+        stored: bytes that its chunks take in each tier, shared ones and the bases of deltas included.
         tags: names given to it, as far as they were looked for: by `versions` and `info`.
         metadata: what the user gave at the save.
         parent: id of the version before it.

@@ -50,6 +50,9 @@ def use(record):
     for row in range(rows):
         place = layout.place(row)
         assert place is None or place.offset + place.stored <= layout.size_of(place.object)
+        base = layout.base(row)
+        assert (base is not None) == (place is not None and place.codec == "delta")
+        assert base is None or (base.codec != "delta" and base.offset + base.stored <= layout.size_of(base.object))
     assert layout.stored_nbytes >= 0
     assert f"{version.head.seq:012d} {float(version.head.time)}"
 

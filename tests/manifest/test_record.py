@@ -28,8 +28,12 @@ def test_a_layout_comes_back(data):
     places = [layout.place(row) for row in range(len(version.digests))]
     assert [found.place(row) for row in range(len(version.digests))] == places
     assert found.present.tolist() == [p is not None for p in places]
-    once = {(p.object, p.offset): p.stored for p in reversed(places) if p}
-    assert found.stored_nbytes == sum(once.values())
+    here = [p for p in places if p]
+    needed = {(p.object, p.offset) for p in [*here, *(p.base for p in here if p.base)]}
+    assert {o for o, _ in needed} == set(found.objects)
+    assert found.stored_nbytes <= sum(p.stored + (p.base.stored if p.base else 0) for p in here)
+    if len(needed) == len(here) + sum(p.base is not None for p in here):
+        assert found.stored_nbytes == sum(p.stored + (p.base.stored if p.base else 0) for p in here)
     assert {o: found.size_of(o) for o in found.objects} == dict(
         zip(layout.objects, layout.object_sizes.tolist(), strict=True)
     )

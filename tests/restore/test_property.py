@@ -17,7 +17,7 @@ import tierstate as ts
 from tierstate.manifest.log import Log
 
 CHUNKS = st.sampled_from([4096, 4112, 8192, 65536])
-CODECS = st.sampled_from(["raw", "fast", "small", "auto"])
+CODECS = st.sampled_from(["raw", "fast", "small", "delta", "auto"])
 DIGESTS = st.sampled_from(["xxh3-128", "blake3"])
 
 

@@ -67,3 +67,15 @@ def test_it_notices_a_changed_byte(place):
     done = subprocess.run([sys.executable, READER, folder, "run"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "damaged" in done.stderr
+
+
+def test_it_refuses_deltas(place, tmp_path_factory):
+    folder, state = tmp_path_factory.mktemp("deltas"), place[1]
+    policy = ts.Policy.parse(f"{{version: 1, tiers: {{nvme: {{type: nvme, path: {folder}, codec: delta}}}}}}")
+    with ts.Checkpointer(policy, "run") as ckpt:
+        for step in (1, 2):
+            state["weight"][step] += 1
+            ckpt.save(state, step=step)
+    done = subprocess.run([sys.executable, READER, folder, "run"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "this reader knows nothing of ['delta']" in done.stderr

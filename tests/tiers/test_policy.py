@@ -62,7 +62,7 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z"), excl
 COMMON: dict[str, st.SearchStrategy[Any]] = {
     "every": st.integers(1, 10**6) | st.sampled_from(["30min", "1h30min", "90s", "7"]),
     "keep": KEEPS,
-    "codec": st.sampled_from(["raw", "fast", "small", "auto"]),
+    "codec": st.sampled_from(["raw", "fast", "small", "delta", "auto"]),
     "bandwidth": st.integers(1, 10**12) | st.sampled_from(["500MiB/s", "1.5 GB/s"]),
     "operations": st.integers(1, 10**6) | st.sampled_from([0.5, "100", "100/s", "600 / min"]),
     "retries": st.integers(0, 100),

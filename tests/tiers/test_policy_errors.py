@@ -139,7 +139,7 @@ def test_the_good_one_is_good() -> None:
         (14, "    retries: 101", "tiers.nvme.retries: 101 is too big; write at most 100"),
         (14, "    retries: -1", "tiers.nvme.retries: -1 is too small; write at least 0"),
         (14, "    retries: true", "tiers.nvme.retries: true is not a number; write one, as in 8"),
-        (14, "    codec: zip", "tiers.nvme.codec: 'zip' is not known; write 'raw', 'fast', 'small' or 'auto'"),
+        (14, "    codec: zip", "tiers.nvme.codec: 'zip' is not known; write 'raw', 'fast', 'small', 'delta' or 'auto'"),
         (14, "    format: hdf", "tiers.nvme.format: 'hdf' is not known; write 'native', 'safetensors' or 'hdf5'"),
         (14, "    pth: x", "tiers.nvme.pth: unknown key; did you mean 'path'?"),
         (
