@@ -89,6 +89,37 @@ class Log:
                 found.setdefault(int(match[1]), []).append(int(match[2] or 0))
         return {seq: sorted(found[seq]) for seq in sorted(found)}
 
+    def keys(self) -> dict[str, tuple[int, int]]:
+        """Every key of the log with its number and generation, for whoever deletes what no record names.
+
+        Raises:
+            FormatError: one is not understood, and may be a record of a later program.
+        """
+        found = {}
+        for key in self.tier.list(self._prefix):
+            match = _RECORD.fullmatch(key.removeprefix(self._prefix))
+            if match is None:
+                raise FormatError(f"{self.tier.name}: {key}: is not the key of a record that this program knows")
+            found[key] = int(match[1]), int(match[2] or 0)
+        return found
+
+    def holds(self, record: Record) -> bool:
+        """Whether a record that was read from here is still there; one small request, unless it has gone.
+
+        Raises:
+            TierError: the tier could not be asked.
+        """
+        seq = record.version.head.seq
+        try:
+            self.tier.size(self.key(seq))  # where this one is there, it was there before, and was what was read
+            return True
+        except NotFound:
+            pass
+        try:
+            return bool(self.read(seq).commit["id"] == record.commit["id"])
+        except (NotFound, FormatError):
+            return False
+
     def seqs(self) -> list[int]:
         """Sequence numbers of all versions, rising, without reading any."""
         return list(self.generations())

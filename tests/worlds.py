@@ -19,6 +19,7 @@ import yaml
 import tierstate as ts
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import NotFound
+from tierstate.manifest.leases import Leases
 from tierstate.manifest.log import Log
 from tierstate.tiers.arena import Arena
 from tierstate.tiers.base import Tier, Traits
@@ -184,3 +185,8 @@ def wrapped(inner: Tier) -> Iterator[dict[str, Any]]:
 def faulty(keys: Mapping[str, Any]) -> Wrapped:
     """The tier that was opened for `wrapped` keys."""
     return Wrapped.OPEN[keys["key"]]
+
+
+def pins(where: Tier, run: str) -> dict[int, str]:
+    """Versions of a run that are held in a tier, and why."""
+    return Leases(where, run).live(where.age)

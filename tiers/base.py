@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Literal, NamedTuple, Self
@@ -185,6 +185,22 @@ class Tier(ABC):
         out = empty_buffer(self.size(key))
         self.read(key, [Range(0, out)])
         return out
+
+    def discard(self, keys: Iterable[str]) -> None:
+        """Remove many objects, as `delete` does, in any order. After an error some of them may be there still."""
+        for key in keys:
+            self.delete(key)
+
+    def age(self, key: str) -> float | None:
+        """Seconds since an object was created, by the clock of whatever keeps it; None where nobody can tell.
+
+        What is not named by any record is removed once it is old enough, so an age must never be too high; hosts'
+        clocks differ, so it is not told by ours.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+        return None
 
     def room(self) -> int | None:
         """Bytes that may still be put there, as far as can be told without much work; None where nobody knows."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from tierstate.manifest.chunk import Buffer, view
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierUnavailable
 
 from .base import ObjectWriter, Range, Tier, Traits, check_key, is_key
+from .clocks import DistantClock
 from .gauge import Gauge
 from .object_errors import explained, scrub, secrets_in
 from .race import RACERS, Start, one_winner
@@ -51,6 +53,7 @@ class Bucket(Tier):
         self._notes: tuple[str, ...] = ()
         self._ready = False
         self._readying = threading.Lock()
+        self._clock = DistantClock(self._time)
 
     @property
     def traits(self) -> Traits:
@@ -111,6 +114,27 @@ class Bucket(Tier):
         with self.explained("read", key):
             return self._store.size(key)
 
+    def age(self, key: str) -> float | None:
+        check_key(key)
+        with self.explained("look at", key):
+            created, now = self._store.times(key)
+        if created is None:
+            return None
+        there = now.timestamp() if now is not None else self._clock.now()
+        return None if there is None else max(0.0, there - created.timestamp())
+
+    def _time(self) -> float | None:
+        """The time at the store, by what it says of an object that was just made; None where it cannot be told."""
+        name = f".probe-{uuid.uuid4().hex}"
+        try:
+            self._send(name, torch.zeros(1, dtype=torch.uint8))
+            with self.explained("look at", name):
+                created, _ = self._store.times(name)
+            self._remove(name)
+        except AccessDenied:
+            return None
+        return None if created is None else created.timestamp()
+
     def check_free(self, key: str) -> None:
         """Nothing, unless the object exists.
 
@@ -165,6 +189,14 @@ class Bucket(Tier):
                 return
         self._remove(key)
         self.gauge.give_back(size)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        if self.gauge.capacity is not None:
+            super().discard(keys)  # which looks how much room each of them makes
+            return
+        names = [check_key(key) for key in keys]
+        with self.explained("delete", names[0] if names else ""):
+            self._store.remove_all(names)
 
     def _remove(self, name: str) -> None:
         with self.explained("delete", name):

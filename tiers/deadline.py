@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,9 @@ from .watch import Watch
 from .wrapping import Wrapping
 
 log = logging.getLogger("tierstate")
+
+DISCARD = 32
+"""Objects that are deleted in one call."""
 
 
 class Deadline(Wrapping):
@@ -72,6 +75,16 @@ class Deadline(Wrapping):
 
     def delete(self, key: str) -> None:
         self._watch.run(f"delete of {key}", partial(self.inner.delete, key))
+
+    def discard(self, keys: Iterable[str]) -> None:
+        # Few enough at once that a healthy tier is done with them before the deadline.
+        every = list(keys)
+        for at in range(0, len(every), DISCARD):
+            some = every[at : at + DISCARD]
+            self._watch.run(f"delete of {len(some)} objects", partial(self.inner.discard, some))
+
+    def age(self, key: str) -> float | None:
+        return self._watch.run(f"age of {key}", partial(self.inner.age, key))
 
     def room(self) -> int | None:
         return self._watch.run("look at the room", self.inner.room)

@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -14,15 +14,16 @@ from typing import ClassVar, Literal
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError
 
-from .base import PART, Range, Release, Tier, Traits, check_key, is_key
+from .base import PART, Range, Tier, Traits, check_key, is_key
+from .clocks import FolderClock
 from .direct import DirectIo, Io
-from .files import TEMP, BufferedFile, create_temp, file_size, open_file, remove_leftover, sync_folder, walk
+from .file_writer import FileWriter
+from .files import TEMP, create_temp, file_size, file_status, open_file, remove_leftover, sync_folder, walk
 from .gauge import Gauge
 from .pages import PAGE
-from .posix import explain, explained
+from .posix import explained
 from .ranges import check_ranges
 from .stream import Stream
-from .writing import StepWriter
 
 MAX_NAME = 255
 """Bytes of one name that file systems allow."""
@@ -57,11 +58,12 @@ class Directory(Tier):
         self._io = DirectIo(io)
         self._part = part
         self.path = Path(path).expanduser().absolute()
-        self._gauge = Gauge(capacity)
+        self.gauge = Gauge(capacity)
         self._notes: tuple[str, ...] = ()
         self._ready = False
         self._readying = threading.Lock()
         self._synced: set[Path] = set()
+        self._clock = FolderClock(self.path)
 
     @property
     def traits(self) -> Traits:
@@ -72,7 +74,7 @@ class Directory(Tier):
             alignment=PAGE,
             memory_alignment=self._io.memory_alignment,
             part_size=self._part or PART,
-            capacity=self._gauge.capacity,
+            capacity=self.gauge.capacity,
             conditional_create=True,
             io=self._io.note,
             notes=self._notes,
@@ -135,10 +137,18 @@ class Directory(Tier):
         with explained("read", self.name, key, path):
             return file_size(path)
 
+    def age(self, key: str) -> float | None:
+        path = self.file(key)
+        self._check_folders(path)
+        with explained("look at", self.name, key, path):
+            written = file_status(path).st_mtime
+            now = self._clock.now()
+        return None if now is None else max(0.0, now - written)
+
     def room(self) -> int | None:
         with explained("look at", self.name, "", self.path):
             disk = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
-        free, left = disk.f_bavail * disk.f_frsize, self._gauge.left
+        free, left = disk.f_bavail * disk.f_frsize, self.gauge.left
         return free if left is None else min(free, left)
 
     def close(self) -> None:
@@ -169,17 +179,34 @@ class Directory(Tier):
         return FileWriter(self, key, path, file, stream)
 
     def delete(self, key: str) -> None:
-        path = self.file(key)
+        self.discard([key])
+
+    def discard(self, keys: Iterable[str]) -> None:
+        paths = {key: self.file(key) for key in keys}
+        folders: set[Path] = set()
+        try:
+            for key, path in paths.items():
+                if self._unlink(key, path):
+                    folders.add(path.parent)
+        finally:
+            # A record must not come back after a crash when what it names is gone for good.
+            for folder in folders:
+                with explained("delete", self.name, "", folder), suppress(FileNotFoundError):
+                    sync_folder(folder)
+        for key, path in paths.items():
+            if key.startswith(SCRATCH):
+                self._tidy(path.parent)
+
+    def _unlink(self, key: str, path: Path) -> bool:
+        """Remove an object's file; whether there was one."""
         self._check_folders(path)
         with explained("delete", self.name, key, path), suppress(FileNotFoundError, NotADirectoryError):
             status = os.lstat(path)
             if not stat.S_ISDIR(status.st_mode):
                 os.unlink(path)
-                self._gauge.give_back(status.st_size)
-                # A record must not come back after a crash when what it names is gone for good.
-                sync_folder(path.parent)
-        if key.startswith(SCRATCH):
-            self._tidy(path.parent)
+                self.gauge.give_back(status.st_size)
+                return True
+        return False
 
     def _tidy(self, folder: Path) -> None:
         """Remove folders in which nothing is any more. A writer that made one meanwhile makes it again."""
@@ -197,8 +224,8 @@ class Directory(Tier):
                 self._check_root()
                 self._make_root()
                 self._sweep()
-                if self._gauge.capacity is not None:
-                    self._gauge.used = sum(entry.stat(follow_symlinks=False).st_size for entry in walk(self.path))
+                if self.gauge.capacity is not None:
+                    self.gauge.used = sum(entry.stat(follow_symlinks=False).st_size for entry in walk(self.path))
             self._ready = True
 
     def _sweep(self) -> None:
@@ -244,52 +271,3 @@ class Directory(Tier):
 
     def _met(self, folder: Path) -> None:
         """Called for each folder that was there already, before this tier first writes into it."""
-
-
-class FileWriter(StepWriter):
-    """Writes a temporary file, and links it to the object's name when closed."""
-
-    def __init__(self, tier: Directory, key: str, path: Path, file: BufferedFile, stream: Stream) -> None:
-        super().__init__(f"{tier.name}: {key}")
-        self._tier, self._key, self._path, self._file, self._stream = tier, key, path, file, stream
-        self._length = 0
-
-    def _add(self, buffer: Buffer, release: Release | None) -> bool:
-        nbytes = buffer.numel()
-        self._tier._gauge.take(nbytes, self._tier.name, self._key)
-        self._length += nbytes
-        with explained("write", self._tier.name, self._key, self._file.path):
-            return self._stream.append(buffer, release)
-
-    def _publish(self) -> None:
-        with explained("write", self._tier.name, self._key, self._path):
-            self._stream.finish()
-            self._file.sync()
-            self._link()
-            try:
-                sync_folder(self._path.parent)
-            except OSError:
-                # Seen by others perhaps, but not safe: nobody may rely on it.
-                os.unlink(self._path)
-                raise
-        self._clear()
-
-    def _link(self) -> None:
-        try:
-            os.link(self._file.path, self._path, follow_symlinks=False)
-        except FileExistsError as error:
-            # Over a network the first try's answer may be lost and the second find the name taken: by ourselves.
-            if os.path.samestat(os.lstat(self._path), self._file.status()):
-                return
-            raise explain(error, "create", self._tier.name, self._key, self._path) from error
-
-    def _discard(self) -> None:
-        self._stream.give_up()
-        self._tier._gauge.give_back(self._length)
-        self._clear()
-
-    def _clear(self) -> None:
-        # What cannot be removed now is a dead writer's file for the next one who opens the tier.
-        with suppress(OSError):
-            os.unlink(self._file.path)
-        self._file.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -13,7 +13,7 @@ from tierstate.manifest.chunk import Buffer
 from .base import ObjectWriter, Range, Release, Tier
 from .wrapping import Wrapping, WrappingWriter
 
-Operation: TypeAlias = Literal["put", "read", "list", "size", "delete", "writer", "append", "close"]
+Operation: TypeAlias = Literal["put", "read", "list", "size", "delete", "age", "writer", "append", "close"]
 Damage: TypeAlias = Literal["flip", "truncate", "drop"]
 
 
@@ -107,6 +107,16 @@ class Faulty(Wrapping):
         if not _dropped(fault):
             self.inner.delete(key)
         end(fault)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        for key in keys:  # one by one, so that a fault may leave any part of them
+            self.delete(key)
+
+    def age(self, key: str) -> float | None:
+        fault = self.begin("age")
+        age = self.inner.age(key)
+        end(fault)
+        return age
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         fault = self.begin("writer")

@@ -145,10 +145,19 @@ def file_size(path: Path) -> int:
     Raises:
         OSError: as for `open_file`.
     """
+    return file_status(path).st_size
+
+
+def file_status(path: Path) -> os.stat_result:
+    """What the file system says about a regular file.
+
+    Raises:
+        OSError: as for `open_file`.
+    """
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.ENOENT, "not a regular file", str(path))
-    return status.st_size
+    return status
 
 
 def sync_folder(path: Path) -> None:

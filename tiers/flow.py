@@ -206,6 +206,14 @@ class Flow:
         if self._last.get(name) is None:
             self._last[name] = due.step, due.time
 
+    def pinned(self, tier: str) -> Mapping[int, str]:
+        """Versions that a tier must keep for now, since slower ones are filled from there, and why."""
+        return self._cascade.pinned(tier) if self.lanes else {}
+
+    def coming(self, tier: str) -> set[int]:
+        """Numbers of the versions that are being written to a tier, or will be."""
+        return self._ledger.wanted(tier) | (self.lanes[tier].wanted() if self.lanes else set())
+
     def failures(self) -> list[tuple[Ticket, str, BaseException]]:
         """What went wrong and has been told to nobody yet; it counts as told from now on."""
         return self._ledger.failures()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ class HeldObject:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = tuple(pieces)
         self.starts: list[int] = []
+        self.born = time.monotonic()
         self.nbytes = 0
         self.readers = 0
         self.gone = False
@@ -170,6 +172,10 @@ class HeldTier(Tier):
     def size(self, key: str) -> int:
         with self._lock:
             return self._find(key).nbytes
+
+    def age(self, key: str) -> float | None:
+        with self._lock:
+            return time.monotonic() - self._find(key).born
 
     def delete(self, key: str) -> None:
         check_key(key)

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from tierstate.manifest.errors import CommitUnknown, Damaged, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.index import Array
+from tierstate.manifest.log import RACES
 from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
 
@@ -18,6 +19,7 @@ from .arena import Arena
 from .batch import Batch
 from .fetch import Fetch, Holding
 from .formatted import publication_of, whole
+from .leasing import Moved, Source, reading
 from .owing import Due
 from .publication import Publication
 from .routes import Routes
@@ -135,15 +137,26 @@ class Copy:
 
     def run(self) -> Record:
         """Wait for the sources, read what this tier lacks, verified, and write it."""
+        for _ in range(RACES):
+            try:
+                return self._run()
+            except Moved:
+                continue  # another process thinned or repacked it: where it lies now is asked again
+        return self._run()
+
+    def _run(self) -> Record:
         coming = self._coming()  # asked before the logs are
-        version, holdings = self._found(coming)
+        records = self._found(coming)
+        version = records[0][1].version
         route = self._routes.of(version.leaves)[self._shelf.name]
         publication = publication_of(
             self._shelf, version.head, version.leaves, version.chunk_leaf, route, partial(whole, version), self._faster
         )
         self._publication, self.began = publication, time.monotonic()
         try:
-            publication.copy(version, Fetch(version, holdings, self._arena, stop=self.cancelled.is_set))
+            with reading(records):
+                holdings = [Holding(shelf, record.layout) for shelf, record in records]
+                publication.copy(version, Fetch(version, holdings, self._arena, stop=self.cancelled.is_set))
             return publication.commit(version)
         except BaseException as error:
             # It may have to wait for another turn, and tables do not wait.
@@ -151,9 +164,9 @@ class Copy:
             publication.abort(error)
             raise
 
-    def _found(self, coming: bool) -> tuple[Version, list[Holding]]:
-        """The version, read from the log of a tier that has it, and where its bytes are."""
-        records: list[tuple[Shelf, Record]] = []
+    def _found(self, coming: bool) -> list[Source]:
+        """The version's records, nearest first."""
+        records: list[Source] = []
         errors: list[tuple[str, TierstateError]] = []
         for shelf in self._sources():
             try:
@@ -163,7 +176,7 @@ class Copy:
         if not records:
             raise self._nowhere(errors, coming)
         version = records[0][1].version
-        return version, [Holding(s, r.layout) for s, r in records if r.version.id == version.id]
+        return [(shelf, record) for shelf, record in records if record.version.id == version.id]
 
     def _sources(self) -> list[Shelf]:
         ticket = self.ticket

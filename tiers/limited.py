@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tierstate.manifest.chunk import Buffer, spans
@@ -94,6 +94,14 @@ class Limited(Wrapping):
     def delete(self, key: str) -> None:
         self.pace()
         self.inner.delete(key)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.delete(key)
+
+    def age(self, key: str) -> float | None:
+        self.pace()
+        return self.inner.age(key)
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         self.pace()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -84,15 +84,15 @@ class Meter:
 
 
 class Measured(Wrapping):
-    """Another tier, with a meter for each operation: ``put``, ``read``, ``list``, ``size``, ``delete``, and those of
-    writers, ``open``, ``append`` and ``commit`` (their close).
+    """Another tier, with a meter for each operation: ``put``, ``read``, ``list``, ``size``, ``delete``, ``discard``,
+    ``age``, and those of writers, ``open``, ``append`` and ``commit`` (their close).
 
     A listing is drawn out at once, so that its time is all of it.
     """
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
-        names = ("put", "read", "list", "size", "delete", "open", "append", "commit")
+        names = ("put", "read", "list", "size", "delete", "discard", "age", "open", "append", "commit")
         self._meters = {name: Meter() for name in names}
 
     @property
@@ -130,6 +130,14 @@ class Measured(Wrapping):
     def delete(self, key: str) -> None:
         with self.metered("delete"):
             self.inner.delete(key)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        with self.metered("discard"):
+            self.inner.discard(keys)
+
+    def age(self, key: str) -> float | None:
+        with self.metered("age"):
+            return self.inner.age(key)
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         with self.metered("open"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -100,6 +100,12 @@ class ObjectStore(Tier):
 
     def delete(self, key: str) -> None:
         self._inner.delete(key)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        self._inner.discard(keys)
+
+    def age(self, key: str) -> float | None:
+        return self._inner.age(key)
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         return self._inner.writer(key, size_hint)

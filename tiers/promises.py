@@ -38,6 +38,8 @@ PROMISES: tuple[tuple[str, Check], ...] = tuple(
         ("lists are whole and in order", reading.check_list),
         ("deletes", reading.check_delete),
         ("deletes while reading", reading.check_delete_while_read),
+        ("ages rise", reading.check_age),
+        ("many are deleted at once", reading.check_discard),
         ("keys that are none are refused", reading.check_keys),
         ("traits are sane", reading.check_traits),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 
 import torch
@@ -14,6 +15,9 @@ from .base import Range, Tier
 from .evidence import Lease, must, must_hold, must_lack, must_raise, random_bytes, write
 
 BAD_KEYS = ("", "/abs", "../up", "a/../b", "a//b", "a/", ".hidden", "a/.hidden", "a b", "a\nb", "\xe4", "k" * 513)
+
+COARSE = 2.0
+"""Seconds by which a store may be wrong about an age: some tell whole ones."""
 
 
 def check_ranges(tier: Tier, prefix: str, other: Tier | None = None) -> None:
@@ -103,6 +107,33 @@ def check_delete(tier: Tier, prefix: str, other: Tier | None = None) -> None:
     tier.put(f"{prefix}/a", newer)
     for name, bytes_ in (("a", newer), ("ab", data), ("b/d", data)):
         must_hold(tier, f"{prefix}/{name}", bytes_)
+
+
+def check_discard(tier: Tier, prefix: str, other: Tier | None = None) -> None:
+    """Many objects are deleted by one call, absent ones among them; others are untouched."""
+    data = random_bytes(100)
+    kept, gone = ([f"{prefix}/{folder}/{i}" for folder in ("a", "b") for i in some] for some in (range(3), range(3, 9)))
+    for key in kept + gone:
+        tier.put(key, data)
+    (other or tier).discard(iter([*gone, f"{prefix}/never", gone[0]]))
+    found = list(tier.list(f"{prefix}/"))
+    must(found == kept, f"after {len(gone)} of {len(kept + gone)} objects were deleted {found} are left, not {kept}")
+    must_lack(tier, gone[-1])
+    tier.discard([])
+
+
+def check_age(tier: Tier, prefix: str, other: Tier | None = None) -> None:
+    """Where an age is told, it begins near zero and does not fall; an absent object has none."""
+    key, start = f"{prefix}/a", time.monotonic()
+    tier.put(key, random_bytes(10))
+    ages = [one.age(key) for one in (tier, other or tier, tier)]
+    most = time.monotonic() - start + COARSE
+    known = [age for age in ages if age is not None]
+    must(len(known) in (0, len(ages)), f"{key}: its age is told now and then: {ages}")
+    must(all(0 <= age <= most for age in known), f"{key}: is {known} s old, {most:.1f} s at most after it was begun")
+    must(not known or known[-1] >= known[0] - COARSE, f"{key}: grew younger: {known}")
+    if known:
+        must_raise(NotFound, lambda: tier.age(f"{prefix}/absent"), "the age of an absent object")
 
 
 def check_delete_while_read(tier: Tier, prefix: str, other: Tier | None = None) -> None:

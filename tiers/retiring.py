@@ -216,8 +216,10 @@ class Retiring:
 
     def _finish(self) -> None:
         """Forget records that have been replaced, where an interruption left them; the newest is built on as it is."""
-        for seq, known in self._known.items():
-            if len(known.generations) > 1 and seq != max(self._known):
+        twice = [s for s, known in self._known.items() if len(known.generations) > 1 and s != max(self._known)]
+        held = self._shelf.leased() if twice else {}
+        for seq in twice:
+            if seq not in held:
                 self._forget_before(seq)
 
     def _forget_before(self, seq: int) -> None:
@@ -251,7 +253,8 @@ class Retiring:
     def _sweep(self) -> None:
         """Delete the packs of dropped versions that no record names; what fails is tried again next time."""
         used = self._shelf.summaries.packs() if self._doomed else None
-        if used is None:
+        # Somebody may read a version by a record that went while the lease was taken: nobody knows which packs.
+        if used is None or set(self._shelf.leased()) - set(self._known):
             return
         own = f"packs/{self._shelf.run}/"
         for key in sorted(self._doomed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from tierstate.manifest.chunk import Buffer, empty_buffer, spans, view
@@ -38,7 +38,8 @@ def backoff(attempt: int, draw: Callable[[float, float], float] = random.uniform
 class Retried(Wrapping):
     """Another tier, whose transient errors (``error.transient``) are tried again after a pause.
 
-    * ``read``, ``list``, ``size``, ``delete`` and opening a writer change nothing by being repeated, and are.
+    * ``read``, ``list``, ``size``, ``age``, ``delete``, ``discard`` and opening a writer change nothing by being
+      repeated, and are.
     * A ``put`` that failed so may have taken effect all the same. Before it is sent again the tier is asked: an object
       of these very bytes is this put's, which then succeeds; one of other bytes is another's, and is `AlreadyExists`;
       none, and the bytes are sent once more. So a put is never reported as a conflict with itself.
@@ -85,6 +86,13 @@ class Retried(Wrapping):
 
     def delete(self, key: str) -> None:
         self.again(lambda: self.inner.delete(key), f"delete {key}")
+
+    def discard(self, keys: Iterable[str]) -> None:
+        some = list(keys)
+        self.again(lambda: self.inner.discard(some), f"delete {len(some)} objects")
+
+    def age(self, key: str) -> float | None:
+        return self.again(lambda: self.inner.age(key), f"age of {key}")
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         return RetriedWriter(self, key, self.again(lambda: self.inner.writer(key, size_hint), f"write {key}"))

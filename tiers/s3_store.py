@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from .s3_checksums import Checksum
@@ -14,7 +15,7 @@ from .s3_reading import Get
 from .s3_retries import Patience
 from .s3_signing import Signer, share_models
 from .s3_transfers import Transfers
-from .stores import Store, open_filesystem
+from .stores import Store, Times, open_filesystem
 
 PARALLEL = 8
 """Requests with data that are sent at once, beside those of the threads that read."""
@@ -99,6 +100,13 @@ class S3Session:
         """Send a part from a thread of the pool."""
         return self._pool.submit(self.transfers.send_part, where, number, body, sum, stop)
 
+    def each(self, call: Callable[[str], None], names: Iterable[str]) -> None:
+        """Call something for every name, several at once; the first error is raised once all have been tried."""
+        calls = [self._pool.submit(call, name) for name in names]
+        wait(calls)
+        for one in calls:
+            one.result()
+
     def close(self) -> None:
         """Close connections, and end threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -146,6 +154,11 @@ class S3Store(Store):
     def size(self, name: str) -> int:
         return int(self.session.again("head_object", **self.where(name))["ContentLength"])
 
+    def times(self, name: str) -> Times:
+        answer = self.session.again("head_object", **self.where(name))
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        return Times(answer["LastModified"], parsedate_to_datetime(date) if date else None)
+
     def create_whole(self, name: str, body: Sequence[memoryview], sums: Mapping[str, str], **how: Any) -> None:
         """Create an object in one piece under the condition that there is none; as in `Transfers`."""
         self.session.transfers.create(self.where(name), body, sums, **how)
@@ -160,6 +173,10 @@ class S3Store(Store):
                 return
 
         session.patiently(attempt)
+
+    def remove_all(self, names: Iterable[str]) -> None:
+        # Not by DeleteObjects: which checksum it wants differs from server to server.
+        self.session.each(self.remove, names)
 
     def close(self) -> None:
         if self._session.pid == os.getpid():

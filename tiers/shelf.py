@@ -12,7 +12,7 @@ import numpy as np
 from tierstate.manifest.errors import FormatError, NotFound
 from tierstate.manifest.index import Array, DigestIndex
 from tierstate.manifest.layout import ABSENT, DELTA, Draft, Layout, Place
-from tierstate.manifest.leases import pins
+from tierstate.manifest.leases import Leases
 from tierstate.manifest.log import Log
 from tierstate.manifest.record import Record
 from tierstate.manifest.retention import Decision, Keep, Mark
@@ -237,8 +237,9 @@ class Shelf:
         return decision
 
     def leased(self) -> dict[int, str]:
-        """Numbers that others need, and why: those that were forked."""
-        return pins(self.tier, self.run)
+        """Versions that are read or forked, and why each must stay. Whoever drops one asks before its record goes, and
+        once more before its packs do."""
+        return Leases(self.tier, self.run).live(self.tier.age)
 
     @property
     def known(self) -> Collection[int]:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 """What to install for a protocol, where that is not the module that is missing."""
+
+
+_CREATED = ("created", "LastModified", "last_modified", "mtime", "updated")
+"""Under which of these names file systems say when an object came to be; objects are written once."""
+
+
+class Times(NamedTuple):
+    """When an object was created, and what time it is there; None where the store does not say."""
+
+    created: datetime | None
+    now: datetime | None = None
 
 
 class Store:
@@ -61,6 +73,16 @@ class Store:
             raise FileNotFoundError(self.path(name))
         return int(info["size"])
 
+    def times(self, name: str) -> Times:
+        """When an object was created.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        info = self._fs.info(self.path(name))
+        found = (info.get(key) for key in _CREATED)
+        return Times(next((t for t in found if isinstance(t, datetime) and t.tzinfo is not None), None))
+
     def create(self, name: str, body: memoryview) -> None:
         """Create an object under the condition that there is none; sent once."""
         self._fs.pipe_file(self.path(name), body, mode="create")
@@ -71,6 +93,11 @@ class Store:
             self._fs.rm_file(self.path(name))
         except FileNotFoundError:
             return
+
+    def remove_all(self, names: Iterable[str]) -> None:
+        """Remove objects, as many of them as there are."""
+        for name in names:
+            self.remove(name)
 
     def close(self) -> None:
         """Close connections."""
@@ -92,6 +119,10 @@ class MemoryStore(Store):
     def size(self, name: str) -> int:
         with self._one_at_a_time:
             return super().size(name)
+
+    def times(self, name: str) -> Times:
+        with self._one_at_a_time:
+            return super().times(name)._replace(now=datetime.now(UTC))
 
     def create(self, name: str, body: memoryview) -> None:
         with self._one_at_a_time:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierstate.manifest.chunk import Buffer
@@ -51,6 +51,12 @@ class Wrapping(Tier):
 
     def delete(self, key: str) -> None:
         self.inner.delete(key)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        self.inner.discard(keys)
+
+    def age(self, key: str) -> float | None:
+        return self.inner.age(key)
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         return self.inner.writer(key, size_hint)

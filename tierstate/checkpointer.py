@@ -34,6 +34,7 @@ from .guard import Guard
 from .info import Stats, TierStats, VersionInfo
 from .planning import Planner, allowed_pickles, checked_metadata, checked_step, retention, rule_retention
 from .progress import draining
+from .pruning import Saving
 from .run import Run
 from .save import Save, tell
 
@@ -206,6 +207,9 @@ class Checkpointer(Run):
         self._flow.continue_from(self.restored.id)
         log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
         return found.state
+
+    def _saving(self) -> Saving:
+        return self._flow
 
     def stats(self) -> Stats:
         """What this Checkpointer has done so far."""

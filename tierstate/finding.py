@@ -21,6 +21,7 @@ from tierstate.tiers.arena import Arena
 from tierstate.tiers.catalog import Catalog, Entry, Place
 from tierstate.tiers.fetch import Fetch
 from tierstate.tiers.landing import Landing
+from tierstate.tiers.leasing import Moved, reading, sources
 from tierstate.tiers.mend import Mender
 
 from .rollback import Destinations, roll_back
@@ -83,10 +84,14 @@ def restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restore
 
     Raises: as `_restore`.
     """
-    for _ in range(RUNS_AFTER if wanted.newest else 0):
+    for _ in range(RUNS_AFTER):
         try:
             return _restore(catalog, arena, run, wanted)
+        except Moved as error:
+            log.info("%s", error)
         except _Dropped as error:
+            if not wanted.newest:
+                raise
             log.info("%s", error)
     return _restore(catalog, arena, run, wanted)
 
@@ -115,9 +120,7 @@ def _restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restor
                 return Restored(_fill(entry, target, arena), entry)
             except Damaged as error:
                 if wanted.on_damage == "raise":
-                    if _is_dropped(entry):
-                        text = f"{_name(entry)} was dropped, as `keep` says, while it was read; ask for the newest one"
-                        raise _Dropped(text) from error
+                    _check_still_there(entry, error)
                     raise
                 _pass_over(passed, _name(entry), error)
         raise _none(run, wanted, catalog, passed)
@@ -228,12 +231,19 @@ def check_unsharded(entry: Entry, leaves: Collection[int]) -> None:
         raise FormatError(f"{_name(entry)} holds {version.leaves[wrong].name} {held[wrong]} times; once is right")
 
 
-def _is_dropped(entry: Entry) -> bool:
-    """Whether no tier has the version's record any more."""
+def _check_still_there(entry: Entry, error: Damaged) -> None:
+    """Raises _Dropped or Moved where a damage is no wonder, as records by which a version was read are gone."""
+    seq = entry.version.head.seq
     try:
-        return all(entry.version.head.seq not in holding.shelf.log.seqs() for holding in entry.holdings)
+        dropped = all(seq not in holding.shelf.log.seqs() for holding in entry.holdings)
+        moved = not all(h.shelf.log.holds(r) for h, r in zip(entry.holdings, entry.records, strict=True))
     except TierstateError:
-        return False
+        return
+    if dropped:
+        text = f"{_name(entry)} was dropped, as `keep` says, while it was read; ask for the newest one"
+        raise _Dropped(text) from error
+    if moved:
+        raise Moved(f"{_name(entry)} was moved while it was read") from error
 
 
 def _pass_over(passed: list[str], name: str, error: TierstateError) -> None:
@@ -258,8 +268,10 @@ def _fill(entry: Entry, target: Target, arena: Arena) -> Any:
         return providers[leaf].load(start, raw)
 
     try:
-        rows = roll_back(entry, version.rows_of(list(providers)), Destinations(providers, memories))
-        fetch.fill(rows, Landing(version, memories, load, untouched=target.is_new))
+        rows = version.rows_of(list(providers))
+        with reading(sources(entry, rows), int(version.chunk_nbytes[rows].sum(dtype="i8"))):
+            rows = roll_back(entry, rows, Destinations(providers, memories))
+            fetch.fill(rows, Landing(version, memories, load, untouched=target.is_new))
     finally:
         mender.close()
     return target.finish()

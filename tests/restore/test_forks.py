@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import alike, faulty, names, opened, policy, scratch, tensors, tier, wrapped
+from worlds import alike, faulty, names, opened, pins, policy, scratch, tensors, tier, wrapped
 
 import tierstate as ts
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AlreadyExists, NotFound, TierError, TierUnavailable
-from tierstate.manifest.leases import pin, pins, unpin
+from tierstate.manifest.leases import pin, unpin
 from tierstate.manifest.log import Log
 from tierstate.tiers.memory import Memory
 from tierstate.tiers.testing import Fault

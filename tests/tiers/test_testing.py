@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -139,6 +139,22 @@ class DeletesOnlyOnce(Dict):
         del self.objects[key]
 
 
+class DeletesTheFirstOnly(Dict):
+    def discard(self, keys: Iterable[str]) -> None:
+        super().discard(list(keys)[:1])
+
+
+class IsBornTomorrow(Dict):
+    def age(self, key: str) -> float | None:
+        self.find(key)
+        return -86_400.0
+
+
+class IsOfAllAges(Dict):
+    def age(self, key: str) -> float | None:
+        return 86_400.0
+
+
 class TellsNonsense(Dict):
     @property
     def traits(self) -> Traits:
@@ -236,6 +252,9 @@ BROKEN: list[tuple[str, Callable[[], Tier]]] = [
     ("deletes", DeletesByPrefix),
     ("deletes", DeletesOnlyOnce),
     ("deletes while reading", lying(Fault("read", 1, damage="truncate", where=1000))),
+    ("ages rise", IsBornTomorrow),
+    ("ages rise", IsOfAllAges),
+    ("many are deleted at once", DeletesTheFirstOnly),
     ("keys that are none are refused", AnyKey),
     ("traits are sane", TellsNonsense),
 ]

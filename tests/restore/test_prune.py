@@ -1,0 +1,198 @@
+"""Pruning: what the policy does not keep goes, and what dead savers left; what anybody needs stays."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worlds import alike, faulty, names, opened, policy, scratch, tensors, tier, unreferenced, wrapped
+
+import tierstate as ts
+from tierstate.manifest.chunk import as_buffer
+from tierstate.manifest.errors import TierUnavailable
+from tierstate.manifest.leases import Leases, pin
+from tierstate.tiers import leasing
+from tierstate.tiers.memory import Memory
+from tierstate.tiers.testing import Fault
+
+
+def spec(place: Path, **keys: Any) -> ts.Policy:
+    return policy({"nvme": tier("nvme", place, **keys)})
+
+
+def filled(place: Path, steps: int = 5) -> list[dict[str, torch.Tensor]]:
+    """Steps that were saved when everything was kept."""
+    states = [tensors(20_000, 8_000, seed=step) for step in range(steps)]
+    with ts.Checkpointer(spec(place), "run") as ckpt:
+        for step, state in enumerate(states):
+            ckpt.save(state, step=step)
+    return states
+
+
+def test_it_drops_what_the_policy_does_not_keep_and_says_why() -> None:
+    with scratch() as place:
+        states = filled(place)
+        keep = spec(place, keep={"last": 2})
+        where = opened(keep, "nvme")
+        before = names(where)
+        with ts.Checkpointer(keep, "run") as ckpt:
+            plan = ckpt.prune(dry_run=True)
+            assert names(where) == before, "a dry run changes nothing"
+            report = ckpt.prune()
+            (nvme,) = report.tiers
+            assert (nvme.drop, nvme.keep) == ((1, 2, 3), {4: ("last 2",), 5: ("newest", "last 2")})
+            assert plan.tiers == report.tiers
+            assert plan.dry_run
+            assert not report.dry_run
+            assert len(nvme.packs) == 3
+            assert report.steps[5] == 4
+            assert [v.step for v in ckpt.versions()] == [3, 4]
+            assert alike(ckpt.load(step=4), states[4])
+            assert ckpt.verify(deep=True).ok
+            assert ckpt.prune().tiers[0].packs == {}
+        assert unreferenced(where, "run") == set()
+
+
+def test_a_reader_in_another_process_keeps_what_he_reads() -> None:
+    with scratch() as place:
+        states = filled(place, 3)
+        keep = spec(place, keep={"last": 1})
+        where = opened(keep, "nvme")
+        lease = Leases(where, "run").take(1)
+        with ts.Checkpointer(keep, "run") as ckpt:
+            nvme = ckpt.prune().tiers[0]
+            assert nvme.drop == (2,)
+            assert nvme.keep[1][0].startswith("read by ")
+            assert alike(ckpt.load(step=0), states[0])
+            Leases(where, "run").release(lease)
+            assert ckpt.prune().tiers[0].drop == (1,)
+
+
+def test_orphans_go_once_they_are_old_and_at_once_without_grace() -> None:
+    with scratch() as place:
+        filled(place, 1)
+        where = opened(spec(place), "nvme")
+        orphan = "packs/run/000000000009-0-0-dead"
+        where.put(orphan, as_buffer(b"left behind"))
+        with ts.Checkpointer(spec(place), "run") as ckpt:
+            assert ckpt.prune().tiers[0].young == 1
+            assert orphan in names(where)
+            assert ckpt.prune(grace=0).tiers[0].packs == {orphan: 11}
+            with pytest.raises(ValueError, match="right is 0 or more"):
+                ckpt.prune(grace=-1)
+            assert ckpt.verify(deep=True).ok
+
+
+def test_saves_under_way_in_this_process_keep_their_packs_whatever_the_grace() -> None:
+    inner = Memory()
+    with scratch() as place, wrapped(inner) as keys:
+        world = policy({"nvme": tier("nvme", place), "slow": keys})
+        with ts.Checkpointer(world, "run") as ckpt:
+            ckpt.save(tensors(20_000), step=0).wait("slow")
+            gate = faulty(keys).shut("put")  # packs are written, and the record is not
+            save = ckpt.save(tensors(20_000, seed=1), step=1)
+            save.wait("nvme")
+            while len(names(inner, "packs/")) < 2:
+                assert not save.done("slow")
+            report = ckpt.prune(grace=0)
+            assert report.ok, report
+            assert len(names(inner, "packs/")) == 2
+            gate.set()
+            save.wait("slow")
+            assert ckpt.verify(deep=True).ok
+
+
+def test_what_a_slower_tier_has_not_got_yet_stays() -> None:
+    with scratch() as place:
+        states = filled(place, 4)
+        tiers = {"nvme": tier("nvme", place, keep={"last": 1}), "far": {"type": "nvme", "path": str(place / "far")}}
+        with ts.Checkpointer(policy(tiers), "run") as ckpt:
+            report = ckpt.prune()
+            assert report.tiers[0].keep[1] == ("far has not got it yet",)
+            assert not report.tiers[0].drop
+            assert alike(ckpt.load(step=0), states[0])
+
+
+def test_a_tier_that_fails_does_not_stop_the_others() -> None:
+    inner = Memory()
+    with scratch() as place, wrapped(inner) as keys:
+        world = policy({"a": {**keys, "keep": {"last": 1}}, "b": tier("nvme", place, keep={"last": 1})})
+        with ts.Checkpointer(policy({"a": keys, "b": tier("nvme", place)}), "run") as ckpt:
+            for step in range(3):
+                ckpt.save(tensors(9_000, seed=step), step=step).wait("b")
+        with ts.Checkpointer(world, "run") as ckpt:
+            faulty(keys).add(Fault("delete", 0, TierUnavailable("cannot delete now")))
+            report = ckpt.prune()
+            assert not report.ok
+            assert "cannot delete now" in report.tiers[0].problems[0]
+            assert report.tiers[1].drop == (1, 2)
+            faulty(keys).heal()
+            assert ckpt.prune().ok
+            assert [v.step for v in ckpt.versions()] == [2]
+            assert ckpt.verify(deep=True).ok
+    assert unreferenced(inner, "run") == set()
+
+
+def test_a_pin_that_no_fork_needs_is_taken_away_once_and_the_version_the_next_time() -> None:
+    with scratch() as place:
+        filled(place, 3)
+        keep = spec(place, keep={"last": 1})
+        where = opened(keep, "nvme")
+        pin(where, "run", 1, "fork")
+        with ts.Checkpointer(keep, "run") as ckpt:
+            first = ckpt.prune(grace=0).tiers[0]
+            assert (first.drop, first.pins, first.keep[1]) == ((2,), ((1, "fork"),), ("forked by fork",))
+            assert ckpt.prune(grace=0).tiers[0].drop == (1,)
+
+
+def test_packs_that_are_mostly_dead_are_repacked() -> None:
+    """One leaf of many stays as it was for as long as an old version is kept."""
+    big, small = 12 << 20, 64 << 10
+    with scratch() as place:
+        with ts.Checkpointer(
+            policy({"nvme": tier("nvme", place)}, chunk="1MiB", arena={"size": "32MiB"}), "run"
+        ) as ckpt:
+            frozen = torch.randn(small)
+            states = [{"big": torch.full((big // 4,), float(i)) + torch.arange(big // 4), "w": frozen} for i in (0, 1)]
+            states.append({"big": states[0]["big"][:10].clone(), "w": torch.zeros(10)})
+            for step, state in enumerate(states):
+                ckpt.save(state, step=step)
+        keep = policy({"nvme": tier("nvme", place, keep={"last": 2})}, chunk="1MiB", arena={"size": "32MiB"})
+        with ts.Checkpointer(keep, "run") as ckpt:
+            plan = ckpt.prune(dry_run=True).tiers[0]
+            done = ckpt.prune().tiers[0]
+            assert done == plan
+            assert done.repacked.versions == (2,)
+            assert sum(done.repacked.packs.values()) > big
+            assert alike(ckpt.load(step=1), states[1])
+            used = sum(file.stat().st_size for file in (place / "nvme/packs").rglob("*") if file.is_file())
+            assert set(ckpt.prune(grace=0).tiers[0].packs) == set(done.repacked.packs)
+            left = sum(file.stat().st_size for file in (place / "nvme/packs").rglob("*") if file.is_file())
+            assert used - left > big
+            assert alike(ckpt.load(step=1), states[1])
+            assert alike(ckpt.load(step=2), states[2])
+            assert ckpt.verify(deep=True).ok
+
+
+def test_a_run_that_is_not_there_has_nothing_to_prune() -> None:
+    with scratch() as place, ts.Checkpointer(spec(place), "none") as ckpt:
+        assert ckpt.prune().ok
+        assert not (place / "nvme").exists()
+
+
+def test_a_restore_leaves_no_lease_behind_and_a_folder_that_cannot_be_written_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leasing, "LONG", 0)
+    with scratch() as place:
+        states = filled(place, 1)
+        with ts.Checkpointer(spec(place), "run") as ckpt:
+            assert alike(ckpt.load(), states[0])
+            assert names(opened(spec(place), "nvme"), "leases/") == []
+        shutil.rmtree(place / "nvme/leases")
+        (place / "nvme/leases").write_text("no folder")
+        with ts.Checkpointer(spec(place), "run") as ckpt:
+            assert alike(ckpt.load(), states[0])
