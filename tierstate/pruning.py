@@ -189,7 +189,7 @@ class Pruning:
         found.packs = {key: n for key, n in {**expected, **swept.packs}.items() if key not in left}
         self._progress(f"{shelf.name}: repacking")
         found.repacked = repack(shelf, in_use=in_use)
-        if shelf.tier.traits.persistent:
+        if found.drop and shelf.tier.traits.persistent:
             try:
                 shelf.summaries.write()
             except TierstateError as error:  # only a cache
