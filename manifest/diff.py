@@ -18,6 +18,27 @@ Change = Literal["added", "removed", "changed", "same"]
 
 
 @dataclass(frozen=True, slots=True)
+class Numbers:
+    """How the elements of a leaf differ in two versions.
+
+    Attributes:
+        elements: how many the leaf has; bytes where its type is none of numbers.
+        changed: those of them whose bytes differ, as those of 0.0 and -0.0 do, and of NaNs with other payloads.
+        largest: the largest absolute difference, of complex numbers the largest modulus, between elements that are
+            finite in both versions; an exact int for integers; None where the type is none of numbers.
+        rms: root of the mean over all elements of the squared difference, which counts as 0 where one is not finite.
+        nan, inf: how many of the changed elements were NaN, or infinite, in the older version, and are in the newer.
+    """
+
+    elements: int
+    changed: int
+    largest: int | float | None = None
+    rms: float | None = None
+    nan: tuple[int, int] = (0, 0)
+    inf: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class LeafDiff:
     """One leaf in two versions.
 
@@ -28,12 +49,18 @@ class LeafDiff:
         nbytes: bytes of the leaf in the newer version (in the older one where it was removed).
         changed_nbytes: bytes of its chunks that the older version does not have at the same place of the leaf, or,
             where it is cut differently, nowhere in the leaf.
+        numbers: how its elements differ, where that was asked for and both versions have the same dtype and shape.
+        values: a plain value as it was and as it is, as Python writes it, where that was asked for and it is short.
+        note: why there are no numbers of a changed leaf though they were asked for.
     """
 
     path: Path
     change: Change
     nbytes: int
     changed_nbytes: int
+    numbers: Numbers | None = None
+    values: tuple[str, str] | None = None
+    note: str = ""
 
     @property
     def name(self) -> str:

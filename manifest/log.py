@@ -129,22 +129,24 @@ class Log:
 
         Raises:
             NotFound: there is none of that number.
-            FormatError: it is damaged, foreign, too large, or of another run or number.
+            FormatError: each of its generations is damaged, foreign, too large, or of another run or number.
             TierError: the tier could not be read.
         """
         try:
             return self.read_generation(seq, 0)  # what nearly every version has, for one request
-        except NotFound as error:
-            missing = error
+        except (FormatError, NotFound) as error:
+            failure: TierstateError = error
         for _ in range(RACES):
-            others = self._listed(f"{self.key(seq)}.").get(seq)
-            if not others:
+            others = self._listed(f"{self.key(seq)}.").get(seq, [])
+            for generation in reversed(others):
+                try:
+                    return self.read_generation(seq, generation)
+                except (FormatError, NotFound) as error:
+                    # What is damaged tells more than what somebody has replaced meanwhile.
+                    failure = failure if isinstance(failure, FormatError) else error
+            if not others or isinstance(failure, FormatError):
                 break
-            try:
-                return self.read_generation(seq, others[-1])
-            except NotFound as error:
-                missing = error
-        raise missing
+        raise failure
 
     def read_generation(self, seq: int, generation: int) -> Record:
         """One record of one version.

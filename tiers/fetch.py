@@ -29,6 +29,8 @@ __all__ = ["Fetch", "Holding", "Sink", "Trouble"]
 Sink = Callable[[int, Buffer, "Slab | None"], None]
 """Takes row, verified raw bytes, and the slab they lie in (to lease, if they are needed longer), or None."""
 
+Lost = Callable[[int, Damaged], None]
+
 Give = Callable[[int, Buffer, "Slab | None"], "Event | None"]
 
 IN_PLACE_FROM = 256 << 10
@@ -62,6 +64,7 @@ class Fetch:
         workers: reads in flight.
         mended: called with (index of the holding that failed, row, raw bytes).
         stop: asked before each request and while waiting for a slab; true gives up.
+        lost: told of each row that is whole nowhere, which is then left out; without it that is an error.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class Fetch:
         workers: int = 1,
         mended: Mended | None = None,
         stop: Callable[[], bool] = lambda: False,
+        lost: Lost | None = None,
     ) -> None:
         self._version, self._holdings, self._arena = version, holdings, arena
+        self._lost = lost
         self._workers, self._stop = workers, stop
         self._rescue = Rescue(version, holdings, mended)
         self._large = threading.BoundedSemaphore(LARGE)
@@ -129,9 +134,15 @@ class Fetch:
             found = plan_reads(layout, here, content, direct, grain, slab, max(REQUEST, slab))
             these = [Run(index, reads, i) for reads in found for i in range(len(reads))]
             runs += sorted(these, key=lambda run: run.reads.order(run.number))
-        if len(left):
-            raise self._rescue.nowhere(int(left[0]))
+        for row in left.tolist():
+            self._give_up([row], self._rescue.nowhere(row))
         return runs
+
+    def _give_up(self, rows: Sequence[int], error: Damaged) -> None:
+        if self._lost is None:
+            raise error
+        for row in rows:
+            self._lost(row, error)
 
     @staticmethod
     def _direct(layout: Layout, rows: Array, landing: Landing, grain: Grain) -> Array:
@@ -204,6 +215,8 @@ class Fetch:
         failure = self._read(run, buffers)
         for spot, stored in zip(run.reads.spots(run.number), parts, strict=True):
             raw = self._verified(run, spot, stored, failure)
+            if raw is None:
+                continue
             arrived = memory is None and raw is stored
             for row in spot.rows[1:] if arrived else spot.rows:
                 yield row, raw, slab if raw is stored else None
@@ -223,8 +236,8 @@ class Fetch:
             return error
         return None
 
-    def _verified(self, run: Run, spot: Spot, stored: Buffer, failure: TierstateError | None) -> Buffer:
-        """A chunk's raw bytes: ``stored`` itself, or from elsewhere."""
+    def _verified(self, run: Run, spot: Spot, stored: Buffer, failure: TierstateError | None) -> Buffer | None:
+        """A chunk's raw bytes: ``stored`` itself, or from elsewhere; None where it was given up."""
         row, layout = spot.rows[0], run.reads.layout
         try:
             if failure is None:
@@ -240,7 +253,14 @@ class Fetch:
             # A run could not be read: what lies in its undamaged part is still worth having, place by place.
             return self._rescue.alone(run.holding, row, place)
         except TierstateError as error:
-            return self._rescue.elsewhere(run.holding, row, error)
+            return self._elsewhere(run.holding, spot.rows, error)
+
+    def _elsewhere(self, holding: int, rows: Sequence[int], error: TierstateError) -> Buffer | None:
+        try:
+            return self._rescue.elsewhere(holding, rows[0], error)
+        except Damaged as nowhere:
+            self._give_up(rows, nowhere)
+            return None
 
 
 def _results(futures: Sequence[Future[None]]) -> None:

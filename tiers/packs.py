@@ -26,6 +26,7 @@ from tierstate.manifest.errors import FormatError
 from tierstate.manifest.head import refuse_unknown
 from tierstate.manifest.index import Array, as_array
 from tierstate.manifest.layout import Base, Place
+from tierstate.manifest.version import Version
 
 from .base import ObjectWriter, Range, Release, Tier
 from .packing import BIG, BLOCK
@@ -155,15 +156,20 @@ class PackWriter:
             self._at += gap
         return self._object
 
-    def close(self) -> dict[str, int]:
-        """Make all packs visible and durable; their lengths by key."""
+    def close(self, version: bytes = b"") -> dict[str, int]:
+        """Make all packs visible and durable; their lengths by key.
+
+        Args:
+            version: the version's section, a copy of which goes into the last pack: it is looked for where every
+                record is lost.
+        """
         if self._object is not None:
-            self._finish()
+            self._finish(version)
         return self.sizes
 
-    def _finish(self) -> None:
+    def _finish(self, version: bytes = b"") -> None:
         assert self._object is not None
-        footer = as_buffer(encode_footer(self._rows))
+        footer = as_buffer(version + encode_footer(self._rows, (self._at, version) if version else None))
         self._object.append(footer)
         # Forget the writer only once it closed: after an error, abort() must still reach it.
         self._object.close()
@@ -184,8 +190,9 @@ class PackWriter:
                 self._tier.delete(key)
 
 
-def encode_footer(rows: Sequence[Rows]) -> bytes:
-    """The footer of a pack that holds these chunks."""
+def encode_footer(rows: Sequence[Rows], version: tuple[int, bytes] | None = None) -> bytes:
+    """The footer of a pack that holds these chunks, and perhaps a version's section at an offset."""
+    said = {} if version is None else {"version": [version[0], len(version[1]), checksum(version[1]).hex()]}
     codecs = sorted({r.codec for r in rows})
 
     def column(name: str, dtype: str) -> Array:
@@ -193,7 +200,7 @@ def encode_footer(rows: Sequence[Rows]) -> bytes:
 
     deltas = any(r.bases is not None for r in rows)
     table = col.encode(
-        {"codecs": codecs, "requires": [DELTA] if deltas else []},
+        {"codecs": codecs, "requires": [DELTA] if deltas else [], **said},
         {
             "chunk.digest": np.concatenate([r.digests for r in rows] or [np.zeros((0, 2), "<u8")]).reshape(-1),
             "chunk.nbytes": column("nbytes", "<u4"),
@@ -220,6 +227,30 @@ def read_footer(tier: Tier, key: str) -> list[Row]:
         FormatError: the object is no pack, or its footer is damaged.
         TierError: the tier could not be read.
     """
+    table, end = _footer(tier, key)
+    return list(_rows(table, key, end))
+
+
+def read_version(tier: Tier, key: str) -> Version | None:
+    """The version of which a pack holds a copy; None where it holds none.
+
+    Raises: as `read_footer`.
+    """
+    table, end = _footer(tier, key)
+    found = col.decode(table, f"footer of {key}")[0].get("version")
+    if found is None:
+        return None
+    sound = isinstance(found, list) and len(found) == 3 and all(type(n) is int and 0 <= n <= end for n in found[:2])
+    if not sound or found[0] + found[1] > end:
+        raise FormatError(f"{tier.name}: {key}: its footer names a version outside the pack")
+    section = view(_read(tier, key, found[0], found[1])).toreadonly()
+    if checksum(section).hex() != found[2]:
+        raise FormatError(f"{tier.name}: {key}: its copy of the version is not what was written")
+    return Version.decode(section)
+
+
+def _footer(tier: Tier, key: str) -> tuple[memoryview, int]:
+    """A pack's footer, its checksum verified, and where in the pack it begins."""
     size = tier.size(key)
     if size < _TRAILER:
         raise FormatError(f"{tier.name}: {key}: {size} bytes are no pack")
@@ -230,7 +261,7 @@ def read_footer(tier: Tier, key: str) -> list[Row]:
     table = view(_read(tier, key, size - _TRAILER - length, length)).toreadonly()
     if checksum(table) != trailer[4:20]:
         raise FormatError(f"{tier.name}: {key}: its footer is not what was written")
-    return list(_rows(table, key, size - _TRAILER - length))
+    return table, size - _TRAILER - length
 
 
 def _read(tier: Tier, key: str, offset: int, nbytes: int) -> Buffer:

@@ -205,7 +205,7 @@ class Publication:
     def commit(self, version: Version) -> Record:
         """Make packs durable, then create the record."""
         self._coding.workers.finish()
-        self._packs.close()
+        self._packs.close(version.data)
         for rows, firsts in self._twins:
             self._draft.put_twins(rows, firsts)
         if self._adopted is not None:

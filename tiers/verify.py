@@ -3,96 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierstate.manifest.errors import Damaged, NotFound, TierstateError
+from tierstate.manifest.columns import Array
+from tierstate.manifest.errors import NotFound, TierstateError
 
 from .arena import Arena
 from .catalog import Catalog, Entry, Place
-from .fetch import Fetch, Holding
+from .fetch import Holding
+from .findings import Depth, Problem, Report, Unrestorable
+from .footers import disagreements
+from .testimony import Testimony
+
+__all__ = ["Depth", "Problem", "Report", "Unrestorable", "Verifier"]
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that is not as it should be.
-
-    Attributes:
-        tier: where.
-        seq: the version's number.
-        step: its step; None where the record itself cannot be read.
-        leaf: the leaf, or empty where it is about a whole record or pack.
-        what: what was found.
-    """
-
-    tier: str
-    seq: int
-    step: int | None
-    leaf: str
-    what: str
-
-
-@dataclass
-class Report:
-    """What a verification looked at, and what it found.
-
-    Attributes:
-        versions: records read, one per version and tier.
-        chunks, nbytes: chunks read and their raw bytes; none unless data was asked for.
-        problems: what is not as it should be.
-        unreachable: tiers that could not be asked.
-    """
-
-    versions: int = 0
-    chunks: int = 0
-    nbytes: int = 0
-    problems: list[Problem] = field(default_factory=list)
-    unreachable: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        """Whether every tier answered and nothing is wrong."""
-        return not self.problems and not self.unreachable
+RECORDS = Depth()
+"""Records, and packs by presence and length."""
 
 
 class Verifier:
     """Looks at every version of a run in every tier.
 
     Args:
-        data: read every chunk and compare its digest; otherwise only records, and packs by presence and length.
+        how: records, and packs by presence and length; or also the data.
+        workers: reads in flight.
         progress: called with the raw bytes read since the last call.
     """
 
     def __init__(
-        self, catalog: Catalog, arena: Arena, *, data: bool = False, progress: Callable[[int], None] = lambda _: None
+        self,
+        catalog: Catalog,
+        arena: Arena,
+        how: Depth = RECORDS,
+        *,
+        workers: int = 1,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._catalog, self._arena, self._data, self._progress = catalog, arena, data, progress
+        self._catalog, self._how = catalog, how
         self._sizes: dict[tuple[str, str], str] = {}
-        self._seen: set[tuple[str, str, int]] = set()
-        self.report = Report()
+        self._doubtful: list[Entry] = []
+        self.report = Report(sample=how.sample, seed=how.seed)
+        self._chunks = Testimony(arena, how, self.report, workers, progress)
 
-    def run(self, only: Callable[[Entry], bool] = lambda _: True) -> Report:
-        """Look at all versions for which ``only`` holds."""
+    def run(self, each: Callable[[Entry], None] = lambda _entry: None) -> Report:
+        """Look at all versions; ``each`` is called with every one that has a record, and may add to the report."""
         for place in self._catalog.newest_first():
             self._unreadable(place)
-            for entry in filter(only, place.entries):
+            for entry in place.entries:
                 for holding in entry.holdings:
-                    self.report.versions += 1
-                    self.report.problems += self._packs(entry, holding)
-                    if self._data:
-                        self.report.problems += self._chunks(entry, holding)
+                    self._look(entry, holding)
+                if self._missing(entry).any():
+                    self._doubtful.append(entry)
+                each(entry)
+        self.report.problems += self._chunks.problems()
+        self.report.lost += filter(None, map(self._lost, self._doubtful))
+        self.report.lost.sort(key=lambda bad: -bad.seq)
         self.report.unreachable = {name: str(error) for name, error in self._catalog.unreachable.items()}
         return self.report
 
     def _unreadable(self, place: Place) -> None:
         self.report.problems += [Problem(name, place.seq, None, "", str(error)) for name, error in place.problems]
+        if not place.entries:
+            self.report.lost.append(Unrestorable(place.seq, None))
+
+    def _look(self, entry: Entry, holding: Holding) -> None:
+        head, report = entry.version.head, self.report
+        report.versions += 1
+        if self._how.reads:
+            rows = self._chunks.hear(entry, holding)
+            if self._how.deep:
+                found = disagreements(holding.shelf.tier, entry.version, holding.layout, rows)
+                report.problems += [Problem(holding.shelf.name, head.seq, head.step, "", what) for what in found]
+        # Only now, since what was mended meanwhile is no problem any more.
+        report.problems += self._packs(entry, holding)
 
     def _packs(self, entry: Entry, holding: Holding) -> Iterator[Problem]:
         head = entry.version.head
         for key, size in zip(holding.layout.objects, holding.layout.object_sizes.tolist(), strict=True):
             what = self._pack(holding, key, size)
-            if what and not self._is_mended(entry, holding, key):
+            if what and not _is_mended(entry, holding, key):
                 yield Problem(holding.shelf.name, head.seq, head.step, "", what)
 
     def _pack(self, holding: Holding, key: str, size: int) -> str:
@@ -108,39 +99,49 @@ class Verifier:
                 self._sizes[known] = str(error)
         return self._sizes[known]
 
-    @staticmethod
-    def _is_mended(entry: Entry, holding: Holding, key: str) -> bool:
-        """Whether all that a version has in a damaged pack was written again elsewhere in the same tier."""
-        layout, mended = holding.layout, holding.shelf.mended
-        number = layout.objects.index(key)
-        for row in np.flatnonzero((layout.object == number) | (layout.base_object == number)).tolist():
-            base = layout.base(row) if layout.object[row] != number else None
-            whole = mended(entry.version.digests[row].tobytes()) or (base is not None and mended(base.digest))
-            if not whole:
-                return False
-        return True
+    def _missing(self, entry: Entry) -> Array:
+        """``(chunks,)`` of bool: which chunks no copy is known to have whole."""
+        left = np.ones(len(entry.version.digests), bool)
+        hopeless = ~left
+        for holding in entry.holdings:
+            layout = holding.layout
+            sizes = zip(layout.objects, layout.object_sizes.tolist(), strict=True)
+            # What was read tells more than how long its pack is.
+            sound = np.array([self._how.data or not self._pack(holding, *pack) for pack in sizes], bool)
+            rows = np.flatnonzero(left & layout.present)
+            left[rows] = ~(sound[layout.object[rows]] & ~self._chunks.wrong(holding, rows))
+            hopeless[rows] |= self._chunks.wrong(holding, rows, hopeless=True)
+        for row in np.flatnonzero(left & ~hopeless).tolist():
+            digest = entry.version.digests[row].tobytes()
+            left[row] = not any(h.layout.present[row] and mended(h, digest) for h in entry.holdings)
+        return left
 
-    def _chunks(self, entry: Entry, holding: Holding) -> Iterator[Problem]:
+    def _lost(self, entry: Entry) -> Unrestorable | None:
+        """What of a version cannot be restored; None where it can, since it was mended meanwhile."""
         version = entry.version
-        for row in self._unseen(holding):
-            try:
-                Fetch(version, [holding], self._arena).run([row], lambda _row, _raw, _slab: None)
-            except Damaged as error:
-                leaf = version.leaves[int(version.chunk_leaf[row])].name
-                # What is wrong in this tier; the error itself speaks of all tiers that a restore would try.
-                what = str(error.__cause__ or error)
-                yield Problem(holding.shelf.name, version.head.seq, version.head.step, leaf, what)
-            nbytes = int(version.chunk_nbytes[row])
-            self.report.chunks += 1
-            self.report.nbytes += nbytes
-            self._progress(nbytes)
+        leaves = np.unique(version.chunk_leaf[self._missing(entry)]).tolist()
+        if not leaves:
+            return None
+        return Unrestorable(version.head.seq, version.head.step, len(leaves), version.leaves[leaves[0]].name)
 
-    def _unseen(self, holding: Holding) -> Iterator[int]:
-        """Rows whose place has not been read for another version or row."""
-        for row in np.flatnonzero(holding.layout.present).tolist():
-            place = holding.layout.place(row)
-            assert place is not None
-            key = (holding.shelf.name, place.object, place.offset)
-            if key not in self._seen:
-                self._seen.add(key)
-                yield row
+
+def mended(holding: Holding, digest: bytes) -> bool:
+    """Whether a chunk was written again in a tier, as far as that can be told."""
+    try:
+        return holding.shelf.mended(digest) is not None
+    except TierstateError:
+        return False
+
+
+def _is_mended(entry: Entry, holding: Holding, key: str) -> bool:
+    """Whether all that a version has in a damaged pack was written again elsewhere in the same tier."""
+    layout = holding.layout
+    number = layout.objects.index(key)
+    for row in np.flatnonzero((layout.object == number) | (layout.base_object == number)).tolist():
+        base = layout.base(row) if layout.object[row] != number else None
+        whole = mended(holding, entry.version.digests[row].tobytes()) or (
+            base is not None and mended(holding, base.digest)
+        )
+        if not whole:
+            return False
+    return True

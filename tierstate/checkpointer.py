@@ -24,6 +24,7 @@ from tierstate.tiers.arena import Arena
 from tierstate.tiers.flow import Flow
 from tierstate.tiers.opening import opened
 from tierstate.tiers.placement import lossy_methods
+from tierstate.tiers.plan import Plan
 from tierstate.tiers.policy import Policy
 from tierstate.tiers.shelf import Shelf
 from tierstate.tiers.tally import HISTORY
@@ -110,10 +111,13 @@ class Checkpointer(Run):
         start = time.monotonic()
         self._check_open()
         with uncollected():
-            return self._save(state, step, metadata, start)
+            return self._submit(self._planner.plan(state), step, metadata, start)
 
-    def _save(self, state: Any, step: int, metadata: Mapping[str, Any] | None, start: float) -> Save:
-        plan = self._planner.plan(state)
+    def _submit(
+        self, plan: Plan, step: int, metadata: Mapping[str, Any] | None = None, start: float | None = None
+    ) -> Save:
+        """Save what is planned; ``start`` is when that began."""
+        start = time.monotonic() if start is None else start
         head = Head(
             self.run,
             self._flow.next_seq(),

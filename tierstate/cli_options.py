@@ -16,3 +16,19 @@ TagName = Annotated[str | None, typer.Option("--tag", help="The version that has
 Only = Annotated[list[str] | None, typer.Option(help="Only leaves that match, as in 'model.**'.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of a table.")]
+
+
+def parse_share(text: str) -> float:
+    """A share as people write it: ``5%`` or ``0.05``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
+    try:
+        share = float(number) / percent
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(f"{text!r} is no share; write one above 0% and up to 100%, as in 5%")
+    return share

@@ -12,9 +12,9 @@ from tierstate.manifest.log import runs
 from tierstate.tiers.opening import opened
 from tierstate.tiers.policy import Policy
 
-from . import tables
+from . import leaf_table, report_table, tables
 from .checkpointer import Checkpointer
-from .cli_options import AnyRun, Id, Json, PolicyFile, Run, Step, TagName
+from .cli_options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, parse_share
 from .progress import reading
 
 app = typer.Typer()
@@ -35,12 +35,21 @@ def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False)
 
 @app.command()
 def show(
-    policy: PolicyFile, run: Run, step: Step = None, version: Id = None, tag: TagName = None, as_json: Json = False
+    policy: PolicyFile,
+    run: Run,
+    step: Step = None,
+    version: Id = None,
+    tag: TagName = None,
+    only: Only = None,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="Sums of what lies below so many keys, instead of leaves.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Show one version: its leaves with kind, dtype, shape and size, and the tiers that have it."""
+    """Show one version: its leaves with kind, dtype, shape and size, and what each tier has of them."""
     with Checkpointer(policy, run) as ckpt:
         info = ckpt.info(step=step, version=version, tag=tag)
-        tables.show_leaves(info, ckpt.leaves(version=info.id), as_json)
+        leaf_table.show_leaves(info, ckpt.located(version=info.id, only=only), depth, as_json)
 
 
 @app.command()
@@ -48,12 +57,20 @@ def verify(
     policy: PolicyFile,
     run: Run,
     data: Annotated[bool, typer.Option("--data", help="Read every chunk and compare its digest.")] = False,
+    sample: Annotated[str | None, typer.Option(help="Read a random share of each tier's bytes, as in 5%.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="With --sample: choose as a report with this seed did.")
+    ] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="--data, and open every leaf; footers too.")] = False,
+    mend: Annotated[bool, typer.Option("--mend", help="Write again what is whole in another tier.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check that every tier has what it claims to have; exit 1 if something is missing or damaged."""
-    with Checkpointer(policy, run) as ckpt, reading("verifying", shown=data and not as_json) as progress:
-        report = ckpt.verify(deep=data, progress=progress)
-    tables.show_report(report, as_json)
+    """Check that every tier has what it claims to have; exit 1 if something is wrong and was not mended."""
+    share = parse_share(sample) if sample is not None else 0.0
+    reads = data or deep or mend or sample is not None
+    with Checkpointer(policy, run) as ckpt, reading("verifying", shown=reads and not as_json) as progress:
+        report = ckpt.verify(data=data, sample=share, seed=seed, deep=deep, mend=mend, progress=progress)
+    report_table.show_report(report, as_json)
     raise typer.Exit(0 if report.ok else 1)
 
 

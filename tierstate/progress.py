@@ -7,6 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+Progress = Callable[[int], None]
+"""Takes the bytes read since its last call."""
+
+
+def nobody(_nbytes: int) -> None:
+    """Progress that nobody is told of."""
+
+
 PATIENT = 1.0
 """Seconds of draining before there is a bar."""
 

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from tierstate.manifest.diff import LeafDiff, diff
+from tierstate.manifest.diff import LeafDiff
 from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.leaf import Leaf
 from tierstate.manifest.tags import Tag
 from tierstate.tiers.arena import Arena
 from tierstate.tiers.catalog import Catalog, Entry
+from tierstate.tiers.findings import Depth, Report
 from tierstate.tiers.policy import Policy
+from tierstate.tiers.rebuilding import Rebuilding, rebuild
 from tierstate.tiers.shelf import Shelf
-from tierstate.tiers.verify import Report, Verifier
 
 from .collecting import uncollected
+from .comparing import compare
 from .finding import Wanted, find
 from .forking import fork
 from .info import VersionInfo
+from .inspecting import inspect
 from .listing import listed
+from .locating import Located, locate
+from .progress import Progress, nobody
 from .pruning import PruneReport, Pruning, Saving
 from .tagging import Tagged, Tags
+
+if TYPE_CHECKING:
+    from .copying import Copied
 
 
 class Run:
@@ -64,19 +74,68 @@ class Run:
         """
         return list(self._find(step, version, tag).version.leaves)
 
-    def diff(self, old: int, new: int) -> list[LeafDiff]:
-        """What changed from one step to another, leaf by leaf, by digests alone."""
-        entries = [self._find(step) for step in (old, new)]
-        return diff(entries[0].version, entries[1].version)
+    def located(
+        self, *, step: int | None = None, version: str | None = None, only: Sequence[str] | None = None
+    ) -> list[Located]:
+        """The leaves of a version, or those that match a glob, and what each tier has of them; from records alone.
 
-    def verify(self, *, deep: bool = False, progress: Callable[[int], None] = lambda _nbytes: None) -> Report:
-        """Whether the tiers have what they claim to have.
-
-        Args:
-            deep: read and digest every chunk; otherwise records, and packs by presence and length.
-            progress: called with the raw bytes read since the last call.
+        Raises:
+            NotFound: there is no such version.
+            StateMismatch: nothing matches.
         """
-        return Verifier(self._catalog(), self._arena, data=deep, progress=progress).run()
+        return locate(self._find(step, version), only)
+
+    def diff(
+        self,
+        old: int,
+        new: int,
+        *,
+        values: bool = False,
+        only: Sequence[str] | None = None,
+        progress: Progress = nobody,
+    ) -> list[LeafDiff]:
+        """What changed from one step to another, leaf by leaf: by digests alone, or with ``values`` also by how much.
+
+        See `comparing.compare`.
+        """
+        one, other = (self._find(step) for step in (old, new))
+        return compare(one, other, self._arena, values=values, only=only, progress=progress)
+
+    def verify(
+        self,
+        *,
+        deep: bool = False,
+        data: bool = False,
+        sample: float = 0.0,
+        seed: int | None = None,
+        mend: bool = False,
+        progress: Progress = nobody,
+    ) -> Report:
+        """Whether the tiers have what they claim to have: records, and packs by presence and length.
+
+        See `inspecting.inspect`.
+        """
+        how = Depth.of(deep=deep, data=data, sample=sample, seed=seed, mend=mend)
+        return inspect(self._catalog(), self._arena, how, progress)
+
+    def copy(
+        self,
+        *,
+        step: int | None = None,
+        version: str | None = None,
+        to: str | None = None,
+        into: Policy | str | os.PathLike[str] | None = None,
+        run: str | None = None,
+        progress: Progress = nobody,
+    ) -> Copied:
+        """Copy a version to another tier, or into the tiers of another policy. See `copying.copy`."""
+        from .copying import copy  # which makes Checkpointers, and so knows this room
+
+        return copy(self, step=step, version=version, to=to, into=into, into_run=run, progress=progress)
+
+    def rebuild(self, tier: str, *, partial: bool = False, dry_run: bool = False) -> Rebuilding:
+        """Make the records of a tier again that are lost, from its packs. See `rebuilding.rebuild`."""
+        return rebuild(self._shelves, tier, self.policy, partial=partial, dry_run=dry_run)
 
     def tag(self, name: str, step: int | None = None, *, version: str | None = None) -> VersionInfo:
         """Give a version a name, by default the newest; a version that had it loses it.

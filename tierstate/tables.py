@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tierstate.manifest.leaf import CONTAINERS, Leaf
 from tierstate.manifest.retention import duration
 from tierstate.tiers.policy import Policy
 from tierstate.tiers.units import rough_size
-from tierstate.tiers.verify import Report
 
 from .info import VersionInfo
 
@@ -111,41 +109,6 @@ def _copy(version: VersionInfo, tier: str) -> str:
 
 def _pairs(metadata: Mapping[str, Any]) -> str:
     return " ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in metadata.items())
-
-
-def show_leaves(info: VersionInfo, leaves: Sequence[Leaf], as_json: bool) -> None:
-    """One version and its leaves."""
-    if as_json:
-        listed = [{"path": leaf.name, **dataclasses.asdict(leaf.spec), "nbytes": leaf.spec.nbytes} for leaf in leaves]
-        print_json({**dataclasses.asdict(info), "leaves": listed})
-        return
-    print(f"version {info.seq} of run {info.run}, step {info.step}, saved {when(info.time)}")
-    print(f"id {info.id}, {rough_size(info.nbytes)}, in {', '.join(info.tiers)}  {_pairs(info.metadata)}")
-    rows = [
-        (leaf.name, leaf.spec.kind, leaf.spec.dtype, _shape(leaf), rough_size(leaf.spec.nbytes))
-        for leaf in leaves
-        if leaf.spec.kind not in CONTAINERS
-    ]
-    table(["leaf", "kind", "dtype", "shape", ">size"], rows)
-
-
-def _shape(leaf: Leaf) -> str:
-    return "x".join(map(str, leaf.spec.shape)) or "scalar"
-
-
-def show_report(report: Report, as_json: bool) -> None:
-    """What a verification found."""
-    if as_json:
-        print_json({**dataclasses.asdict(report), "ok": report.ok})
-        return
-    print(f"{report.versions} records, {report.chunks} chunks, {rough_size(report.nbytes)} of data read")
-    for name, reason in report.unreachable.items():
-        print(f"{name} cannot be asked: {reason}")
-    if report.problems:
-        rows = [(p.tier, p.seq, "?" if p.step is None else p.step, p.leaf or "-", p.what) for p in report.problems]
-        table(["tier", ">seq", ">step", "leaf", "problem"], rows)
-    else:
-        print("no problem found" if report.ok else "no problem found in the tiers that answered")
 
 
 def show_restored(info: VersionInfo, to: Path, as_json: bool) -> None:

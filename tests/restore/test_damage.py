@@ -67,7 +67,7 @@ def test_damaged_packs_of_the_nearest_tier_are_passed_by_and_mended(hits: list[A
                 damage(packs[which % len(packs)], how, where, packs)
         all_restore(spec, truth)
         with ts.Checkpointer(spec, "run") as ckpt:
-            problems = ckpt.verify(deep=True).problems
+            problems = ckpt.verify(data=True).problems
             # A pack that has lost its footer alone, or grown, has the wrong length, but nothing of it was lost.
             assert all(p.tier == "nvme" and not p.leaf and "are right" in p.what for p in problems)
         shutil.rmtree(place / "object")
@@ -109,7 +109,7 @@ def test_verify_finds_damage_in_any_chunk_of_any_tier(which: int, how: str, wher
         damage(path, how, where, packs)
         hit = not path.exists() or touches(spec, name, path, before)
         with ts.Checkpointer(spec, "run") as ckpt:
-            report = ckpt.verify(deep=True)
+            report = ckpt.verify(data=True)
             assert report.ok != hit
             assert {p.tier for p in report.problems} == ({name} if hit else set())
             if not path.exists() or path.stat().st_size != len(before):

@@ -102,7 +102,7 @@ def alone(repository: Repository, place: Path, name: str, real: bool) -> str:
             except ts.TierstateError:
                 errors += 1
         there = {info.step for info in ckpt.versions()}
-        found = not ckpt.verify(deep=True).ok or there != set(STEPS)
+        found = not ckpt.verify(data=True).ok or there != set(STEPS)
         assert found or not errors
         assert found == real
     return "found" if found else "no version has it"
@@ -114,7 +114,7 @@ def together(repository: Repository, place: Path, name: str, real: bool) -> str:
         with ts.Checkpointer(hierarchy(place), "run") as ckpt:
             for step in STEPS:
                 assert difference(ckpt.load(step=step), repository.truth[step]) == ""
-            report = ckpt.verify(deep=True)
+            report = ckpt.verify(data=True)
             everywhere = all(info.tiers == TIERS for info in ckpt.versions())
             if name != TIERS[0]:
                 assert (not report.ok or not everywhere) == real

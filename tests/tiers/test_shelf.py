@@ -29,7 +29,7 @@ from tierstate.tiers.mend import Mender
 from tierstate.tiers.packs import PackWriter, is_mend
 from tierstate.tiers.shelf import Shelf
 from tierstate.tiers.testing import Fault, Faulty
-from tierstate.tiers.verify import Verifier
+from tierstate.tiers.verify import Depth, Verifier
 
 CHUNK = 4096
 
@@ -323,7 +323,7 @@ def test_verify_reads_a_shared_chunk_once_and_reports_progress() -> None:
     assert shared is not None
     shelf.publish(record(tier, 2, {"a": b"a2", "kept": shared}))
     arena = Arena(4 * PAGE, PAGE)
-    report = Verifier(Catalog([shelf]), arena, data=True, progress=seen.append).run()
+    report = Verifier(Catalog([shelf]), arena, Depth(data=True), progress=seen.append).run()
     assert (report.versions, report.chunks, report.nbytes, report.ok) == (2, 3, 8, True)
     assert sum(seen) == 8
     assert arena.in_flight == 0

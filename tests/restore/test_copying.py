@@ -1,0 +1,123 @@
+"""Copies: a version in another tier of its policy, and in the tiers of another policy."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from damaging import objects, saved, two
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from strategies import difference, states
+from worlds import alike, opened, policy, scratch, tensors, tier
+
+import tierstate as ts
+from tierstate.manifest.log import Log
+
+
+def test_a_version_comes_to_a_tier_that_does_not_have_it(place: Path) -> None:
+    spec = policy({"nvme": tier("nvme", place), "file": tier("file", place, codec="small", every=100)})
+    truth = saved(spec, 3)
+    read: list[int] = []
+    with ts.Checkpointer(spec, "run") as ckpt:
+        before = {v.step: v.id for v in ckpt.versions()}
+        assert ckpt.info(step=1).tiers == ("nvme",)
+        found = ckpt.copy(step=1, to="file", progress=read.append)
+        assert (found.version.id, found.version.tiers, found.tiers) == (before[1], ("nvme", "file"), ("file",))
+        assert 0 < sum(read) < 4 * 5000 + 20_000, "what the tier has by its newest record is not read"
+        again = ckpt.copy(step=1, to="file", progress=read.clear)  # type: ignore[arg-type]
+        assert (again.version, again.tiers) == (found.version, ())
+        assert ckpt.copy(to="nvme").tiers == ()
+        truth.append({**truth[-1], "a": truth[-1]["a"] + 1})
+        ckpt.save(truth[-1], step=3).wait()
+        assert ckpt.verify(deep=True).ok
+    shutil.rmtree(place / "nvme")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert alike(truth[1], ckpt.load(step=1))
+        assert alike(truth[1], ckpt.load()), "the number says which is the newest"
+
+
+def test_a_copy_keeps_to_rules_and_formats_and_passes_damage_by(place: Path) -> None:
+    tiers = {
+        "nvme": tier("nvme", place), "file": tier("file", place),
+        "h5": {"type": "nvme", "path": str(place / "h5"), "format": "hdf5", "every": 9},
+        "none": {"type": "nvme", "path": str(place / "none")},
+    }  # fmt: skip
+    rules = [{"match": "b", "tiers": ["nvme", "file"]}, {"match": "**", "tiers": ["nvme", "file", "h5"]}]
+    spec = policy(tiers, rules=rules)
+    state = tensors(9000, 500, 2_000_000)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save(state, step=0).wait("h5")
+        state["a"][3] = 5
+        ckpt.save(state, step=1).wait("file")
+        for pack in objects(place, "nvme", "packs"):
+            pack.write_bytes(bytes(pack.stat().st_size))
+        info = ckpt.copy(step=1, to="h5").version
+        assert info.partial == ("h5",)
+        assert [p for p in (place / "h5/packs").rglob("*.h5")]
+        with pytest.raises(ts.NotFound, match="no rule"):
+            ckpt.copy(step=1, to="none")
+        with pytest.raises(ts.NotFound, match="no tier 'tape'; it has nvme, file, h5, none"):
+            ckpt.copy(step=1, to="tape")
+        for how in ({}, {"to": "h5", "into": spec}, {"to": "h5", "run": "x"}):
+            with pytest.raises(ValueError, match=r"into="):
+                ckpt.copy(step=1, **how)  # type: ignore[arg-type]
+        record = Log(opened(spec, "h5"), "run").read(2)
+        Log(opened(spec, "h5"), "run").forget(2)
+        next((place / "h5").rglob("*.h5")).with_name("000000000001").touch()
+        (place / "h5/versions/run/000000000002").write_bytes(b"damaged")
+        with pytest.raises(ts.AlreadyExists, match="damaged"):
+            ckpt.copy(step=1, to="h5")
+        assert record.version.id == info.id
+
+
+@settings(max_examples=8, phases=[Phase.generate])
+@given(state=states(), chunk=st.sampled_from([4096, 8192]), codec=st.sampled_from(["raw", "small"]))
+def test_any_state_is_the_same_in_another_policy(state: Any, chunk: int, codec: str) -> None:
+    with scratch() as place:
+        spec = policy({"nvme": tier("nvme", place)}, rules=[{"match": "**", "pickle": True}])
+        there = policy(
+            {"host": tier("host", place), "file": tier("file", place, codec=codec, every=1000)},
+            chunk=chunk,
+            rules=[{"match": "**", "pickle": True}],
+        )
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.save({"s": state}, step=5, metadata={"loss": 1.5}).wait()
+            ckpt.save({"s": state, "t": 1}, step=7).wait()
+            one = ckpt.copy(step=5, into=there, run="other")
+            assert (one.version.run, one.version.seq, one.version.step) == ("other", 1, 5)
+            assert one.version.metadata == {"loss": 1.5}
+            assert set(one.tiers) == {"host", "file"}
+            assert ckpt.copy(into=there, run="other").version.seq == 2, "whatever `every` says"
+            again = ckpt.copy(step=5, into=there, run="other")
+            if chunk == 4096:
+                assert (again.tiers, again.version.seq) == ((), 1)
+            was = Log(opened(spec, "nvme"), "run").read(1).version
+        made = Log(opened(there, "file"), "other").read(1).version
+        assert made.leaves == was.leaves
+        assert chunk != 4096 or np.array_equal(made.digests, was.digests)
+        with ts.Checkpointer(spec, "run") as ckpt, ts.Checkpointer(there, "other") as other:
+            assert difference(ckpt.load(step=5), other.load(version=one.version.id)) == ""
+
+
+def test_a_copy_into_a_policy_file_reads_from_whatever_is_whole(place: Path) -> None:
+    spec = two(place)
+    truth = saved(spec, 2)
+    file = place / "other.yaml"
+    file.write_text(f"version: 1\nchunk: 4KiB\ntiers: {{a: {{type: nvme, path: {place}/a}}}}\narena: {{size: 64KiB}}\n")
+    for pack in objects(place, "nvme", "packs"):
+        pack.write_bytes(bytes(pack.stat().st_size))
+    read: list[int] = []
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.copy(into=file, progress=read.append)
+        assert sum(read) == sum(t.nbytes for t in truth[1].values())
+        for pack in objects(place, "file", "packs"):
+            pack.unlink()
+        with pytest.raises(ts.Damaged, match="whole in no tier"):
+            ckpt.copy(step=0, into=file)
+    with ts.Checkpointer(file, "run") as ckpt:
+        assert [v.step for v in ckpt.versions()] == [1]
+        assert alike(truth[1], ckpt.load())

@@ -1,0 +1,152 @@
+"""Inspecting: a verification, and where it is to be deep, every leaf opened by its provider."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.digest import checksum
+from tierstate.manifest.errors import Damaged, FormatError
+from tierstate.manifest.leaf import Spec
+from tierstate.manifest.version import Version
+from tierstate.providers.base import Provider
+from tierstate.providers.registry import REGISTRY
+from tierstate.providers.retie import read_ties
+from tierstate.providers.structure import grow
+from tierstate.tiers.arena import Arena
+from tierstate.tiers.catalog import Catalog, Entry
+from tierstate.tiers.fetch import Fetch
+from tierstate.tiers.findings import Depth, Problem, Report
+from tierstate.tiers.verify import Verifier
+
+from .finding import WORKERS
+from .progress import Progress
+
+BATCH = 64 << 20
+"""Bytes of leaves that are opened together, or one leaf where that is more; nothing of them is kept."""
+
+
+def inspect(catalog: Catalog, arena: Arena, how: Depth, progress: Progress) -> Report:
+    """Verify every version of a run in every tier.
+
+    Args:
+        how: how deep to look. Deep also means that containers are put together, and every leaf is read into a fresh
+            value by its provider; pickles are not opened.
+        progress: called with the raw bytes read since the last call.
+    """
+    verifier = Verifier(catalog, arena, how, workers=WORKERS, progress=progress)
+    return verifier.run(_Opening(arena, verifier.report, progress) if how.deep else lambda _entry: None)
+
+
+class _Opening:
+    """Opens the leaves of versions; those that were opened for another version are not opened again."""
+
+    def __init__(self, arena: Arena, report: Report, progress: Progress) -> None:
+        self._arena, self._report, self._progress = arena, report, progress
+        self._opened: set[bytes] = set()
+
+    def __call__(self, entry: Entry) -> None:
+        version = entry.version
+        try:
+            _, index = grow(version.leaves)
+            read_ties(version.leaves, index)
+        except FormatError as error:
+            self._tell(entry, -1, error)
+            return
+        for batch in _batches(version, list(self._unopened(version))):
+            self._open(entry, batch)
+
+    def _unopened(self, version: Version) -> Iterator[int]:
+        """Leaves to open, by index."""
+        shards = [0] * len(version.leaves)
+        for leaf in version.shard_leaf.tolist():
+            shards[leaf] += 1
+        boxes = dict(zip(version.shard_leaf.tolist(), version.boxes, strict=True))
+        digests, ends = (
+            version.digests.tobytes(),
+            dict(zip(version.shard_leaf.tolist(), version.chunk_end, strict=True)),
+        )
+        at = 0
+        for i, leaf in enumerate(version.leaves):
+            if not leaf.spec.has_bytes:
+                continue
+            end = ends.get(i, at)
+            name = checksum(_described(leaf.spec) + digests[16 * at : 16 * end])
+            at = end
+            if shards[i] != 1 or boxes[i].shape != leaf.spec.shape:
+                self._report.unopened += 1
+            elif name not in self._opened:
+                self._opened.add(name)
+                yield i
+
+    def _open(self, entry: Entry, leaves: Sequence[int]) -> None:
+        providers = {i: p for i in leaves if (p := self._fresh(entry, i)) is not None}
+        torn: set[int] = set()  # of which the verification tells itself
+        failed = self._load(entry, providers, torn)
+        for i in providers.keys() - failed.keys() - torn:
+            try:
+                providers[i].done()
+            except Exception as error:
+                failed[i] = error
+        for i in sorted(failed):
+            self._tell(entry, i, failed[i])
+
+    def _load(self, entry: Entry, providers: Mapping[int, Provider], torn: set[int]) -> dict[int, Exception]:
+        """Give the providers their bytes; what they say against it. Leaves with a lost chunk are ``torn``."""
+        version = entry.version
+        failed: dict[int, Exception] = {}
+
+        def load(row: int, raw: Buffer, _slab: object) -> None:
+            leaf = int(version.chunk_leaf[row])
+            try:
+                event = providers[leaf].load(int(version.chunk_start[row]), raw)
+                if event is not None:
+                    event.synchronize()
+            except Exception as error:
+                failed[leaf] = error
+            self._progress(raw.numel())
+
+        def lose(row: int, _error: Damaged) -> None:
+            torn.add(int(version.chunk_leaf[row]))
+
+        fetch = Fetch(version, entry.holdings, self._arena, workers=WORKERS, lost=lose)
+        fetch.run(version.rows_of(list(providers)).tolist(), load)
+        return failed
+
+    def _fresh(self, entry: Entry, index: int) -> Provider | None:
+        """A provider for a new value; None where there is none, or it may not be opened."""
+        spec = entry.version.leaves[index].spec
+        try:
+            found = REGISTRY.by_kind(spec.kind)
+            if not found.unsafe:
+                return found.fresh(spec)
+        except Exception as error:
+            self._tell(entry, index, error)
+            return None
+        self._report.unopened += 1
+        return None
+
+    def _tell(self, entry: Entry, index: int, error: Exception) -> None:
+        head = entry.version.head
+        name = entry.version.leaves[index].name if index >= 0 else ""
+        what = str(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {error}"
+        self._report.problems.append(Problem("", head.seq, head.step, name, what))
+
+
+def _described(spec: Spec) -> bytes:
+    return json.dumps([spec.kind, spec.dtype, spec.shape, spec.attrs], sort_keys=True, default=str).encode()
+
+
+def _batches(version: Version, leaves: Sequence[int]) -> Iterator[list[int]]:
+    batch: list[int] = []
+    held = 0
+    for i in leaves:
+        nbytes = version.leaves[i].spec.nbytes
+        if batch and held + nbytes > BATCH:
+            yield batch
+            batch, held = [], 0
+        batch.append(i)
+        held += nbytes
+    if batch:
+        yield batch
