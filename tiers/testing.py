@@ -14,6 +14,7 @@ Ten lines are enough; they need pytest and hypothesis (``pip install pytest hypo
 `PROMISES` is the same list for use without pytest: ``(name, check)``, where ``check(tier, prefix)`` tries one promise
 with objects under the key ``prefix``, removes them, and raises `PromiseBroken` where the promise does not hold.
 `Faulty` wraps a tier and lets chosen calls go wrong, for tests of what uses tiers.
+`Recording` makes tiers whose every operation is recorded, and gives every state that a crash can leave of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from .evidence import Check, Lease, PromiseBroken, random_bytes
 from .faulty import Fault, Faulty
 from .promises import PROMISES
+from .recorded import Crash, Operation, Recorded, Recording
 
 if TYPE_CHECKING:
     from .contract import TierContract, TierMachine, machine_of
@@ -30,10 +32,14 @@ if TYPE_CHECKING:
 __all__ = [
     "PROMISES",
     "Check",
+    "Crash",
     "Fault",
     "Faulty",
     "Lease",
+    "Operation",
     "PromiseBroken",
+    "Recorded",
+    "Recording",
     "TierContract",
     "TierMachine",
     "machine_of",
