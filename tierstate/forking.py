@@ -38,15 +38,14 @@ def fork(entry: Entry, shelves: Sequence[Shelf], new_run: str) -> VersionInfo:
 
     Raises:
         ValueError: the new run's name can be none, or is the old one.
-        AlreadyExists: the new run has versions.
+        AlreadyExists: the new run has versions. One that was interrupted between two tiers is finished instead.
         TierError: no tier that lasts has the version, or none took it.
     """
     old = entry.version.head
     if check_run(new_run) == old.run:
         raise ValueError(f"run {new_run!r} cannot be forked into itself; name another run")
-    _refuse_taken(shelves, new_run)
     head = replace(old, run=new_run, seq=1, time=time.time(), parent=entry.version.id)
-    version = forked(entry.version, head)
+    version = _begun(shelves, new_run, entry.version) or forked(entry.version, head)
     made: list[tuple[Holding, Record]] = []
     failed: dict[str, TierstateError] = {}
     for shelf in (h.shelf for h in entry.holdings if h.shelf.tier.traits.persistent):
@@ -64,22 +63,35 @@ def fork(entry: Entry, shelves: Sequence[Shelf], new_run: str) -> VersionInfo:
     return VersionInfo.of(Entry(version, tuple(h for h, _ in made), tuple(r for _, r in made)))
 
 
-def _refuse_taken(shelves: Sequence[Shelf], run: str) -> None:
+def _begun(shelves: Sequence[Shelf], run: str, old: Version) -> Version | None:
+    """The new run's only version, if it is this very fork, which was made in some tiers; None if it has none.
+
+    Raises:
+        AlreadyExists: it has others.
+    """
+    found: Version | None = None
     for shelf in shelves:
+        into = Log(shelf.tier, run)
         try:
-            taken = Log(shelf.tier, run).seqs()
+            seqs = into.seqs()
+            first = into.read(1).version if seqs == [1] else None
         except TierstateError as error:
-            log.warning("%s: whether run %s has versions there cannot be told: %s", shelf.name, run, error)
+            log.warning("%s: what run %s has there cannot be told: %s", shelf.name, run, error)
             continue
-        if taken:
+        other = first is None or first.head.parent != old.id or (found is not None and found.id != first.id)
+        if seqs and other:
             raise AlreadyExists(
                 f"run {run!r} has versions in {shelf.name} already; fork into a run that has none", tier=shelf.name
             )
+        found = first or found
+    return found
 
 
 def _fork_in(shelf: Shelf, old: Version, new: Version) -> Record:
     """Pin, commit, and look whether what was pinned is still there; whatever fails, nothing stays."""
     tier, head, into = shelf.tier, old.head, Log(shelf.tier, new.head.run)
+    if into.seqs():
+        return into.read(new.head.seq)  # from the time before it was interrupted
     pinned = pin(tier, head.run, head.seq, new.head.run)
     try:
         record = Record(new, _layout(shelf, old), {"id": commit_id()})
