@@ -219,6 +219,22 @@ class Log:
                 f"and reading it back failed too ({second}); nothing was deleted"
             ) from error
 
+    def stands(self, record: Record) -> bool:
+        """Whether a record that was read from here, or committed here, is there still: neither dropped nor replaced.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+        seq = record.version.head.seq
+        try:
+            return self.tier.size(self.key(seq)) > 0  # where there is a first one, it is the one that was read
+        except NotFound:
+            pass
+        try:
+            return bool(self.read(seq).commit["id"] == record.commit["id"])
+        except NotFound:
+            return False
+
     def forget(self, seq: int, generations: Iterable[int] = (0,)) -> None:
         """Delete records of a version; once it has none, it is gone. Its packs stay until they are swept."""
         for generation in sorted(generations):

@@ -19,7 +19,7 @@ def blocks(guide: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("guide", "scripts", "tests"),
     [
-        ("write-a-tier.md", ["train.py"], ["test_attic.py", "streaming.py"]),
+        ("write-a-tier.md", ["train.py", "histories.py"], ["test_attic.py", "streaming.py", "test_race.py"]),
         ("write-a-provider.md", ["counter.py", "train.py"], ["test_replay.py"]),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.manifest.index import Array
 from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
@@ -91,6 +91,8 @@ class Catalog:
         for shelf in shelves:
             try:
                 record = shelf.log.read(seq)
+            except NotFound:
+                continue  # dropped since the log was listed
             except TierstateError as error:
                 problems.append((shelf.name, error))
                 continue

@@ -206,8 +206,16 @@ class Shelf:
             self._sound = {key: sound for key, sound in self._sound.items() if not sound}
 
     def publish(self, record: Record) -> None:
-        """Commit a record; from then on it is what later saves reuse chunks from."""
+        """Commit a record; from then on it is what later saves reuse chunks from.
+
+        Raises:
+            NotFound: what it builds on was dropped by another process meanwhile; it was not committed.
+            TierstateError: as `Log.commit`.
+        """
+        with self._lock:
+            base = self._newest
         self.log.commit(record)
+        self._check_base(record, base)
         with self._lock:
             if self._newest is None or record.version.head.seq > self._newest.version.head.seq:
                 # Otherwise it was brought later than newer ones, which later saves still build on.
@@ -224,6 +232,19 @@ class Shelf:
             now: seconds since 1970; by default the clock's.
         """
         return self.retention.decision(in_use, now)
+
+    def _check_base(self, record: Record, base: Record | None) -> None:
+        """Whoever drops a version forgets its record first, and then deletes what no record names: so what a base that
+        stands after the commit names is safe. If it does not, the record stays only where others may rely on it."""
+        shared = set(base.layout.objects) & set(record.layout.objects) if base else set()
+        if base is None or not shared or self.log.stands(base):
+            return
+        seq = record.version.head.seq
+        if self.highest_seq() == seq and shared <= set(self.tier.list("packs/")):
+            return
+        self.log.forget(seq)
+        text = f"version {base.version.head.seq}, which this save builds on, was dropped by another process meanwhile"
+        raise NotFound(f"{self.name}: {text}", tier=self.name)
 
     def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> Decision:
         """Drop what the policy does not keep: first the records, then the packs that no other record names.

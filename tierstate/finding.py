@@ -178,15 +178,20 @@ def _fits(entry: Entry, wanted: Wanted) -> bool:
 
 
 def _unreadable(place: Place, wanted: Wanted, reached: bool, passed: list[str]) -> None:
-    """A version whose every record is unreadable might be the one that is wanted: not to be passed over in silence."""
-    told = "; ".join(f"{name}: {error}" for name, error in place.problems)
+    """What cannot be read might be the version that is wanted: not to be passed over in silence."""
+    if not place.problems:
+        if reached:
+            raise _Dropped(
+                f"version {place.seq} was dropped, as `keep` says, before it was read; ask for the newest one"
+            )
+        return
+    told = "; ".join(f"{name}: {error}" for name, error in place.problems) or "dropped while it was looked for"
     if reached and wanted.on_damage == "raise" and not all(e.transient for _, e in place.problems):
         raise Damaged(
             f"version {place.seq} is the newest, and its record cannot be read ({told}); "
             "name a step, or say on_damage='older' to go back to the newest version that is whole"
         )
-    passed.append(f"version {place.seq}: {told}")
-    log.warning("version %d is passed over: %s", place.seq, told)
+    _pass_over(passed, f"version {place.seq}", told)
 
 
 def _is_whole(entry: Entry, target: Target, wanted: Wanted, passed: list[str]) -> bool:
@@ -246,14 +251,13 @@ def _check_still_there(entry: Entry, error: Damaged) -> None:
         raise Moved(f"{_name(entry)} was moved while it was read") from error
 
 
-def _pass_over(passed: list[str], name: str, error: TierstateError) -> None:
+def _pass_over(passed: list[str], name: str, error: object) -> None:
     passed.append(f"{name}: {error}")
     log.warning("%s is passed over: %s", name, error)
 
 
 def _name(entry: Entry) -> str:
-    head = entry.version.head
-    return f"version {head.seq} (step {head.step}) of run {head.run!r}"
+    return f"version {entry.version.head.seq} (step {entry.version.head.step}) of run {entry.version.head.run!r}"
 
 
 def _fill(entry: Entry, target: Target, arena: Arena) -> Any:

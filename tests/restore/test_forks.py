@@ -168,7 +168,9 @@ def test_what_cannot_be_forked_is_told(place: Path) -> None:
             ckpt.fork("../x")
         with pytest.raises(NotFound, match="step 7"):
             ckpt.fork("run-b", 7)
-        ckpt.fork("run-b")
+        first = ckpt.fork("run-b")
+        assert ckpt.fork("run-b").id == first.id, "the very same fork is done already"
+        saved(ckpt, 2)
         with pytest.raises(AlreadyExists, match="'run-b' has versions in nvme already"):
             ckpt.fork("run-b")
     assert pins(opened(spec, "nvme"), "run") == {1: "forked by run-b"}

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import rule, run_state_machine_as_test
+from worlds import scratch, tier
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier, Traits, check_key
 from tierstate.tiers.memory import Memory
-from tierstate.tiers.testing import PROMISES, Fault, Faulty, PromiseBroken, TierContract, machine_of
+from tierstate.tiers.registry import open_tier
+from tierstate.tiers.testing import PROMISES, Fault, Faulty, PromiseBroken, TierContract, TierMachine, machine_of
 
 
 class Dict(Tier):
@@ -298,6 +300,50 @@ def test_promises_leave_nothing_even_when_broken() -> None:
     with pytest.raises(PromiseBroken):
         dict(PROMISES)["what is put is read"](tier, "scratch/0")
     assert not tier.objects
+
+
+class Closing(Overwrites):
+    """Says when it is closed."""
+
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_check_of_histories_tells_what_is_wrong_and_closes_what_it_opened() -> None:
+    tier, other = Closing(), Closing()
+    other.objects = tier.objects
+    with pytest.raises(PromiseBroken, match="raised nothing, not AlreadyExists"):
+        TierMachine.check(lambda: tier, lambda _tier: other, steps=5)
+    assert (tier.closed, other.closed) == (1, 1)
+
+
+class Rooms(TierMachine):
+    """A rule of its own."""
+
+    asked = 0
+
+    @rule()
+    def room(self) -> None:
+        Rooms.asked += 1
+        assert self.handle.room() is None
+
+
+def test_a_machine_may_have_rules_of_its_own() -> None:
+    Rooms.check(Memory, examples=5, steps=10)
+    assert Rooms.asked > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["memory", "nvme", "file", "bucket"])
+def test_long_histories(kind: str) -> None:
+    with scratch() as place:
+        keys = tier(kind, place)
+        kind = keys.pop("type")
+        another = None if kind == "memory" else lambda _tier: open_tier("other", kind, keys)
+        TierMachine.check(lambda: open_tier("only", kind, keys), another or (lambda _: None), examples=500, steps=50)
 
 
 def test_without_pytest_and_hypothesis() -> None:
