@@ -111,16 +111,22 @@ class Retiring:
             self._learn()
             self._finish()
             decision = self._decide(self._marks(), in_use, None, keep, rules)
-            for seq in decision.drop:
-                # Packs are judged after the record is gone: interrupted here, they are left over, never missing.
-                known = self._known[seq]
-                self._doomed |= known.objects | known.before
-                self._shelf.log.forget(seq, known.generations)
-                del self._known[seq]
+            self._drop(decision.drop)
             for seq, groups in decision.thin.items():
                 self._thin(seq, groups)
             self._sweep()
         return decision
+
+    def _drop(self, seqs: Collection[int]) -> None:
+        """Forget versions. Packs are judged after the records are gone: interrupted here, they are left over, never
+        missing."""
+        log_, known = self._shelf.log, [self._known[seq] for seq in seqs]
+        self._doomed |= {key for one in known for key in one.objects | one.before}
+        keys = [log_.key(seq, g) for seq, one in zip(seqs, known, strict=True) for g in one.generations]
+        if keys:
+            self._shelf.tier.discard(keys)
+        for seq in seqs:
+            del self._known[seq]
 
     def worth_bringing(self, marks: Collection[Mark]) -> set[int]:
         """Those of the numbers, all yet to come, that would stay here."""
@@ -256,12 +262,12 @@ class Retiring:
         # Somebody may read a version by a record that went while the lease was taken: nobody knows which packs.
         if used is None or set(self._shelf.leased()) - set(self._known):
             return
+        # A fork's record names packs of the run that it came from: those are for that run to judge.
         own = f"packs/{self._shelf.run}/"
-        for key in sorted(self._doomed):
-            # A fork's record names packs of the run that it came from: those are for that run to judge.
-            if key not in used and key.startswith(own) and not is_mend(key):
-                self._shelf.tier.delete(key)
-            self._doomed.discard(key)
+        gone = [k for k in sorted(self._doomed) if k not in used and k.startswith(own) and not is_mend(k)]
+        if gone:
+            self._shelf.tier.discard(gone)
+        self._doomed.clear()
 
 
 def _less(keep: Keep | None) -> Keep | None:
