@@ -250,7 +250,13 @@ def _at_dots(path: Path) -> Path:
 
 
 def matches_any(patterns: Iterable[str], path: Path) -> bool:
-    """Whether any of the globs matches."""
+    """Whether any of the globs matches.
+
+    Raises:
+        TypeError: one glob is given where a list of them is right: its letters would be taken for globs.
+    """
+    if isinstance(patterns, str):
+        raise TypeError(f"{patterns!r} is one glob where a list of them is right, as in [{patterns!r}]")
     return any(matches(p, path) for p in patterns)
 
 

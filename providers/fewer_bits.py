@@ -32,7 +32,7 @@ class CastProvider(LossyProvider):
         return torch_name(torch.bfloat16), 2, shape
 
     @classmethod
-    def promise(cls) -> Mapping[str, Any]:
+    def promise(cls, dtype: torch.dtype) -> Mapping[str, Any]:
         return {"relative": cls.bound, "absolute": cls.floor}
 
     @classmethod
@@ -60,8 +60,9 @@ class QuantizedProvider(LossyProvider):
     """A tensor saved as a byte for each element, and a scale of four bytes for each block of 256.
 
     An element is ``code * scale``, with the scale a 127th of the block's largest magnitude: the error is at most a
-    254th of that, or 1e-38 where that is more. A tensor with NaN, infinities, or more than float32 holds is saved as it
-    is. (Block-wise absolute maxima are from Dettmers et al., arXiv 2110.02861; the codes here are linear.)
+    254th of that and half of the last place of the tensor's own type, or 1e-38 (6e-8 for float16) where that is more.
+    A tensor with NaN, infinities, or more than float32 holds is saved as it is. (Block-wise absolute maxima are from
+    Dettmers et al., arXiv 2110.02861; the codes here are linear.)
     """
 
     kind: ClassVar[str] = "quantized"
@@ -76,8 +77,11 @@ class QuantizedProvider(LossyProvider):
         return "uint8", 1, (n + 4 * -(-n // cls.block),)
 
     @classmethod
-    def promise(cls) -> Mapping[str, Any]:
-        return {"block": cls.block, "of_block_maximum": cls.bound, "absolute": cls.floor}
+    def promise(cls, dtype: torch.dtype) -> Mapping[str, Any]:
+        # What comes back is rounded to the tensor's own type: by half of its last place.
+        bound = cls.bound + torch.finfo(dtype).eps / 2
+        floor = max(cls.floor, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+        return {"block": cls.block, "of_block_maximum": bound, "absolute": floor}
 
     @classmethod
     def _suits(cls, elements: torch.Tensor) -> bool:
@@ -119,7 +123,9 @@ class QuantizedProvider(LossyProvider):
         scales = most / 127
         codes = torch.where(scales > 0, rows / scales, 0).round_().clamp_(-127, 127)
         if checked:
-            check(self.method, rows, codes * scales, most.double() * self.bound, self.floor)
+            promise, dtype = self.promise(self.value.dtype), self.value.dtype
+            bound = most.double() * promise["of_block_maximum"]
+            check(self.method, rows, (codes * scales).to(dtype), bound, promise["absolute"])
         return codes.to(torch.int8).view(-1)[: exact.numel()].to(CPU), scales.view(-1).to(CPU)
 
     def _decode(self, data: Buffer, flat: torch.Tensor) -> None:

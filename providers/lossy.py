@@ -50,8 +50,8 @@ class LossyProvider(Provider):
 
     @classmethod
     @abstractmethod
-    def promise(cls) -> Mapping[str, Any]:
-        """What the attributes say of the error."""
+    def promise(cls, dtype: torch.dtype) -> Mapping[str, Any]:
+        """What the attributes say of the error, of a tensor of this type."""
 
     def suits(self) -> bool:
         """Whether the promise can be kept for these values; if not, they are saved as they are."""
@@ -74,7 +74,12 @@ class LossyProvider(Provider):
     def spec(self) -> Spec:
         of = self._tensor.spec
         dtype, itemsize, shape = self.encoded(of.shape)
-        attrs = {**of.attrs, "of": of.dtype, "shape": list(of.shape), LOSSY: {"method": self.method, **self.promise()}}
+        attrs = {
+            **of.attrs,
+            "of": of.dtype,
+            "shape": list(of.shape),
+            LOSSY: {"method": self.method, **self.promise(self.value.dtype)},
+        }
         return Spec(self.kind, dtype, itemsize, shape, attrs)
 
     @property

@@ -11,6 +11,7 @@ import torch
 from tierstate.manifest.leaf import Path
 
 from .base import Provider
+from .lossy import LossyProvider
 from .stateful import Stateful
 from .survey import Place, ident
 from .tensors import TensorProvider
@@ -79,7 +80,7 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _mark(provider: Provider) -> Hashable:
     """What two leaves have in common that may share memory: tensors their storage, others their alias."""
-    if isinstance(provider, TensorProvider):
+    if isinstance(provider, (TensorProvider, LossyProvider)):
         storage = provider.value.untyped_storage()
         return (provider.value.device, storage.data_ptr()) if storage.nbytes() else None
     alias: Hashable = getattr(provider, "alias", None)

@@ -11,6 +11,7 @@ import numpy as np
 from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.manifest.index import Array
 from tierstate.manifest.record import Record
+from tierstate.manifest.thinning import thinned
 from tierstate.manifest.version import Version
 
 from .fetch import Holding
@@ -35,6 +36,13 @@ class Entry:
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers that have a record of it."""
         return tuple(h.shelf.name for h in self.holdings)
+
+    @property
+    def thinned(self) -> str:
+        """What retention has dropped of it, in words; empty where all of it was kept."""
+        records = zip(self.tiers, self.records, strict=True)
+        gone = [f"{glob} from {name}" for name, record in records for glob in thinned(record.commit)]
+        return f"`keep` has dropped leaves of it ({', '.join(gone)})" if gone else ""
 
     def absent(self, rows: Array) -> Array:
         """Those of the rows that no copy has."""

@@ -43,6 +43,8 @@ class Depth:
             raise ValueError(f"sample={sample!r}: a share is between 0 and 1, or between 0% and 100%")
         if sample and (deep or data):
             raise ValueError("either a sample of the data is read or all of it; leave out one of them")
+        if seed is not None and seed < 0:
+            raise ValueError(f"seed={seed}: right is a number from 0 on")
         whole = data or deep or (mend and not sample)
         return cls(whole, sample, secrets.randbits(32) if seed is None else seed, deep, mend)
 
@@ -85,12 +87,14 @@ class Unrestorable:
         seq, step: which; the step is None where no record of it can be read.
         leaves: how many of its leaves have a part that is whole nowhere.
         first: the first of them.
+        thinned: what retention has dropped of it on purpose, in words; empty where all of it was kept.
     """
 
     seq: int
     step: int | None
     leaves: int = 0
     first: str = ""
+    thinned: str = ""
 
 
 @dataclass

@@ -122,7 +122,8 @@ class Verifier:
         leaves = np.unique(version.chunk_leaf[self._missing(entry)]).tolist()
         if not leaves:
             return None
-        return Unrestorable(version.head.seq, version.head.step, len(leaves), version.leaves[leaves[0]].name)
+        first = version.leaves[leaves[0]].name
+        return Unrestorable(version.head.seq, version.head.step, len(leaves), first, entry.thinned)
 
 
 def mended(holding: Holding, digest: bytes) -> bool:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tierstate.manifest.errors import NotFound
+
 from . import diff_table, report_table
 from .checkpointer import Checkpointer
 from .cli_options import Id, Json, Only, PolicyFile, Run, Step
@@ -61,5 +63,7 @@ def rebuild(
     """Make a tier's lost or damaged records again, from its packs; exit 1 if one cannot be made."""
     with Checkpointer(policy, run) as ckpt:
         found = ckpt.rebuild(tier, partial=partial, dry_run=dry_run)
+        if not (found.packs or found.versions or found.unknown or ckpt.versions()):
+            raise NotFound(f"run {run!r} has neither records nor packs in {tier}")
     report_table.show_rebuilt(found, dry_run, as_json)
     raise typer.Exit(0 if found.ok else 1)

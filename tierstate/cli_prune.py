@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tierstate.manifest.errors import NotFound
 from tierstate.tiers.units import parse_seconds
 
 from .checkpointer import Checkpointer
@@ -28,5 +29,7 @@ def prune(
     seconds = 0.0 if grace.strip() == "0" else parse_seconds(grace)
     with Checkpointer(policy, run) as ckpt, doing(shown=not as_json) as told:
         report = ckpt.prune(dry_run=dry_run, grace=seconds, progress=told)
+    if report.ok and not any(t.keep or t.drop or t.packs or t.young or t.ageless for t in report.tiers):
+        raise NotFound(f"run {run!r} has nothing in {', '.join(t.name for t in ckpt.policy.tiers)}")
     show_prune(report, as_json)
     raise typer.Exit(0 if report.ok else 1)

@@ -70,6 +70,8 @@ def verify(
     reads = data or deep or mend or sample is not None
     with Checkpointer(policy, run) as ckpt, reading("verifying", shown=reads and not as_json) as progress:
         report = ckpt.verify(data=data, sample=share, seed=seed, deep=deep, mend=mend, progress=progress)
+    if not report.versions and report.ok:
+        raise NotFound(f"run {run!r} has no version in {', '.join(t.name for t in ckpt.policy.tiers)}")
     report_table.show_report(report, as_json)
     raise typer.Exit(0 if report.ok else 1)
 

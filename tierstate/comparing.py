@@ -74,7 +74,8 @@ def compare(
     """
     wanted = chosen(old.version, only) | chosen(new.version, only)
     if only is not None and not wanted:
-        raise nothing_matches([*old.version.leaves, *new.version.leaves], only)
+        every = {encode_path(leaf.path): leaf for leaf in (*old.version.leaves, *new.version.leaves)}
+        raise nothing_matches(list(every.values()), only)
     found = [leaf for leaf in diff(old.version, new.version) if encode_path(leaf.path) in wanted]
     return _Comparison(old, new, arena, progress).told(found) if values else found
 
@@ -86,6 +87,8 @@ class _Comparison:
         self._old, self._new, self._progress = old.version, new.version, progress
         self._then = Fetch(old.version, old.holdings, arena, workers=WORKERS)
         self._now = Fetch(new.version, new.holdings, arena, workers=WORKERS)
+        self._gone = _gone(old), _gone(new)
+        self._why = new.thinned or old.thinned or "it is in no tier that answers"
         self._tallies: dict[int, Tally] = {}
 
     def told(self, found: list[LeafDiff]) -> list[LeafDiff]:
@@ -110,6 +113,8 @@ class _Comparison:
     def _note(self, i: int, j: int) -> str:
         """Why a leaf is not compared; empty where it is."""
         one, other = self._old.leaves[j].spec, self._new.leaves[i].spec
+        if j in self._gone[0] or i in self._gone[1]:
+            return f"not compared: {self._why}"
         if one.kind != other.kind or TIED in (one.kind, other.kind):
             return f"{_what(self._old.leaves[j])} -> {_what(self._new.leaves[i])}"
         if one.kind == ValueProvider.kind:
@@ -181,6 +186,12 @@ class _Comparison:
 
         fetch.run(version.rows_of(leaves).tolist(), take)
         return {i: _short(decode(bytes(data))) for i, data in found.items()}
+
+
+def _gone(entry: Entry) -> set[int]:
+    """Leaves of which a part is in no tier."""
+    absent = entry.absent(np.arange(len(entry.version.digests)))
+    return set(entry.version.chunk_leaf[absent].tolist())
 
 
 def _shards(version: Version, leaf: int) -> range:

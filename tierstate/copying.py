@@ -144,7 +144,10 @@ def _plan(entry: Entry, arena: Arena, progress: Progress) -> Plan:
     absent = entry.absent(np.arange(len(version.digests)))
     if len(absent):
         name = version.leaves[int(version.chunk_leaf[absent[0]])].name
-        raise StateMismatch(f"leaf {name} of step {version.head.step} is in none of the tiers; restore what is there")
+        why = f"; {entry.thinned}" if entry.thinned else ""
+        raise StateMismatch(
+            f"leaf {name} of step {version.head.step} is in none of the tiers{why}: copy another version"
+        )
     ahead = _Ahead(entry, arena, progress)
     ends = version.chunk_end.tolist()
     shards = zip(version.shard_leaf.tolist(), version.boxes, version.shard_nbytes.tolist(), [0, *ends], strict=False)

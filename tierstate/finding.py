@@ -14,7 +14,6 @@ import torch
 from tierstate.manifest.chunk import Buffer, Event
 from tierstate.manifest.errors import Damaged, FormatError, NotFound, StateMismatch, TierstateError
 from tierstate.manifest.leaf import Leaf, Path
-from tierstate.manifest.thinning import thinned
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.target import NEW, Target, plan_restore
 from tierstate.tiers.arena import Arena
@@ -173,6 +172,8 @@ def _fits(entry: Entry, wanted: Wanted) -> bool:
     if wanted.tag is not None:
         return entry.version.id == wanted.tag.id and entry.version.head.seq == wanted.tag.seq
     if wanted.version is not None:
+        if not wanted.version:
+            raise ValueError("version='' names none; give the beginning of an id")
         return entry.version.id.startswith(wanted.version)
     return entry.version.head.step == wanted.step
 
@@ -215,11 +216,8 @@ def _is_whole(entry: Entry, target: Target, wanted: Wanted, passed: list[str]) -
 
 def _dropped(entry: Entry) -> str:
     """What retention has dropped of a version, where it has."""
-    records = zip(entry.tiers, entry.records, strict=True)
-    gone = [f"{glob} from {name}" for name, record in records for glob in thinned(record.commit)]
-    if not gone:
-        return ""
-    return f"; `keep` has dropped leaves of it ({', '.join(gone)}): ask for others by `only`, or for another version"
+    gone = entry.thinned
+    return f"; {gone}: ask for others by `only`, or for another version" if gone else ""
 
 
 def check_unsharded(entry: Entry, leaves: Collection[int]) -> None:

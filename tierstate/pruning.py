@@ -113,8 +113,8 @@ class Pruning:
         dry_run: bool = False,
         progress: Callable[[str], object] = lambda _what: None,
     ) -> None:
-        if grace is not None and not grace >= 0:
-            raise ValueError(f"a grace of {grace} seconds: right is 0 or more")
+        if grace is not None and not (isinstance(grace, (int, float)) and grace >= 0):
+            raise ValueError(f"a grace of {grace!r}: right is a number of seconds, 0 or more")
         self._policy, self._shelves, self._saving = policy, list(shelves), saving
         self._grace, self._dry, self._progress = DAY if grace is None else grace, dry_run, progress
 

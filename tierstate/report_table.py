@@ -45,6 +45,7 @@ def _show_ends(report: Report) -> None:
         what = "no record of it can be read"
         if lost.leaves:
             what = f"{lost.leaves} of its leaves are whole nowhere, {lost.first} the first"
+            what += f"; {lost.thinned}" if lost.thinned else ""
         name = f"version {lost.seq}" + ("" if lost.step is None else f" (step {lost.step})")
         print(f"{name} cannot be restored as a whole: {what}")
 

@@ -135,6 +135,7 @@ class Run:
 
     def rebuild(self, tier: str, *, partial: bool = False, dry_run: bool = False) -> Rebuilding:
         """Make the records of a tier again that are lost, from its packs. See `rebuilding.rebuild`."""
+        self._check_open()
         return rebuild(self._shelves, tier, self.policy, partial=partial, dry_run=dry_run)
 
     def tag(self, name: str, step: int | None = None, *, version: str | None = None) -> VersionInfo:
@@ -158,6 +159,7 @@ class Run:
             NotFound: none has it.
             TierError: no tier took it.
         """
+        self._check_open()
         self._tags.resolve(name)
         self._tags.give(name, None)
 
@@ -220,4 +222,5 @@ class Run:
             raise TierstateError("this Checkpointer is closed; make a new one")
 
     def _catalog(self) -> Catalog:
+        self._check_open()
         return Catalog(self._shelves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tierstate.manifest.errors import FormatError, StateMismatch, Unsafe
 from tierstate.manifest.leaf import LOSSY, Spec
 from tierstate.providers.fewer_bits import METHODS, CastProvider, QuantizedProvider
 from tierstate.providers.lossy import FLOATS, LossyProvider
+from tierstate.providers.recall import Recall
 from tierstate.providers.reducing import reduced
 from tierstate.providers.tensors import TensorProvider
 
@@ -62,9 +64,7 @@ def test_what_comes_back_is_as_near_as_the_leaf_says(value: torch.Tensor, method
         most = flat.abs().amax(1).repeat_interleave(BLOCK)[: exact.numel()] if exact.numel() else flat.view(-1)
         bound = (most * told["of_block_maximum"]).view(exact.shape)
     finite = exact.isfinite()
-    # The type itself may round what comes back, by half of its last place.
-    slack = exact.abs() * torch.finfo(value.dtype).eps + torch.finfo(value.dtype).smallest_normal
-    assert bool((error <= bound.clamp(min=told["absolute"]) + slack)[finite].all())
+    assert bool((error <= bound.clamp(min=told["absolute"]))[finite].all())
     assert torch.equal(found.isnan(), value.isnan())
     assert torch.equal(found[value.isinf()], value[value.isinf()])
 
@@ -231,3 +231,14 @@ def test_bytes_saved(seed: int) -> None:
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ValueError, match="'fp4' is not known; known are bf16, int8"):
         ts.Lossy(torch.ones(1), "fp4")
+
+
+@given(seed=st.integers(0, 10_000))
+def test_states_that_come_to_share_memory_are_flattened_as_if_they_were_the_first(seed: int) -> None:
+    dice, recall = random.Random(seed), Recall(lossy=lambda path: "int8" if path == ("a",) else "")
+    pool = [torch.randn(10), torch.randn(10), torch.full((10,), float("nan"))]
+    for _ in range(4):
+        state = {name: dice.choice(pool) for name in "abc"}
+        again = recall.flatten(state)
+        anew = Recall(lossy=lambda path: "int8" if path == ("a",) else "").flatten(state)
+        assert again.leaves == anew.leaves
