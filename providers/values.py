@@ -58,7 +58,10 @@ class Encoded(Provider):
                 f"a leaf of kind {cls.kind} is a run of uint8, not {spec.dtype!r:.20} of {spec.shape!r:.40}"
             )
         provider = cls.__new__(cls)
-        provider._value, provider._bytes = None, empty_buffer(spec.shape[0])
+        try:
+            provider._value, provider._bytes = None, empty_buffer(spec.shape[0])
+        except RuntimeError as error:  # as torch says it
+            raise MemoryError(f"a {cls.kind} of {spec.shape[0]} bytes is more than the host has room for") from error
         return provider
 
     def mismatch(self, spec: Spec) -> str:

@@ -170,6 +170,8 @@ class _Folder:
             return torch.load(io.BytesIO(to_bytes(data)), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise Unsafe(f"{path} holds, at byte {offset}, what would run code to be loaded: {error!s:.200}") from error
+        except Exception as error:  # whatever torch makes of bytes that it never wrote
+            raise FormatError(f"{path} holds, at byte {offset}, nothing that torch loads: {error!r:.200}") from error
 
     def _plain(self, name: str) -> Any:
         return self._load(self._place(name, None))

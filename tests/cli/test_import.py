@@ -578,6 +578,18 @@ def test_memory_is_not_taken_for_what_dcp_says(tmp_path: Path, name: str) -> Non
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
+@pytest.mark.parametrize("data", [b"\x80\x02.", b"\x80\x02]a.", b"\x80\x02K\x01K\x02\x85s.", b"\x80"])
+def test_bytes_that_torch_stumbles_over_are_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "some.pt").write_bytes(data)
+    with pytest.raises((ts.FormatError, ts.Unsafe), match=r"some\.pt"), read(tmp_path / "some.pt"):
+        raise AssertionError("it was believed")
+    save_dcp({"x": "text"}, tmp_path / "dcp")
+    (path,) = (tmp_path / "dcp").glob("*.distcp")
+    path.write_bytes(data.ljust(path.stat().st_size, b"."))
+    with pytest.raises((ts.FormatError, ts.Unsafe), match="distcp"), read(tmp_path / "dcp"):
+        raise AssertionError("it was believed")
+
+
 def test_lengths_of_dcp_are_compared_with_the_file(tmp_path: Path) -> None:
     """One that is sparse in the metadata only: said to have a PiB, in shards that are all the same bytes."""
     by_hand(tmp_path / "long", torch.zeros(4), [(0, 4)], length=1 << 50)
