@@ -24,10 +24,11 @@ def summaries(count: int) -> list[Summary]:
 
 
 def stored(layout: Layout) -> int:
-    """Each place counted once, by the row that comes first."""
+    """Each place counted once, by the row that comes first, and then the bases."""
     places: dict[tuple[str, int], int] = {}
-    for row in range(len(layout.object)):
-        if (place := layout.place(row)) is not None:
+    rows = range(len(layout.object))
+    for place in (*map(layout.place, rows), *map(layout.base, rows)):
+        if place is not None:
             places.setdefault((place.object, place.offset), place.stored)
     return sum(places.values())
 

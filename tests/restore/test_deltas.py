@@ -220,7 +220,7 @@ def test_damaged_deltas_and_bases_are_found_passed_by_and_mended(hits: list[Any]
             # By now all that was damaged is mended: the nearest tier does without the other one.
             shutil.rmtree(place / FOLDER["file"], ignore_errors=True)
         with ts.Checkpointer(spec, "run") as ckpt:
-            problems = ckpt.verify(deep=True).problems
+            problems = ckpt.verify(data=True).problems
             assert all(not p.leaf and "are right" in p.what for p in problems), problems
             truth.append({name: t * 1 for name, t in truth[-1].items()})
             step(truth[-1], "a", 0.5, 3)

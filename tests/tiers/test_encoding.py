@@ -16,6 +16,11 @@ from tierstate.tiers.encoding import Encoded, Encoding, workers_here
 CHUNK = torch.arange(64, dtype=torch.uint8)
 
 
+def encoders() -> list[str]:
+    """Names of the threads that encode and are alive."""
+    return [name for name in engine_threads() if name.startswith("tierstate-encode")]
+
+
 class Taken:
     """What was handed on, in order."""
 
@@ -70,7 +75,7 @@ def test_chunks_are_handed_on_in_order_up_to_the_first_that_fails(
     except RuntimeError as error:
         failed = error
     encoding.abort()
-    assert engine_threads() == []
+    assert encoders() == []
     assert arena.in_flight == 0, "a slab is still leased"
     assert gauge.peak <= workers
     assert taken.numbers == list(range(len(taken.numbers)))
@@ -84,11 +89,11 @@ def test_chunks_are_handed_on_in_order_up_to_the_first_that_fails(
 
 def test_threads_begin_when_there_is_something_to_do_and_end_with_it() -> None:
     encoding = Encoding(Taken())
-    assert engine_threads() == []
+    assert encoders() == []
     encoding.add(0, lambda: Encoded("0", CHUNK))
     assert [name.rpartition("-")[0] for name in engine_threads()] == ["tierstate-encode"]
     encoding.finish()
-    assert engine_threads() == []
+    assert encoders() == []
     assert workers_here() >= 1
 
 
@@ -155,4 +160,4 @@ def test_what_takes_results_may_fail_too() -> None:
     with pytest.raises(OSError, match="no room for 0"):
         encoding.finish()
     encoding.abort()
-    assert engine_threads() == []
+    assert encoders() == []

@@ -41,7 +41,7 @@ def test_built_in_tiers_come_by_their_names() -> None:
         assert isinstance(cls.persistent, bool)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("name", "hint"), [("nvne", "did you mean 'nvme'\\?"), ("qqqq", "known are (gpu, )?host")])
+@pytest.mark.parametrize(("name", "hint"), [("nvne", "did you mean 'nvme'\\?"), ("qqqq", "known are .*host")])
 def test_unknown_names_are_told_the_nearest_and_all(name: str, hint: str) -> None:
     with pytest.raises(NotFound, match=hint) as found:
         tier_class(name)
