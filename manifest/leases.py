@@ -4,13 +4,14 @@
 
     leases/<run>/<seq>-read-<unique>        a process reads the version; JSON says which process, and which record
     leases/<run>/<seq>-repack-<unique>      a process writes a new record of it
-    leases/<run>/<seq>-fork-<new run>       a pin: records of another run name the version's packs
+    leases/<run>/<seq>-fork-<new run>@<unique>   a pin: records of another run name packs that this version needs
 
 Whoever takes a lease looks afterwards whether the version is still there. Whoever drops a version looks for leases
 first, and again before its packs are deleted. So one of the two always sees the other.
 
 A lease is gone when it is older than a day by the tier's own clock, or when its process is known to have ended. A pin
-stays until it is taken away.
+stays until it is taken away. Every fork has its own, so that whoever takes away one that was left by another, long ago,
+does not take this one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .chunk import as_buffer, view
@@ -31,7 +33,7 @@ LEASE = 24 * 3600.0
 
 READ, REPACK, FORK = "read", "repack", "fork"
 MAX_LEASE = 4096
-_NAME = re.compile(r"([0-9]{12})-([a-z]{1,20})-([A-Za-z0-9][A-Za-z0-9._\-]{0,99})")
+_NAME = re.compile(r"([0-9]{12})-([a-z]{1,20})-([A-Za-z0-9][A-Za-z0-9._\-]{0,99})(?:@([0-9a-f]{1,32}))?")
 
 Age = Callable[[str], float | None]
 """Seconds since an object was created; None where nobody can tell."""
@@ -156,24 +158,16 @@ class Leases:
         return found if isinstance(found, dict) else None
 
 
-def pin(tier: Objects, run: str, seq: int, by: str) -> bool:
-    """Hold a version for as long as another run relies on its packs; whether that run did not hold it before.
+def pin(tier: Objects, run: str, seq: int, by: str) -> str:
+    """Hold a version for as long as another run relies on its packs. Look afterwards whether it is still there.
+
+    Returns:
+        The pin's key. Only who has put it deletes it, or who finds it old and needed by nobody.
 
     Raises:
         TierError: the tier does not take it.
     """
-    try:
-        tier.put(pin_key(run, seq, by), as_buffer(json.dumps({**this_process(), "run": by}).encode()))
-    except AlreadyExists:
-        return False
-    return True
-
-
-def unpin(tier: Objects, run: str, seq: int, by: str) -> None:
-    """Let go of what another run relied on."""
-    tier.delete(pin_key(run, seq, by))
-
-
-def pin_key(run: str, seq: int, by: str) -> str:
-    """Where the pin of a version lies."""
-    return f"leases/{check_run(run)}/{seq:012d}-{FORK}-{check_run(by)}"
+    key = f"leases/{check_run(run)}/{seq:012d}-{FORK}-{check_run(by)}@{uuid.uuid4().hex}"
+    with suppress(AlreadyExists):  # nobody else has this key: a first try's answer was lost
+        tier.put(key, as_buffer(json.dumps({**this_process(), "run": by}).encode()))
+    return key

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .chunk import as_buffer, to_bytes
@@ -17,6 +18,9 @@ from .log import RACES, Objects, check_run
 
 MAX_TAG = 4096
 """Bytes of a tag's object."""
+
+MAX_NUMBER = 10**17
+"""The highest number that counts; in milliseconds it is more than three million years."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,63}")
 _KEY = re.compile(rf"({_NAME.pattern})@([0-9]{{6,18}})")
@@ -42,8 +46,11 @@ def check_tag(name: str) -> str:
     return name
 
 
-def numbers(tier: Objects, run: str) -> dict[str, list[int]]:
+def numbers(tier: Objects, run: str, odd: Callable[[str], object] = lambda _key: None) -> dict[str, list[int]]:
     """The names that a tier knows, each with its numbers, rising; without reading any.
+
+    Args:
+        odd: told the keys whose number is above MAX_NUMBER, which nobody gives; they do not count.
 
     Raises:
         TierError: the tier could not be listed.
@@ -52,7 +59,11 @@ def numbers(tier: Objects, run: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for key in tier.list(prefix):
         if match := _KEY.fullmatch(key.removeprefix(prefix)):
-            found.setdefault(match[1], []).append(int(match[2]))
+            number = int(match[2])
+            if number > MAX_NUMBER:
+                odd(key)
+            else:
+                found.setdefault(match[1], []).append(number)
     return {name: sorted(found[name]) for name in sorted(found)}
 
 
@@ -86,8 +97,12 @@ def write_tag(tier: Objects, run: str, name: str, number: int, tag: Tag | None) 
 
     Raises:
         AlreadyExists: another writer has used the number.
+        FormatError: there is no such number.
         TierError: it could not be written.
     """
+    if number > MAX_NUMBER:
+        text = f"tag {name!r} of run {run!r} has the highest number there is; delete its objects and give it again"
+        raise FormatError(f"{tier.name}: {text}")
     said = {"seq": None} if tag is None else tag._asdict()
     tier.put(_key(run, check_tag(name), number), as_buffer(json.dumps(said, sort_keys=True).encode()))
 

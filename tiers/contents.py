@@ -16,6 +16,7 @@ from .footers import has_footer
 from .packs import Row, is_mend, read_footer, read_version
 
 _NUMBER = re.compile(r"([0-9]{12})-")
+_PIN = re.compile(r"leases/([^/]+)/[0-9]+-fork-([^/@]+)(?:@[^/]*)?")
 
 
 class Contents:
@@ -67,14 +68,23 @@ class Contents:
 
     def _keys(self, run: str) -> Iterator[str]:
         """Packs of the run, those that mended others last; before them, those of runs that it was forked from."""
-        pinned = re.compile(rf"leases/([^/]+)/[0-9]+-fork-{re.escape(check_run(run))}")
-        pins = {match[1] for key in self._tier.list("leases/") if (match := pinned.fullmatch(key))}
-        for name in [*sorted(pins - {run}), run]:
+        for name in [*reversed(self._forked_from(check_run(run))), run]:
             keys = filter(is_pack, self._tier.list(f"packs/{name}/"))
             for key in sorted(keys, key=lambda key: (is_mend(key), key)):
                 if name == run and not is_mend(key) and (number := _NUMBER.match(key.rpartition("/")[2])):
                     self.seqs.add(int(number[1]))
                 yield key
+
+    def _forked_from(self, run: str) -> list[str]:
+        """The runs that it was forked from, those that they were forked from, and so on, as pins say; nearest first."""
+        pins: dict[str, set[str]] = {}
+        for key in self._tier.list("leases/"):
+            if match := _PIN.fullmatch(key):
+                pins.setdefault(match[2], set()).add(match[1])
+        found = [run]
+        for by in found:
+            found += sorted(pins.get(by, set()) - set(found))
+        return found[1:]
 
     def _look(self, key: str) -> list[Row]:
         """Take down what a pack holds; what of it needs other chunks to be read is returned."""

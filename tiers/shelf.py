@@ -173,14 +173,21 @@ class Shelf:
         return self._mended().get(digest)
 
     def _mended(self) -> dict[bytes, Place]:
+        runs = self._packs_of() if self._mends is None else ()
         with self._lock:
             if self._mends is None:
-                self._mends = self._load_mends()
+                self._mends = self._load_mends(runs)
             return self._mends
 
-    def _load_mends(self) -> dict[bytes, Place]:
+    def _packs_of(self) -> list[str]:
+        """Runs in whose packs chunks of this one lie: those that it was forked from, and itself as the last."""
+        newest = self.newest()
+        named = {key.split("/")[1] for key in newest.layout.objects} if newest is not None else set()
+        return [*sorted(named - {self.run}), self.run]
+
+    def _load_mends(self, runs: Sequence[str]) -> dict[bytes, Place]:
         found: dict[bytes, Place] = {}
-        for key in self.tier.list(f"packs/{self.run}/"):
+        for key in [key for run in runs for key in self.tier.list(f"packs/{run}/")]:
             if is_mend(key):
                 try:
                     rows = read_footer(self.tier, key)

@@ -175,9 +175,11 @@ class _Look:
         return named
 
     def _fork(self, run: str, pins: Collection[Lease]) -> set[str]:
+        """Packs of all other runs that a fork's records name. Those of a run that this one was forked from count too:
+        that run keeps them for as long as records of this one name them, so a version here must stay for them."""
         census = Census(Log(self._shelf.tier, run))
-        here = f"packs/{self._shelf.run}/"
-        named = {key for record in census.take(census.keys()) for key in record.packs if key.startswith(here)}
+        own = f"packs/{run}/"
+        named = {key for record in census.take(census.keys()) for key in record.packs if not key.startswith(own)}
         for pin in pins if not named else ():
             if self._is_young(pin.key):
                 raise Unclear(f"{self._shelf.name}: {pin.key}: run {run!r} is being forked, and has no record yet")
@@ -229,8 +231,8 @@ def _seen(shelf: Shelf, asked: bool, key: str) -> tuple[int, float | None] | Non
         return None
 
 
-def unneeded_pins(shelf: Shelf, grace: float) -> list[tuple[int, str]]:
-    """Pins of forks that rely on nothing here any more: versions and runs.
+def unneeded_pins(shelf: Shelf, grace: float) -> list[Lease]:
+    """Pins of forks that rely on no other run's packs any more.
 
     A fork whose records cannot be read keeps its pins, and so does one that has just begun.
     """
@@ -241,7 +243,7 @@ def unneeded_pins(shelf: Shelf, grace: float) -> list[tuple[int, str]]:
         if pin.kind == FORK:
             try:
                 if not look._fork(pin.by, [pin]):
-                    found.append((pin.seq, pin.by))
+                    found.append(pin)
             except TierstateError:
                 continue
     return found

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tierstate.manifest.errors import TierstateError
-from tierstate.manifest.leases import unpin
 from tierstate.manifest.retention import Decision
 from tierstate.tiers.owing import held
 from tierstate.tiers.policy import Policy
@@ -171,9 +170,10 @@ class Pruning:
             self._carry_out(shelf, in_use, found, busy)
         if found.repacked.reason:
             found.problems.append(f"{name}: nothing was repacked: {found.repacked.reason}")
-        found.pins = tuple(unneeded_pins(shelf, self._grace))
-        for seq, by in () if self._dry else found.pins:
-            unpin(shelf.tier, shelf.run, seq, by)
+        pins = unneeded_pins(shelf, self._grace)
+        found.pins = tuple(dict.fromkeys((pin.seq, pin.by) for pin in pins))
+        for pin in () if self._dry else pins:
+            shelf.tier.delete(pin.key)
 
     def _carry_out(
         self, shelf: Shelf, in_use: Mapping[int, str], found: TierPrune, busy: Callable[[], Collection[int]]

@@ -145,11 +145,12 @@ class Run:
 
         Raises:
             ValueError: the name is not one of up to 64 letters, digits, ``.``, ``_`` and ``-``.
-            NotFound: there is no such version.
+            NotFound: there is no such version, or it was dropped meanwhile.
             TierError: no tier took the tag.
         """
-        found = VersionInfo.of(self._find(step, version))
-        self._tags.give(name, Tag(found.seq, found.id))
+        entry = self._find(step, version)
+        self._tags.give_to(name, entry)
+        found = VersionInfo.of(entry)
         return replace(found, tags=self._tags.by_version().get((found.seq, found.id), ()))
 
     def untag(self, name: str) -> None:
@@ -178,8 +179,8 @@ class Run:
 
         Raises:
             AlreadyExists: the new run has versions already.
-            NotFound: there is no such version.
-            TierError: no tier that lasts has it, or none took it.
+            NotFound: there is no such version, or `keep` has dropped leaves of it that no tier which lasts has.
+            TierError: no tier that lasts has it, or none took it, or a tier cannot be asked for the new run.
         """
         return fork(self._find(step, version, tag), self._shelves, new_run)
 

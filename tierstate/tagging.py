@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierstateError
 from tierstate.manifest.log import RACES
-from tierstate.manifest.tags import Tag, check_tag, drop_tag, numbers, read_tag, write_tag
+from tierstate.manifest.tags import MAX_NUMBER, Tag, check_tag, drop_tag, numbers, read_tag, write_tag
+from tierstate.tiers.catalog import Entry
 from tierstate.tiers.shelf import Shelf
 
 log = logging.getLogger("tierstate")
@@ -108,6 +110,35 @@ class Tags:
                 return
         raise AlreadyExists(f"tag {name!r} of run {self._run!r} is being given by others; try again")
 
+    def give_to(self, name: str, entry: Entry) -> None:
+        """Give a name to a version, and look whether it is there still: who drops versions may have begun before.
+
+        Raises:
+            NotFound: it was dropped meanwhile; the name is what it was before.
+            TierstateError: as `give`.
+        """
+        check_tag(name)
+        tag, before = Tag(entry.version.head.seq, entry.version.id), self._now(name)
+        self.give(name, tag)
+        if _is_there(entry):
+            return
+        if self._now(name) == tag:  # otherwise another has given it meanwhile
+            self.give(name, before)
+        head = entry.version.head
+        raise NotFound(
+            f"version {head.seq} (step {head.step}) of run {self._run!r} was dropped while it was named {name!r}; "
+            "it has no tag"
+        )
+
+    def _now(self, name: str) -> Tag | None:
+        """The version that has a name, as far as that can be told."""
+        look = self._look()
+        try:
+            return self._read(name, look) if name in look.highest else None
+        except TierstateError as error:
+            log.warning("tag %r of run %s cannot be read: %s", name, self._run, error)
+            return None
+
     def _write(self, name: str, number: int, tag: Tag | None, look: _Look) -> bool:
         """Write to every tier that answers; False where another writer has used the number."""
         taken = 0
@@ -176,7 +207,7 @@ class Tags:
         look = _Look()
         for shelf in self._lasting():
             try:
-                look.there[shelf.name] = numbers(shelf.tier, self._run)
+                look.there[shelf.name] = numbers(shelf.tier, self._run, partial(_ignored, shelf.name))
             except TierstateError as error:
                 look.failed[shelf.name] = error
         return look
@@ -187,3 +218,23 @@ class Tags:
     def _tell(self, failed: Mapping[str, TierstateError], what: str) -> None:
         for tier, error in failed.items():
             log.warning("%s: %s: %s", tier, what, error)
+
+
+def _ignored(tier: str, key: str) -> None:
+    log.warning("%s: %s: a tag's number is %d at most, so this is none; delete it", tier, key, MAX_NUMBER)
+
+
+def _is_there(entry: Entry) -> bool:
+    """Whether a version is still in one of the tiers that last and had it; True too where that cannot be told."""
+    copies = [(h.shelf, r) for h, r in zip(entry.holdings, entry.records, strict=True)]
+    told = True
+    for shelf, record in [c for c in copies if c[0].tier.traits.persistent] or copies:
+        try:
+            if shelf.log.holds(record) or shelf.log.read(entry.version.head.seq).version.id == entry.version.id:
+                return True
+        except NotFound:
+            continue
+        except TierstateError as error:
+            log.warning("%s: whether it still has the version cannot be told: %s", shelf.name, error)
+            told = False
+    return not told

@@ -10,7 +10,7 @@ from worlds import pins
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AlreadyExists, FormatError
 from tierstate.manifest.head import MAX_SEQ
-from tierstate.manifest.leases import pin, unpin
+from tierstate.manifest.leases import pin
 from tierstate.manifest.tags import MAX_TAG, Tag, check_tag, drop_tag, numbers, read_tag, tags_of, write_tag
 from tierstate.tiers.base import check_key
 from tierstate.tiers.memory import Memory
@@ -95,11 +95,11 @@ def test_any_bytes_are_a_tag_or_refused(data: bytes) -> None:
 
 def test_pins() -> None:
     tier = Memory()
-    assert pin(tier, "run", 7, "run-b")
-    assert not pin(tier, "run", 7, "run-b")
-    assert pin(tier, "run", 9, "a-fork-of-b")
+    one, other = pin(tier, "run", 7, "run-b"), pin(tier, "run", 7, "run-b")
+    pin(tier, "run", 9, "a-fork-of-b")
     assert pins(tier, "run") == {7: "forked by run-b", 9: "forked by a-fork-of-b"}
     assert pins(tier, "other") == {}
-    unpin(tier, "run", 7, "run-b")
-    unpin(tier, "run", 7, "run-b")
+    tier.delete(one)
+    assert pins(tier, "run") == {7: "forked by run-b", 9: "forked by a-fork-of-b"}, "each fork has its own"
+    tier.delete(other)
     assert pins(tier, "run") == {9: "forked by a-fork-of-b"}

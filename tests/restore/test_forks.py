@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,17 @@ from hypothesis import strategies as st
 from worlds import alike, faulty, names, opened, pins, policy, scratch, tensors, tier, wrapped
 
 import tierstate as ts
+from tierstate import forking, pruning
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AlreadyExists, NotFound, TierError, TierUnavailable
-from tierstate.manifest.leases import pin, unpin
-from tierstate.manifest.log import Log
+from tierstate.manifest.leases import Lease, pin
+from tierstate.manifest.log import Log, commit_id
+from tierstate.manifest.record import Record
+from tierstate.manifest.retention import EVERYTHING
+from tierstate.manifest.thinning import Groups, thinned
 from tierstate.tiers.memory import Memory
+from tierstate.tiers.shelf import Shelf
+from tierstate.tiers.sweep import DAY
 from tierstate.tiers.testing import Fault
 
 
@@ -260,14 +268,193 @@ def test_a_source_that_is_dropped_meanwhile_is_noticed() -> None:
         assert pins(inner, "run") == {}
 
 
-def test_a_pin_that_is_there_already_is_used_and_left(place: Path) -> None:
+def test_a_pin_that_is_there_already_is_left(place: Path) -> None:
     """As after a fork that was interrupted before its commit."""
     spec = one_tier(place)
     with ts.Checkpointer(spec, "run") as ckpt:
         saved(ckpt, 1)
-        pin(opened(spec, "nvme"), "run", 1, "run-b")
+        nvme = opened(spec, "nvme")
+        before = pin(nvme, "run", 1, "run-b")
         ckpt.fork("run-b")
-    assert pins(opened(spec, "nvme"), "run") == {1: "forked by run-b"}
+    assert len(names(nvme, "leases/run/")) == 2
+    assert before in names(nvme, "leases/run/")
+    assert pins(nvme, "run") == {1: "forked by run-b"}
+
+
+def test_a_prune_takes_away_the_pin_of_a_dead_fork_and_not_that_of_one_beside_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prune has found that a pin of two days ago is needed by nobody; the same fork is made before that goes."""
+    spec = one_tier(place)
+    look = pruning.unneeded_pins
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1)
+        nvme = opened(spec, "nvme")
+        dead = pin(nvme, "run", 1, "run-b")
+        two_days_old(place / "nvme" / dead)
+
+        def meanwhile(shelf: Shelf, grace: float) -> list[Lease]:
+            found = look(shelf, grace)
+            ckpt.fork("run-b")
+            return found
+
+        monkeypatch.setattr(pruning, "unneeded_pins", meanwhile)
+        assert ckpt.prune().tiers[0].pins == ((1, "run-b"),)
+    assert pins(nvme, "run") == {1: "forked by run-b"}
+    assert dead not in names(nvme, "leases/")
+    with ts.Checkpointer(one_tier(place, keep={"last": 1}), "run") as ckpt:
+        saved(ckpt, 2, 3)
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        assert alike(ckpt.load(), tensors(9000, 4096, seed=1))
+
+
+def two_days_old(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path, (path.stat().st_mtime - 2 * DAY,) * 2)
+
+
+@pytest.mark.parametrize("grace", [0, None])
+@settings(max_examples=max(5, settings().max_examples // 10), deadline=None)
+@given(order=st.permutations(["one", "two", "three"]), goes_on=st.booleans())
+def test_prunes_of_all_runs_leave_a_fork_of_a_fork_whole(grace: float | None, order: list[str], goes_on: bool) -> None:
+    """The two older runs go on and are pruned again and again; what the last one has of the first stays."""
+    with scratch() as place:
+        spec = one_tier(place, keep={"last": 1})
+        with ts.Checkpointer(spec, "one") as ckpt:
+            saved(ckpt, 1)
+            ckpt.fork("two")
+        with ts.Checkpointer(spec, "two") as ckpt:
+            ckpt.fork("three")
+            saved(ckpt, 2)
+        with ts.Checkpointer(spec, "one") as ckpt:
+            saved(ckpt, 3)
+        truth = tensors(9000, 4096, seed=1)
+        if goes_on:
+            with ts.Checkpointer(spec, "three") as ckpt:
+                truth["b"] += 1
+                ckpt.save(truth, step=2).wait()
+        two_days_old(*(path for path in place.rglob("*") if path.is_file()))
+        for run in [*order, *order, *order]:
+            with ts.Checkpointer(spec, run) as ckpt:
+                assert ckpt.prune(grace=grace).ok
+        with ts.Checkpointer(spec, "three") as ckpt:
+            assert alike(ckpt.load(), truth)
+            assert ckpt.verify(deep=True).ok
+
+
+def test_a_fork_finds_what_was_mended_in_the_old_run_afterwards(place: Path) -> None:
+    alone = one_tier(place)
+    both = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)})
+    with ts.Checkpointer(both, "run") as ckpt:
+        ckpt.save(tensors(9000, seed=1), step=1).wait("lustre")
+    with ts.Checkpointer(alone, "run") as ckpt:
+        ckpt.fork("run-b")
+    (pack,) = (place / "nvme/packs/run").iterdir()
+    pack.write_bytes(bytes(pack.stat().st_size))
+    with ts.Checkpointer(both, "run") as ckpt:
+        ckpt.load()
+    with ts.Checkpointer(alone, "run-b") as ckpt:
+        assert alike(ckpt.load(), tensors(9000, seed=1))
+
+
+# Thinned versions
+
+OPTIMIZER = [{"match": "b", "keep": {"last": 1}}]
+
+
+def test_a_fork_beside_a_saver_that_thins_begins_anew_with_what_is_left(place: Path) -> None:
+    """The record that was read is replaced before the commit: what it named besides must not be named."""
+    spec = one_tier(place)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1, 2)
+    hit = list[Record]()
+
+    class Beside(Log):
+        def commit(self, record: Record, generation: int = 0) -> None:
+            if not hit:
+                hit.append(record)
+                log = Log(self.tier, "run")
+                less = Groups(["b"]).thin(log.read(1), [EVERYTHING])
+                assert less is not None
+                log.commit(less, 1)
+                log.forget(1)
+            super().commit(record, generation)
+
+    with pytest.MonkeyPatch.context() as patch, ts.Checkpointer(spec, "run") as ckpt:
+        patch.setattr(forking, "Log", Beside)
+        with pytest.raises(
+            NotFound, match=r"'run' is not whole in nvme: 1 leaves .*`keep` has dropped .* \(b from nvme\)"
+        ):
+            ckpt.fork("run-b", 1)
+    nvme = opened(spec, "nvme")
+    assert len(hit) == 1
+    assert Log(nvme, "run-b").seqs() == []
+    assert pins(nvme, "run") == {}
+
+
+def test_a_record_that_is_replaced_by_one_as_whole_is_followed(place: Path) -> None:
+    spec = one_tier(place)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1, 2)
+    left = [2]
+
+    class Beside(Log):
+        def commit(self, record: Record, generation: int = 0) -> None:
+            super().commit(record, generation)
+            if left[0]:
+                left[0] -= 1
+                log = Log(self.tier, "run")
+                ((before,),) = (log.generations()[1],)
+                known = log.read(1)
+                log.commit(Record(known.version, known.layout, {**known.commit, "id": commit_id()}), before + 1)
+                log.forget(1, [before])
+
+    with pytest.MonkeyPatch.context() as patch, ts.Checkpointer(spec, "run") as ckpt:
+        patch.setattr(forking, "Log", Beside)
+        ckpt.fork("run-b", 1)
+        assert left == [0]
+        left[0] = 99
+        with pytest.raises(TierError, match="the record of version 1 is being replaced; try again"):
+            ckpt.fork("run-c", 1)
+    nvme = opened(spec, "nvme")
+    assert Log(nvme, "run-c").seqs() == []
+    assert pins(nvme, "run") == {1: "forked by run-b"}
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        assert alike(ckpt.load(), tensors(9000, 4096, seed=1))
+
+
+def test_a_thinned_version_is_forked_only_where_a_tier_has_all_of_it(place: Path) -> None:
+    tiers = {"nvme": tier("nvme", place), "lustre": tier("lustre", place, keep={"all": True})}
+    both = policy(tiers)
+    with ts.Checkpointer(both, "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(tensors(9000, 4096, seed=step), step=step).wait("lustre")
+    with ts.Checkpointer(policy({"nvme": tiers["nvme"]}, rules=OPTIMIZER), "run") as ckpt:
+        ckpt.prune(grace=0)
+        with pytest.raises(NotFound, match=r"`keep` has dropped leaves of it \(b from nvme\): fork another version"):
+            ckpt.fork("run-b", 1)
+    nvme = opened(both, "nvme")
+    assert (Log(nvme, "run-b").seqs(), pins(nvme, "run")) == ([], {})
+    with ts.Checkpointer(both, "run") as ckpt:
+        made = ckpt.fork("run-b", 1)
+    assert (made.tiers, made.partial) == (("nvme", "lustre"), ("nvme",))
+    assert thinned(Log(nvme, "run-b").read(1).commit) == ("b",)
+    with ts.Checkpointer(both, "run-b") as ckpt:
+        assert alike(ckpt.load(), tensors(9000, 4096, seed=1))
+
+
+def test_no_fork_is_made_while_a_tier_cannot_say_whether_the_run_is_there(place: Path) -> None:
+    inner = Memory()
+    with wrapped(inner) as keys:
+        spec = policy({"only": keys, "nvme": tier("nvme", place)})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.save(tensors(9000, seed=1), step=1).wait("nvme")
+            faulty(keys).add(Fault("list", 0, TierUnavailable("no answer")))
+            with pytest.raises(TierError, match="whether run 'run-b' has versions already cannot be told: only: no"):
+                ckpt.fork("run-b")
+            faulty(keys).heal()
+            assert names(opened(spec, "nvme"), "leases/") == names(opened(spec, "nvme"), "versions/run-b/") == []
+            ckpt.fork("run-b")
 
 
 def test_what_is_no_longer_pinned_is_dropped(place: Path) -> None:
@@ -278,7 +465,51 @@ def test_what_is_no_longer_pinned_is_dropped(place: Path) -> None:
         saved(ckpt, 2)
     nvme = opened(spec, "nvme")
     assert Log(nvme, "run").seqs() == [1, 2]
-    unpin(nvme, "run", 1, "run-b")
+    for key in names(nvme, "leases/run/"):
+        nvme.delete(key)
     with ts.Checkpointer(spec, "run") as ckpt:
         saved(ckpt, 3)
     assert Log(nvme, "run").seqs() == [3]
+
+
+def test_leaves_that_go_to_no_tier_that_lasts_are_told(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = policy({"host": tier("host", place), "nvme": tier("nvme", place)}, rules=[{"match": "b", "tiers": ["host"]}])
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1)
+        assert ckpt.fork("run-b").partial == ("nvme",)
+    assert "1 leaves are in none of them, b the first; a fork of it begins without them" in caplog.text
+
+
+def test_a_record_that_cannot_be_taken_back_keeps_its_pin(place: Path) -> None:
+    spec = one_tier(place)
+
+    class Failing(Log):
+        def holds(self, record: Record) -> bool:
+            raise TierUnavailable("no answer")
+
+        def forget(self, seq: int, generations: Iterable[int] = (0,)) -> None:
+            raise TierUnavailable("no answer")
+
+    with pytest.MonkeyPatch.context() as patch, ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1)
+        patch.setattr(ckpt._shelves[0].log, "holds", Failing(ckpt._shelves[0].tier, "run").holds)
+        patch.setattr(forking, "Log", Failing)
+        with pytest.raises(TierError, match="was not forked"):
+            ckpt.fork("run-b")
+    nvme = opened(spec, "nvme")
+    assert Log(nvme, "run-b").seqs() == [1]
+    assert pins(nvme, "run") == {1: "forked by run-b"}
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert ckpt.fork("run-b").step == 1, "it is finished by doing it again"
+
+
+def test_a_fork_whose_packs_have_gone_is_not_taken_for_done(place: Path) -> None:
+    """Whoever made it was killed before it looked whether the version was still there."""
+    spec = one_tier(place)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1)
+        ckpt.fork("run-b")
+        (pack,) = (place / "nvme/packs/run").iterdir()
+        pack.unlink()
+        with pytest.raises(TierError, match=f"was not forked: nvme: .*{pack.name}"):
+            ckpt.fork("run-b")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from handing import handed
@@ -13,9 +15,11 @@ from places import tried
 from worlds import alike, policy, scratch, tensors, unreferenced
 
 import tierstate as ts
+from tierstate.manifest.leases import pin
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory import Memory
 from tierstate.tiers.nvme import Nvme
+from tierstate.tiers.sweep import DAY
 from tierstate.tiers.testing import Interleaved, Said, Turns, random_bytes
 
 STRETCHES = st.lists(st.integers(0, 12), max_size=25)
@@ -207,6 +211,29 @@ def test_a_fork_beside_one_that_drops_what_it_begins_with(stretches: list[int], 
             if said["fork"] is not None:
                 assert alike(it.truths[said["fork"]], ckpt.load())
             assert ckpt.verify(deep=True).ok
+
+
+@FEWER
+@given(stretches=STRETCHES)
+def test_a_fork_where_a_dead_one_left_its_pin_beside_prunes_that_take_that_away(stretches: list[int]) -> None:
+    with world("nvme") as it, plain(it) as spec:
+        it.saver(1)(spec)
+        assert isinstance(it.tier, Nvme)
+        left = Path(it.tier.path) / pin(it.tier, "run", 1, "other")
+        os.utime(left, (left.stat().st_mtime - 2 * DAY,) * 2)
+
+        def fork(own: ts.Policy) -> int | None:
+            with ts.Checkpointer(own, "run") as ckpt:
+                info, _ = tried(lambda: ckpt.fork("other", step=0))
+            return None if info is None else int(info.metadata["n"])
+
+        keep = {"keep": {"last": 1}}
+        said = results(play(it, stretches, {"fork": (fork, {}), "prunes": (it.pruner(1), keep)}))
+        with handed(it.tier) as keys:
+            it.pruner(2, 1)(policy({"only": {**keys[0], **keep}}))
+        assert said["fork"] is not None, "it is the newest version, so that nobody drops it meanwhile"
+        with ts.Checkpointer(spec, "other") as ckpt:
+            assert alike(it.truths[said["fork"]], ckpt.load())
 
 
 @FEWER

@@ -81,7 +81,7 @@ def test_orphans_go_once_they_are_old_and_at_once_without_grace() -> None:
             assert ckpt.prune().tiers[0].young == 1
             assert orphan in names(where)
             assert ckpt.prune(grace=0).tiers[0].packs == {orphan: 11}
-            with pytest.raises(ValueError, match="right is 0 or more"):
+            with pytest.raises(ValueError, match="right is a number of seconds, 0 or more"):
                 ckpt.prune(grace=-1)
             assert ckpt.verify(deep=True).ok
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import alike, policy, tensors, tier
+from worlds import alike, names, policy, tensors, tier
 
 import tierstate as ts
+from tierstate import tagging
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierUnavailable
-from tierstate.manifest.tags import Tag, tags_of
+from tierstate.manifest.tags import MAX_NUMBER, Tag, tags_of, write_tag
 from tierstate.tagging import Tagged, Tags
 from tierstate.tiers.base import Traits
 from tierstate.tiers.memory import Memory
@@ -265,3 +267,74 @@ def test_a_tier_that_is_away_is_no_reason_not_to_name(spec: ts.Policy, place: Pa
         (place / "lustre").unlink()
         (place / "gone").rename(place / "lustre")
         assert list(ckpt.tags()) == ["best"]
+
+
+# Versions that are dropped while they are named
+
+
+@pytest.mark.parametrize("before", [None, 1], ids=["new", "given before"])
+def test_a_version_that_is_dropped_while_it_is_named_gets_no_tag(place: Path, before: int | None) -> None:
+    """Who drops it has looked at the tags before: the tag comes too late, and that is told."""
+    spec = policy({"nvme": tier("nvme", place)})
+    with ts.Checkpointer(spec, "run") as ckpt, pytest.MonkeyPatch.context() as patch:
+        for step in (1, 2, 3):
+            ckpt.save(tensors(9000, seed=step), step=step).wait()
+        if before is not None:
+            ckpt.tag("good", before)
+        patch.setattr(tagging, "write_tag", dropping(ckpt, 2))
+        with pytest.raises(NotFound, match=r"version 2 \(step 2\) of run 'run' was dropped while it was named 'good'"):
+            ckpt.tag("good", 2)
+        now = ckpt.tags()
+        assert {name: found.step for name, found in now.items() if isinstance(found, ts.VersionInfo)} == (
+            {} if before is None else {"good": before}
+        )
+        assert len(now) == (before is not None)
+
+
+def dropping(ckpt: ts.Checkpointer, seq: int) -> Callable[..., None]:
+    """Writes tags; the version goes from the first tier just after."""
+
+    def write(*args: Any) -> None:
+        write_tag(*args)
+        ckpt._shelves[0].log.forget(seq)
+
+    return write
+
+
+def test_a_version_that_one_of_its_tiers_drops_meanwhile_keeps_its_tag(place: Path) -> None:
+    spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)})
+    with ts.Checkpointer(spec, "run") as ckpt, pytest.MonkeyPatch.context() as patch:
+        ckpt.save(tensors(9000), step=1).wait("lustre")
+        patch.setattr(tagging, "write_tag", dropping(ckpt, 1))
+        ckpt.tag("good", 1)
+        assert ckpt.info(tag="good").step == 1
+
+
+# Numbers
+
+
+@given(
+    used=st.lists(st.integers(0, 10**18 - 1) | st.integers(MAX_NUMBER - 2, MAX_NUMBER + 2), max_size=4, unique=True),
+    tag=st.none() | st.builds(Tag, st.integers(1, 9), st.just("new")),
+)
+def test_whatever_numbers_are_there_a_tag_that_was_given_counts_or_it_is_told(used: list[int], tag: Tag | None) -> None:
+    tier = Lasting("a")
+    for number in used:
+        tier.put(f"tags/run/best@{number:06d}", as_buffer(b'{"seq": 7, "id": "old"}'))
+    before = names(tier, "tags/")
+    counted = max((n for n in used if n <= MAX_NUMBER), default=0)
+    assert tags([tier]).current() == ({"best": Tag(7, "old")} if [n for n in used if n <= MAX_NUMBER] else {})
+    if counted == MAX_NUMBER:
+        with pytest.raises(TierError, match="has the highest number there is; delete its objects and give it again"):
+            tags([tier]).give("best", tag)
+        assert names(tier, "tags/") == before, "nothing was changed"
+        return
+    tags([tier]).give("best", tag)
+    assert tags([tier]).current() == ({} if tag is None else {"best": tag})
+    assert tags_of(tier, "run") == ({} if tag is None else {tag.seq: ("best",)})
+
+
+def test_a_number_that_is_too_high_is_told(three: list[Lasting], caplog: pytest.LogCaptureFixture) -> None:
+    three[0].put("tags/run/best@" + "9" * 18, as_buffer(b'{"seq": 7, "id": "ff"}'))
+    assert tags(three).current() == {}
+    assert f"a: tags/run/best@{'9' * 18}: a tag's number is {MAX_NUMBER} at most, so this is none" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -17,10 +18,11 @@ from records import contents, pack, record, text, whole
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AccessDenied, TierUnavailable
 from tierstate.manifest.holder import is_dead, this_process
-from tierstate.manifest.leases import LEASE, Leases, pin, unpin
+from tierstate.manifest.leases import LEASE, Leases, pin
 from tierstate.manifest.log import Log
 from tierstate.manifest.retention import Keep
 from tierstate.tiers.base import Tier
+from tierstate.tiers.contents import Contents
 from tierstate.tiers.faulty import Operation
 from tierstate.tiers.leasing import Moved, reading
 from tierstate.tiers.memory import Memory
@@ -281,24 +283,46 @@ def test_a_lease_holds_until_it_is_released_its_process_is_dead_or_a_day_is_over
     elsewhere = lease(tier, 3, {**DEAD, "boot": "another host"})
     in_a_container = lease(tier, 4, {**DEAD, "pids": "pid:[1]"})
     tier.put("leases/run/000000000005-read-torn", as_buffer(b"{"))
-    pin(tier, "run", 6, "fork")
+    pinned = pin(tier, "run", 6, "fork")
     assert set(leases.live(tier.age)) == {1, 3, 4, 5, 6}
     assert leases.look(tier.age).gone == (dead,)
     assert leases.live(tier.age)[6] == "forked by fork"
     tier.clock = LEASE + 1
     assert set(leases.live(tier.age)) == {6}, "only pins do not end"
     leases.release(mine)
-    unpin(tier, "run", 6, "fork")
-    unpin(tier, "run", 6, "fork")
+    leases.release(pinned)
     assert leases.live(tier.age) == {}
     assert {elsewhere, in_a_container} < set(tier.list("leases/"))
 
 
-def test_a_pin_is_put_once() -> None:
-    tier = Memory()
-    assert pin(tier, "run", 1, "fork")
-    assert not pin(tier, "run", 1, "fork")
-    assert list(tier.list("")) == ["leases/run/000000000001-fork-fork"]
+def test_every_fork_has_its_own_pin() -> None:
+    tier = Aged(Memory())
+    tier.put("leases/run/000000000001-fork-fork", as_buffer(b"{}"))  # as programs before this one wrote it
+    tier.clock = 2 * GRACE
+    pinned = pin(tier, "run", 1, "fork")
+    assert re.fullmatch("leases/run/000000000001-fork-fork@[0-9a-f]{32}", pinned)
+    found = Leases(tier, "run").look(tier.age)
+    assert [(lease.seq, lease.kind, lease.by) for lease in found.live] == [(1, "fork", "fork")] * 2
+    assert [lease.key for lease in unneeded_pins(Shelf(tier, "run"), GRACE)] == ["leases/run/000000000001-fork-fork"]
+
+
+def test_a_fork_of_a_fork_holds_what_it_is_made_of() -> None:
+    """The last of three runs names a pack of the first alone: the one between stays, with its pin there."""
+    tier = Aged(Memory())
+    saved(tier, 1, {"a"})
+    found = Log(tier, "run").read(1)
+    pieces = contents(tier, found)
+    (place,) = (found.layout.place(0),)
+    assert place is not None
+    for run, by in (("run", "between"), ("between", "last")):
+        pin(tier, run, 1, by)
+        Log(tier, by).commit(record(tier, 1, pieces, {"a": place}, run=by))
+    assert not sweep(Shelf(tier, "between")).reason, "it has a record, and so is not just being forked"
+    tier.clock = 2 * GRACE
+    assert unneeded_pins(Shelf(tier, "between"), GRACE) == unneeded_pins(Shelf(tier, "run"), GRACE) == []
+    assert Contents(tier, "last").place(found.version.digests[0].tobytes(), len(pieces["a"])) == place
+    Log(tier, "last").forget(1)
+    assert [pin.by for pin in unneeded_pins(Shelf(tier, "between"), GRACE)] == ["last"]
 
 
 def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
@@ -392,6 +416,6 @@ def test_pins_that_no_fork_needs_are_found() -> None:
     Log(tier, "other").commit(record(tier, 2, {"a": b"its own"}, own, run="other"))
     assert unneeded_pins(shelf, GRACE) == []
     Log(tier, "other").forget(1)
-    assert unneeded_pins(shelf, GRACE) == [(1, "other")]
+    assert [(lease.seq, lease.by) for lease in unneeded_pins(shelf, GRACE)] == [(1, "other")]
     tier.put("versions/other/000000000003", as_buffer(b"unreadable"))
     assert unneeded_pins(shelf, GRACE) == [], "nobody can tell"
