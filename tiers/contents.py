@@ -13,7 +13,7 @@ from tierstate.manifest.version import Version
 
 from .base import Tier
 from .footers import has_footer
-from .packs import Row, is_mend, read_footer, read_version
+from .packs import Row, is_mend, read_footer, version_sections
 
 _NUMBER = re.compile(r"([0-9]{12})-")
 _PIN = re.compile(r"leases/([^/]+)/[0-9]+-fork-([^/@]+)(?:@[^/]*)?")
@@ -29,7 +29,7 @@ class Contents:
     Attributes:
         packs: how many were looked into.
         sizes: lengths of packs by key.
-        seqs: numbers of the run's versions that packs were written for.
+        seqs: numbers of the run's versions that packs were written for, or say what they were.
         unread: packs that say nothing of what they hold, and why.
     """
 
@@ -59,12 +59,13 @@ class Contents:
         for key in self.sizes:
             if key.startswith(f"packs/{run}/"):
                 try:
-                    version = read_version(self._tier, key)
+                    found = [Version.decode(section) for section in version_sections(self._tier, key)]
                 except (FormatError, NotFound) as error:
                     self.unread[key] = str(error)
                     continue
-                if version is not None and version.head.run == run:
-                    yield version
+                here = [version for version in found if version.head.run == run]
+                self.seqs.update(version.head.seq for version in here)
+                yield from here
 
     def _keys(self, run: str) -> Iterator[str]:
         """Packs of the run, those that mended others last; before them, those of runs that it was forked from."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import NotFound
+from tierstate.manifest.log import RACES
 from tierstate.manifest.record import Record
 
 from .arena import Arena, Slab
 from .catalog import Entry
 from .fetch import Fetch, Sink
 from .formatted import publication_of, whole
+from .leasing import Moved, building_on
 from .policy import Policy
+from .route import Route
 from .routes import Routes
 from .shelf import Shelf
 
@@ -53,7 +57,26 @@ def copy_version(
     route = Routes(policy).of(version.leaves)[shelf.name]
     if not route.leaves.any():
         raise NotFound(f"no rule of the policy sends a leaf of step {version.head.step} to {shelf.name}")
-    stages = partial(whole, version)
+    with _based(shelf):
+        return _publish(entry, shelf, route, arena, progress)
+
+
+@contextmanager
+def _based(shelf: Shelf) -> Iterator[None]:
+    with ExitStack() as held:
+        for left in reversed(range(RACES)):
+            try:
+                held.enter_context(building_on(shelf))
+                break
+            except Moved:
+                shelf.look_again()
+                if not left:
+                    raise
+        yield
+
+
+def _publish(entry: Entry, shelf: Shelf, route: Route, arena: Arena, progress: Callable[[int], None]) -> Record:
+    version, stages = entry.version, partial(whole, entry.version)
     publication = publication_of(shelf, version.head, version.leaves, version.chunk_leaf, route, stages)
     fetch = _Told(version, entry.holdings, arena)
     fetch.progress = progress

@@ -1,18 +1,16 @@
 """The index: summaries of a run's records in one tier, in this process and as objects that spare reading each record.
 
-An index is ``index/<run>/<seq>-<unique>``, and only a cache: a summary counts if the listing shows that very record,
-since records never change and their keys are not used twice. What is in no index is read from its record.
+An index is ``index/<run>/<seq>-<unique>``, and only a cache: a summary counts if the listing shows that record. Records
+never change, but a number may come back after it was dropped (a copy, a rebuild, an outage made up for). Whoever brings
+one first creates ``index/<run>/again-<unique>``: whoever sees such a mark for the first time forgets what it remembers,
+and an index counts only with the very marks that its writer saw. What is in no index is read from its record.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
-import uuid
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tierstate.manifest.chunk import as_buffer, view
@@ -21,7 +19,10 @@ from tierstate.manifest.log import Log
 from tierstate.manifest.record import Record
 from tierstate.manifest.summary import MAX_INDEX, Summary, decode, encode
 
+from .abreast import READERS, abreast
 from .base import Tier
+from .marks import Marks, Objects
+from .named import Named
 
 log = logging.getLogger("tierstate")
 
@@ -36,11 +37,6 @@ AT_ONCE = 256
 
 FEW = 4
 """Records that are read without looking for an index."""
-
-READERS = 8
-"""Records read beside each other, since a store may take long to answer."""
-
-_NAME = re.compile(r"[0-9]{12}-[0-9a-f]{8,32}")
 
 _Key = tuple[int, int]
 
@@ -75,9 +71,12 @@ class Summaries:
 
     def __init__(self, tier: Tier, run: str) -> None:
         self._tier, self._log = tier, Log(tier, run)
-        self._prefix = f"index/{run}/"
+        self._objects = Marks(tier, run)
         self._lock = threading.Lock()
         self._found: dict[_Key, Summary] = {}
+        self._sure: set[_Key] = set()  # committed or read here, and in no index only
+        self._marks: frozenset[str] = frozenset()
+        self._top: int | None = None
         self._indexed: set[_Key] = set()
         self._commits, self._purged = 0, False
 
@@ -86,6 +85,7 @@ class Summaries:
         found = Summary.of(record, generation)
         with self._lock:
             self._found[found[:2]] = found
+            self._sure.add(found[:2])
             self._commits += 1
         return Seen((generation,), (found,))
 
@@ -99,13 +99,13 @@ class Summaries:
             TierError: the log could not be listed.
         """
         generations = self._list()
-        missing = self._missing(generations)
+        found, missing = self._known(generations)
         if len(missing) > FEW:
             self._try_load()
-            missing = self._missing(generations)
-        problems = self._read(missing[::-1][:at_most])
+            found, missing = self._known(generations)
+        read, problems = self._read(missing[::-1][:at_most])
+        found |= read
         unread = {seq for seq, _ in missing[::-1][at_most:]} if at_most is not None else set()
-        found = self._found
         return {
             seq: Seen(
                 tuple(gens),
@@ -117,32 +117,91 @@ class Summaries:
         }
 
     def packs(self) -> set[str] | None:
-        """Packs that any record of the run names; None where one of them is not known, since then nobody knows.
+        """Packs that any record of the run names, as `named` says."""
+        named = self.named()
+        return None if named is None else named.packs
+
+    def named(self) -> Named | None:
+        """What the records name, for whoever deletes packs: no index is asked, so each is read once by each process.
+        None where one cannot be read, or a key of the log is not understood: then nobody knows.
 
         Raises:
             TierError: the log could not be listed.
         """
-        if self._missing(self._list()):
-            return None
         with self._lock:
-            return {key for summary in self._found.values() for key in summary.packs}
+            before = list(self._found)
+        try:
+            listed = set(self._log.keys().values())
+        except FormatError as error:
+            log.warning("no pack is deleted: %s", error)
+            return None
+        # Whoever brings a number back makes the mark before the record: who has seen the record now sees the mark.
+        self._heed(self._objects.objects())
+        self._purge(before, listed)
+        if self._read(sorted(listed - self._sure))[1]:
+            return None
+        commits: dict[int, set[str]] = {}
+        with self._lock:
+            for summary in self._found.values():
+                commits.setdefault(summary.seq, set()).add(summary.commit)
+            return Named({key for summary in self._found.values() for key in summary.packs}, commits)
 
     def _list(self) -> dict[int, list[int]]:
         """The log's listing; what it does not show any more is forgotten."""
         with self._lock:
             before = list(self._found)  # not what is committed while it is listed
         generations = self._log.generations()
-        with self._lock:
-            for seq, generation in before:
-                if generation not in generations.get(seq, ()):
-                    self._found.pop((seq, generation), None)
+        self._purge(before, {(seq, g) for seq, found in generations.items() for g in found})
         return generations
 
-    def _missing(self, generations: Mapping[int, Sequence[int]]) -> list[_Key]:
-        return [(seq, g) for seq, gens in generations.items() for g in gens if (seq, g) not in self._found]
+    def _purge(self, before: Iterable[_Key], listed: Collection[_Key]) -> None:
+        with self._lock:
+            for key in before:
+                if key not in listed:
+                    self._found.pop(key, None)
+                    self._sure.discard(key)
 
-    def _read(self, keys: Sequence[_Key]) -> dict[_Key, TierstateError]:
+    # Numbers that come back
+
+    def expect(self, seq: int) -> None:
+        """A record of that number is about to be created: if there may have been one, others must not take this for it.
+
+        Raises:
+            TierError: the tier could not be asked, or does not take the mark.
+        """
+        if self._top is None:
+            self._top = max([*self._log.seqs(), self._objects.highest(self._objects.objects())])
+        if seq <= self._top:
+            self.renew(seq)
+        self._top = max(seq, self._top)
+
+    def renew(self, seq: int) -> None:
+        """A number is about to get a record again: whatever anybody remembers of it is void."""
+        found = self._objects.objects()
+        self._heed(found)
+        mark = self._objects.replace(found)
+        with self._lock:
+            self._marks |= {mark}
+            for known in [known for known in self._found if known[0] == seq]:
+                del self._found[known]
+                self._sure.discard(known)
+
+    def _heed(self, objects: Objects) -> None:
+        """Forget everything if there are marks that were not there before."""
+        with self._lock:
+            if not self._marks >= objects.marks:
+                self._found, self._sure, self._indexed = {}, set(), set()
+                self._marks |= objects.marks
+
+    def _known(self, generations: Mapping[int, Sequence[int]]) -> tuple[dict[_Key, Summary], list[_Key]]:
+        """What is known at this moment, and which keys are not."""
+        with self._lock:
+            found = dict(self._found)
+        return found, [(seq, g) for seq, gens in generations.items() for g in gens if (seq, g) not in found]
+
+    def _read(self, keys: Sequence[_Key]) -> tuple[dict[_Key, Summary], dict[_Key, TierstateError]]:
         """Read records, some beside each other; those that cannot be read, and why."""
+        found: dict[_Key, Summary] = {}
         problems: dict[_Key, TierstateError] = {}
 
         def read(key: _Key) -> None:
@@ -152,10 +211,11 @@ class Summaries:
                 problems[key] = error
             else:
                 with self._lock:
-                    self._found[key] = summary
+                    found[key] = self._found[key] = summary
+                    self._sure.add(key)
 
-        _beside(read, keys)
-        return problems
+        abreast(read, keys)
+        return found, problems
 
     # Objects
 
@@ -190,10 +250,10 @@ class Summaries:
         if not found:
             return
         highest = max(s.seq for s in found)
-        key = f"{self._prefix}{highest:012d}-{uuid.uuid4().hex[:12]}"
+        key = self._objects.index_key(highest, before.marks)
         self._tier.put(key, as_buffer(encode(self._log.run, found)))
         self._indexed = {s[:2] for s in found}
-        for old in before:
+        for old in before.indexes:
             self._tier.delete(old)
 
     def _try_load(self) -> None:
@@ -202,8 +262,8 @@ class Summaries:
         except TierstateError as error:
             log.debug("%s: its index cannot be looked for: %s", self._tier.name, error)
 
-    def _load(self, *, purge: bool = False) -> list[str]:
-        """Take in what the index objects say; their keys.
+    def _load(self, *, purge: bool = False) -> Objects:
+        """Take in what the index objects say; what there is.
 
         Where two writers met there are several, which say the same of the same records. One that says otherwise is from
         before somebody deleted the newest records by hand, so that their numbers were used again.
@@ -211,7 +271,9 @@ class Summaries:
         Args:
             purge: delete such a one.
         """
-        keys = [key for key in self._tier.list(self._prefix) if _NAME.fullmatch(key.removeprefix(self._prefix))]
+        objects = self._objects.objects()
+        self._heed(objects)
+        keys = [key for key in objects.indexes if self._objects.counts(key, objects.marks)]
         for key in keys[::-1][:READERS]:
             try:
                 found = self._decode(key)
@@ -225,36 +287,10 @@ class Summaries:
                     self._found = {s[:2]: s for s in found} | self._found
             if stale and purge:
                 self._tier.delete(key)
-        return keys
+        return objects
 
     def _decode(self, key: str) -> Collection[Summary]:
         size = self._tier.size(key)
         if size > MAX_INDEX:
             raise FormatError(f"{size} bytes are too many for an index")
         return decode(view(self._tier.get(key)).toreadonly(), self._log.run)
-
-
-def _beside(call: Callable[[_Key], None], keys: Iterable[_Key]) -> None:
-    """Call for each, in a few threads, of which this is one."""
-    left: deque[_Key] = deque(keys)
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            while left and not errors:
-                with suppress(IndexError):  # another one took the last
-                    call(left.popleft())
-        except BaseException as error:
-            errors.append(error)
-
-    count = min(READERS, len(left)) - 1
-    threads = [threading.Thread(target=work, name="tierstate-index", daemon=True) for _ in range(count)]
-    with suppress(RuntimeError):  # no more threads are to be had, as at the interpreter's end: this one does it all
-        for thread in threads:
-            thread.start()
-    work()
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join()
-    if errors:
-        raise errors[0]

@@ -49,6 +49,20 @@ def reading(sources: Sequence[Source], nbytes: int | None = None) -> Iterator[No
         yield
 
 
+@contextmanager
+def building_on(shelf: Shelf) -> Iterator[None]:
+    """Hold the newest version of a run in a tier while a copy of an older one is made, whose record may name its packs:
+    a saver may commit the next one meanwhile, and drop this.
+
+    Raises:
+        Moved: before the block is entered: it was dropped just now.
+    """
+    with ExitStack() as held:
+        if (record := shelf.newest()) is not None:
+            _hold(shelf, record, held)
+        yield
+
+
 def sources(entry: Entry, rows: Array) -> list[Source]:
     """Where these rows of a version will be read, while nothing is damaged: each in the first copy that has it."""
     found, left = [], rows

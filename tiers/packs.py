@@ -26,7 +26,6 @@ from tierstate.manifest.errors import FormatError
 from tierstate.manifest.head import refuse_unknown
 from tierstate.manifest.index import Array, as_array
 from tierstate.manifest.layout import Base, Place
-from tierstate.manifest.version import Version
 
 from .base import ObjectWriter, Range, Release, Tier
 from .packing import BIG, BLOCK
@@ -156,20 +155,20 @@ class PackWriter:
             self._at += gap
         return self._object
 
-    def close(self, version: bytes = b"") -> dict[str, int]:
+    def close(self, *versions: bytes) -> dict[str, int]:
         """Make all packs visible and durable; their lengths by key.
 
         Args:
-            version: the version's section, a copy of which goes into the last pack: it is looked for where every
+            versions: versions' sections, copies of which go into the last pack: they are looked for where every
                 record is lost.
         """
         if self._object is not None:
-            self._finish(version)
+            self._finish(*versions)
         return self.sizes
 
-    def _finish(self, version: bytes = b"") -> None:
+    def _finish(self, *versions: bytes) -> None:
         assert self._object is not None
-        footer = as_buffer(version + encode_footer(self._rows, (self._at, version) if version else None))
+        footer = as_buffer(b"".join(versions) + encode_footer(self._rows, self._at, versions))
         self._object.append(footer)
         # Forget the writer only once it closed: after an error, abort() must still reach it.
         self._object.close()
@@ -190,9 +189,13 @@ class PackWriter:
                 self._tier.delete(key)
 
 
-def encode_footer(rows: Sequence[Rows], version: tuple[int, bytes] | None = None) -> bytes:
-    """The footer of a pack that holds these chunks, and perhaps a version's section at an offset."""
-    said = {} if version is None else {"version": [version[0], len(version[1]), checksum(version[1]).hex()]}
+def encode_footer(rows: Sequence[Rows], at: int = 0, versions: Sequence[bytes] = ()) -> bytes:
+    """The footer of a pack that holds these chunks, and perhaps versions' sections from an offset on."""
+    copies: list[list[object]] = [
+        [at + sum(map(len, versions[:i])), len(v), checksum(v).hex()] for i, v in enumerate(versions)
+    ]
+    said: dict[str, list[object]] = {"version": copies[-1]} if copies else {}
+    said |= {"versions": list(copies[:-1])} if copies[1:] else {}
     codecs = sorted({r.codec for r in rows})
 
     def column(name: str, dtype: str) -> Array:
@@ -231,22 +234,26 @@ def read_footer(tier: Tier, key: str) -> list[Row]:
     return list(_rows(table, key, end))
 
 
-def read_version(tier: Tier, key: str) -> Version | None:
-    """The version of which a pack holds a copy; None where it holds none.
+def version_sections(tier: Tier, key: str) -> list[memoryview]:
+    """Copies of versions in a pack, as they were written.
 
     Raises: as `read_footer`.
     """
     table, end = _footer(tier, key)
-    found = col.decode(table, f"footer of {key}")[0].get("version")
-    if found is None:
-        return None
-    sound = isinstance(found, list) and len(found) == 3 and all(type(n) is int and 0 <= n <= end for n in found[:2])
-    if not sound or found[0] + found[1] > end:
+    head = col.decode(table, f"footer of {key}")[0]
+    more = head.get("versions", [])
+    copies = [*(more if isinstance(more, list) else [more]), *([head["version"]] if head.get("version") else [])]
+    return [_section(tier, key, copy, end) for copy in copies]
+
+
+def _section(tier: Tier, key: str, copy: object, end: int) -> memoryview:
+    sound = isinstance(copy, list) and len(copy) == 3 and all(type(n) is int and 0 <= n <= end for n in copy[:2])
+    if not isinstance(copy, list) or not sound or copy[0] + copy[1] > end:
         raise FormatError(f"{tier.name}: {key}: its footer names a version outside the pack")
-    section = view(_read(tier, key, found[0], found[1])).toreadonly()
-    if checksum(section).hex() != found[2]:
+    section = view(_read(tier, key, copy[0], copy[1])).toreadonly()
+    if checksum(section).hex() != copy[2]:
         raise FormatError(f"{tier.name}: {key}: its copy of the version is not what was written")
-    return Version.decode(section)
+    return section
 
 
 def _footer(tier: Tier, key: str) -> tuple[memoryview, int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import CommitUnknown, TierstateError, TierUnavailable
+from tierstate.manifest.errors import CommitUnknown, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
 from tierstate.manifest.index import Array
 from tierstate.manifest.layout import RAW, Draft
@@ -32,6 +33,11 @@ from .shelf import Shelf
 
 WORTH_A_LOOK = 1024
 """Bytes of a chunk from which on it is looked for among those that this save has written already."""
+
+
+LONG = 12 * 3600.0
+"""Seconds from which on a save looks whether its own packs are there still: a sweep deletes those without a record that
+are a day old."""
 
 
 class Adopted(Protocol):
@@ -83,7 +89,7 @@ class Publication:
         self._draft = Draft(len(row_leaves))
         self._written: dict[bytes, int] = {}
         self._twins: list[tuple[Array, Array]] = []
-        self._sent = False
+        self._sent, self._since = False, time.time()
         self._adopted: Adopted | None = None
         self._routed: Array = route.leaves[row_leaves]
         self._raw: Array = route.raw[row_leaves]
@@ -217,12 +223,25 @@ class Publication:
         return record
 
     def _sizes(self) -> dict[str, int]:
-        """Lengths of all packs that the layout names: of those written here, and of those reused."""
-        sizes = self._written_sizes()
+        """Lengths of all packs that the layout names: of those written here, and of those reused.
+
+        Raises:
+            NotFound: one is not there any more.
+        """
+        sizes = written = self._written_sizes()
+        if not 0 <= time.time() - self._since < LONG:
+            sizes = {}
         for key in self._draft.objects():
             if key not in sizes:
-                sizes[key] = self.shelf.tier.size(key)
+                sizes[key] = self._size(key, "this save wrote" if key in written else "this save builds on")
         return sizes
+
+    def _size(self, key: str, which: str) -> int:
+        try:
+            return self.shelf.tier.size(key)
+        except NotFound as error:
+            text = f"{self.shelf.name}: {key}, which {which}, was deleted before its record was created"
+            raise NotFound(text, tier=self.shelf.name) from error
 
     def _written_sizes(self) -> dict[str, int]:
         """Lengths of the objects written here."""

@@ -206,6 +206,7 @@ class _Rebuilder:
         commit = {"id": commit_id(), "tier": self._shelf.name, "host": socket.gethostname(), "pid": os.getpid()}
         seq = version.head.seq
         generation = max(lost.generations, default=-1) + 1
+        self._shelf.summaries.renew(seq)
         self._shelf.log.commit(Record(version, layout, {**commit, "rebuilt": True}), generation)
         self._shelf.log.forget(seq, lost.generations)
 

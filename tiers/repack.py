@@ -22,12 +22,13 @@ from tierstate.manifest.layout import Draft, Layout, Place
 from tierstate.manifest.leases import REPACK, Leases
 from tierstate.manifest.log import commit_id
 from tierstate.manifest.record import Record
+from tierstate.manifest.version import Version
 
 from .base import Range
 from .codecs import decode
 from .leasing import let_go
 from .liveness import Pack, liveness, mostly_dead
-from .packs import PackWriter, read_footer
+from .packs import PackWriter, read_footer, version_sections
 from .shelf import Shelf
 
 log = logging.getLogger("tierstate")
@@ -165,7 +166,7 @@ class _Repack:
         writer = PackWriter(self._shelf.tier, self._shelf.run, seqs[-1])
         try:
             moved, emptied = self._copy(dead, list(records.values()), writer)
-            sizes = writer.close()
+            sizes = writer.close(*self._copies_of_versions(emptied, generations))
         except BaseException:
             writer.abort()
             raise
@@ -192,6 +193,19 @@ class _Repack:
             moved |= places
             emptied.append(key)
         return moved, emptied
+
+    def _copies_of_versions(self, emptied: Iterable[str], generations: Collection[int]) -> list[bytes]:
+        """Copies of versions that are still there and that would go with the packs; a rebuild looks for them."""
+        found: dict[str, bytes] = {}
+        for key in emptied:
+            try:
+                for section in version_sections(self._shelf.tier, key):
+                    version = Version.decode(section)
+                    if version.head.run == self._shelf.run and version.head.seq in generations:
+                        found[version.id] = bytes(section)
+            except (FormatError, NotFound) as error:
+                log.info("%s: a copy of a version is of no use: %s", self._shelf.name, error)
+        return list(found.values())
 
     def _copied(self, chunk: _Chunk, writer: PackWriter) -> Place:
         """One chunk, from its place or from where it was mended, as it is stored."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from tierstate.manifest.errors import FormatError, NotFound, TierstateError
@@ -18,7 +17,8 @@ from tierstate.manifest.thinning import Groups
 
 from .base import Tier
 from .index import Seen, Summaries
-from .packs import is_mend
+from .terms import join, less, parts
+from .unneeded import Unneeded
 
 log = logging.getLogger("tierstate")
 
@@ -30,12 +30,14 @@ class _Known(NamedTuple):
         objects: packs that its last record names.
         generations: the records that it has.
         before: packs that only records before the last name, which an interruption left.
+        commit: id of the last record's commit.
     """
 
     mark: Mark
     objects: frozenset[str]
     generations: tuple[int, ...] = (0,)
     before: frozenset[str] = frozenset()
+    commit: str = ""
 
 
 class Shelved(Protocol):
@@ -70,6 +72,7 @@ class Retiring:
         self._lock = threading.Lock()
         self._known: dict[int, _Known] = {}
         self._doomed: set[str] = set()
+        self._unneeded = Unneeded(shelf.tier, shelf.run, shelf.summaries)
 
     @property
     def known(self) -> Collection[int]:
@@ -106,16 +109,31 @@ class Retiring:
             return Decision({}, ())
         keep, rules = self._keep, dict(self._rules)
         if room_for_one:
-            keep, rules = _less(keep), {glob: _less(terms) or terms for glob, terms in rules.items()}
+            keep, rules = less(keep), {glob: less(terms) or terms for glob, terms in rules.items()}
         with self._lock:
             self._learn()
             self._finish()
-            decision = self._decide(self._marks(), in_use, None, keep, rules)
-            self._drop(decision.drop)
-            for seq, groups in decision.thin.items():
-                self._thin(seq, groups)
+            decision = self._carry_out(lambda: self._decide(self._marks(), in_use, None, keep, rules))
             self._sweep()
         return decision
+
+    def _carry_out(self, decide: Callable[[], Decision]) -> Decision:
+        """Drop and thin, some at a time: what is tagged or held meanwhile stays. What was done, and why others stay."""
+        first = now = decide()
+        dropped: list[int] = []
+        thinned: dict[int, tuple[str, ...]] = {}
+        for some in parts(first.drop):
+            now = decide() if dropped else now
+            going = [seq for seq in some if seq in now.drop]
+            self._drop(going)
+            dropped += going
+        for some in parts(first.thin):
+            now = decide() if dropped or thinned else now
+            for seq in some:
+                if seq in now.thin and self._thin(seq, now.thin[seq]):
+                    thinned[seq] = now.thin[seq]
+        keep = {seq: why for seq, why in (first.keep | now.keep).items() if seq not in dropped}
+        return Decision(keep, tuple(dropped), thinned)
 
     def _drop(self, seqs: Collection[int]) -> None:
         """Forget versions. Packs are judged after the records are gone: interrupted here, they are left over, never
@@ -159,11 +177,11 @@ class Retiring:
             return decision
         tags = tags_of(self._shelf.tier, self._shelf.run)
         marks = [mark._replace(tags=tags.get(mark.seq, ())) for mark in marks]
-        _join(pins, self._shelf.leased())
+        join(pins, self._shelf.leased())
         decision = decide(marks, keep, pins, now, rules)
         goes = [seq for seq in (*decision.drop, *decision.thin) if seq in tags and seq in self._known]
         if alone := [seq for seq in goes if not self._is_elsewhere(seq)]:
-            _join(pins, {seq: f"only durable copy of tag {', '.join(tags[seq])}" for seq in alone})
+            join(pins, {seq: f"only durable copy of tag {', '.join(tags[seq])}" for seq in alone})
             decision = decide(marks, keep, pins, now, rules)
         return decision
 
@@ -201,7 +219,8 @@ class Retiring:
                 self._leave(seq, error)
             if not seen.problems:
                 known = before.get(seq)
-                alike = known is not None and known.generations == seen.generations
+                last = seen.summaries[-1].commit
+                alike = known is not None and (known.generations, known.commit) == (seen.generations, last)
                 try:
                     self._known[seq] = known if known is not None and alike else self._of(seen)
                 except TierstateError as error:
@@ -215,36 +234,39 @@ class Retiring:
         if self._rules:
             groups = self._groups.here(record or self._shelf.log.read_generation(last.seq, last.generation))
         mark = Mark(last.seq, last.step, last.time, last.metadata, groups=groups)
-        return _Known(mark, objects, seen.generations, frozenset(k for s in earlier for k in s.packs) - objects)
+        before = frozenset(k for s in earlier for k in s.packs) - objects
+        return _Known(mark, objects, seen.generations, before, last.commit)
 
     def _leave(self, seq: int, error: TierstateError) -> None:
         log.warning("%s: version %d of run %s is left alone: %s", self._shelf.name, seq, self._shelf.run, error)
 
     def _finish(self) -> None:
         """Forget records that have been replaced, where an interruption left them; the newest is built on as it is."""
-        twice = [s for s, known in self._known.items() if len(known.generations) > 1 and s != max(self._known)]
-        held = self._shelf.leased() if twice else {}
-        for seq in twice:
-            if seq not in held:
+        for seq, known in list(self._known.items()):
+            if len(known.generations) > 1 and seq != max(self._known):
                 self._forget_before(seq)
 
     def _forget_before(self, seq: int) -> None:
+        """Unless the version is held by now, perhaps by such a record: then it is done later."""
+        if seq in self._shelf.leased():
+            return
         known = self._known[seq]
         self._doomed |= known.before
         self._shelf.log.forget(seq, known.generations[:-1])
         self._known[seq] = known._replace(generations=known.generations[-1:], before=frozenset())
 
-    def _thin(self, seq: int, groups: Collection[str]) -> None:
-        """Commit a record that names the leaves of these groups only, then forget those before it."""
+    def _thin(self, seq: int, groups: Collection[str]) -> bool:
+        """Commit a record that names the leaves of these groups only, then forget those before it; whether there is
+        one."""
         known = self._known[seq]
         try:
             record = self._groups.thin(self._shelf.log.read_generation(seq, known.generations[-1]), groups)
         except (FormatError, NotFound) as error:
             del self._known[seq]
             self._leave(seq, error)
-            return
+            return False
         if record is None:
-            return
+            return False
         generation = known.generations[-1] + 1
         self._shelf.log.commit(record, generation)
         less = self._shelf.summaries.add(record, generation).summaries[-1]
@@ -253,28 +275,16 @@ class Retiring:
             frozenset(less.packs),
             (*known.generations, generation),
             (known.objects | known.before) - set(less.packs),
+            less.commit,
         )
         self._forget_before(seq)
+        return True
 
     def _sweep(self) -> None:
         """Delete the packs of dropped versions that no record names; what fails is tried again next time."""
-        used = self._shelf.summaries.packs() if self._doomed else None
-        # Somebody may read a version by a record that went while the lease was taken: nobody knows which packs.
-        if used is None or set(self._shelf.leased()) - set(self._known):
+        gone = self._unneeded.among(self._doomed) if self._doomed else None
+        if gone is None:
             return
-        # A fork's record names packs of the run that it came from: those are for that run to judge.
-        own = f"packs/{self._shelf.run}/"
-        gone = [k for k in sorted(self._doomed) if k not in used and k.startswith(own) and not is_mend(k)]
         if gone:
             self._shelf.tier.discard(gone)
         self._doomed.clear()
-
-
-def _less(keep: Keep | None) -> Keep | None:
-    """The same, with room for one more among the last."""
-    return replace(keep, last=max(1, keep.last - 1)) if keep is not None and keep.last else keep
-
-
-def _join(pins: dict[int, str], more: Mapping[int, str]) -> None:
-    for seq, why in more.items():
-        pins[seq] = f"{pins[seq]}; {why}" if seq in pins else why

@@ -221,6 +221,7 @@ class Shelf:
         """
         with self._lock:
             base = self._newest
+        self.summaries.expect(record.version.head.seq)
         self.log.commit(record)
         self._check_base(record, base)
         with self._lock:

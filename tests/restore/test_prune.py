@@ -14,8 +14,9 @@ import tierstate as ts
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.leases import Leases, pin
-from tierstate.tiers import leasing
+from tierstate.tiers import leasing, publication
 from tierstate.tiers.memory import Memory
+from tierstate.tiers.publication import Publication
 from tierstate.tiers.testing import Fault
 
 
@@ -196,3 +197,23 @@ def test_a_restore_leaves_no_lease_behind_and_a_folder_that_cannot_be_written_is
         (place / "nvme/leases").write_text("no folder")
         with ts.Checkpointer(spec(place), "run") as ckpt:
             assert alike(ckpt.load(), states[0])
+
+
+def test_a_save_that_took_longer_than_the_grace_does_not_commit_what_was_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scratch() as place:
+        one, real = spec(place), Publication._written_sizes
+        where = opened(one, "nvme")
+
+        def swept(self: Publication) -> dict[str, int]:
+            found = real(self)
+            for key in found:
+                where.delete(key)
+            return found
+
+        monkeypatch.setattr(Publication, "_written_sizes", swept)
+        monkeypatch.setattr(publication, "LONG", 0.0)
+        with ts.Checkpointer(one, "run") as ckpt:
+            handle = ckpt.save(tensors(20_000), step=1)
+            with pytest.raises(ts.NotFound, match="which this save wrote, was deleted before its record was created"):
+                handle.wait()
+            assert list(ckpt.versions()) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from damaging import FOLDER, STATE, objects, saved, two
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from worlds import alike, opened, policy, scratch, tensors, tier
 import tierstate as ts
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.log import Log
+from tierstate.tiers.repack import repack
 
 LOSSES = st.lists(
     st.tuples(
@@ -175,3 +177,22 @@ def test_the_log_reads_the_newest_generation_that_can_be_read(damaged: list[bool
             assert log.read(1).version.id == record.version.id
         found: Any = log.look(1)
         assert (found.record is None) == all(damaged)
+
+
+def test_what_was_repacked_can_be_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of a version that lay in an emptied pack goes into the new one."""
+    monkeypatch.setitem(repack.__kwdefaults__, "win", 0)
+    with scratch() as place:
+        spec = policy({"nvme": tier("nvme", place)}, rules=[{"match": "big", "keep": {"last": 1}}])
+        with ts.Checkpointer(spec, "run") as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save({"w": torch.full((5_000,), float(step)), "big": torch.rand(200_000)}, step=step).wait()
+            (report,) = ckpt.prune(grace=0).tiers
+            assert report.repacked.versions == (1, 2)
+            ckpt.prune(grace=0)
+        for path in place.rglob("versions/run/00000000000[12]*"):
+            path.unlink()
+        with ts.Checkpointer(spec, "run") as ckpt:
+            assert [(v.seq, v.rebuilt) for v in ckpt.rebuild("nvme", partial=True).versions] == [(2, True), (1, True)]
+            for step in (1, 2):
+                assert torch.equal(ckpt.load(step=step, only=["w"])["w"], torch.full((5_000,), float(step)))

@@ -272,3 +272,75 @@ def test_a_tier_that_does_not_last_gets_none_and_a_failure_is_no_harm(caplog: py
         saved(found, tier, 64, 64)
     assert "no index of its versions was written: no answer" in caplog.text
     assert list(tier.list("index/")) == []
+
+
+# Numbers that come back
+
+
+def test_a_number_that_comes_back_is_read_anew_by_everybody() -> None:
+    """By a process that remembers the record before, and by one that begins and finds an index of it."""
+    tier = filled(8)
+    living = Summaries(tier, "run")
+    living.look()
+    living.write()
+    assert living.packs() == {f"packs/run/{seq}-0-0-x" for seq in range(1, 9)}
+    Log(tier, "run").forget(3)
+    other = Summaries(tier, "run")
+    other.expect(3)
+    again = record(3, 7)
+    Log(tier, "run").commit(again)
+    for found in (living, other, Summaries(tier, "run")):
+        packs = found.packs()
+        assert packs is not None
+        assert "packs/run/3-7-0-x" in packs
+        assert "packs/run/3-0-0-x" not in packs
+        assert told(found.look()) == by_records(tier)
+
+
+def test_an_index_from_before_a_number_came_back_does_not_count() -> None:
+    """Its writer was held up between his look at the records and its creation."""
+    tier = filled(8)
+    late = Summaries(tier, "run")
+    late.look()
+    late.write()
+    (key,) = tier.list("index/")
+    said = to_bytes(tier.get(key))
+    Log(tier, "run").forget(3)
+    Summaries(tier, "run").expect(3)
+    Log(tier, "run").commit(record(3, 7))
+    tier.put(key, as_buffer(said))
+    assert told(Summaries(tier, "run").look()) == by_records(tier)
+
+
+def test_an_index_after_a_number_came_back_counts() -> None:
+    tier = filled(8)
+    found = Summaries(tier, "run")
+    for _ in range(2):
+        found.expect(4)
+    assert len(list(tier.list("index/"))) == 1, "marks do not pile up"
+    found.look()
+    found.write()
+    tier.calls.clear()
+    assert told(Summaries(tier, "run").look()) == by_records(tier)
+    assert tier.calls["read"] == 1 + 8, "the index; and all records, by the test"
+
+
+def test_a_number_above_all_makes_no_mark() -> None:
+    tier = filled(8)
+    found = Summaries(tier, "run")
+    for seq in (9, 10):
+        found.expect(seq)
+    assert list(tier.list("index/")) == []
+
+
+def test_no_pack_is_judged_by_an_index() -> None:
+    """Somebody deleted the newest record by hand, and its number was used again before an index says so."""
+    tier = filled(8)
+    found = Summaries(tier, "run")
+    found.look()
+    found.write()
+    Log(tier, "run").forget(8)
+    Log(tier, "run").commit(record(8, 5))
+    packs = Summaries(tier, "run").packs()
+    assert packs is not None
+    assert "packs/run/8-5-0-x" in packs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,16 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstate.manifest.box import Box
-from tierstate.manifest.chunk import as_buffer, to_bytes
+from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, TierUnavailable
 from tierstate.manifest.head import Head
 from tierstate.manifest.layout import Layout
 from tierstate.manifest.leaf import Leaf, Spec
+from tierstate.manifest.leases import Leases, pin
 from tierstate.manifest.record import Record
 from tierstate.manifest.retention import Best, Keep
 from tierstate.manifest.thinning import thinned
 from tierstate.manifest.version import ShardRow, Version
+from tierstate.tiers import terms
 from tierstate.tiers.base import Tier, Traits
 from tierstate.tiers.faulty import Fault, Faulty, Operation
 from tierstate.tiers.memory import Memory
@@ -427,3 +429,108 @@ def test_the_best_and_the_latest_are_told_by_head_and_metadata() -> None:
     assert shelf.decision(now=120.0).keep.keys() == {2, 3, 4, 5, 6} | {2}
     assert shelf.retire().drop == (1, 3, 4)
     assert Shelf(tier, "run", Keep(best=Best("eval.loss", "max", 2))).retire().drop == (2,)
+
+
+# What comes meanwhile
+
+
+class Between(Memory):
+    """A tier in which another process does something right before a record's next generation, or after a deletion."""
+
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+
+    def put(self, key: str, data: Buffer) -> None:
+        if key.startswith("versions/") and "." in key and self.before is not None:
+            then, self.before = self.before, None
+            then()
+        super().put(key, data)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        super().discard(keys)
+        if self.after is not None:
+            then, self.after = self.after, None
+            then()
+
+
+def test_a_reader_who_comes_while_leaves_go_keeps_them() -> None:
+    tier = Between()
+    shelf = Shelf(tier, "run", *thinning(3, 1))
+    truth = filled(tier, shelf, [(0, 0), (0, 1)])
+    old, leases = shelf.log.read(1), Leases(tier, "run")
+    held: list[str] = []
+    tier.before = lambda: held.append(leases.take(1, record=old.commit["id"]))
+    shelf.retire()
+    assert shelf.log.generations()[1] == [0, 1]
+    assert there(tier, old) == truth[0]
+    shelf.retire()
+    assert there(tier, old) == truth[0]
+    leases.release(held[0])
+    shelf.retire()
+    assert shelf.log.generations()[1] == [1]
+    assert unnamed(tier, shelf) == set()
+
+
+def test_a_fork_that_comes_while_leaves_go_keeps_them() -> None:
+    tier = Between()
+    shelf, fork = Shelf(tier, "run", *thinning(3, 1)), Shelf(tier, "fork")
+    truth = filled(tier, shelf, [(0, 0), (0, 1)])
+
+    def forked() -> None:
+        pin(tier, "run", 1, "fork")
+        fork.publish(version(tier, 1, truth[0], shelf.log.read(1), run="fork"))
+
+    tier.before = forked
+    for _ in range(2):
+        shelf.retire()
+        assert there(tier, fork.log.read(1)) == truth[0]
+
+
+def test_a_lease_on_a_record_that_has_gone_keeps_all_packs() -> None:
+    tier = Memory()
+    shelf = Shelf(tier, "run", Keep(last=1))
+    filled(tier, shelf, [(0, 0), (1, 1), (2, 2)])
+    before, lease = set(tier.list("packs/")), Leases(tier, "run").take(3, record="another")
+    assert shelf.retire().drop == (1, 2)
+    assert set(tier.list("packs/")) == before
+    Leases(tier, "run").release(lease)
+    shelf.retire()
+    assert unnamed(tier, shelf) == set()
+
+
+def test_what_is_tagged_while_others_go_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "AT_ONCE", 2)
+    tier = Between()
+    shelf = Shelf(tier, "run", Keep(last=1, tags=True))
+    truth = filled(tier, shelf, [(i, i) for i in range(6)])
+    tier.after = lambda: tag(tier, 4)
+    decision = shelf.retire()
+    assert decision.drop == (1, 2, 3, 5)
+    assert decision.keep[4] == ("tag best",)
+    assert there(tier, shelf.log.read(4)) == truth[3]
+
+
+def test_a_key_that_is_not_understood_keeps_all_packs(caplog: pytest.LogCaptureFixture) -> None:
+    tier = Memory()
+    shelf = Shelf(tier, "run", Keep(last=1))
+    truth = filled(tier, shelf, [(0, 0), (1, 1)])
+    later = shelf.log.read(1)
+    tier.put("versions/run/000000000001.kept-v2", as_buffer(later.encode()))
+    assert shelf.retire().drop == (1,)
+    assert there(tier, later) == truth[0]
+    assert "no pack is deleted" in caplog.text
+    tier.delete("versions/run/000000000001.kept-v2")
+    shelf.retire()
+    assert unnamed(tier, shelf) == set()
+
+
+def test_records_are_read_once_by_a_saver_that_drops_at_every_step() -> None:
+    tier = Faulty(Memory())
+    filled(tier, Shelf(tier, "run"), [(i, i) for i in range(8)])
+    shelf = Shelf(tier, "run", Keep(last=8))
+    for seq in range(9, 14):
+        shelf.publish(version(tier, seq, state(seq, seq, seq)))
+        before = tier.calls["read"]
+        shelf.retire()
+        assert seq == 9 or tier.calls["read"] == before
+    assert unnamed(tier, shelf) == set()
