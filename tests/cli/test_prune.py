@@ -52,7 +52,7 @@ def test_everything_that_can_be_told_is_told(call: Call, keeping: Path) -> None:
     assert "nvme: version 1 is not needed any more by run fork, which was forked from it" in answer.out
     tier.delete("leases/gpt/odd")
     text = call("prune", "-p", keeping, "-r", "gpt", "--grace", "0").out
-    assert "nvme: 1 pack, 11 B, went" in text
+    assert "nvme: 2 packs, " in text
     answer = call("prune", "-p", keeping, "-r", "gpt", "--grace", "soon")
     assert (answer.status, "'soon' is not a duration" in answer.err) == (2, True)
     tier.close()
