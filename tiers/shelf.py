@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from tierstate.manifest.errors import FormatError, NotFound
+from tierstate.manifest.errors import FormatError, NotFound, TierUnavailable
 from tierstate.manifest.index import Array, DigestIndex
 from tierstate.manifest.layout import ABSENT, DELTA, Draft, Layout, Place
 from tierstate.manifest.leases import Leases
@@ -245,7 +245,12 @@ class Shelf:
         """Whoever drops a version forgets its record first, and then deletes what no record names: so what a base that
         stands after the commit names is safe. If it does not, the record stays only where others may rely on it."""
         shared = set(base.layout.objects) & set(record.layout.objects) if base else set()
-        if base is None or not shared or self.log.stands(base):
+        try:
+            if base is None or not shared or self.log.stands(base):
+                return
+        except TierUnavailable as error:
+            # It is committed, and only another process that saves this run could have dropped the base.
+            log.warning("%s: whether what a save builds on stands cannot be told: %s", self.name, error)
             return
         seq = record.version.head.seq
         if self.highest_seq() == seq and shared <= set(self.tier.list("packs/")):

@@ -97,6 +97,7 @@ def side_by_side(place: Path, saves: int, reads: int, prunes: int) -> None:
     assert list(tier.list("leases/")) == []
 
 
+@pytest.mark.soak
 def test_a_saver_a_reader_and_two_that_prune_work_beside_each_other() -> None:
     with scratch() as place:
         side_by_side(place, saves=15, reads=10, prunes=3)
