@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -58,6 +58,14 @@ class Lease(NamedTuple):
     def reason(self) -> str:
         """Why the version stays."""
         return f"forked by {self.by}" if self.kind == FORK else f"{self.kind} by {self.by}"
+
+    def is_of(self, commits: Collection[str]) -> bool:
+        """Whether it is of a version that has a record, and a reader's of that very record.
+
+        Args:
+            commits: commit ids of the version's records.
+        """
+        return self.record in commits if self.kind == READ or self.record is None else bool(commits)
 
 
 class Held(NamedTuple):

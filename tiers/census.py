@@ -11,8 +11,7 @@ from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.manifest.log import Log
 from tierstate.manifest.record import Record
 
-READERS = 8
-"""Records that are read at once, since stores take their time to answer."""
+from .abreast import READERS
 
 
 class Unclear(TierstateError):

@@ -14,10 +14,11 @@ from functools import partial
 
 from tierstate.manifest.errors import FormatError, NotFound, TierstateError
 from tierstate.manifest.layout import is_pack
-from tierstate.manifest.leases import FORK, READ, Held, Lease, Leases
+from tierstate.manifest.leases import FORK, Held, Lease, Leases
 from tierstate.manifest.log import Log
 
-from .census import READERS, Census, Changed, Named, Unclear
+from .abreast import READERS
+from .census import Census, Changed, Named, Unclear
 from .packs import is_mend, read_footer
 from .shelf import Shelf
 
@@ -160,7 +161,8 @@ class _Look:
         if held.odd:
             raise Unclear(f"{self._shelf.name}: {held.odd[0]}: is not a lease that this program knows")
         for lease in held.live:
-            if lease.kind != FORK and not _is_of(lease, records):
+            commits = [record.id for record in records if record.seq == lease.seq]
+            if lease.kind != FORK and not lease.is_of(commits):
                 raise Unclear(
                     f"{self._shelf.name}: {lease.key} ({lease.reason}) holds version {lease.seq} by a record that is "
                     "not there any more, so nobody can tell which packs it needs; it ends with its process, or in a day"
@@ -213,14 +215,6 @@ class _Look:
                     (ageless if age is None else young).append(key)
         go |= {key: doomed[key] for key in packs if key in doomed}
         return Swept(dict(sorted(go.items())), (), tuple(young), tuple(ageless))
-
-
-def _is_of(lease: Lease, records: Iterable[Named]) -> bool:
-    """Whether a lease is of a version that has a record, and a reader's of that very record."""
-    here = [record for record in records if record.seq == lease.seq]
-    if lease.kind == READ or lease.record is None:
-        return any(record.id == lease.record for record in here)
-    return bool(here)
 
 
 def _seen(shelf: Shelf, asked: bool, key: str) -> tuple[int, float | None] | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tierstate.manifest.leases import FORK, READ, Lease, Leases
+from tierstate.manifest.leases import FORK, Leases
 
 from .base import Tier
 from .index import Summaries
-from .named import Named
 from .packs import is_mend
 
 
@@ -35,7 +34,9 @@ class Unneeded:
             return None
         # Leases last: whoever took one earlier, on a record that is not there any more, is seen here.
         held = Leases(self._tier, self._run).look(self._tier.age)
-        if held.odd or not all(lease.kind == FORK or _is_of(lease, named) for lease in held.live):
+        if held.odd or not all(
+            lease.kind == FORK or lease.is_of(named.commits.get(lease.seq, ())) for lease in held.live
+        ):
             return None
         used = set(named.packs)
         for run in sorted({lease.by for lease in held.live if lease.kind == FORK}):
@@ -50,9 +51,3 @@ class Unneeded:
         """This run's packs that the records of another name."""
         named = self._forks.setdefault(run, Summaries(self._tier, run)).named()
         return set() if named is None else {key for key in named.packs if key.startswith(self._own)}
-
-
-def _is_of(lease: Lease, named: Named) -> bool:
-    """Whether a lease is of a version that has a record, and a reader's of that very record."""
-    ids = named.commits.get(lease.seq, ())
-    return lease.record in ids if lease.kind == READ or lease.record is None else bool(ids)

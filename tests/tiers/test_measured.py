@@ -71,7 +71,9 @@ def test_a_checkpointer_tells_what_its_tiers_did(place: Path) -> None:
     spec = policy({"memory": {"type": "memory"}, "nvme": {"type": "nvme", "path": str(place / "ckpt")}})
     with ts.Checkpointer(spec, "run") as ckpt:
         assert all(not tier.operations.get("append") for tier in ckpt.stats().tiers.values())
-        ckpt.save(tensors(40_000, 400), step=1).wait("nvme")
+        save = ckpt.save(tensors(40_000, 400), step=1)
+        for name in ("memory", "nvme"):
+            save.wait(name)
         ckpt.load()
         for tier in ckpt.stats().tiers.values():
             assert tier.operations["append"].nbytes > 40_000
