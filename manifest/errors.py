@@ -14,12 +14,14 @@
     ├── FormatError        not a record of ours, truncated, or of a format this program does not know
     ├── StateMismatch      the given state and the version do not have the same leaves
     ├── CommitUnknown      a commit was sent and nobody can tell whether it took effect
+    ├── RankFailed         another rank of the job died, failed, or did not answer in time (.ranks)
     ├── CaptureError       a state could not be copied out
     └── Unsafe             pickle (or a lossy encoding) met where it was not allowed
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -87,6 +89,19 @@ class StateMismatch(TierstateError):
 
 class CommitUnknown(TierstateError):
     """A commit was sent, its answer was lost, and reading back failed too: it may or may not have taken effect."""
+
+
+class RankFailed(TierstateError):
+    """Another rank of the job died, failed, or did not answer in time, so that what all do together came to nothing.
+
+    Args:
+        message: which ranks, and what became of them.
+        ranks: their numbers, rising; empty where the store itself, by which ranks speak, is lost.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class CaptureError(TierstateError):

@@ -14,7 +14,7 @@ A provider is given a value; it says what the value is, streams it out as chunks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar, Self
 
@@ -22,6 +22,7 @@ import torch
 
 from tierstate.manifest.box import Box
 from tierstate.manifest.chunk import Buffer, Chunk, Event
+from tierstate.manifest.errors import StateMismatch
 from tierstate.manifest.leaf import Spec
 
 
@@ -52,6 +53,26 @@ class Provider(ABC):
     @abstractmethod
     def chunks(self, size: int) -> Iterator[Chunk]:
         """The value's bytes, in chunks of ``size`` bytes (a multiple of 16), the last one shorter."""
+
+    @property
+    def parts(self) -> Sequence[Provider]:
+        """The boxes that this process holds of the value, each as a provider of its own; itself by default, where it
+        holds one. Boxes do not overlap; none is a value of which it holds nothing.
+        """
+        return (self,)
+
+    def scatter(self, at: Box, data: Buffer, part: Box) -> Event | None:
+        """Take back verified bytes of a box that was saved, where it is another than this one's.
+
+        Args:
+            at: the box whose elements ``data`` is, in row-major order; in the coordinates of the global shape.
+            data: as for `load`.
+            part: the elements that are wanted: inside ``at`` and inside this provider's box.
+
+        Raises:
+            StateMismatch: values of this kind cannot be taken in parts.
+        """
+        raise StateMismatch(f"a {self.kind} cannot be restored in parts; it is saved and restored whole")
 
     def memory(self) -> Buffer | None:
         """The value's own bytes, where they lie in host memory in row-major order; None where they do not.
