@@ -40,6 +40,7 @@ class Gang:
         args: strings that each gets.
         env: more of the environment, by name.
         per_rank: more of it, for each rank.
+        inside: what each rank's command is begun with.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Gang:
         *args: object,
         env: dict[str, str] | None = None,
         per_rank: list[dict[str, str]] | None = None,
+        inside: list[list[str]] | None = None,
     ) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="tierstate-gang-")
@@ -68,7 +70,17 @@ class Gang:
             }
             found |= (env or {}) | (per_rank[rank] if per_rank else {})
             with self._log(rank).open("wb") as log:
-                command = [sys.executable, "-u", "-W", "error", str(HERE / "gang.py"), function, *map(str, args)]
+                command = inside[rank] if inside else []
+                command = [
+                    *command,
+                    sys.executable,
+                    "-u",
+                    "-W",
+                    "error",
+                    str(HERE / "gang.py"),
+                    function,
+                    *map(str, args),
+                ]
                 self.processes.append(
                     subprocess.Popen(command, env=found, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
                 )
