@@ -1,6 +1,7 @@
 """The command: measure everything side by side, or make the page of what was measured.
 
 python -m benchmarks [--size 1GiB,4GiB] [--rounds 3,2] [--path DIR] [--only save,restore,…] [--peers lazy,torch,…]
+python -m benchmarks peer                 # a lost node, found again in the memory of others (benchmarks/peer.py)
 python -m benchmarks --report docs        # benchmarks.md and benchmarks.png from the last results
 """
 
@@ -29,6 +30,10 @@ PHASES = ("save", "restore", "unchanged", "train", "import")
 
 def main() -> int:
     """Measure, or report; 1 where something failed."""
+    if sys.argv[1:2] == ["peer"]:
+        from . import peer
+
+        return peer.main(sys.argv[2:])
     args = arguments()
     out = Path(args.out)
     if args.report:

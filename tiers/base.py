@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 
@@ -113,6 +113,32 @@ class ObjectWriter(ABC):
             self.close()
         else:
             self.abort()
+
+
+class Meeting(Protocol):
+    """What a tier is told of the ranks of its job: `tierstate.tiers.team.Team` is one."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        """The number of each rank's host."""
+
+    def leads(self, shared: Literal["process", "host", "site"]) -> bool:
+        """Whether this rank is the lowest of those that see the same objects as it does."""
+
+    def gather(self, topic: str, data: bytes) -> Sequence[bytes]:
+        """What each rank has to say about a topic; returns when all have said it.
+
+        Raises:
+            RankFailed: one is dead, or late.
+        """
 
 
 class Tier(ABC):
@@ -205,6 +231,9 @@ class Tier(ABC):
     def room(self) -> int | None:
         """Bytes that may still be put there, as far as can be told without much work; None where nobody knows."""
         return None
+
+    def meet(self, team: Meeting) -> None:  # noqa: B027 - most tiers are the same, whoever uses them
+        """Be told of the ranks of the job. Every rank calls it after opening, before anything else is asked."""
 
     def close(self) -> None:  # noqa: B027 - most tiers hold nothing
         """Let go of files, connections and memory. The tier is not used afterwards."""

@@ -53,6 +53,8 @@ class Directory(Tier):
     shared: ClassVar[Literal["process", "host", "site"]] = "host"
     leftover_age: ClassVar[float] = 0.0
     """Seconds for which a temporary file is left alone even if its lock is free."""
+    file_writer: ClassVar[type[FileWriter]] = FileWriter
+    """What writes its files."""
 
     def __init__(self, path: Path, capacity: int | None = None, io: Io = "auto", *, part: int = 0) -> None:
         self._io = DirectIo(io)
@@ -176,7 +178,7 @@ class Directory(Tier):
                 self._make_folder(path.parent)
                 file = create_temp(path.parent)
         stream = Stream(file, lambda: self._io.engine(file.descriptor), self._part)
-        return FileWriter(self, key, path, file, stream)
+        return self.file_writer(self, key, path, file, stream)
 
     def delete(self, key: str) -> None:
         self.discard([key])

@@ -79,7 +79,7 @@ class Limited(Wrapping):
         self.inner.put(key, data)
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
-        for batch in _batches(ranges, self.piece):
+        for batch in batches(ranges, self.piece):
             self.pace(sum(out.numel() for _, out in batch))
             self.inner.read(key, batch)
 
@@ -192,7 +192,7 @@ class _Shared:
             self._release()
 
 
-def _batches(ranges: Sequence[Range], size: int) -> Iterator[list[Range]]:
+def batches(ranges: Sequence[Range], size: int) -> Iterator[list[Range]]:
     """The ranges, cut and gathered into lists of at most ``size`` bytes each; one list at least."""
     batch: list[Range] = []
     room = size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import TierError
 
-from .base import ObjectWriter, Range, Release, Tier, Traits
+from .base import Meeting, ObjectWriter, Range, Release, Tier, Traits
 
 
 class Wrapping(Tier):
@@ -36,6 +36,9 @@ class Wrapping(Tier):
     @property
     def traits(self) -> Traits:
         return self.inner.traits
+
+    def meet(self, team: Meeting) -> None:
+        self.inner.meet(team)
 
     def put(self, key: str, data: Buffer) -> None:
         self.inner.put(key, data)

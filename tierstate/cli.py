@@ -17,7 +17,7 @@ from tierstate.manifest.errors import PolicyError, TierstateError
 from tierstate.tiers.policy import Policy, policy_schema
 from tierstate.tiers.units import parse_seconds, parse_size
 
-from . import cli_copies, cli_moved, cli_named, cli_prune, cli_saved, tables
+from . import cli_copies, cli_moved, cli_named, cli_peer, cli_prune, cli_saved, tables
 from .cli_options import Json
 from .progress import doing
 
@@ -28,6 +28,7 @@ for verbs in (cli_saved, cli_copies, cli_named, cli_prune, cli_moved):
     app.add_typer(verbs.app)
 policy_app = typer.Typer(help="Policies: check one, or print their schema.", no_args_is_help=True)
 app.add_typer(policy_app, name="policy")
+app.add_typer(cli_peer.app, name="peer")
 
 
 @policy_app.command("check")

@@ -1,0 +1,45 @@
+"""The verbs about peer memory."""
+
+from pathlib import Path
+
+import pytest
+from calling import Call
+from peers import Hosts
+
+import tierstate as ts
+from tierstate.tiers.peer import Peer
+from tierstate.tiers.testing import random_bytes
+
+POLICY = """
+tiers:
+  nvme: {{type: nvme, path: {place}/nvme}}
+  peer: {{type: peer, path: {place}/host0, capacity: 1MiB, copies: 1, domain: "${{RACK:-r1}}", exchange: 500MiB/s}}
+"""
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch, place: Path, call: Call) -> None:
+    monkeypatch.setenv("TIERSTATE_ADDRESS", "127.0.0.1")
+    ts.register_tier("peer", Peer)
+    with Hosts(place, 2) as hosts:
+        hosts.tiers[0].put("a", random_bytes(1000))
+        policy = place / "policy.yaml"
+        policy.write_text(POLICY.format(place=place))
+        said = call("peer", "status", "--policy", policy)
+        assert said.status == 0, said.err
+        assert "2 hosts in 2 failure domains, 1 copies with others" in said.out
+        assert said.out.count("runs, pid") == 2
+        status = call("peer", "status", "--policy", policy, "--json")
+        assert [host["objects"] for host in status.json[0]["hosts"]] == [1, 1]
+        for number in range(2):
+            member = hosts.tiers[0].members()[number][0]
+            assert member.token not in said.out + status.out
+        assert call("peer", "stop", "--policy", policy).out == "peer: stopped\n"
+        assert not (place / "host0").exists()
+        assert call("peer", "stop", "--policy", policy).out == "peer: there was nothing\n"
+        assert call("peer", "stop", "--policy", policy, "--tier", "nvme").status == 2
+
+        hosts.die(1)
+        (hosts.place / "host1").rename(place / "host0")
+        assert "does not answer" in call("peer", "status", "--policy", policy).out
+        assert call("peer", "stop", "--policy", policy).status == 0
+        assert not (place / "host0").exists()
