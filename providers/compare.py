@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,11 +13,14 @@ from tierstate.manifest.leaf import STORAGE, Leaf, Spec, encode_path, format_pat
 from .base import Provider
 from .lossy import LossyProvider
 from .objects import ObjectProvider
+from .per_rank import PerRank
 from .retie import Placement, Tie, placement
 from .structure import Stem
 from .survey import Place
 from .ties import find_ties
 from .values import ValueProvider
+
+log = logging.getLogger("tierstate")
 
 _LISTED = 20
 
@@ -28,6 +32,8 @@ class Comparison:
         matched: index of a wanted leaf -> the place whose value takes it.
         missing, unexpected, differ: lines about leaves that are only in the state, only in the version, or in both
             but not alike.
+        elsewhere: indices of wanted leaves that are only in the version, where that is no error.
+        within: index of a wanted leaf -> the thing whose state it becomes a part of, and has not yet.
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class Comparison:
         chosen: set[int],
         only: Sequence[str] | None,
         classes: Mapping[int, type[Provider]],
+        elsewhere: bool = False,
     ) -> None:
         self.matched: dict[int, Place] = {}
         self.missing: list[str] = []
@@ -44,6 +51,9 @@ class Comparison:
         self.differ: list[str] = []
         self._leaves, self._ties, self._chosen, self._only = leaves, ties, chosen, only
         self._classes = classes
+        self.elsewhere: list[int] = []
+        self.within: dict[int, Place] = {}
+        self._may_be_elsewhere = elsewhere
         self._both: dict[int, int] = {}  # id of a place -> index of the leaf of its path
         self._renewable: set[int] = set()  # ids of places whose value may be replaced instead of filled
 
@@ -53,7 +63,7 @@ class Comparison:
         Raises:
             StateMismatch: they do not fit; the message lists everything that is wrong.
         """
-        self._visit(stem, place, self._only is None, saved=False)
+        self._visit(stem, place, self._only is None, saved=None)
         self._compare_memory(place)
         self._judge()
 
@@ -65,11 +75,13 @@ class Comparison:
     def _hit(self, place: Place, hit: bool) -> bool:
         return hit or (self._only is not None and matches_any(self._only, place.path))
 
-    def _visit(self, stem: Stem, place: Place, hit: bool, saved: bool) -> None:
+    def _visit(self, stem: Stem, place: Place, hit: bool, saved: Place | None) -> None:
         hit = self._hit(place, hit)
         if place.stateful is not None:
-            saved = replaces(place, stem, self._chosen)
-        if not stem.kind and not place.kind:
+            saved = place if replaces(place, stem, self._chosen) else None
+        if type(place.value) is PerRank and stem.kind == place.kind and stem.children.keys() != place.children.keys():
+            self._note_no_own(place, hit, saved)
+        elif not stem.kind and not place.kind:
             self._compare_leaf(stem, place, saved)
         elif stem.kind and place.kind and (saved or _alike(stem, place)):
             self._compare_children(stem, place, hit, saved)
@@ -77,18 +89,44 @@ class Comparison:
             found = place.kind or (place.provider.kind if place.provider else "unknown")
             self.differ.append(f"{place.name}: is {found} here, {stem.leaf.spec.kind} in the version")
 
-    def _compare_children(self, stem: Stem, place: Place, hit: bool, saved: bool) -> None:
+    def _compare_children(self, stem: Stem, place: Place, hit: bool, saved: Place | None) -> None:
         for mark, child in stem.children.items():
             if mark in place.children:
                 self._visit(child, place.children[mark][1], hit, saved)
-            elif not saved:
-                self.unexpected += [s.leaf.name for s in child.walk() if s.index in self._chosen]
+            else:
+                self._note_absent([s for s in child.walk() if s.index in self._chosen], saved)
         for mark, (_, extra) in place.children.items():
             if mark not in stem.children:
                 self._note_extra(extra, hit, saved)
 
-    def _note_extra(self, place: Place, hit: bool, saved: bool) -> None:
+    def _note_absent(self, stems: list[Stem], saved: Place | None) -> None:
+        """Note leaves that only the version has."""
+        if saved is not None:
+            self.within.update((stem.index, saved) for stem in stems)
+        elif self._may_be_elsewhere:
+            self.elsewhere += [stem.index for stem in stems]
+        else:
+            self.unexpected += [stem.leaf.name for stem in stems]
+
+    def _note_no_own(self, place: Place, hit: bool, saved: Place | None) -> None:
+        """Note that of a value that each rank has its own of, the version has none of this rank."""
+        if not hit or saved is not None:
+            return
+        own: PerRank = place.value
+        (rank,) = place.tree
+        if own.missing == "keep":
+            log.warning("%s: the version has no entry of rank %d; its value is kept as it is", place.name, rank)
+        else:
+            self.missing.append(
+                f"{place.name}: the version has no entry of rank {rank}; "
+                'with ts.PerRank(value, missing="keep") the value is kept as it is'
+            )
+
+    def _note_extra(self, place: Place, hit: bool, saved: Place | None) -> None:
         hit = self._hit(place, hit)
+        if type(place.value) is PerRank:
+            self._note_no_own(place, hit, saved)
+            return
         if hit and not place.children and not saved:
             self.missing.append(place.name)
         for _, child in place.children.values():
@@ -97,7 +135,7 @@ class Comparison:
     def _wanted(self, stem: Stem) -> bool:
         return any(s.index in self._chosen for s in stem.walk())
 
-    def _compare_leaf(self, stem: Stem, place: Place, saved: bool) -> None:
+    def _compare_leaf(self, stem: Stem, place: Place, saved: Place | None) -> None:
         self._both[id(place)] = stem.index
         if saved:
             self._renewable.add(id(place))

@@ -112,8 +112,8 @@ class LossyProvider(Provider):
 
     @classmethod
     def over(cls, inner: Provider, spec: Spec) -> Provider:
-        if isinstance(inner, cls) or not isinstance(inner, (TensorProvider, LossyProvider)):
-            return inner
+        if isinstance(inner, cls) or not (type(inner) is TensorProvider or isinstance(inner, LossyProvider)):
+            return inner  # a part of a tensor, too: what was saved is of the whole
         return cls(inner.value) if inner.value.dtype in FLOATS else inner
 
     @classmethod

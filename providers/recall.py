@@ -10,8 +10,10 @@ from typing import Any
 from tierstate.manifest.leaf import encode_path
 
 from .base import Provider
+from .per_rank import PerRank
 from .reducing import Methods, reduce_all, reduced
 from .registry import REGISTRY, Registry
+from .shards import frame_of
 from .spots import Spot, all_below, note, spot_of
 from .stateful import stateful
 from .survey import Leave, Place, Survey, ident, never
@@ -30,17 +32,24 @@ class Recall:
     """Flattens one state after the other, as `flatten` does.
 
     The states are compared place by place: the same keys and types, and tensors of the same address, shape, strides and
-    dtype, which costs less than a microsecond each. Nothing of a state is held on to but its plain values.
+    dtype, which costs less than a microsecond each, and a few for a shard. Nothing of a state is held on to but its
+    plain values.
 
     Args:
         allow_pickle: whether the value at a path, if it has no provider, may be pickled.
         lossy: by which method the tensor at a path is saved with fewer bits, if it shares no memory; empty for none.
+        rank: under which number this process's own values are saved.
     """
 
     def __init__(
-        self, *, registry: Registry = REGISTRY, allow_pickle: Leave = never, lossy: Methods = lambda _path: ""
+        self,
+        *,
+        registry: Registry = REGISTRY,
+        allow_pickle: Leave = never,
+        lossy: Methods = lambda _path: "",
+        rank: int = 0,
     ) -> None:
-        self._registry, self._allow_pickle, self._lossy = registry, allow_pickle, lossy
+        self._registry, self._allow_pickle, self._lossy, self._rank = registry, allow_pickle, lossy, rank
         self._root: Spot | None = None
         self._tree: Tree | None = None
         self._marks: Counter[Hashable] = Counter()
@@ -64,7 +73,7 @@ class Recall:
                 self._root = last
                 return tree
         self._known = self._registry.changes
-        root = Survey(self._registry, self._allow_pickle).take(state)
+        root = Survey(self._registry, self._allow_pickle, rank=self._rank).take(state)
         ties = ties_of(root)
         reduce_all(root, {*ties.specs, *ties.storages, *_roots(ties, root)}, self._lossy)
         tree = plant(root, ties)
@@ -100,6 +109,8 @@ class Recall:
         left = [spot.mark for spot, _ in moved if spot.mark is not None]
         self._marks.subtract(left)
         for spot, value, provider in new:
+            if frame_of(provider) != spot.frame:
+                raise _Changed  # other boxes
             note(spot, value, provider)
             self._forget_facts(spot)
             if spot.tied:
@@ -114,7 +125,7 @@ class Recall:
         return {spot.index: provider for spot, _, provider in new}
 
     def _provider(self, spot: Spot, value: Any) -> Provider:
-        place = Survey(self._registry, self._allow_pickle).take(value, spot.path)
+        place = Survey(self._registry, self._allow_pickle, rank=self._rank).take(value, spot.path)
         if place.provider is None or place.stateful is not None:
             raise _Changed  # also since a list is a container only for what in it is no plain value
         method = "" if spot.tied else self._lossy(spot.path)
@@ -144,6 +155,12 @@ def _match(spots: Iterable[Spot], values: Iterable[Any], tensors: list[Any], mov
                 tensors[spot.index] = value
             else:
                 moved.append((spot, value))
+        elif spot.shard is not None:
+            local = spot.shard.again(value)
+            if local is None:
+                moved.append((spot, value))
+            else:
+                tensors[spot.index] = local
         elif spot.inner:
             _match_inner(spot, value, tensors, moved)
         elif value is not spot.plain:
@@ -175,7 +192,7 @@ def _odd(spot: Spot, keys: list[Any]) -> bool:
 
 
 def _state_of(spot: Spot, thing: Any) -> Any:
-    if type(thing) is not spot.thing or stateful(thing) is not spot.how:
+    if type(thing) is not spot.thing or (spot.thing is not PerRank and stateful(thing) is not spot.how):
         raise _Changed
     assert spot.how is not None
     return spot.how.get(thing)

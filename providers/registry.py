@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,8 +26,13 @@ from .values import ValueProvider
 GROUP = "tierstate.providers"
 """Entry-point group in which an installed distribution names its providers, each under its kind."""
 
-LATE = {"h5py": "hdf5"}
-"""Rooms that know the types of another library, by its name; imported when one of these is met."""
+LATE = {
+    "h5py": "hdf5",
+    "torch.distributed.tensor": "dtensors",
+    "torch.distributed._shard": "sharded_tensors",
+    "torch.distributed.optim": "zero",
+}
+"""Rooms that know the types of another library, by its package; imported when one of these is met."""
 
 
 class Registry:
@@ -41,12 +48,12 @@ class Registry:
             *METHODS.values(),
         )
         self._kinds: dict[str, type[Provider]] = {cls.kind: cls for cls in built_in}
-        self._types: dict[type, type[Provider]] = {
+        self._types: dict[type, Callable[[Any], Provider]] = {
             torch.Tensor: TensorProvider,
             np.ndarray: ArrayProvider,
             np.generic: ValueProvider,
-            **dict.fromkeys(PLAIN, ValueProvider),
         }
+        self._types |= dict.fromkeys(PLAIN, ValueProvider)
         self.changes = 0
         """How often something was registered."""
         for container in (list, tuple, dict, OrderedDict):  # one value, or a holder of leaves: the tree says which
@@ -65,7 +72,7 @@ class Registry:
         if (known.__module__, known.__qualname__) != (provider.__module__, provider.__qualname__):
             raise ValueError(f"kind {kind!r} belongs to {known.__module__}.{known.__qualname__}; choose another")
         self._kinds[kind] = provider
-        self._types[value_type] = provider
+        self._types[value_type] = cast("Callable[[Any], Provider]", provider)
         self.changes += 1
 
     def exact(self, value: Any) -> Provider | None:
@@ -73,17 +80,17 @@ class Registry:
         own = getattr(type(value), "__state_provider__", None)
         if own is None:
             cls = self._types.get(type(value)) or self._late(type(value))
-            return None if cls is None else cls(value)  # type: ignore[call-arg]
+            return None if cls is None else cls(value)
         provider = own(value)
         if not isinstance(provider, Provider):
             raise CaptureError(f"__state_provider__() of {type(value).__qualname__} gave {provider!r:.60}, no Provider")
         return provider
 
-    def _late(self, value_type: type) -> type[Provider] | None:
+    def _late(self, value_type: type) -> Callable[[Any], Provider] | None:
         """The provider that another library's own room has for one of its types."""
         for base in value_type.__mro__:
-            room = LATE.get(base.__module__.partition(".")[0])
-            if room is not None:
+            room = _room(base.__module__)
+            if room:
                 self._types = import_module(f".{room}", __package__).PROVIDERS | self._types
         return self._types.get(value_type)
 
@@ -91,7 +98,7 @@ class Registry:
         """A provider for the nearest base class of the value's type; None where there is none."""
         for base in type(value).__mro__[1:]:
             if base in self._types:
-                return self._types[base](value)  # type: ignore[call-arg]
+                return self._types[base](value)
         return None
 
     def by_kind(self, kind: str) -> type[Provider]:
@@ -107,6 +114,12 @@ class Registry:
                 raise FormatError(f"no provider has kind {kind!r:.40}; known are {known}")
             self._kinds[kind] = _load(points[kind])
         return self._kinds[kind]
+
+
+@cache
+def _room(module: str) -> str:
+    """Which late room knows the types of this module; empty where none does."""
+    return next((room for package, room in LATE.items() if f"{module}.".startswith(f"{package}.")), "")
 
 
 def _load(point: EntryPoint) -> type[Provider]:

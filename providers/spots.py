@@ -12,6 +12,8 @@ from tierstate.manifest.leaf import Path
 
 from .base import Provider
 from .lossy import LossyProvider
+from .placing import Frame
+from .shards import PLAIN, Near, ShardProvider, ShardsProvider, frame_of, storage_mark
 from .stateful import Stateful
 from .survey import Place, ident
 from .tensors import TensorProvider
@@ -36,6 +38,8 @@ class Spot:
         idents: the keys with their types, where equal ones need not be the same.
         how, thing: how a stateful thing gives its state, and its type.
         facts: of a tensor: all that its bytes, spec and ties depend on.
+        shard: of a value that lies in shards: the same, and how its local tensor is found.
+        frame: which boxes it is.
         inner: whether it is a container, or a stateful thing.
         leaf_kind: a leaf's kind.
         plain: of a value of a constant type: the value.
@@ -53,6 +57,8 @@ class Spot:
     how: Stateful | None = None
     thing: type | None = None
     facts: tuple[Any, ...] | None = None
+    shard: Lying | None = None
+    frame: Frame | None = None
     inner: bool = False
     leaf_kind: str = ""
     plain: Any = UNKNOWN
@@ -60,7 +66,45 @@ class Spot:
     mark: Hashable = None
 
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+@dataclass(slots=True, eq=False)
+class Lying:
+    """Where a value that lies in shards lay.
+
+    Attributes:
+        kind: the value's type.
+        near: how its local tensor is found.
+        facts: as `_facts_of_shard`.
+    """
+
+    kind: type
+    near: Near
+    facts: tuple[Any, ...]
+
+    def again(self, value: Any) -> torch.Tensor | None:
+        """The local tensor of a value that lies there still; None where it does not."""
+        if type(value) is not self.kind:
+            return None
+        local, facts = _facts_of_shard(value, self.near)
+        return local if facts == self.facts else None
+
+
+def _facts_of_shard(value: Any, near: Near) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """The local tensor, and all that its bytes, boxes, spec and ties depend on."""
+    local, whole, layout = near(value)
+    return local, (
+        local.data_ptr() or local.untyped_storage()._cdata,  # one without elements has no address of its own
+        local.dtype,
+        local.shape,
+        local.stride(),
+        local.device,
+        local.is_neg(),
+        local.is_conj(),
+        type(local),
+        whole.requires_grad,
+        type(whole),
+        getattr(whole, "_is_param", False),
+        layout,
+    )
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -80,6 +124,8 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _mark(provider: Provider) -> Hashable:
     """What two leaves have in common that may share memory: tensors their storage, others their alias."""
+    if isinstance(provider, (ShardProvider, ShardsProvider)):
+        return None if provider.value is None else storage_mark(provider.value)
     if isinstance(provider, (TensorProvider, LossyProvider)):
         storage = provider.value.untyped_storage()
         return (provider.value.device, storage.data_ptr()) if storage.nbytes() else None
@@ -110,8 +156,11 @@ def spot_of(place: Place, indices: Iterator[int], leaves: Iterator[int], tied: s
 
 def note(spot: Spot, value: Any, provider: Provider) -> None:
     """What tells a leaf again."""
-    plain_tensor = type(provider) is TensorProvider and type(value) in _TENSORS
+    plain_tensor = type(provider) is TensorProvider and type(value) in PLAIN
     spot.facts = _facts(value) if plain_tensor else None
+    near = provider.near if isinstance(provider, (ShardProvider, ShardsProvider)) else None
+    spot.shard = Lying(type(value), near, _facts_of_shard(value, near)[1]) if near is not None else None
+    spot.frame = frame_of(provider)
     spot.plain = value if type(value) in _CONSTANT and type(provider) is ValueProvider else UNKNOWN
     spot.mark, spot.leaf_kind = _mark(provider), provider.kind
 

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierstate.manifest.errors import CaptureError
+from tierstate.manifest.leaf import Path, Spec
+
+from .shards import PLAIN, like, local_of
+
 
 @dataclass(frozen=True, slots=True)
 class Stateful:
@@ -21,12 +26,17 @@ class Stateful:
         strict: the state always has the same leaves, so that a missing or unexpected one is an error; otherwise the
             saved state wins.
         settled: whether these leaf values, filled in place, are all there is to do, so that `put` need not be called.
+        takes: of a thing, which of the saved leaves it takes on this rank, by the keys below it; None where it is all.
+        anew: of a thing, a maker of values that saved leaves are loaded into which the thing has not yet; it gives None
+            where that is any new value.
     """
 
     get: Callable[[Any], Any]
     put: Callable[[Any, Any], Any]
     strict: bool = False
     settled: Callable[[Any, Iterable[Any]], bool] = lambda thing, values: False
+    takes: Callable[[Any], Callable[[Path], bool]] | None = None
+    anew: Callable[[Any], Callable[[Path, Spec], Any]] | None = None
 
 
 def stateful(value: Any) -> Stateful | None:
@@ -40,7 +50,8 @@ def stateful(value: Any) -> Stateful | None:
 
 def introduce(kind: type, how: Stateful) -> None:
     """Have things of this type, and of its subclasses, treated so from now on."""
-    _TABLE[kind] = how
+    global _TABLE
+    _TABLE = {kind: how} | _TABLE  # before those of its base classes
 
 
 def _settled(module: torch.nn.Module, values: Iterable[Any]) -> bool:
@@ -50,8 +61,9 @@ def _settled(module: torch.nn.Module, values: Iterable[Any]) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    plain = tensor.layout is torch.strided
-    return (tensor.device, tensor.untyped_storage().data_ptr() if plain else id(tensor))
+    local = local_of(tensor)
+    plain = type(local) in PLAIN and local.layout is torch.strided
+    return (tensor.device, local.untyped_storage().data_ptr() if plain else id(tensor))
 
 
 def _listens(module: torch.nn.Module) -> bool:
@@ -62,6 +74,28 @@ def _listens(module: torch.nn.Module) -> bool:
         or any(getattr(part, hook, None) for hook in hooks)
         for part in module.modules()
     )
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
+    if any(getattr(p, "_fsdp_flattened", False) for group in optimizer.param_groups for p in group["params"]):
+        raise CaptureError(
+            "the optimizer of a module that FSDP1 has wrapped has states of flat parameters, which fit no other number "
+            "of ranks; save FSDP.optim_state_dict(module, optimizer) in its place"
+        )
+    return optimizer.state_dict()
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> Callable[[Path, Spec], Any]:
+    """States of parameters that are DTensors are DTensors of the same kind, also in an optimizer that never stepped."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def make(path: Path, spec: Spec) -> torch.Tensor | None:
+        at = path[1] if len(path) == 3 and path[0] == "state" else None
+        if type(at) is not int or not 0 <= at < len(params) or type(params[at]) in PLAIN:
+            return None
+        return like(params[at], spec)
+
+    return make
 
 
 def _set_numpy(generator: np.random.Generator, state: Any) -> None:
@@ -76,6 +110,7 @@ _SPEAKING = Stateful(lambda thing: thing.state_dict(), lambda thing, state: thin
 
 _TABLE: dict[type, Stateful] = {
     torch.nn.Module: Stateful(_SPEAKING.get, _SPEAKING.put, strict=True, settled=_settled),
+    torch.optim.Optimizer: Stateful(_optimizer_state, _SPEAKING.put, anew=_moments),
     torch.Generator: Stateful(
         lambda g: {"state": g.get_state()}, lambda g, state: g.set_state(state["state"].cpu().contiguous())
     ),

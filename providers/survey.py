@@ -12,6 +12,7 @@ from tierstate.manifest.leaf import Path, decode_path, encode_path, format_path
 
 from .base import Provider
 from .objects import ObjectProvider
+from .per_rank import PerRank, entry_of
 from .registry import Registry
 from .stateful import Stateful, stateful
 from .values import ValueProvider
@@ -82,10 +83,13 @@ class Survey:
         allow_pickle: which leaves without a provider may be pickled.
         lenient: note what cannot be saved as a place's ``problem`` instead of raising: for a state that is restored
             into, whose values need not be such as can be saved.
+        rank: under which number this process's own values lie.
     """
 
-    def __init__(self, registry: Registry, allow_pickle: Leave = never, *, lenient: bool = False) -> None:
-        self._registry, self._allow_pickle, self._lenient = registry, allow_pickle, lenient
+    def __init__(
+        self, registry: Registry, allow_pickle: Leave = never, *, lenient: bool = False, rank: int = 0
+    ) -> None:
+        self._registry, self._allow_pickle, self._lenient, self._rank = registry, allow_pickle, lenient, rank
         self._open: dict[int, Path] = {}
 
     def take(self, state: Any, path: Path = ()) -> Place:
@@ -127,9 +131,12 @@ class Survey:
             return None, f"{error}; or {_REMEDY}"
         except Exception as error:
             raise CaptureError(f"{format_path(path)}: {_type(value)} failed while it was read: {error!r}") from error
-        if found is not None or kind or stateful(value) is not None:
+        if found is not None or kind or self._how(value) is not None:
             return found, ""
         return None, f"a {_type(value)} has no provider; {_REMEDY}"
+
+    def _how(self, value: Any) -> Stateful | None:
+        return entry_of(self._rank) if type(value) is PerRank else stateful(value)
 
     def _descend(self, value: Any, path: Path, kind: str) -> Place:
         if id(value) in self._open:
@@ -156,7 +163,7 @@ class Survey:
         return place
 
     def _state_of(self, value: Any, path: Path) -> Place:
-        how = stateful(value)
+        how = self._how(value)
         assert how is not None  # _provider gave a problem otherwise
         try:
             tree = how.get(value)

@@ -12,14 +12,15 @@ from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch, 
 from tierstate.manifest.leaf import LOSSY, Leaf
 
 from .base import Provider
-from .blocks import Blocks
 from .compare import Comparison, nothing_matches, replaces
 from .reducing import Lossy
 from .registry import REGISTRY, Registry
 from .retie import Tie, pour, read_ties
+from .sinks import Fresh, join
 from .structure import Stem, build, grow, select
 from .survey import Leave, Place, Survey, never
-from .tensors import StorageProvider, TensorProvider
+from .taking import withhold
+from .tensors import TensorProvider
 
 
 class _New(Enum):
@@ -39,6 +40,8 @@ def plan_restore(
     device: torch.device | None = None,
     allow_pickle: Leave = never,
     allow_lossy: bool = False,
+    rank: int = 0,
+    elsewhere: bool = False,
 ) -> Target:
     """Decide where a version's bytes go. Nothing of the given state is touched before the first ``load``.
 
@@ -49,6 +52,8 @@ def plan_restore(
         device: where tensors go that are built anew (default: host).
         allow_pickle: whether the leaf at a path may be read though it is a pickle.
         allow_lossy: whether leaves may be read that are not all that was there.
+        rank: under which number this process's own values lie.
+        elsewhere: whether leaves that only the version has are other ranks', and no error: `Target.elsewhere` has them.
 
     Raises:
         FormatError: the leaves are no tree, or name a provider that is not known.
@@ -57,30 +62,43 @@ def plan_restore(
     """
     root, index = grow(leaves)
     ties = read_ties(leaves, index)
+    place = None
+    if into is not NEW:
+        place = Survey(registry, lenient=True, rank=rank).take(into)
+        withhold(root, place)
     chosen = select(root, only)
     if only is not None and not chosen:
         raise nothing_matches(leaves, only)
-    needed = {ties[i].root if i in ties else i for i in chosen}
+    needed = _needed(ties, chosen)
     classes = {
         i: _provider_class(leaves[i], registry, allow_pickle) for i in sorted(needed) if leaves[i].spec.has_bytes
     }
     if not allow_lossy:
         _check_exact([leaves[i] for i in sorted(needed)])
-    place, matched = None, {}
-    if into is not NEW:
-        place = Survey(registry, lenient=True).take(into)
-        comparison = Comparison(leaves, ties, chosen, only, classes)
+    matched: dict[int, Place] = {}
+    within: dict[int, Place] = {}
+    absent: Sequence[int] = ()
+    if place is not None:
+        comparison = Comparison(leaves, ties, chosen, only, classes, elsewhere)
         comparison.run(root, place)
-        matched = comparison.matched
+        matched, within, absent = comparison.matched, comparison.within, comparison.elsewhere
+    chosen -= set(absent)
+    needed = _needed(ties, chosen)
+    fresh = Fresh(registry, device, within)
     wanted: dict[int, Provider] = {}
-    blocks = Blocks()
-    for i, cls in classes.items():
+    for i in sorted(needed & classes.keys()):
         at = matched.get(i)
         if at is not None and at.provider is not None:
             wanted[i] = at.provider.receiver(leaves[i].spec)
         else:
-            wanted[i] = _fresh(leaves[i], cls, device, blocks)
-    return Target(leaves, root, wanted, ties, chosen, place, matched, registry)
+            wanted[i] = fresh.provider(i, leaves[i], classes[i])
+    joined = join(wanted, leaves, {i: tie for i, tie in ties.items() if i in chosen}, matched)
+    return Target(leaves, root, wanted, ties, chosen, place, matched, registry, joined, absent)
+
+
+def _needed(ties: Mapping[int, Tie], chosen: set[int]) -> set[int]:
+    """The leaves that have the bytes of what is chosen."""
+    return {ties[i].root if i in ties else i for i in chosen}
 
 
 def _provider_class(leaf: Leaf, registry: Registry, allow_pickle: Leave) -> type[Provider]:
@@ -108,20 +126,12 @@ def _check_exact(leaves: Sequence[Leaf]) -> None:
         )
 
 
-def _fresh(leaf: Leaf, cls: type[Provider], device: torch.device | None, blocks: Blocks) -> Provider:
-    try:
-        if cls in (TensorProvider, StorageProvider):
-            return cls.fresh(leaf.spec, device, blocks)
-        return cls.fresh(leaf.spec, device)
-    except (FormatError, MemoryError) as error:
-        raise type(error)(f"{leaf.name}: {error}") from error
-
-
 class Target:
     """A planned restore.
 
     Attributes:
-        wanted: index of a leaf -> the provider into whose ``load`` its bytes go.
+        wanted: index of a leaf -> the provider that takes its bytes, by its ``parts`` where it has others than itself.
+        elsewhere: indices of leaves that only the version has, and so are other ranks'.
         is_new: the state is built anew.
     """
 
@@ -135,11 +145,14 @@ class Target:
         place: Place | None,
         matched: Mapping[int, Place],
         registry: Registry,
+        joined: set[int],
+        elsewhere: Sequence[int],
     ) -> None:
-        self.wanted = wanted
+        self.wanted, self.elsewhere = wanted, tuple(elsewhere)
         self.is_new = place is None
         self._leaves, self._root, self._ties, self._chosen = leaves, root, ties, chosen
         self._place, self._matched, self._registry = place, matched, registry
+        self._joined = joined
         self._values: dict[int, Any] = {}
         self._pending: list[tuple[Place, Stem, Any]] = []
 
@@ -177,6 +190,8 @@ class Target:
         sink = place.provider.receiver(tie.spec)
         if sink is not place.provider:  # replaced, not filled
             return tie.of(root, saved)
+        if index in self._joined:  # and filled along with it
+            return self._done(index, sink)
         source = self.wanted[tie.root] if tie.offset is None else TensorProvider(tie.view(root))
         alias = getattr(source, "alias", None)
         if alias is None or alias != getattr(sink, "alias", None):

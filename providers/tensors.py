@@ -51,12 +51,7 @@ class TensorProvider(Provider):
     def spec(self) -> Spec:
         if self._saved is not None:
             return self._saved
-        value, attrs = self._value, {}
-        if value.requires_grad:
-            attrs["requires_grad"] = True
-        if isinstance(value, torch.nn.Parameter):
-            attrs["parameter"] = True
-        return Spec(self.kind, torch_name(value.dtype), value.element_size(), tuple(value.shape), attrs)
+        return tensor_spec(self._value, tuple(self._value.shape), self.kind)
 
     @property
     def value(self) -> torch.Tensor:
@@ -138,6 +133,16 @@ class StorageProvider(TensorProvider):
     kind: ClassVar[str] = "storage"
 
 
+def tensor_spec(value: torch.Tensor, shape: tuple[int, ...], kind: str = TensorProvider.kind) -> Spec:
+    """The spec of a tensor that is saved under this shape, which is the global one where the tensor is a part."""
+    attrs = {}
+    if value.requires_grad:
+        attrs["requires_grad"] = True
+    if isinstance(value, torch.nn.Parameter):
+        attrs["parameter"] = True
+    return Spec(kind, torch_name(value.dtype), value.dtype.itemsize, shape, attrs)
+
+
 def allocate(spec: Spec, device: torch.device, blocks: Blocks | None = None) -> torch.Tensor:
     """A contiguous tensor, of any content, of a spec that may come from anybody.
 
@@ -194,6 +199,11 @@ def _refusal(value: torch.Tensor) -> str:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         return f"a tensor subclass {kind} is not known; register a provider for it, or save a plain tensor"
+    if getattr(value, "_is_flat_param", False):
+        return (
+            "a flat parameter of FSDP1 is one rank's piece of many parameters; save the wrapped module itself, under "
+            "FSDP.set_state_dict_type(module, StateDictType.SHARDED_STATE_DICT)"
+        )
     if value.is_nested:
         return "a nested tensor has no strides; save its parts, as from unbind()"
     if value.layout is not torch.strided:

@@ -11,7 +11,9 @@ from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.manifest.leaf import Leaf, Spec
 
 from .base import Provider
+from .placing import Frame
 from .registry import REGISTRY, Registry
+from .shards import frame_of, over
 from .survey import Leave, Place, Survey, never
 from .tensors import TensorProvider
 from .ties import Ties, find_ties
@@ -34,7 +36,8 @@ class Tree:
         providers: what streams the bytes of each; None where there are none.
 
     Attributes:
-        values: where the tree is like one before, each tensor that lies where it lay then; None for other leaves.
+        values: where the tree is like one before, each tensor that lies where it lay then, of a shard the local one;
+            None for other leaves.
         fresh: indices of leaves whose spec or memory is another than in the tree before.
         token: the same object for trees that are alike.
     """
@@ -44,13 +47,16 @@ class Tree:
         self.values: list[Any] = []
         self.fresh: Sequence[int] = ()
         self.token = object()
+        self._frames: dict[int, Frame] = {}  # of shards of which only the local tensor is known
 
     def provider(self, leaf: int) -> Provider | None:
         """What streams a leaf's bytes; None if it has none."""
         found = self._providers[leaf]
         value = self.values[leaf] if self.values else None
         if found is None and value is not None and self.leaves[leaf].spec.has_bytes:
-            found = self._providers[leaf] = TensorProvider(value)
+            frame = self._frames.get(leaf)
+            found = TensorProvider(value) if frame is None else over(frame, value, self.leaves[leaf].spec)
+            self._providers[leaf] = found
         return found
 
     def hold(self, leaf: int) -> None:
@@ -58,11 +64,13 @@ class Tree:
         if self.values and self.values[leaf] is not None:
             self.values[leaf] = self.values[leaf].detach()
 
-    def chunks(self, leaf: int, size: int) -> Iterator[Chunk]:
-        """A leaf's bytes, as its provider gives them, which is made no sooner than the first is asked for."""
+    def chunks(self, leaf: int, size: int, part: int = 0) -> Iterator[Chunk]:
+        """The bytes of one part of a leaf, as its provider gives them, which is made no sooner than the first is asked
+        for.
+        """
         provider = self.provider(leaf)
         if provider is not None:
-            yield from provider.chunks(size)
+            yield from provider.parts[part].chunks(size)
 
     def again(self, values: list[Any], fresh: Mapping[int, Provider]) -> Tree:
         """A tree that is like this one, but for some leaves.
@@ -81,13 +89,15 @@ class Tree:
         if changed:
             leaves = tuple(changed.get(i, leaf) for i, leaf in enumerate(self.leaves))
         tree = Tree(leaves, providers)
-        tree.values, tree.fresh, tree.token = values, tuple(fresh), self.token
+        tree.values, tree.fresh, tree.token, tree._frames = values, tuple(fresh), self.token, self._frames
         return tree
 
     def without_memory(self) -> Tree:
         """The tree with nothing that refers to the state's memory: all but plain values."""
         tree = Tree(self.leaves, [p if type(p) is ValueProvider else None for p in self._providers])
         tree.token = self.token
+        found = {i: frame for i, p in enumerate(self._providers) if (frame := frame_of(p)) is not None}
+        tree._frames = self._frames | found
         return tree
 
     @property
@@ -96,7 +106,7 @@ class Tree:
         return tuple(Node(leaf, self.provider(i)) for i, leaf in enumerate(self.leaves))
 
 
-def flatten(state: Any, *, registry: Registry = REGISTRY, allow_pickle: Leave = never) -> Tree:
+def flatten(state: Any, *, registry: Registry = REGISTRY, allow_pickle: Leave = never, rank: int = 0) -> Tree:
     """A state as leaves.
 
     Dicts and OrderedDicts are always walked; lists and tuples where anything in them is not plain, otherwise they are
@@ -105,11 +115,12 @@ def flatten(state: Any, *, registry: Registry = REGISTRY, allow_pickle: Leave = 
 
     Args:
         allow_pickle: whether the value at a path, if it has no provider, may be pickled.
+        rank: under which number this process's own values are saved, as those of `PerRank`.
 
     Raises:
         CaptureError: something cannot be saved; the message names its path, type and remedy.
     """
-    root = Survey(registry, allow_pickle).take(state)
+    root = Survey(registry, allow_pickle, rank=rank).take(state)
     return plant(root, ties_of(root))
 
 

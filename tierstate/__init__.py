@@ -18,9 +18,11 @@ from tierstate.manifest.errors import (
     Unsafe,
 )
 from tierstate.providers.base import Provider
+from tierstate.providers.per_rank import PerRank
 from tierstate.providers.reducing import Lossy
 from tierstate.providers.registry import register_provider
 from tierstate.providers.rng import Rng
+from tierstate.providers.shards import Shard
 from tierstate.tiers.base import Tier
 from tierstate.tiers.policy import Policy
 from tierstate.tiers.registry import register_tier
@@ -41,12 +43,14 @@ __all__ = [
     "FormatError",
     "Lossy",
     "NotFound",
+    "PerRank",
     "Policy",
     "PolicyError",
     "Provider",
     "RankFailed",
     "Rng",
     "Save",
+    "Shard",
     "StateMismatch",
     "Stats",
     "Tier",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tierstate.providers.base import Provider
+from tierstate.providers.shards import ShardsProvider, local_of
 from tierstate.providers.tensors import TensorProvider
 from tierstate.tiers.ticket import Ticket
 
@@ -37,12 +38,12 @@ class Guard:
 
     def signature(self) -> list[int]:
         """Equal as long as parameters and state of the guarded optimizers lie where they lie."""
-        return [tensor.data_ptr() for optimizer in self._optimizers for tensor in _tensors(optimizer)]
+        return [local_of(tensor).data_ptr() for optimizer in self._optimizers for tensor in _tensors(optimizer)]
 
     def covers(self) -> Callable[[Provider], bool]:
         """Whether a provider's tensor lies in memory that nobody but a guarded step changes, as things are now."""
         memory = {_memory(tensor) for optimizer in self._optimizers for tensor in _tensors(optimizer)}
-        return lambda provider: isinstance(provider, TensorProvider) and _memory(provider.value) in memory
+        return lambda provider: _lies_in(provider, memory)
 
     def watch(self, ticket: Ticket) -> None:
         """One more save to wait for."""
@@ -77,9 +78,18 @@ def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """All that a step changes: parameters, and tensors of their state."""
     for group in optimizer.param_groups:
         yield from group["params"]
-    for state in optimizer.state.values():
+    # Of an optimizer that splits its work among ranks, the one inside has the states of this rank.
+    inner = getattr(optimizer, "optim", None)
+    for state in (inner if isinstance(inner, torch.optim.Optimizer) else optimizer).state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
+def _lies_in(provider: Provider, memory: set[Memory]) -> bool:
+    if not isinstance(provider, (TensorProvider, ShardsProvider)) or provider.value is None:
+        return False
+    return _memory(provider.value) in memory
+
+
 def _memory(tensor: torch.Tensor) -> Memory:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    """The memory on this rank; of a DTensor, that of its local tensor."""
+    return tensor.device, local_of(tensor).untyped_storage().data_ptr()
