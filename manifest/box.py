@@ -40,6 +40,10 @@ class Box(NamedTuple):
         shape = tuple(h - low for low, h in zip(lo, hi, strict=True))
         return None if any(n <= 0 for n in shape) else Box(lo, shape)
 
+    def counted_from(self, origin: Sequence[int]) -> Box:
+        """The same box in indices that count from ``origin``; it may begin before it."""
+        return Box(tuple(o - start for o, start in zip(self.offset, origin, strict=True)), self.shape)
+
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
         """Index of this box in an array whose first element is at ``origin`` (default: zero)."""
         start = origin if origin is not None else (0,) * len(self.offset)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 import numpy as np
 import torch
 
-from tierstate.manifest.box import runs
+from tierstate.manifest.box import Box, runs
 from tierstate.manifest.chunk import Buffer, Chunk, empty_buffer, spans
 from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.leaf import Spec
@@ -108,6 +108,11 @@ class ArrayProvider(Provider):
         source = data.cpu().numpy()
         for at, memory in self._pieces(start, data.numel()):
             memory[...] = source[at : at + memory.nbytes].view(memory.dtype).reshape(memory.shape)
+
+    def scatter(self, at: Box, data: Buffer, part: Box) -> None:
+        cell = np.dtype((np.void, self._value.dtype.itemsize))
+        source = data.cpu().numpy().view(cell).reshape(at.shape)
+        np.asarray(self._value).view(cell)[part.slices(self.box.offset)] = source[part.slices(at.offset)]
 
     def done(self) -> Array:
         return self._value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tierstate.manifest.box import runs
+from tierstate.manifest.box import Box, runs
 from tierstate.manifest.chunk import Buffer
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,6 +72,21 @@ class Strided:
                 self._scatter_bytes(start, data[: head - start])
                 self._scatter(head // size, tail // size, data[head - start : tail - start])
                 self._scatter_bytes(tail, data[tail - start :])
+
+    def put(self, at: Box, data: Buffer, part: Box) -> None:
+        """Copy a box of the elements. Only where `direct`; to CUDA the copy may be only queued on the current stream.
+
+        Args:
+            at: the box whose elements ``data`` is, in row-major order; it may reach beyond the tensor.
+            part: those to copy, inside of ``at`` and of the tensor.
+        """
+        if self.device.type == "cuda" and not data.is_cuda:
+            data = data.to(self.device, non_blocking=True)  # for a copy between strides is one on the device
+        paste(self._words(), at, (data if _aligned(data, self._unit) else data.clone()).view(WORDS[self._unit]), part)
+
+    def gathering(self, data: Buffer) -> torch.Tensor:
+        """A buffer for `assign`, as elements to `paste` into."""
+        return data.view(WORDS[self._unit]).view(self._shape + self._tail)
 
     def assign(self, data: Buffer) -> bool:
         """Write all bytes at once through strides that overlap, or a lazy conjugate or negative.
@@ -147,6 +162,18 @@ class Strided:
                 flat.view(-1, 2)[:, 1].bitwise_xor_(sign)
             if self._neg:
                 flat.bitwise_xor_(sign)
+
+
+def paste(words: torch.Tensor, at: Box, data: torch.Tensor, part: Box) -> None:
+    """Copy a box of elements that are integers, or pairs of them.
+
+    Args:
+        words: where to.
+        at: the box, in the indices of ``words``, whose elements ``data`` is; it may reach beyond.
+        part: those to copy, inside of both.
+    """
+    source = data.view(at.shape + words.shape[len(at.shape) :])
+    words[part.slices()].copy_(source[part.slices(at.offset)])
 
 
 def overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

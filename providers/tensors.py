@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from tierstate.manifest.box import Box
 from tierstate.manifest.chunk import Buffer, Chunk, Event, spans
 from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
 from tierstate.manifest.leaf import Spec
@@ -17,7 +18,7 @@ from tierstate.manifest.leaf import Spec
 from .base import Provider
 from .blocks import Blocks
 from .dtypes import torch_dtype, torch_name
-from .strided import WORDS, Strided
+from .strided import WORDS, Strided, paste
 from .uploads import after_caller, before_caller, upload
 
 MAX_BYTES = 1 << 56
@@ -106,11 +107,29 @@ class TensorProvider(Provider):
             if data.is_cuda:  # the caller may use its buffer again as soon as this returns
                 torch.cuda.current_stream(data.device).synchronize()
             return None
+        self._gather()[start : start + data.numel()].copy_(data)
+        return None
+
+    def scatter(self, at: Box, data: Buffer, part: Box) -> Event | None:
+        strided, origin = self._strided, self.box.offset
+        at, part = at.counted_from(origin), part.counted_from(origin)
+        if strided.direct and strided.device.type == "cuda" and data.device in (CPU, strided.device):
+            return upload(strided.device, partial(strided.put, at, data, part))
+        if strided.direct:
+            strided.put(at, data, part)
+        else:
+            gathered = strided.gathering(self._gather())
+            paste(gathered, at, data.cpu().clone().view(gathered.dtype), part)
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()
+        return None
+
+    def _gather(self) -> Buffer:
+        """Memory for all bytes, where they cannot be put in place one by one."""
         with _GATHERING:
             if self._gathered is None:
                 self._gathered = torch.empty(self._strided.nbytes, dtype=torch.uint8, device=CPU)
-        self._gathered[start : start + data.numel()].copy_(data)
-        return None
+            return self._gathered
 
     def done(self) -> torch.Tensor:
         before_caller(self._strided.device)

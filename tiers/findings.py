@@ -110,7 +110,7 @@ class Report:
         mended: by tier, chunks that were written again.
         read, held: by tier, raw bytes read, and of all chunks there; where data was asked for.
         sample, seed: what share of the bytes was to be read, and what the choice came from.
-        unopened: leaves that a deep look left unopened, since to load them would run code, or they lie in shards.
+        unopened: leaves that a deep look left unopened, since to load them would run code.
     """
 
     versions: int = 0

@@ -22,7 +22,7 @@ from tierstate.tiers.catalog import Entry
 from tierstate.tiers.fetch import Fetch
 
 from .differences import Tally
-from .finding import WORKERS
+from .filling import WORKERS
 from .progress import Progress, nobody
 
 BATCH = 64 << 20

@@ -23,7 +23,8 @@ from tierstate.tiers.policy import Policy
 from tierstate.tiers.shelf import Shelf
 
 from .checkpointer import Checkpointer
-from .finding import WORKERS, Wanted, find
+from .filling import WORKERS
+from .finding import Wanted, find
 from .info import VersionInfo
 from .progress import Progress, nobody
 from .run import Run
@@ -128,7 +129,7 @@ def _known(there: Run, entry: Entry) -> Entry | None:
     for place in there._catalog().newest_first():
         for found in place.entries:
             other = found.version
-            same_cut = _cut(other.head) == _cut(version.head)
+            same_cut = _cut(other.head) == _cut(version.head) and other.boxes == version.boxes
             if same_cut and other.leaves == version.leaves and np.array_equal(other.digests, version.digests):
                 return found
     return None

@@ -8,19 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tierstate.manifest.box import Box
 from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
 from tierstate.manifest.errors import Damaged, StateMismatch
 from tierstate.manifest.leaf import TIED, Leaf, decode_path, format_path
 from tierstate.providers.values import ValueProvider
 from tierstate.tiers.catalog import Entry
 from tierstate.tiers.fetch import Fetch
-from tierstate.tiers.files import BufferedFile
 from tierstate.tiers.formats import About, Format, Item, format_of
+from tierstate.tiers.formatted import whole
 from tierstate.tiers.hdf5_format import OWN
+from tierstate.tiers.landing import Destination, Landing
 from tierstate.tiers.naming import dotted, nested
 
 from .checkpointer import Checkpointer
-from .finding import WORKERS, check_unsharded
+from .file_places import FilePlace
+from .filling import WORKERS, check_whole
 from .foreign import OUTLINE
 from .info import VersionInfo
 from .outline import Part, encode_outline
@@ -125,7 +128,7 @@ def export(
     left_out = _leave_out(selection, form, skip_values)
     chosen = selection.leaves()
     sources = [found.source for found in chosen if found.source != NO_BYTES]
-    check_unsharded(entry, set(sources))
+    check_whole(entry.version, sources)
     job = _Job(entry, Fetch(entry.version, entry.holdings, ckpt._arena, workers=WORKERS), progress)
     job.check_there(sources)
     tensors = _tensors(chosen, form, strip_prefix)
@@ -155,8 +158,9 @@ class _Job:
 
     def __init__(self, entry: Entry, fetch: Fetch, progress: Callable[[int], None]) -> None:
         self._entry, self._fetch, self._progress = entry, fetch, progress
+        self._unbroken = whole(entry.version)
         self.files: list[tuple[Path, Sequence[Tensor]]] = []
-        self._places: dict[int, tuple[BufferedFile, int]] = {}
+        self._places: list[Destination] = []
 
     def check_there(self, leaves: Sequence[int]) -> None:
         """Raises Damaged where a chunk is in no tier."""
@@ -167,20 +171,21 @@ class _Job:
 
     def values(self, chosen: Sequence[Selected]) -> dict[int, bytes]:
         """The encoded plain values, by index of the version's leaf."""
+        version = self._entry.version
         sources = [f.source for f in chosen if f.source != NO_BYTES and f.leaf.spec.kind == ValueProvider.kind]
-        total = sum(self._entry.version.leaves[i].spec.nbytes for i in sources)
+        total = sum(version.leaves[i].spec.nbytes for i in sources)
         if total > MAX_VALUES:
             raise StateMismatch(
                 f"the plain values of the version have {total} bytes, and at most {MAX_VALUES} fit beside tensors; "
                 "say --skip-values (skip_values=True), or choose leaves with --only"
             )
-        found = {i: bytearray(self._entry.version.leaves[i].spec.nbytes) for i in sources}
+        found = {i: bytearray(version.leaves[i].spec.nbytes) for i in sources}
 
         def take(row: int, raw: Buffer, _slab: object) -> None:
-            leaf, start = self._where(row)
-            found[leaf][start : start + raw.numel()] = to_bytes(raw)
+            start = int(version.chunk_start[row])
+            found[int(version.chunk_leaf[row])][start : start + raw.numel()] = to_bytes(raw)
 
-        self._fetch.run(self._entry.version.rows_of(sources).tolist(), take)
+        self._fetch.run(version.rows_of(sources).tolist(), take)
         return {i: bytes(data) for i, data in found.items()}
 
     def lay_out(
@@ -188,7 +193,8 @@ class _Job:
     ) -> None:
         """Make one file, with all but its tensors."""
         version, head = self._entry.version, self._entry.version.head
-        rows = [version.rows_of([t.source]) for t in tensors]
+        # Digests are of chunks of what was saved in one piece, and say nothing of other cuts.
+        rows = [version.rows_of([t.source] if self._unbroken[t.source] == 0 else []) for t in tensors]
         metadata = json.dumps({**head.metadata, **extra}, separators=(",", ":"))
         about = About(head.run, head.seq, head.step, head.time, metadata, head.chunk, head.digest)
         items = [Item(t.named, len(r)) for t, r in zip(tensors, rows, strict=True)]
@@ -198,23 +204,20 @@ class _Job:
         if blueprint.digests >= 0:
             file.write(blueprint.digests, as_buffer(b"".join(version.digests[r].tobytes() for r in rows)))
         for tensor, offset in zip(tensors, blueprint.offsets, strict=True):
-            self._places[tensor.source] = (file, offset)
+            spec = version.leaves[tensor.source].spec
+            place = FilePlace(file, offset, spec.shape, spec.itemsize)
+            self._places.append(Destination(tensor.source, Box.whole(spec.shape), place))
         self.files.append((path, tensors))
 
     def write(self) -> None:
         """Write all tensors, each chunk as soon as it is verified."""
-        rows = self._entry.version.rows_of(list(self._places))
+        landing = Landing(self._entry.version, self._places)
 
         def put(row: int, raw: Buffer, _slab: object) -> None:
-            leaf, start = self._where(row)
-            file, offset = self._places[leaf]
-            file.write(offset + start, raw)
+            landing.give(row, raw)
             self._progress(raw.numel())
 
-        self._fetch.run(rows.tolist(), put)
-
-    def _where(self, row: int) -> tuple[int, int]:
-        return int(self._entry.version.chunk_leaf[row]), int(self._entry.version.chunk_start[row])
+        self._fetch.run(landing.rows.tolist(), put)
 
 
 def _about(entry: Entry) -> dict[str, Any]:

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from tierstate.manifest.chunk import Buffer, Event
-from tierstate.manifest.errors import Damaged, FormatError, NotFound, StateMismatch, TierstateError
-from tierstate.manifest.leaf import Leaf, Path
-from tierstate.providers.base import Provider, memory_of
+from tierstate.manifest.columns import Array
+from tierstate.manifest.errors import Damaged, NotFound, TierstateError
+from tierstate.manifest.leaf import Path
 from tierstate.providers.target import NEW, Target, plan_restore
 from tierstate.tiers.arena import Arena
 from tierstate.tiers.catalog import Catalog, Entry, Place
-from tierstate.tiers.fetch import Fetch
-from tierstate.tiers.landing import Landing
-from tierstate.tiers.leasing import Moved, reading, sources
-from tierstate.tiers.mend import Mender
+from tierstate.tiers.leasing import Moved
 
-from .rollback import Destinations, roll_back
+from .filling import WORKERS, fill, land
 from .tagging import Tagged
 
 log = logging.getLogger("tierstate")
 
 OnDamage = Literal["raise", "older"]
-WORKERS = max(4, min(8, os.cpu_count() or 1))
-"""Reads in flight, each with a slab whose memory has to be faulted in first. Four keep a disk busy."""
 
 
 class Wanted(NamedTuple):
@@ -101,6 +93,7 @@ def _restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restor
     Raises:
         NotFound: there is no such version.
         StateMismatch: its leaves do not fit the given state.
+        FormatError: its shards are not whole leaves together.
         Damaged: a part of it is whole in no tier.
 
     If the given state was touched before an error came, a note on the error says so.
@@ -112,11 +105,12 @@ def _restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restor
     try:
         for entry in _candidates(catalog, wanted, passed):
             target = _plan(entry, wanted)
+            landing = land(entry.version, target)
             try:
-                if not _is_whole(entry, target, wanted, passed):
+                if not _is_whole(entry, landing.rows, wanted, passed):
                     continue
                 touched = wanted.into is not NEW
-                return Restored(_fill(entry, target, arena), entry)
+                return Restored(fill(entry, target, landing, arena), entry)
             except Damaged as error:
                 if wanted.on_damage == "raise":
                     _check_still_there(entry, error)
@@ -130,7 +124,7 @@ def _restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restor
 
 
 def _plan(entry: Entry, wanted: Wanted) -> Target:
-    target = plan_restore(
+    return plan_restore(
         entry.version.leaves,
         into=wanted.into,
         only=wanted.only,
@@ -138,8 +132,6 @@ def _plan(entry: Entry, wanted: Wanted) -> Target:
         allow_pickle=wanted.allow_pickle,
         allow_lossy=wanted.allow_lossy,
     )
-    check_unsharded(entry, target.wanted)
-    return target
 
 
 def find(catalog: Catalog, run: str, wanted: Wanted) -> Entry:
@@ -195,9 +187,8 @@ def _unreadable(place: Place, wanted: Wanted, reached: bool, passed: list[str]) 
     _pass_over(passed, f"version {place.seq}", told)
 
 
-def _is_whole(entry: Entry, target: Target, wanted: Wanted, passed: list[str]) -> bool:
+def _is_whole(entry: Entry, rows: Array, wanted: Wanted, passed: list[str]) -> bool:
     """Whether the tiers that can be reached have, together, all that is wanted of a version."""
-    rows = entry.version.rows_of(list(target.wanted))
     absent = entry.absent(rows)
     if not len(absent):
         return True
@@ -218,20 +209,6 @@ def _dropped(entry: Entry) -> str:
     """What retention has dropped of a version, where it has."""
     gone = entry.thinned
     return f"; {gone}: ask for others by `only`, or for another version" if gone else ""
-
-
-def check_unsharded(entry: Entry, leaves: Collection[int]) -> None:
-    """Raises StateMismatch or FormatError where one of these leaves does not lie in one piece."""
-    version = entry.version
-    held: Counter[int] = Counter()
-    for leaf, box in zip(version.shard_leaf.tolist(), version.boxes, strict=True):
-        held[leaf] += 1
-        if leaf in leaves and box.shape != version.leaves[leaf].spec.shape:
-            name = version.leaves[leaf].name
-            raise StateMismatch(f"{_name(entry)} holds {name} in shards of many ranks, which this release cannot join")
-    wrong = next((leaf for leaf in leaves if held[leaf] != 1), None)
-    if wrong is not None:
-        raise FormatError(f"{_name(entry)} holds {version.leaves[wrong].name} {held[wrong]} times; once is right")
 
 
 def _check_still_there(entry: Entry, error: Damaged) -> None:
@@ -256,34 +233,6 @@ def _pass_over(passed: list[str], name: str, error: object) -> None:
 
 def _name(entry: Entry) -> str:
     return f"version {entry.version.head.seq} (step {entry.version.head.step}) of run {entry.version.head.run!r}"
-
-
-def _fill(entry: Entry, target: Target, arena: Arena) -> Any:
-    """Read what the target wants, verified, into its providers; then complete it."""
-    version = entry.version
-    mender = Mender(version, entry.holdings)
-    fetch = Fetch(version, entry.holdings, arena, workers=WORKERS, mended=mender)
-    providers: dict[int, Provider] = target.wanted
-    memories = {i: _memory(version.leaves[i], provider) for i, provider in providers.items()}
-
-    def load(leaf: int, start: int, raw: Buffer) -> Event | None:
-        return providers[leaf].load(start, raw)
-
-    try:
-        rows = version.rows_of(list(providers))
-        with reading(sources(entry, rows), int(version.chunk_nbytes[rows].sum(dtype="i8"))):
-            rows = roll_back(entry, rows, Destinations(providers, memories))
-            fetch.fill(rows, Landing(version, memories, load, untouched=target.is_new))
-    finally:
-        mender.close()
-    return target.finish()
-
-
-def _memory(leaf: Leaf, provider: Provider) -> Buffer | None:
-    try:
-        return memory_of(provider, leaf.spec.nbytes)
-    except Exception as error:
-        raise StateMismatch(f"{leaf.name}: {error}") from error
 
 
 def _none(run: str, wanted: Wanted, catalog: Catalog, passed: list[str]) -> TierstateError:

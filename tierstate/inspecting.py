@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
+from tierstate.manifest.box import Box
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import Damaged, FormatError
@@ -18,9 +21,10 @@ from tierstate.tiers.arena import Arena
 from tierstate.tiers.catalog import Catalog, Entry
 from tierstate.tiers.fetch import Fetch
 from tierstate.tiers.findings import Depth, Problem, Report
+from tierstate.tiers.landing import Destination, Landing
 from tierstate.tiers.verify import Verifier
 
-from .finding import WORKERS
+from .filling import WORKERS, check_landing
 from .progress import Progress
 
 BATCH = 64 << 20
@@ -59,31 +63,25 @@ class _Opening:
 
     def _unopened(self, version: Version) -> Iterator[int]:
         """Leaves to open, by index."""
-        shards = [0] * len(version.leaves)
-        for leaf in version.shard_leaf.tolist():
-            shards[leaf] += 1
-        boxes = dict(zip(version.shard_leaf.tolist(), version.boxes, strict=True))
-        digests, ends = (
-            version.digests.tobytes(),
-            dict(zip(version.shard_leaf.tolist(), version.chunk_end, strict=True)),
-        )
-        at = 0
+        digests = version.digests.tobytes()
+        first, end = (np.searchsorted(version.chunk_leaf, np.arange(len(version.leaves)), s) for s in ("left", "right"))
+        shards = np.searchsorted(version.shard_leaf, np.arange(len(version.leaves) + 1)).tolist()
         for i, leaf in enumerate(version.leaves):
             if not leaf.spec.has_bytes:
                 continue
-            end = ends.get(i, at)
-            name = checksum(_described(leaf.spec) + digests[16 * at : 16 * end])
-            at = end
-            if shards[i] != 1 or boxes[i].shape != leaf.spec.shape:
-                self._report.unopened += 1
-            elif name not in self._opened:
+            boxes = [version.boxes[s] for s in range(shards[i], shards[i + 1])]
+            name = checksum(_described(leaf.spec, boxes) + digests[16 * int(first[i]) : 16 * int(end[i])])
+            if name not in self._opened:
                 self._opened.add(name)
                 yield i
 
     def _open(self, entry: Entry, leaves: Sequence[int]) -> None:
+        version = entry.version
+        failed: dict[int, Exception] = {}
         providers = {i: p for i in leaves if (p := self._fresh(entry, i)) is not None}
+        landing = self._land(version, providers, failed)
         torn: set[int] = set()  # of which the verification tells itself
-        failed = self._load(entry, providers, torn)
+        self._load(entry, landing, failed, torn)
         for i in providers.keys() - failed.keys() - torn:
             try:
                 providers[i].done()
@@ -92,27 +90,40 @@ class _Opening:
         for i in sorted(failed):
             self._tell(entry, i, failed[i])
 
-    def _load(self, entry: Entry, providers: Mapping[int, Provider], torn: set[int]) -> dict[int, Exception]:
+    @staticmethod
+    def _land(version: Version, providers: Mapping[int, Provider], failed: dict[int, Exception]) -> Landing:
+        """Where the bytes go of those leaves whose shards are whole leaves together; the others have ``failed``."""
+        to = {i: Destination(i, Box.whole(version.leaves[i].spec.shape), p) for i, p in providers.items()}
+        landing = Landing(version, list(to.values()))
+        try:
+            check_landing(version, landing)
+            return landing
+        except FormatError:
+            for i, one in to.items():
+                try:
+                    check_landing(version, Landing(version, [one]))
+                except FormatError as error:
+                    failed[i] = error
+        return Landing(version, [one for i, one in to.items() if i not in failed])
+
+    def _load(self, entry: Entry, landing: Landing, failed: dict[int, Exception], torn: set[int]) -> None:
         """Give the providers their bytes; what they say against it. Leaves with a lost chunk are ``torn``."""
         version = entry.version
-        failed: dict[int, Exception] = {}
 
         def load(row: int, raw: Buffer, _slab: object) -> None:
-            leaf = int(version.chunk_leaf[row])
             try:
-                event = providers[leaf].load(int(version.chunk_start[row]), raw)
+                event = landing.give(row, raw)
                 if event is not None:
                     event.synchronize()
             except Exception as error:
-                failed[leaf] = error
+                failed[int(version.chunk_leaf[row])] = error
             self._progress(raw.numel())
 
         def lose(row: int, _error: Damaged) -> None:
             torn.add(int(version.chunk_leaf[row]))
 
         fetch = Fetch(version, entry.holdings, self._arena, workers=WORKERS, lost=lose)
-        fetch.run(version.rows_of(list(providers)).tolist(), load)
-        return failed
+        fetch.run(landing.rows.tolist(), load)
 
     def _fresh(self, entry: Entry, index: int) -> Provider | None:
         """A provider for a new value; None where there is none, or it may not be opened."""
@@ -134,8 +145,8 @@ class _Opening:
         self._report.problems.append(Problem("", head.seq, head.step, name, what))
 
 
-def _described(spec: Spec) -> bytes:
-    return json.dumps([spec.kind, spec.dtype, spec.shape, spec.attrs], sort_keys=True, default=str).encode()
+def _described(spec: Spec, boxes: Sequence[Box]) -> bytes:
+    return json.dumps([spec.kind, spec.dtype, spec.shape, spec.attrs, boxes], sort_keys=True, default=str).encode()
 
 
 def _batches(version: Version, leaves: Sequence[int]) -> Iterator[list[int]]:

@@ -25,8 +25,12 @@ def show_leaves(info: VersionInfo, leaves: Sequence[Located], depth: int | None,
     print(f"id {info.id}, {rough_size(info.nbytes)}, in {', '.join(info.tiers)}  {said}")
     if depth is None:
         values = [one for one in rows if one.leaf is not None and one.leaf.spec.kind not in CONTAINERS]
-        cells = [(*_what(one), rough_size(one.nbytes), *_where(one.tiers, info.tiers)) for one in values]
-        table(["leaf", "kind", "dtype", "shape", ">size", *info.tiers], cells)
+        cut = any(one.shards > 1 for one in values)  # a run of one rank has no use for the column
+        cells = [
+            (*_what(one), *([one.shards] if cut else []), rough_size(one.nbytes), *_where(one.tiers, info.tiers))
+            for one in values
+        ]
+        table(["leaf", "kind", "dtype", "shape", *([">shards"] if cut else []), ">size", *info.tiers], cells)
     else:
         sums = [
             (_below(one), one.leaves, rough_size(one.nbytes), *_where(one.tiers, info.tiers, short=True))
@@ -60,4 +64,5 @@ def _as_json(one: Located) -> dict[str, Any]:
     tiers = {name: dataclasses.asdict(held) for name, held in one.tiers.items()}
     if one.leaf is None:
         return {"below": list(map(str, one.path)), "leaves": one.leaves, "nbytes": one.nbytes, "tiers": tiers}
-    return {"path": one.leaf.name, **dataclasses.asdict(one.leaf.spec), "nbytes": one.nbytes, "tiers": tiers}
+    what = {"path": one.leaf.name, **dataclasses.asdict(one.leaf.spec), "shards": one.shards}
+    return {**what, "nbytes": one.nbytes, "tiers": tiers}

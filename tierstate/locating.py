@@ -44,6 +44,7 @@ class Located:
         nbytes: raw bytes.
         tiers: what each tier that has the version has of it; empty where it has no bytes.
         leaves: how many leaves with values it stands for.
+        shards: how many boxes it was saved in, by different ranks where it is more than one.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Located:
     nbytes: int
     tiers: Mapping[str, Held] = field(default_factory=dict)
     leaves: int = 1
+    shards: int = 1
 
 
 def locate(entry: Entry, only: Sequence[str] | None = None) -> list[Located]:
@@ -63,6 +65,7 @@ def locate(entry: Entry, only: Sequence[str] | None = None) -> list[Located]:
     if only is not None and not wanted:
         raise nothing_matches(entry.version.leaves, only)
     tables = {holding.shelf.name: _held(entry, holding) for holding in entry.holdings}
+    shards = np.bincount(entry.version.shard_leaf, minlength=len(entry.version.leaves)).tolist()
     found = []
     for path, i in entry.version.leaf_index.items():
         if path not in wanted:
@@ -70,7 +73,7 @@ def locate(entry: Entry, only: Sequence[str] | None = None) -> list[Located]:
         leaf = entry.version.leaves[i]
         nbytes = leaf.spec.nbytes
         tiers = {name: table[i] for name, table in tables.items()} if nbytes else {}
-        found.append(Located(leaf.path, leaf, nbytes, tiers, int(leaf.spec.kind not in CONTAINERS)))
+        found.append(Located(leaf.path, leaf, nbytes, tiers, int(leaf.spec.kind not in CONTAINERS), shards[i]))
     return found
 
 
@@ -92,7 +95,8 @@ def subtotals(leaves: Sequence[Located], depth: int) -> list[Located]:
 def _sum(path: Path, members: Sequence[Located]) -> Located:
     names = dict.fromkeys(name for one in members for name in one.tiers)
     tiers = {name: _sum_held([one.tiers[name] for one in members if name in one.tiers]) for name in names}
-    return Located(path, None, sum(one.nbytes for one in members), tiers, len(members))
+    nbytes, shards = sum(one.nbytes for one in members), sum(one.shards for one in members)
+    return Located(path, None, nbytes, tiers, len(members), shards)
 
 
 def _sum_held(parts: Sequence[Held]) -> Held:

@@ -40,7 +40,7 @@ def _show_ends(report: Report) -> None:
     for name, count in report.mended.items():
         print(f"{name}: {count} damaged chunks were written again")
     if report.unopened:
-        print(f"{report.unopened} leaves were not opened: pickles, or shards of many ranks")
+        print(f"{report.unopened} leaves were not opened: they are pickles")
     for lost in report.lost:
         what = "no record of it can be read"
         if lost.leaves:

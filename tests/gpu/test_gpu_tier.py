@@ -14,7 +14,7 @@ from strategies import difference
 from worlds import policy, tier
 
 import tierstate as ts
-from tierstate import finding
+from tierstate import filling
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import TierFull
 from tierstate.tiers.arena import Arena
@@ -157,7 +157,7 @@ def test_a_rollback_takes_tensors_of_the_device_from_the_device(
     with torch.no_grad():
         model.weight.add_(1)
         state["odd"].zero_()
-    monkeypatch.setattr(finding.Fetch, "_one", lambda *_: pytest.fail("something was read by way of the host"))
+    monkeypatch.setattr(filling.Fetch, "_one", lambda *_: pytest.fail("something was read by way of the host"))
     ckpt.restore(state)
     assert difference(truth, on_the_host({**state, "model": model.state_dict()})) == ""
 

@@ -533,7 +533,7 @@ def test_the_newest_is_looked_for_again_when_it_is_dropped_while_it_is_read(plac
     spec = policy({"nvme": tier("nvme", place, keep={"last": 1})})
     with ts.Checkpointer(spec, "run") as saver, ts.Checkpointer(spec, "run") as reader:
         saver.save(tensors(9000, seed=1), step=1).wait()
-        fill, states = finding._fill, [tensors(9000, seed=2)]
+        fill, states = finding.fill, [tensors(9000, seed=2)]
 
         def saved_meanwhile(*args: Any) -> Any:
             if states:
@@ -542,5 +542,5 @@ def test_the_newest_is_looked_for_again_when_it_is_dropped_while_it_is_read(plac
                 saver.close()
             return fill(*args)
 
-        monkeypatch.setattr(finding, "_fill", saved_meanwhile)
+        monkeypatch.setattr(finding, "fill", saved_meanwhile)
         assert difference(tensors(9000, seed=2), reader.load()) == ""

@@ -21,7 +21,7 @@ from strategies import difference, states
 from worlds import alike, arena_of, engine_threads, policy, scratch, tensors, tier, unreferenced
 
 import tierstate as ts
-from tierstate import finding
+from tierstate import filling
 from tierstate.manifest.errors import CaptureError, Damaged, TierError
 from tierstate.manifest.leaf import Spec
 from tierstate.tiers import capture
@@ -78,7 +78,7 @@ def no_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     read = Gpu.read
     with monkeypatch.context() as patch:
         patch.setattr(Gpu, "read", refused)
-        patch.setattr(finding.Fetch, "_one", lambda *_: pytest.fail("something was read by way of the host"))
+        patch.setattr(filling.Fetch, "_one", lambda *_: pytest.fail("something was read by way of the host"))
         yield
 
 
