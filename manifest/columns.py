@@ -186,3 +186,12 @@ def ends_of(ends: Array, what: str) -> Array:
 def starts_of(ends: Array) -> Array:
     """Where each run starts, given where each ends."""
     return np.concatenate([np.zeros(1, ends.dtype), ends[:-1]]) if len(ends) else ends
+
+
+def spread(starts: Array, lengths: Array) -> Array:
+    """Indices of runs, one run after another: ``starts[i]`` and the ``lengths[i] - 1`` that follow it, for each i."""
+    lengths = lengths.astype("i8", copy=False)
+    ends = np.cumsum(lengths)
+    shift = starts.astype("i8", copy=False) - starts_of(ends)
+    found: Array = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(shift, lengths)
+    return found

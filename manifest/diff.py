@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .box import Box
+from .boxes import Boxes
 from .index import DigestIndex
 from .leaf import CONTAINERS, Path, format_path
 from .version import Version
@@ -119,7 +119,7 @@ class _Tables:
         self._digests, self._nbytes = version.digests, version.chunk_nbytes
         self._shards, self._chunks = shards.tolist(), chunks.tolist()
 
-    def boxes(self, leaf: int) -> tuple[Box, ...]:
+    def boxes(self, leaf: int) -> Boxes:
         """The boxes of a leaf's shards."""
         return self._boxes[self._shards[leaf] : self._shards[leaf + 1]]
 

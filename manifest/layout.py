@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ ABSENT = 0xFFFFFFFF
 """Object index of a chunk that this tier does not have: its rules send the leaf elsewhere."""
 
 MAX_OBJECT = 1 << 60
+MAX_CODEC = 0xFF
 _OBJECT = re.compile(r"packs/[A-Za-z0-9][A-Za-z0-9._\-]{0,99}/[A-Za-z0-9][A-Za-z0-9._\-]{0,199}")
 
 
@@ -121,20 +122,22 @@ class Layout:
         """Whole length of a pack that this layout names."""
         return int(self.object_sizes[self.objects.index(key)])
 
+    @property
+    def tables(self) -> tuple[dict[str, Any], col.Columns]:
+        """Head and columns of the layout section."""
+        return {"codecs": list(self.codecs), "requires": [] if self.bases is None else [DELTA]}, {
+            **col.pool(list(self.objects), "object.key"),
+            "object.size": self.object_sizes,
+            "row.object": self.object,
+            "row.offset": self.offset,
+            "row.stored": self.stored,
+            "row.codec": self.codec,
+            **({} if self.bases is None else self.bases.columns()),
+        }
+
     def encode(self) -> bytes:
         """The layout section."""
-        return col.encode(
-            {"codecs": list(self.codecs), "requires": [] if self.bases is None else [DELTA]},
-            {
-                **col.pool(list(self.objects), "object.key"),
-                "object.size": self.object_sizes,
-                "row.object": self.object,
-                "row.offset": self.offset,
-                "row.stored": self.stored,
-                "row.codec": self.codec,
-                **({} if self.bases is None else self.bases.columns()),
-            },
-        )
+        return col.encode(*self.tables)
 
     @classmethod
     def decode(cls, data: memoryview, version: Version) -> Layout:
@@ -143,7 +146,11 @@ class Layout:
         Raises:
             FormatError: the bytes are no layout, belong to another number of chunks, or point outside their packs.
         """
-        head, columns = col.decode(data, WHAT)
+        return cls.of(*col.decode(data, WHAT), version)
+
+    @classmethod
+    def of(cls, head: Mapping[str, Any], columns: col.Columns, version: Version) -> Layout:
+        """The layout of ``version`` from head and columns, as `decode` checks them."""
         refuse_unknown(head, WHAT)
         objects = col.texts(columns, "object.key", WHAT)
         rows = len(version.digests)
@@ -224,7 +231,10 @@ class Draft:
         return self._objects.setdefault(key, len(self._objects))
 
     def _codec_number(self, codec: str) -> int:
-        return self._codecs.setdefault(codec, len(self._codecs))
+        number = self._codecs.setdefault(codec, len(self._codecs))
+        if number > MAX_CODEC:
+            raise FormatError(f"{WHAT}: {number + 1} codecs; at most {MAX_CODEC + 1} have room")
+        return number
 
     def put_run(self, rows: Array | int, key: str, offset: Array | int, stored: Array | int, codec: str) -> None:
         """Say where some chunks lie, all in one object and encoded alike; none of them a delta."""

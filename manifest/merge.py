@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .box import Box
+from . import columns as col
+from .boxes import Boxes
+from .catalog import Catalog
+from .digest import checksum
 from .errors import StateMismatch
-from .leaf import Leaf
-from .version import ShardRow, Version
+from .head import Head
+from .placing import placed
+from .uniting import Union, names_of, unite
+from .version import Shards, Version
+from .whole import check_whole
 
-Array = NDArray[Any]
+__all__ = ["Merged", "check_whole", "merge", "placed"]
+
+Array = col.Array
+
+_SAME = ("run", "seq", "step", "chunk", "digest")
+"""Fields of the head in which parts of one version agree."""
+
+_TOLD = 20
+"""Leaves that a message names at most."""
+
+_TENSORS = frozenset({"tensor", "array", "storage", "cast", "quantized"})
+"""Kinds of leaves of which every rank has the same or a part of its own; others may be wanted once per rank."""
 
 
 class Merged(NamedTuple):
@@ -24,133 +42,164 @@ class Merged(NamedTuple):
     rows: tuple[Array, ...]
 
 
-class _Shard(NamedTuple):
-    leaf: int
-    box: Box
-    rank: int
-    part: int
-    shard: int
+class _Every(NamedTuple):
+    """The shards of all parts, one part after another, with the whole version's leaves.
+
+    Attributes:
+        shards: their rows.
+        start, chunks: ``(shards,)``: where its digests start, and how many they are.
+        digests: ``(chunks, 2)``: of all parts.
+    """
+
+    shards: Shards
+    start: Array
+    chunks: Array
+    digests: Array
 
 
-def merge(parts: Sequence[Version]) -> Merged:
+def merge(parts: Sequence[Version], *, parent: str = "", ranks: Sequence[int] | None = None) -> Merged:
     """Merge the parts of all ranks. A part is a version with the shards of one rank.
 
     Leaves are united by path, in order of first appearance from the lowest rank on. Of shards with the same box, as
-    replicated leaves have, the lowest rank's is kept; so is the lowest rank's metadata. The order in which the parts
-    are given does not matter.
+    replicated leaves have, the lowest rank's is kept; they have the same digests. Metadata and time are the lowest
+    rank's too. The order in which the parts are given does not matter.
+
+    Args:
+        parent: id of the version before it in the line.
+        ranks: whose part each is. Left out, a part is of the rank of its shards; those without one come last.
 
     Raises:
-        StateMismatch: parts disagree on a leaf or on the version's head, shards overlap, or something is missing.
+        StateMismatch: parts disagree on a leaf or on the version's head, copies differ, shards overlap, or something
+            is missing; the message names leaves and ranks.
     """
-    _check_heads(parts)
-    order = sorted(range(len(parts)), key=lambda p: _rank_and_id(parts[p]))
+    order, owners = _in_order(parts, ranks)
     ordered = [parts[p] for p in order]
-    leaves, places = _unite(ordered)
-    shards = _distinct(ordered, places)
-    digests, rows = _gather(ordered, shards)
-    ranks = {rank for part in parts for rank in part.shard_rank.tolist()}
+    _check_heads(ordered, owners)
+    union = unite([p.catalog for p in ordered], owners)
+    every = _concat(ordered, union)
+    kept, twin = _distinct(every)
+    _check_copies(every, twin, union.catalog)
+    rows, digests = _gather(every, kept)
     # A rank that holds nothing but copies may have given a part without shards: it took part all the same.
-    head = dataclasses.replace(ordered[0].head, world=max(len(parts), len(ranks)))
-    version = Version.build(head, leaves, [ShardRow(s.leaf, s.rank, s.box) for s in shards], digests)
+    world = max(len(parts), len(np.unique(every.shards.rank)))
+    head = dataclasses.replace(ordered[0].head, world=world, parent=parent)
+    shards = Shards(every.shards.leaf[kept], every.shards.rank[kept], every.shards.boxes[kept])
+    version = Version.build(head, union.catalog, shards, digests)
     check_whole(version)
-    return Merged(version, tuple(rows[place] for place in np.argsort(order)))
+    ends = np.cumsum([len(p.digests) for p in ordered]).tolist()
+    cut = [rows[end - len(p.digests) : end] for end, p in zip(ends, ordered, strict=True)]
+    return Merged(version, tuple(cut[place] for place in np.argsort(order)))
 
 
-def _rank_and_id(part: Version) -> tuple[int, str]:
-    """What parts are ordered by; those without a shard, and so without a rank, come last."""
-    return int(part.shard_rank.min()) if len(part.shard_rank) else 1 << 32, part.id
+def _in_order(parts: Sequence[Version], ranks: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """The numbers of the parts by rank, and those ranks; -1 where nobody says.
 
-
-def check_whole(version: Version) -> None:
-    """Every leaf's shards cover it exactly.
-
-    Raises:
-        StateMismatch: parts of leaves are missing, or there twice; the message lists them.
+    Parts of one rank, and those of none, come in an order that follows from their content.
     """
-    covered: dict[int, list[Box]] = {}
-    for leaf, box in zip(version.shard_leaf.tolist(), version.boxes, strict=True):
-        covered.setdefault(leaf, []).append(box)
-    wrong = [
-        f"{leaf.name}: {problem}"
-        for i, leaf in enumerate(version.leaves)
-        if leaf.spec.has_bytes and (problem := _coverage(leaf, covered.get(i, [])))
-    ]
-    if wrong:
-        more = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        raise StateMismatch("the version is not whole:\n  " + "\n  ".join(wrong[:20]) + more)
-
-
-def _coverage(leaf: Leaf, boxes: list[Box]) -> str:
-    whole = Box.whole(leaf.spec.shape).volume
-    have = sum(b.volume for b in boxes)
-    if have < whole:
-        return f"{have} of {whole} elements are there"
-    solid = [b for b in boxes if b.volume]
-    if have > whole or (len(solid) > 1 and _overlap(solid)):
-        return "shards overlap"
-    return ""
-
-
-def _overlap(boxes: list[Box]) -> bool:
-    """Whether any two boxes meet; sorted along the first axis, so that only near ones are compared."""
-    ordered = sorted(boxes)
-    lo = np.array([b.offset for b in ordered])
-    hi = lo + np.array([b.shape for b in ordered])
-    for i in range(len(ordered) - 1):
-        near = int(np.searchsorted(lo[:, 0], hi[i, 0])) if lo.shape[1] else len(ordered)
-        rest = slice(i + 1, near)
-        if bool(np.any(np.all((lo[rest] < hi[i]) & (hi[rest] > lo[i]), axis=1))):
-            return True
-    return False
-
-
-def _check_heads(parts: Sequence[Version]) -> None:
     if not parts:
         raise StateMismatch("no rank gave a part")
-    heads = [dataclasses.replace(p.head, world=1, metadata={}) for p in parts]
-    for head in heads[1:]:
-        if head != heads[0]:
-            raise StateMismatch(f"ranks saved different versions: {heads[0]} and {head}")
+    found = [int(p.shard_rank.min()) if len(p.shard_rank) else -1 for p in parts] if ranks is None else list(ranks)
+    often = Counter(found)
+    # Ranks rise, and those that nobody says come last.
+    keys = [(r < 0, r, _content(p) if often[r] > 1 else b"") for r, p in zip(found, parts, strict=True)]
+    order = sorted(range(len(parts)), key=keys.__getitem__)
+    return order, [found[p] for p in order]
 
 
-def _unite(parts: Sequence[Version]) -> tuple[list[Leaf], list[list[int]]]:
-    """All leaves in order of first appearance, and for each part where its leaves went."""
-    at: dict[str, int] = {}
-    leaves: list[Leaf] = []
-    places = []
-    for part in parts:
-        place = []
-        for path, leaf in zip(part.leaf_index, part.leaves, strict=True):
-            index = at.setdefault(path, len(leaves))
-            if index == len(leaves):
-                leaves.append(leaf)
-            elif leaves[index].spec != leaf.spec:
-                raise StateMismatch(f"ranks disagree on {leaf.name}: {leaves[index].spec} and {leaf.spec}")
-            place.append(index)
-        places.append(place)
-    return leaves, places
+def _content(part: Version) -> bytes:
+    """What says which of two parts of one rank comes first, without the encoding of either."""
+    numbers = (part.shard_leaf, part.shard_rank, part.boxes.offset, part.boxes.shape, part.digests)
+    head = json.dumps(part.head.encode(), sort_keys=True).encode()
+    return part.catalog.digest + checksum(head + b"".join(n.tobytes() for n in numbers))
 
 
-def _distinct(parts: Sequence[Version], places: list[list[int]]) -> list[_Shard]:
-    """All shards by leaf, box and rank, each box once."""
-    every = sorted(
-        _Shard(places[p][leaf], box, rank, p, s)
-        for p, part in enumerate(parts)
-        for s, (leaf, rank, box) in enumerate(
-            zip(part.shard_leaf.tolist(), part.shard_rank.tolist(), part.boxes, strict=True)
-        )
+def _check_heads(parts: Sequence[Version], owners: list[int]) -> None:
+    first = _said(parts[0].head)
+    for part, rank in zip(parts, owners, strict=True):
+        if _said(part.head) != first:
+            told = ", ".join(
+                f"{name} {theirs!r} where {mine!r} is right"
+                for name, mine, theirs in zip(_SAME, first, _said(part.head), strict=True)
+                if mine != theirs
+            )
+            raise StateMismatch(f"ranks saved different versions: {names_of([rank])} has {told}")
+
+
+def _said(head: Head) -> tuple[object, ...]:
+    return head.run, head.seq, head.step, head.chunk, head.digest
+
+
+def _concat(parts: Sequence[Version], union: Union) -> _Every:
+    counts = [len(p.shard_leaf) for p in parts]
+    leaves = [place[p.shard_leaf] for p, place in zip(parts, union.places, strict=True)]
+    chunks = [len(p.digests) for p in parts]
+    ends = np.concatenate([p.chunk_end for p in parts]).astype("i8")
+    starts = np.concatenate([col.starts_of(p.chunk_end) for p in parts]).astype("i8")
+    return _Every(
+        Shards(
+            np.concatenate(leaves).astype("<u4"),
+            np.concatenate([p.shard_rank for p in parts]),
+            Boxes.concat([p.boxes for p in parts]),
+        ),
+        starts + np.repeat(col.starts_of(np.cumsum(chunks)), counts),
+        ends - starts,
+        np.concatenate([p.digests for p in parts]),
     )
-    return [s for i, s in enumerate(every) if i == 0 or (s.leaf, s.box) != (every[i - 1].leaf, every[i - 1].box)]
 
 
-def _gather(parts: Sequence[Version], shards: list[_Shard]) -> tuple[Array, tuple[Array, ...]]:
-    rows = tuple(np.full(len(p.digests), -1, "i8") for p in parts)
-    digests, at = [np.zeros((0, 2), "<u8")], 0
-    for s in shards:
-        part = parts[s.part]
-        end = int(part.chunk_end[s.shard])
-        start = int(part.chunk_end[s.shard - 1]) if s.shard else 0
-        digests.append(part.digests[start:end])
-        rows[s.part][start:end] = np.arange(at, at + end - start)
-        at += end - start
-    return np.concatenate(digests), rows
+def _distinct(every: _Every) -> tuple[Array, Array]:
+    """Of shards with the same box of the same leaf, the first: their numbers by leaf and box; and for each shard the
+    number of the one that is kept."""
+    leaf, rank, boxes = every.shards
+    twin = np.arange(len(leaf))
+    kept = [np.zeros(0, "i8")]
+    for rows, offset, shape in boxes.groups():
+        keys = [*shape.T[::-1], *offset.T[::-1], leaf[rows]]
+        falls = bool(np.any(rank[rows][1:] < rank[rows][:-1]))
+        order = np.lexsort([rank[rows], *keys] if falls else keys)  # stable: the lower rank first
+        fresh = np.ones(len(rows), bool)
+        fresh[1:] = False
+        for key in keys:
+            fresh[1:] |= key[order][1:] != key[order][:-1]
+        mine = rows[order]
+        twin[mine] = mine[fresh][np.cumsum(fresh) - 1]
+        kept.append(mine[fresh])
+    # Boxes of one leaf all have the same number of axes, and so are in order by now.
+    every_kept = np.concatenate(kept)
+    return every_kept[np.argsort(leaf[every_kept], kind="stable")], twin
+
+
+def _check_copies(every: _Every, twin: Array, catalog: Catalog) -> None:
+    """Raises StateMismatch where what several ranks hold of one box is not the same."""
+    copies = np.flatnonzero(twin != np.arange(len(twin)))
+    kept, counts = twin[copies], every.chunks[copies]
+    mine = col.spread(every.start[copies], counts)
+    theirs = col.spread(every.start[kept], counts)
+    differ = np.any(every.digests[mine] != every.digests[theirs], axis=1)
+    if not differ.any():
+        return
+    wrong = np.unique(np.repeat(np.arange(len(copies)), counts)[differ])
+    leaves = every.shards.leaf[copies[wrong]]
+    names = np.unique(leaves).tolist()
+    told = []
+    for leaf in names[:_TOLD]:
+        pairs = wrong[leaves == leaf]
+        ranks = every.shards.rank[np.concatenate([kept[pairs], copies[pairs]])]
+        found = catalog.leaves[leaf]
+        told.append(f"\n  {found.name}: {names_of(np.unique(ranks).tolist())}{_remedy(found.spec.kind)}")
+    more = f"\n  and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    raise StateMismatch(f"ranks have different values for the same leaves:{''.join(told)}{more}")
+
+
+def _remedy(kind: str) -> str:
+    if kind in _TENSORS:
+        return ""
+    return "; a value that each rank has its own of is wrapped as ts.PerRank(value)"
+
+
+def _gather(every: _Every, kept: Array) -> tuple[Array, Array]:
+    """For each chunk of all parts its row in the whole, or -1; and the whole's digests."""
+    chunks = col.spread(every.start[kept], every.chunks[kept])
+    rows = np.full(len(every.digests), -1, "i8")
+    rows[chunks] = np.arange(len(chunks))
+    return rows, every.digests[chunks]

@@ -8,26 +8,25 @@ million chunks are sixteen million bytes and no Python objects.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from . import columns as col
 from .box import Box
+from .boxes import MANY, Boxes
+from .catalog import Catalog
 from .digest import checksum
 from .errors import FormatError
 from .head import Head, refuse_unknown
-from .leaf import Leaf, Spec, decode_paths, encode_path
+from .leaf import Leaf
 
 Array = col.Array
 WHAT = "version"
 MAX_SHARD = 1 << 56
-MAX_ITEMSIZE = 0xFFFF
-MAX_NDIM = 0xFF
 
 
 class ShardRow(NamedTuple):
@@ -36,6 +35,25 @@ class ShardRow(NamedTuple):
     leaf: int
     rank: int
     box: Box
+
+
+class Shards(NamedTuple):
+    """Many such rows as columns: ``(shards,)`` each."""
+
+    leaf: Array
+    rank: Array
+    boxes: Boxes
+
+    @classmethod
+    def of(cls, rows: Iterable[ShardRow]) -> Shards:
+        """The columns of these rows.
+
+        Raises:
+            FormatError: a box is none.
+        """
+        given = list(rows)
+        boxes = Boxes.of(s.box for s in given)
+        return cls(np.array([s.leaf for s in given], "<u4"), np.array([s.rank for s in given], "<u4"), boxes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,30 +73,34 @@ class Version:
     leaves: tuple[Leaf, ...]
     shard_leaf: Array
     shard_rank: Array
-    boxes: tuple[Box, ...]
+    boxes: Boxes
     chunk_end: Array
     digests: Array
 
     @classmethod
-    def build(cls, head: Head, leaves: Sequence[Leaf], shards: Sequence[ShardRow], digests: Array) -> Version:
+    def build(
+        cls, head: Head, leaves: Sequence[Leaf] | Catalog, shards: Sequence[ShardRow] | Shards, digests: Array
+    ) -> Version:
         """A version from rows; shards are given by rising leaf, digests in the order of shards and their chunks.
 
         Raises:
             FormatError: the rows do not fit together, or have no room in the tables.
         """
         head.check(WHAT)
-        nbytes = [s.box.volume * leaves[s.leaf].spec.itemsize for s in shards]
-        ends = np.cumsum([-(-n // head.chunk) for n in nbytes], dtype="<u8")
+        catalog = leaves if isinstance(leaves, Catalog) else Catalog.of(leaves)
+        table = shards if isinstance(shards, Shards) else Shards.of(shards)
+        nbytes = _shard_nbytes(catalog, table.leaf, table.boxes)
         version = cls(
             head,
-            tuple(leaves),
-            np.array([s.leaf for s in shards], "<u4"),
-            np.array([s.rank for s in shards], "<u4"),
-            tuple(s.box for s in shards),
-            ends,
+            catalog.leaves,
+            table.leaf,
+            table.rank,
+            table.boxes,
+            np.cumsum(-(-nbytes // head.chunk), dtype="<u8"),
             np.ascontiguousarray(digests, "<u8").reshape(-1, 2),
         )
-        version._check()
+        version.__dict__.update(catalog=catalog, shard_nbytes=nbytes)
+        version._check_digests()
         return version
 
     def again(self, head: Head, digests: Array) -> Version:
@@ -97,45 +119,36 @@ class Version:
         version.__dict__.update({k: v for k, v in self.__dict__.items() if k not in of_this_one})
         return version
 
-    def _check_leaves(self) -> None:
-        if len(self.leaf_index) != len(self.leaves):
-            raise FormatError(
-                f"{WHAT}: {len(self.leaves) - len(self.leaf_index)} leaves have a path that another leaf has too"
-            )
-        for leaf in self.leaves:
-            if leaf.spec.itemsize > MAX_ITEMSIZE or len(leaf.spec.shape) > MAX_NDIM:
-                raise FormatError(
-                    f"{WHAT}: leaf {leaf.name} has elements of more than {MAX_ITEMSIZE} bytes, or too many axes"
-                )
-
-    def _check(self) -> None:
-        """The tables fit together; raises FormatError where they do not."""
-        self._check_leaves()
-        count, shards = len(self.leaves), len(self.boxes)
-        if shards and (int(self.shard_leaf.max()) >= count or bool(np.any(np.diff(self.shard_leaf.astype("i8")) < 0))):
-            raise FormatError(f"{WHAT}: shards are not in the order of {count} leaves")
-        for leaf, box in zip(self.shard_leaf.tolist(), self.boxes, strict=True):
-            spec = self.leaves[leaf].spec
-            if not spec.has_bytes or not box.within(spec.shape) or box.volume * spec.itemsize > MAX_SHARD:
-                raise FormatError(f"{WHAT}: leaf {self.leaves[leaf].name} of shape {spec.shape} has no part {box}")
+    def _check_chunks(self) -> None:
+        """Raises FormatError unless shards and chunks fit together."""
         counts = -(-self.shard_nbytes // self.head.chunk)
         if not np.array_equal(np.cumsum(counts), self.chunk_end.astype("i8")):
             raise FormatError(f"{WHAT}: shards and chunks do not add up")
-        if len(self.digests) != (int(self.chunk_end[-1]) if shards else 0):
-            raise FormatError(f"{WHAT}: {len(self.digests)} digests for {int(counts.sum())} chunks")
+        self._check_digests()
+
+    def _check_digests(self) -> None:
+        count = int(self.chunk_end[-1]) if len(self.chunk_end) else 0
+        if len(self.digests) != count:
+            raise FormatError(f"{WHAT}: {len(self.digests)} digests for {count} chunks")
 
     @cached_property
+    def catalog(self) -> Catalog:
+        """The leaves and their columns."""
+        return Catalog.of(self.leaves)
+
+    @property
     def leaf_index(self) -> Mapping[str, int]:
         """Encoded path of each leaf (see `encode_path`) to its index, in the order of the leaves."""
-        return {encode_path(leaf.path): i for i, leaf in enumerate(self.leaves)}
+        return self.catalog.index
 
     @cached_property
     def shard_nbytes(self) -> Array:
-        """``(shards,)`` of int64: bytes of each shard."""
-        sizes = [
-            b.volume * self.leaves[i].spec.itemsize for i, b in zip(self.shard_leaf.tolist(), self.boxes, strict=True)
-        ]
-        return np.array(sizes, "i8")
+        """``(shards,)`` of int64: bytes of each shard.
+
+        Raises:
+            FormatError: a shard is of no leaf, lies outside of it or is larger than any can be.
+        """
+        return _shard_nbytes(self.catalog, self.shard_leaf, self.boxes)
 
     @cached_property
     def chunk_shard(self) -> Array:
@@ -176,7 +189,14 @@ class Version:
     @cached_property
     def tables(self) -> tuple[dict[str, list[str]], col.Columns]:
         """What the version's bytes say of leaves and shards: lists of names for the head, and columns."""
-        return _tables(self)
+        names, columns = self.catalog.tables
+        return names, {
+            **columns,
+            "shard.leaf": self.shard_leaf,
+            "shard.rank": self.shard_rank,
+            "shard.box": self.boxes.joined(),
+            "shard.chunk": self.chunk_end,
+        }
 
     @cached_property
     def data(self) -> bytes:
@@ -199,7 +219,7 @@ class Version:
         # because a newer program's optional fields must survive on the way to the next tier.
         section = bytes(data)
         version = _decode(memoryview(section))
-        version._check()
+        version._check_chunks()
         version.__dict__["data"] = section
         return version
 
@@ -210,89 +230,53 @@ def _encode(version: Version) -> bytes:
     return col.encode(head, {**columns, "chunk.digest": version.digests.reshape(-1)})
 
 
-def _tables(version: Version) -> tuple[dict[str, list[str]], col.Columns]:
-    specs = [leaf.spec for leaf in version.leaves]
-    kinds, dtypes = sorted({s.kind for s in specs}), sorted({s.dtype for s in specs})
-    attrs = [json.dumps(dict(s.attrs), sort_keys=True, separators=(",", ":")) if s.attrs else "" for s in specs]
-    boxes = [n for b in version.boxes for part in b for n in part]
-    return {"kinds": kinds, "dtypes": dtypes}, {
-        **col.pool(list(version.leaf_index), "leaf.path"),
-        "leaf.kind": np.array([kinds.index(s.kind) for s in specs], "<u2"),
-        "leaf.dtype": np.array([dtypes.index(s.dtype) for s in specs], "<u2"),
-        "leaf.itemsize": np.array([s.itemsize for s in specs], "<u2"),
-        "leaf.ndim": np.array([len(s.shape) for s in specs], "<u1"),
-        "leaf.shape": np.array([n for s in specs for n in s.shape], "<i8"),
-        **col.pool(attrs, "leaf.attrs"),
-        "shard.leaf": version.shard_leaf,
-        "shard.rank": version.shard_rank,
-        "shard.box": np.array(boxes, "<i8"),
-        "shard.chunk": version.chunk_end,
-    }
-
-
 def _decode(data: memoryview) -> Version:
     head, columns = col.decode(data, WHAT)
     refuse_unknown(head, WHAT)
-    leaves = _decode_leaves(head, columns)
+    catalog = Catalog.decode(head, columns)
     count = len(col.column(columns, "shard.leaf", "<u4", WHAT))
-    shard_leaf = columns["shard.leaf"]
     digests = col.column(columns, "chunk.digest", "<u8", WHAT)
-    if len(digests) % 2 or (count and int(shard_leaf.max()) >= len(leaves)):
-        raise FormatError(f"{WHAT}: a shard names no leaf, or half a digest is left over")
-    return Version(
+    if len(digests) % 2:
+        raise FormatError(f"{WHAT}: half a digest is left over")
+    version = Version(
         Head.decode(head),
-        leaves,
-        shard_leaf,
+        catalog.leaves,
+        columns["shard.leaf"],
         col.column(columns, "shard.rank", "<u4", WHAT, count),
-        _decode_boxes(columns, [len(leaves[i].spec.shape) for i in shard_leaf.tolist()]),
+        decode_boxes(columns, catalog, columns["shard.leaf"]),
         col.ends_of(col.column(columns, "shard.chunk", "<u8", WHAT, count), WHAT),
         digests.reshape(-1, 2),
     )
+    version.__dict__["catalog"] = catalog
+    return version
 
 
-def _decode_leaves(head: Mapping[str, Any], columns: col.Columns) -> tuple[Leaf, ...]:
-    kinds, dtypes = col.names(head, "kinds", WHAT), col.names(head, "dtypes", WHAT)
-    paths = col.texts(columns, "leaf.path", WHAT)
-    count = len(paths)
-    attrs = col.texts(columns, "leaf.attrs", WHAT, count)
-    kind = _indices(columns, "leaf.kind", count, len(kinds))
-    dtype = _indices(columns, "leaf.dtype", count, len(dtypes))
-    itemsize = col.column(columns, "leaf.itemsize", "<u2", WHAT, count).tolist()
-    shapes = _split(columns, "leaf.shape", col.column(columns, "leaf.ndim", "<u1", WHAT, count).tolist())
-    return tuple(
-        Leaf(p, Spec(kinds[k], dtypes[d], i, s, _decode_attrs(a)))
-        for p, k, d, i, s, a in zip(decode_paths(paths), kind, dtype, itemsize, shapes, attrs, strict=True)
-    )
+def decode_boxes(columns: col.Columns, catalog: Catalog, leaf: Array) -> Boxes:
+    """The boxes of these leaves' shards.
+
+    Raises:
+        FormatError: there is no such leaf, or the column is absent or does not fit.
+    """
+    if len(leaf) and int(leaf.max()) >= len(catalog.leaves):
+        raise FormatError(f"{WHAT}: a shard names no leaf")
+    ndim = catalog.wholes.ndim[leaf]
+    numbers = col.column(columns, "shard.box", "<i8", WHAT, 2 * int(ndim.sum()))
+    if len(numbers) and int(numbers.min()) < 0:
+        raise FormatError(f"{WHAT}: shard.box has a negative number")
+    return Boxes.split(ndim, numbers)
 
 
-def _decode_attrs(text: str) -> Mapping[str, Any]:
-    try:
-        attrs = json.loads(text) if text else {}
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{WHAT}: attributes {text[:60]!r} are not JSON") from error
-    if not isinstance(attrs, dict):
-        raise FormatError(f"{WHAT}: attributes {text[:60]!r} are not an object")
-    return attrs
-
-
-def _decode_boxes(columns: col.Columns, ndims: list[int]) -> tuple[Box, ...]:
-    flat = _split(columns, "shard.box", [2 * n for n in ndims])
-    return tuple(Box(f[:n], f[n:]) for f, n in zip(flat, ndims, strict=True))
-
-
-def _split(columns: col.Columns, name: str, lengths: list[int]) -> list[tuple[int, ...]]:
-    values = col.column(columns, name, "<i8", WHAT, sum(lengths)).tolist()
-    if values and min(values) < 0:
-        raise FormatError(f"{WHAT}: {name} has a negative number")
-    found, at = [], 0
-    for length in lengths:
-        found.append(tuple(values[at : at + length]))
-        at += length
-    return found
-
-
-def _indices(columns: col.Columns, name: str, count: int, limit: int) -> list[int]:
-    found = col.column(columns, name, "<u2", WHAT, count)
-    if count and int(found.max()) >= limit:
-        raise FormatError(f"{WHAT}: {name} points behind its list")
-    return list(map(int, found.tolist()))
+def _shard_nbytes(catalog: Catalog, leaf: Array, boxes: Boxes) -> Array:
+    """``(shards,)`` of int64: bytes of each shard, after the check that it is one."""
+    if len(leaf) and (int(leaf.max()) >= len(catalog.leaves) or bool(np.any(leaf[1:] < leaf[:-1]))):
+        raise FormatError(f"{WHAT}: shards are not in the order of {len(catalog.leaves)} leaves")
+    sound = catalog.has_bytes[leaf] & boxes.within(catalog.wholes[leaf])
+    itemsize = catalog.itemsize[leaf]
+    if sound.all():
+        sound = boxes.volumes <= np.where(itemsize > 0, MAX_SHARD // np.maximum(itemsize, 1), MANY)
+    if not sound.all():
+        wrong = int(np.argmin(sound))
+        told = catalog.leaves[int(leaf[wrong])]
+        raise FormatError(f"{WHAT}: leaf {told.name} of shape {told.spec.shape} has no part {boxes[wrong]}")
+    nbytes: Array = boxes.volumes * itemsize
+    return nbytes

@@ -17,6 +17,7 @@ import os
 import pickle
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import atheris
 with atheris.instrument_imports(include=["tierstate"]):
     from tierstate.foreign_dcp import open_dcp
     from tierstate.foreign_safetensors import open_safetensors
+    from tierstate.manifest import columns as col
     from tierstate.manifest.box import Box
     from tierstate.manifest.errors import TierstateError
     from tierstate.manifest.head import Head
@@ -32,7 +34,9 @@ with atheris.instrument_imports(include=["tierstate"]):
     from tierstate.manifest.leaf import Leaf, Spec, decode_path
     from tierstate.manifest.leases import Leases
     from tierstate.manifest.log import Log
+    from tierstate.manifest.part import PartReader, encode_part
     from tierstate.manifest.record import Record, frame, unframe
+    from tierstate.manifest.sharing import Sharing, Table, share_out
     from tierstate.manifest.summary import Summary, decode, encode
     from tierstate.manifest.tags import read_tag, tags_of
     from tierstate.manifest.version import ShardRow, Version
@@ -144,6 +148,26 @@ def read_record(data: bytes) -> None:
 def read_sections(data: bytes) -> None:
     """A record around sections of which the last is any."""
     Record.decode(memoryview(frame({"version": VERSION.data, "layout": LAYOUT.encode(), "commit": data})))
+
+
+def read_part(data: bytes) -> None:
+    """A rank's part around a table that is any."""
+    PartReader().decode(frame({**PART, "part": data}))
+
+
+def read_piece(data: bytes) -> None:
+    """A rank's part of which the leaves are any, all in one piece."""
+    piece = zlib.compress(data)
+    head, columns = col.decode(memoryview(PART["part"]), "part")
+    table = col.encode(head, {**columns, "piece.end": np.array([len(piece)], "<u8")})
+    PartReader().decode(frame({**PART, "part": table, "pieces": piece}))
+
+
+def read_sharing(data: bytes) -> None:
+    """What ranks tell each other before they save."""
+    for what in (Table, Sharing):
+        with contextlib.suppress(TierstateError):
+            what.decode(data)
 
 
 def read_pack(data: bytes) -> None:
@@ -280,10 +304,13 @@ HEADER = b'{"__metadata__":{"step":"3"},"a":{"dtype":"F32","shape":[2,3],"data_o
 SAFETENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(24)
 INDEX = b'{"metadata":{"total_size":24},"weight_map":{"a":"one.safetensors"}}'
 SUMMARY = Summary.of(Record(VERSION, BASED, {"id": "x"}))
+PART = {n: bytes(d) for n, d in unframe(memoryview(encode_part(Record(VERSION, BASED, {"id": "x"})))).items()}
+HELD = Table([("a",), ("b", 0)], [Box((0,), (4,)), Box((), ())], np.array([16, 4]), [True, True])
 
 PARSERS: Sequence[Callable[[bytes], None]] = (
     read_version, read_layout, read_record, read_sections, read_pack, read_value, read_path, read_policy,
     read_packs, read_index, read_name, read_lease, read_compressed, read_safetensors, read_safetensors_index, read_dcp,
+    read_part, read_piece, read_sharing,
 )  # fmt: skip
 
 SEEDS: dict[Callable[[bytes], None], list[bytes]] = {
@@ -303,6 +330,9 @@ SEEDS: dict[Callable[[bytes], None], list[bytes]] = {
     read_safetensors: [HEADER],
     read_safetensors_index: [INDEX],
     read_dcp: [saved_by_torch(), pickle.dumps({"a": 1})],
+    read_part: [PART["part"]],
+    read_piece: [col.encode(*VERSION.catalog.tables)],
+    read_sharing: [HELD.encode(), share_out([HELD, HELD]).encode()],
 }
 
 

@@ -3,85 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from manifest_strategies import chunk_count, cuts
+from manifest_parts import HEAD, Held, World, chunks, digests_of, part, parts_of, worlds
+from manifest_strategies import cuts
 
 from tierstate.manifest.box import Box
-from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import StateMismatch
-from tierstate.manifest.head import Head
 from tierstate.manifest.leaf import Leaf, Spec
-from tierstate.manifest.merge import check_whole, merge
+from tierstate.manifest.merge import check_whole, merge, placed
 from tierstate.manifest.version import ShardRow, Version
-
-HEAD = Head("run", 1, 10, 0.0, chunk=16)
-
-
-class Held(NamedTuple):
-    """A shard, and the ranks that hold it."""
-
-    leaf: int
-    box: Box
-    ranks: frozenset[int]
-
-
-class World(NamedTuple):
-    """A global state and who holds which part of it."""
-
-    size: int
-    leaves: list[Leaf]
-    shards: list[Held]
-
-
-@st.composite
-def worlds(draw):
-    size = draw(st.integers(1, 4))
-    shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-    values = [Spec("tensor", "float32", draw(st.sampled_from([1, 4, 16])), draw(shapes)) for _ in range(3)]
-    paths = draw(st.permutations([("a",), ("d",), ("d", 0), (True,), (1,), (float("nan"),)]))
-    leaves = [Leaf((), Spec("dict"))] + [Leaf(p, s) for p, s in zip(paths, [*values, Spec("dict")], strict=False)]
-    shards = []
-    for i, leaf in enumerate(leaves):
-        if leaf.spec.has_bytes:
-            for box in draw(cuts(leaf.spec.shape)):
-                ranks = draw(st.frozensets(st.integers(0, size - 1), min_size=1))
-                shards.append(Held(i, box, ranks))
-    return World(size, leaves, shards)
-
-
-def digests_of(leaf, box):
-    """Different digests for each chunk of each box of each leaf, the same on every rank."""
-    count = chunk_count(leaf, box, HEAD.chunk)
-    names = [checksum(repr((leaf, box, k)).encode()) for k in range(count)]
-    return np.frombuffer(b"".join(names), "u8").reshape(-1, 2)
-
-
-def part(world, rank, leaves=None, head=HEAD):
-    """What one rank gives: the leaves it holds, in the state's order, and its shards, in any."""
-    leaves = world.leaves if leaves is None else leaves
-    mine = [s for s in world.shards if rank in s.ranks]
-    held = {s.leaf for s in mine}
-    order = [i for i, leaf in enumerate(leaves) if i in held or not leaf.spec.has_bytes]
-    mine.sort(key=lambda s: s.leaf)
-    rows = [ShardRow(order.index(s.leaf), rank, s.box) for s in mine]
-    digests = [np.zeros((0, 2), "u8"), *(digests_of(leaves[s.leaf], s.box) for s in mine)]
-    return Version.build(head, [leaves[i] for i in order], rows, np.concatenate(digests))
-
-
-def parts_of(world):
-    return [part(world, rank) for rank in range(world.size)]
-
-
-def chunks(version):
-    """Per row: path, box and number of the chunk within its shard."""
-    starts = version.chunk_start // version.head.chunk
-    rows = zip(version.chunk_leaf.tolist(), version.chunk_shard.tolist(), starts.tolist(), strict=True)
-    return [(version.leaves[leaf].name, version.boxes[shard], k) for leaf, shard, k in rows]
 
 
 @given(worlds())
@@ -119,6 +53,69 @@ def test_every_row_of_the_whole_comes_from_the_lowest_rank_that_has_it(world):
         lowest[version.leaves[leaf].name, box]
         for leaf, box in zip(version.shard_leaf.tolist(), version.boxes, strict=True)
     ]
+
+
+@given(worlds())
+def test_a_part_finds_its_place_in_the_whole(world):
+    parts = parts_of(world)
+    version, rows = merge(parts)
+    read = Version.decode(memoryview(version.data))
+    for part_, became in zip(parts, rows, strict=True):
+        assert placed(version, part_).tolist() == placed(read, part_).tolist() == became.tolist()
+
+
+@given(worlds(), st.data())
+def test_a_part_that_does_not_belong_is_refused(world, data):
+    solid = [s for s in world.shards if s.box.volume]
+    assume(solid)
+    held = data.draw(st.sampled_from(solid))
+    rank, name = min(held.ranks), world.leaves[held.leaf].name
+    version, _ = merge(parts_of(world))
+    right = part(world, rank)
+    other = right.digests.copy()
+    row = next(k for k, chunk in enumerate(chunks(right)) if chunk[:2] == (name, held.box))
+    other[row, 0] ^= np.uint64(1)
+    with pytest.raises(StateMismatch, match="other bytes") as caught:
+        placed(version, dataclasses.replace(right, digests=other))
+    assert f"rank {rank} " in str(caught.value)
+    assert f"{name} has" in str(caught.value)
+    foreign = Version.build(HEAD, [Leaf(("else",), Spec("tensor"))], [], np.zeros((0, 2), "u8"))
+    with pytest.raises(StateMismatch, match="else is no leaf of it"):
+        placed(version, foreign)
+
+
+def test_a_box_that_is_cut_otherwise_in_the_whole_is_refused():
+    leaf = Leaf(("a",), Spec("tensor", shape=(4,)))
+    halves = Version.build(
+        HEAD, [leaf], [ShardRow(0, r, Box((2 * r,), (2,))) for r in range(2)], np.zeros((2, 2), "u8")
+    )
+    whole = Version.build(HEAD, [leaf], [ShardRow(0, 0, Box.whole((4,)))], np.zeros((1, 2), "u8"))
+    with pytest.raises(StateMismatch, match=r"rank 0 .*shape=\(4,\)\) of a is no shard of it"):
+        placed(merge([halves]).version, whole)
+
+
+@given(worlds(), st.data())
+def test_copies_that_differ_are_refused(world, data):
+    shared = [s for s in world.shards if s.box.volume and len(s.ranks) > 1]
+    assume(shared)
+    held = data.draw(st.sampled_from(shared))
+    leaf = world.leaves[held.leaf]
+    kind = data.draw(st.sampled_from(["tensor", "value"]))
+    leaves = [
+        dataclasses.replace(x, spec=dataclasses.replace(x.spec, kind=kind)) if x is leaf else x for x in world.leaves
+    ]
+    parts = [part(world, r, leaves) for r in range(world.size)]
+    odd = data.draw(st.sampled_from(sorted(held.ranks)))
+    other = parts[odd].digests.copy()
+    row = [k for k, chunk in enumerate(chunks(parts[odd])) if chunk[:2] == (leaf.name, held.box)][-1]
+    other[row, 1] ^= np.uint64(1)
+    parts[odd] = dataclasses.replace(parts[odd], digests=other)
+    with pytest.raises(StateMismatch, match="different values") as caught:
+        merge(data.draw(st.permutations(parts)))
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line.startswith(f"  {leaf.name}: ranks ")
+    assert str(odd) in line
+    assert ("ts.PerRank" in line) == (kind == "value")
 
 
 @given(worlds(), st.data())
@@ -209,17 +206,31 @@ def test_a_leaf_on_which_ranks_disagree_is_named(world, data):
     assume(len(holders) > 1)
     odd = data.draw(st.sampled_from(holders))
     parts = [part(world, r, changed if r == odd else None) for r in range(world.size)]
-    with pytest.raises(StateMismatch, match="ranks disagree on"):
-        merge(parts)
+    with pytest.raises(StateMismatch, match="ranks disagree on") as caught:
+        merge(parts, ranks=range(world.size))
+    assert f"on {leaf.name}: rank" in str(caught.value)
+    # Whichever is taken for the odd one: both sides are named.
+    assert f"rank {odd} " in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "change", [{"seq": 2}, {"step": 11}, {"run": "other"}, {"parent": "x"}, {"chunk": 32}, {"digest": "blake3"}]
-)
+@pytest.mark.parametrize("change", [{"seq": 2}, {"step": 11}, {"run": "other"}, {"chunk": 32}, {"digest": "blake3"}])
 def test_heads_that_differ_are_refused(change):
     world = World(1, [Leaf((), Spec("dict"))], [])
-    with pytest.raises(StateMismatch, match="different versions"):
-        merge([part(world, 0), part(world, 0, head=dataclasses.replace(HEAD, **change))])
+    odd = part(world, 0, head=dataclasses.replace(HEAD, **change))
+    with pytest.raises(StateMismatch, match=f"different versions: rank 7 has {next(iter(change))} ") as caught:
+        merge([part(world, 0), odd], ranks=[3, 7])
+    assert str(next(iter(change.values()))) in str(caught.value)
+    with pytest.raises(StateMismatch, match="is none of a version of"):
+        placed(part(world, 0), odd)
+
+
+def test_the_head_is_that_of_the_lowest_rank_but_for_its_parent():
+    world = World(2, [Leaf(("a",), Spec("tensor", shape=(4,)))], [Held(0, Box((0,), (4,)), frozenset({1}))])
+    heads = [dataclasses.replace(HEAD, time=float(r), world=9, parent=f"p{r}", metadata={"r": r}) for r in range(2)]
+    parts = [part(world, r, head=heads[r]) for r in range(2)]
+    assert merge(parts, parent="x").version.head == dataclasses.replace(heads[1], world=2, parent="x")
+    told = merge(parts[::-1], parent="x", ranks=[1, 0]).version.head
+    assert told == dataclasses.replace(heads[0], world=2, parent="x")
 
 
 def test_no_part_at_all_is_refused():

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from tierstate.manifest.box import Box
+from tierstate.manifest.boxes import Boxes
 from tierstate.manifest.diff import diff
 from tierstate.manifest.head import Head
 from tierstate.manifest.index import DigestIndex
 from tierstate.manifest.layout import Layout
 from tierstate.manifest.leaf import Leaf, Spec
 from tierstate.manifest.record import Record
-from tierstate.manifest.version import ShardRow, Version
+from tierstate.manifest.version import ShardRow, Shards, Version
+from tierstate.manifest.whole import check_whole
 
 COUNT, LEAVES, MIB = 1_000_000, 100, 1 << 20
 
@@ -81,6 +83,32 @@ def test_reading_a_million_rows_makes_no_object_for_each(data):
     assert len(record.version.digests) == COUNT
     assert blocks < 20_000
     assert peak < 130 * MIB
+
+
+def test_many_shards_make_no_object_for_each():
+    """Of 2,000 ranks, each with a row of every leaf."""
+    ranks = 2000
+    leaves = [Leaf(("layers", i), Spec("tensor", shape=(ranks, 16))) for i in range(LEAVES)]
+    count = ranks * LEAVES
+    rank = np.tile(np.arange(ranks), LEAVES)
+    offset, shape = np.zeros((count, 2), "<i8"), np.tile(np.array([1, 16], "<i8"), count)
+    offset[:, 0] = rank
+    boxes = Boxes(np.full(count, 2), offset.reshape(-1), shape)
+    shards = Shards(np.repeat(np.arange(LEAVES), ranks).astype("<u4"), rank.astype("<u4"), boxes)
+    built = Version.build(Head("run", 1, 1, 0.0, chunk=16), leaves, shards, np.zeros((count, 2), "u8"))
+    data = built.data
+    tracemalloc.start()
+    try:
+        found = Version.decode(memoryview(data))
+        check_whole(found)
+        blocks = sum(s.count for s in tracemalloc.take_snapshot().statistics("filename"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.boxes[count - 1] == Box((ranks - 1, 0), (1, 16))
+    assert found.boxes == built.boxes
+    assert blocks < 20_000
+    assert peak < 6 * len(data)
 
 
 def test_a_diff_of_a_million_rows(version, timed):

@@ -1,0 +1,187 @@
+"""Who saves what several ranks hold: each box has one owner, and the bytes are spread evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import columns as col
+from .box import Box
+from .digest import checksum
+from .errors import FormatError, StateMismatch
+from .head import refuse_unknown
+from .leaf import Path, encode_path
+
+Array = col.Array
+WHAT = "sharing"
+
+
+class Table:
+    """What a rank could save.
+
+    Args:
+        paths: of each leaf, as it is or encoded; a path of which the rank holds several boxes comes with each.
+        boxes: the rank's part of each.
+        nbytes: ``(rows,)``: bytes of each.
+        single: ``(rows,)`` of bool: whether one owner is enough; else every rank that has it saves it.
+
+    Attributes:
+        keys: ``(rows, 2)`` of uint64, of the single ones: the digest of path and box.
+        nbytes: ``(rows,)``, of the single ones.
+        single: as given; of a table that was read all are single.
+    """
+
+    def __init__(self, paths: Sequence[Path | str], boxes: Sequence[Box], nbytes: Array, single: Array) -> None:
+        self.single = np.asarray(single, bool)
+        if not len(paths) == len(boxes) == len(nbytes) == len(self.single):
+            raise ValueError(f"{len(paths)} paths, {len(boxes)} boxes, {len(nbytes)} and {len(self.single)} numbers")
+        rows = zip(paths, boxes, self.single.tolist(), strict=True)
+        names = [_key(path, box) for path, box, single in rows if single]
+        self.keys = np.frombuffer(b"".join(names), "<u8").reshape(-1, 2)
+        self.nbytes = np.asarray(nbytes, "<i8")[self.single]
+
+    @property
+    def digest(self) -> bytes:
+        """What the table is named by: equal for those that are told the same."""
+        return checksum(self.keys.tobytes() + self.nbytes.astype("<i8").tobytes())
+
+    def encode(self) -> bytes:
+        """The single rows; nobody else is asked about the others."""
+        return col.encode({"requires": []}, {"key": self.keys.reshape(-1), "nbytes": self.nbytes})
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Table:
+        """A table from its bytes.
+
+        Raises:
+            FormatError: the bytes are none.
+        """
+        head, columns = col.decode(memoryview(data), WHAT)
+        refuse_unknown(head, WHAT)
+        nbytes = col.column(columns, "nbytes", "<i8", WHAT)
+        found = cls.__new__(cls)
+        found.keys = col.column(columns, "key", "<u8", WHAT, 2 * len(nbytes)).reshape(-1, 2)
+        found.nbytes, found.single = nbytes, np.ones(len(nbytes), bool)
+        if len(nbytes) and int(nbytes.min()) < 0:
+            raise FormatError(f"{WHAT}: a box has fewer than no bytes")
+        return found
+
+
+def _key(path: Path | str, box: Box) -> bytes:
+    text = path if isinstance(path, str) else encode_path(path)
+    return checksum(text.encode() + np.array([*box.offset, *box.shape], "<i8").tobytes())
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """Who saves what.
+
+    Attributes:
+        tables: digest of each rank's table; only those of the ranks it is for.
+        owners: for each table the owner of each single row.
+    """
+
+    tables: Mapping[int, bytes]
+    owners: Mapping[bytes, Array]
+
+    def mine(self, rank: int, table: Table) -> Array:
+        """``(rows,)`` of bool: which rows of its table this rank saves.
+
+        Raises:
+            StateMismatch: the table is not the one that the rank gave.
+        """
+        if self.tables.get(rank) != table.digest:
+            raise StateMismatch(f"what rank {rank} holds is not what was shared out among the ranks")
+        found = ~table.single
+        found[table.single] = self.owners[table.digest] == rank
+        return found
+
+    def of(self, ranks: Sequence[int]) -> Sharing:
+        """What these ranks need of it."""
+        tables = {rank: self.tables[rank] for rank in ranks}
+        return Sharing(tables, {name: self.owners[name] for name in dict.fromkeys(tables.values())})
+
+    def encode(self) -> bytes:
+        """The sharing as bytes."""
+        number = {name: i for i, name in enumerate(self.owners)}
+        owners = [np.zeros(0, "<u4"), *self.owners.values()]
+        return col.encode(
+            {"requires": []},
+            {
+                "rank": np.array(list(self.tables), "<u4"),
+                "rank.table": np.array([number[name] for name in self.tables.values()], "<u4"),
+                "table.digest": np.frombuffer(b"".join(self.owners), "<u8"),
+                "table.end": np.cumsum([len(o) for o in owners[1:]], dtype="<u8"),
+                "owner": np.concatenate(owners).astype("<u4"),
+            },
+        )
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Sharing:
+        """A sharing from its bytes.
+
+        Raises:
+            FormatError: the bytes are none.
+        """
+        head, columns = col.decode(memoryview(data), WHAT)
+        refuse_unknown(head, WHAT)
+        ends = col.ends_of(col.column(columns, "table.end", "<u8", WHAT), WHAT)
+        owner = col.column(columns, "owner", "<u4", WHAT, int(ends[-1]) if len(ends) else 0)
+        digests = col.column(columns, "table.digest", "<u8", WHAT, 2 * len(ends)).tobytes()
+        names = [digests[16 * i : 16 * i + 16] for i in range(len(ends))]
+        ranks = col.column(columns, "rank", "<u4", WHAT)
+        tables = col.column(columns, "rank.table", "<u4", WHAT, len(ranks))
+        if len(tables) and int(tables.max()) >= len(names):
+            raise FormatError(f"{WHAT}: a rank has a table that is not listed")
+        starts = col.starts_of(ends).tolist()
+        cut = [owner[a:b] for a, b in zip(starts, ends.tolist(), strict=True)]
+        found = {rank: names[table] for rank, table in zip(ranks.tolist(), tables.tolist(), strict=True)}
+        return cls(found, dict(zip(names, cut, strict=True)))
+
+
+def share_out(tables: Sequence[Table]) -> Sharing:
+    """An owner for each box of each path, among the ranks that hold it; ``tables[r]`` is rank r's.
+
+    The largest come first, each to the rank with the fewest bytes by then, what it alone holds counted. The rows of a
+    table may come in any order.
+    """
+    counts = [len(t.keys) for t in tables]
+    keys = np.concatenate([np.zeros((0, 2), "<u8"), *(t.keys for t in tables)])
+    nbytes = np.concatenate([np.zeros(0, "<i8"), *(t.nbytes for t in tables)])
+    rank = np.repeat(np.arange(len(tables)), counts)
+    order = np.lexsort((rank, keys[:, 1], keys[:, 0]))
+    fresh = np.ones(len(order), bool)
+    fresh[1:] = np.any(keys[order][1:] != keys[order][:-1], axis=1)
+    starts = np.flatnonzero(fresh)
+    owner = _owners(
+        rank[order], starts, np.maximum.reduceat(nbytes[order], starts) if len(starts) else nbytes, len(tables)
+    )
+    owners = np.zeros(len(order), "<u4")
+    owners[order] = np.repeat(owner, np.diff(np.append(starts, len(order))))
+    names = [t.digest for t in tables]
+    cut = np.split(owners, np.cumsum(counts)[:-1]) if counts else []
+    return Sharing(dict(enumerate(names)), dict(zip(names, cut, strict=True)))
+
+
+def _owners(holder: Array, starts: Array, nbytes: Array, ranks: int) -> Array:
+    """``(boxes,)``: an owner for each.
+
+    Args:
+        holder: the ranks that hold each, one box after another.
+        starts: ``(boxes,)``: where each one's holders start.
+        nbytes: ``(boxes,)``.
+        ranks: how many there are.
+    """
+    counts = np.diff(np.append(starts, len(holder)))
+    found = holder[starts]
+    alone = counts == 1
+    load = np.bincount(found[alone], nbytes[alone], ranks)  # exact up to 2**53 bytes of a rank
+    shared = np.flatnonzero(~alone)
+    for box in shared[np.argsort(-nbytes[shared], kind="stable")].tolist():
+        holders = holder[starts[box] : starts[box] + counts[box]]
+        best = holders[int(np.argmin(load[holders]))]
+        load[best] += nbytes[box]
+        found[box] = best
+    return found
