@@ -14,6 +14,7 @@ from tierstate.manifest.version import Version
 from .base import Tier
 from .footers import has_footer
 from .packs import Row, is_mend, read_footer, version_sections
+from .part_keys import is_part
 
 _NUMBER = re.compile(r"([0-9]{12})-")
 _PIN = re.compile(r"leases/([^/]+)/[0-9]+-fork-([^/@]+)(?:@[^/]*)?")
@@ -65,12 +66,12 @@ class Contents:
                     continue
                 here = [version for version in found if version.head.run == run]
                 self.seqs.update(version.head.seq for version in here)
-                yield from here
+                yield from (version for version in here if not _may_be_part(version))
 
     def _keys(self, run: str) -> Iterator[str]:
         """Packs of the run, those that mended others last; before them, those of runs that it was forked from."""
         for name in [*reversed(self._forked_from(check_run(run))), run]:
-            keys = filter(is_pack, self._tier.list(f"packs/{name}/"))
+            keys = [key for key in self._tier.list(f"packs/{name}/") if is_pack(key) and not is_part(key)]
             for key in sorted(keys, key=lambda key: (is_mend(key), key)):
                 if name == run and not is_mend(key) and (number := _NUMBER.match(key.rpartition("/")[2])):
                     self.seqs.add(int(number[1]))
@@ -109,3 +110,8 @@ class Contents:
             return None
         place = known[1]
         return row.place._replace(base=Base(place.object, place.offset, place.stored, place.codec, row.base))
+
+
+def _may_be_part(version: Version) -> bool:
+    """Whether it may be one rank's part of a larger version: of those, packs hold no more than each rank's own."""
+    return version.head.world > 1 and len(set(version.shard_rank.tolist())) < 2

@@ -17,13 +17,13 @@ from .base import Tier
 from .environment import expand, protect
 from .keep_keys import Keep
 from .policy_errors import check, unknown_name
-from .policy_keys import Arena, PolicyKeys, Rule, TierKeys, keys_of, options_of
+from .policy_keys import Arena, PolicyKeys, Ranks, Rule, TierKeys, keys_of, options_of
 from .policy_schema import policy_schema
 from .registry import tier_class
 from .units import format_size
 from .yaml_lines import MAX_BYTES, Findings, Keys, read_yaml, show
 
-__all__ = ["Arena", "Keep", "Policy", "Rule", "TierPolicy", "policy_schema"]
+__all__ = ["Arena", "Keep", "Policy", "Ranks", "Rule", "TierPolicy", "policy_schema"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 
@@ -50,6 +50,7 @@ class Policy(PolicyKeys):
         chunk: length of a chunk, in bytes.
         digest: name of the digest's algorithm.
         arena: the memory through which saves go.
+        ranks: how long the ranks of a job wait for one another.
         durable: name of the tier that `Save.wait` waits for; persistent.
         tiers: in the order in which a save goes down.
         rules: in the order in which they are tried.

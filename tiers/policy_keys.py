@@ -18,7 +18,7 @@ from tierstate.manifest.leaf import check_glob
 
 from .base import Tier
 from .keep_keys import Frozen, Keep, no_bool
-from .units import DURATION_PATTERN, Rate, Size, Times, format_size, parse_seconds
+from .units import DURATION_PATTERN, Rate, Seconds, Size, Times, format_size, parse_seconds
 from .yaml_lines import show
 
 MIN_CHUNK_SIZE = 4096
@@ -86,6 +86,18 @@ class Arena(Frozen):
     on_full: Literal["block", "skip"] = "block"
 
 
+class Ranks(Frozen):
+    """How long the ranks of a job wait for one another.
+
+    Attributes:
+        timeout: seconds that a rank may be behind the others before their save fails.
+        silence: seconds without a sign of life after which a rank counts as dead.
+    """
+
+    timeout: Seconds = 1800.0
+    silence: Seconds = 60.0
+
+
 class Rule(Frozen):
     """What holds for the leaves that match, key by key, unless an earlier rule that matched them said it already.
 
@@ -141,6 +153,7 @@ class PolicyKeys(Frozen):
     chunk: Annotated[Size, AfterValidator(_chunk)] = CHUNK_SIZE
     digest: Literal["xxh3-128", "blake3"] = "xxh3-128"
     arena: Arena = Arena()
+    ranks: Ranks = Ranks()
     durable: str | None = None
     rules: tuple[Rule, ...] = ()
 

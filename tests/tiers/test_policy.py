@@ -28,6 +28,7 @@ version: 1
 chunk: 1MiB
 digest: blake3
 arena: {size: 512MiB, on_full: skip}
+ranks: {timeout: 10min, silence: 5s}
 durable: lustre
 tiers:
   host:   {type: host, capacity: 8GiB, keep: {last: 2}}
@@ -104,6 +105,13 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 {}, optional={"size": ARENAS, "on_full": st.sampled_from(["block", "skip"])}
             ),
             "durable": st.just("last"),
+            "ranks": st.fixed_dictionaries(
+                {},
+                optional={
+                    "timeout": st.sampled_from(["10min", 90]),
+                    "silence": st.sampled_from(["5s", "${UNSET:-1min}"]),
+                },
+            ),
             "rules": st.lists(rule, max_size=3),
         },
     )
@@ -139,6 +147,7 @@ def test_every_key_is_read() -> None:
     policy = Policy.parse(FULL)
     assert (policy.version, policy.chunk, policy.digest, policy.durable) == (1, 1 << 20, "blake3", "lustre")
     assert (policy.arena.size, policy.arena.on_full) == (512 << 20, "skip")
+    assert (policy.ranks.timeout, policy.ranks.silence) == (600.0, 5.0)
     host, nvme, lustre, s3 = policy.tiers
     assert (host.name, host.type, host.every, host.persistent) == ("host", "host", None, False)
     assert (nvme.every, nvme.keep, nvme.persistent) == (timedelta(minutes=30), Keep(last=3, every=1000), True)
@@ -164,6 +173,7 @@ def test_defaults() -> None:
     policy = Policy.parse("tiers: {a: {type: host}, b: {type: nvme, path: x}, c: {type: nvme, path: y}}")
     assert (policy.version, policy.chunk, policy.digest, policy.durable) == (1, 16 << 20, "xxh3-128", "b")
     assert (policy.arena.size, policy.arena.on_full, policy.rules) == (2 << 30, "block", ())
+    assert (policy.ranks.timeout, policy.ranks.silence) == (1800.0, 60.0)
     tier = policy.tier("a")
     assert (tier.every, tier.keep, tier.codec, tier.format, tier.options) == (None, Keep(all=True), "raw", "native", {})
 
