@@ -126,7 +126,7 @@ class Anchors:
     def _find(self) -> Array:
         """``(chunks,)``: the row of each chunk in the newest version, or -1; looked up when first asked for."""
         if self._there is None:
-            self._record = record = self._shelf.newest()
+            self._record = record = self._shelf.earlier
             then = None if record is None else record.version.head
             if record is None or then is None or (then.chunk, then.digest) != (self._head.chunk, self._head.digest):
                 self._there = np.full(len(self._row_leaves), -1)

@@ -59,6 +59,11 @@ class Backlog(Generic[C]):
             self._remove(copy)
         return gone
 
+    @property
+    def first(self) -> int | None:
+        """Number of the oldest save that waits."""
+        return min(self._waiting, default=None)
+
     def take(self, debts: bool) -> C | None:
         """Take out the next one, which is the oldest.
 

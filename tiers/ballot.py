@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,9 +64,16 @@ class Ballots:
     def __init__(self, team: Team, name: str) -> None:
         self._team, self._name = team, name
         self._open: deque[Ballot] = deque()
+        self._lock = threading.RLock()  # a save is left out by one thread while another one waits for a verdict
+        self.heard = -1
+        """A number on which all ranks have voted yes, and before that have heard all verdicts on lower ones."""
 
     def next(self, seq: int) -> Ballot:
         """The next vote on a number. All ranks count alike, since each takes part in every vote."""
+        with self._lock:
+            return self._next(seq)
+
+    def _next(self, seq: int) -> Ballot:
         self.clear()
         base = f"{self._name}/{seq}"
         ballot = Ballot(seq, f"{base}.{self._team.turn(base)}")
@@ -99,9 +107,9 @@ class Ballots:
 
     def clear(self) -> None:
         """Forget what nobody needs any more. A vote stays until it was read: its reader knows that it is there."""
-        with suppress(RankFailed):  # the store is lost, as the next question finds out, too
+        with self._lock, suppress(RankFailed):  # the store is lost, as the next question finds out, too
             for later, ballot in reversed(list(enumerate(reversed(self._open)))):
-                if later >= KEPT or self._is_over(ballot):
+                if (later >= KEPT and ballot.seq < self.heard) or self._is_over(ballot):
                     self._open.remove(ballot)
                     self._team.forget(ballot.said)
 

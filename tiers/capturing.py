@@ -54,10 +54,11 @@ class Capturing:
     Args:
         arena: the memory they pass through.
         ended: called when the last one is done.
+        rank: of this process, where what is captured is one of several ranks' part; None: it is the whole.
     """
 
-    def __init__(self, arena: Arena, ended: Callable[[], None]) -> None:
-        self._arena, self._ended = arena, ended
+    def __init__(self, arena: Arena, ended: Callable[[], None], rank: int | None = None) -> None:
+        self._arena, self._ended, self._rank = arena, ended, rank
         self.parent = ""
         self._standing: Standing | None = None
         self._version: Version | None = None
@@ -144,12 +145,15 @@ class Capturing:
             if last is not None and _alike(last, plan, head.chunk):
                 version = last.again(head, standing.digests)
             else:
-                version = Version.build(head, plan.leaves, plan.shards(), standing.digests)
-                check_whole(version)
+                version = Version.build(head, plan.leaves, plan.shards(self._rank or 0), standing.digests)
+                if self._rank is None:
+                    check_whole(version)
             encoded = version.id  # which is encoded by this, and so may fail
         except BaseException as error:
             return _told(error)
-        self.parent, self._version, self._standing = encoded, version, standing
+        self._version, self._standing = version, standing
+        if self._rank is None:
+            self.parent = encoded
         return version
 
 

@@ -10,7 +10,7 @@ from tierstate.manifest.errors import TierstateError
 from .arena import Arena
 from .backlog import Backlog
 from .jobs import Copy
-from .lane import Lane, Ties
+from .lane import Lane
 from .ledger import Ledger
 from .owing import LIMIT, Due, held, missed
 from .placement import Last
@@ -18,6 +18,7 @@ from .policy import Policy
 from .routes import Routes
 from .shelf import Shelf
 from .ticket import Ticket
+from .ties import Ties
 
 log = logging.getLogger("tierstate")
 
@@ -50,6 +51,7 @@ class Cascade:
         # Where rules part a state, what one tier has may not be all that another one is to get.
         self._parted = any(rule.tiers is not None for rule in policy.rules)
         self._before = 0
+        self._told: set[str] = set()
         self.lanes: dict[str, Lane] = {}
 
     def start(self, seq: int) -> None:
@@ -83,14 +85,14 @@ class Cascade:
         coming: Callable[[], bool] = lambda: False,
     ) -> Copy:
         """A version's way into a tier from those before it; see `Copy`."""
-        faster = self._faster(name)
+        faster = self._faster(name) if ticket is not None else self._whole(name)
         return Copy(due, self._shelves[name], faster, self._routes, self._arena, ticket, entries, coming)
 
     def debt(self, name: str, ticket: Ticket) -> Copy | None:
         """The copy by which a save that failed on a tier may yet come; None where no faster one can have it."""
-        if not self._lasts(name):
+        if not self._lasts(name) or not self._brings(name):
             return None
-        faster = [shelf.name for shelf in self._faster(name) if shelf.name in ticket.tiers]
+        faster = [shelf.name for shelf in self._whole(name) if shelf.name in ticket.tiers]
         if all(ticket.error(n) is not None for n in faster):
             return None
         return self.copy(
@@ -116,8 +118,8 @@ class Cascade:
 
     def missed(self, name: str) -> list[Copy]:
         """What should have come to a tier before this process began, and is still in a faster one."""
-        faster = [shelf for shelf in self._faster(name) if self._lasts(shelf.name)]
-        if not faster or not self._lasts(name):
+        faster = [shelf for shelf in self._whole(name) if self._lasts(shelf.name)]
+        if not faster or not self._lasts(name) or not self._brings(name):
             return []
         there = self._seqs(faster)
         try:
@@ -155,6 +157,18 @@ class Cascade:
     def _faster(self, name: str) -> list[Shelf]:
         faster = list(self._shelves.values())[: list(self._shelves).index(name)]
         return [shelf for shelf in faster if not shelf.tier.traits.scarce]
+
+    def _whole(self, name: str) -> list[Shelf]:
+        """Those of the faster tiers where one rank finds all of a version."""
+        return [shelf for shelf in self._faster(name) if shelf.whole]
+
+    def _brings(self, name: str) -> bool:
+        """Whether this process brings there, by itself, what did not arrive; who could and does not, says so once."""
+        shelf = self._shelves[name]
+        if shelf.alone and self._faster(name) and not self._whole(name) and name not in self._told:
+            self._told.add(name)
+            log.warning("%s: what does not arrive is not brought later: no rank finds whole versions before it", name)
+        return shelf.alone
 
     def _lasts(self, name: str) -> bool:
         return self._shelves[name].tier.traits.persistent

@@ -42,7 +42,7 @@ class Earlier:
         self.object = np.full(len(leaves), -1)
         self.old = np.zeros(len(leaves), bool)
         self._there = np.zeros(len(row_leaves), "i8")
-        record = shelf.newest()
+        record = shelf.earlier
         if record is None or not len(record.version.digests) or not len(row_leaves):
             return
         self._record = record

@@ -52,6 +52,9 @@ class Flow:
         arena: the memory saves pass through.
     """
 
+    rank: int | None = None
+    """Of this process, where several save together."""
+
     def __init__(self, policy: Policy, shelves: Sequence[Shelf], arena: Arena) -> None:
         self._policy, self._arena = policy, arena
         self._shelves = {shelf.name: shelf for shelf in shelves}
@@ -86,7 +89,7 @@ class Flow:
         if os.getpid() != self._pid:
             raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
         capturing = self._start(head)
-        self._ledger.raise_if_lost([n for n, s in self._shelves.items() if s.tier.traits.persistent])
+        self._tell_lost()
         routes = self._routes.of(plan.leaves)
         names, elsewhere = self._due(head, routes)
         ticket = Ticket(head, plan.total, names, elsewhere)
@@ -116,6 +119,10 @@ class Flow:
             raise
         return ticket
 
+    def _tell_lost(self) -> None:
+        """Raise what an earlier save that reached no persistent tier met."""
+        self._ledger.raise_if_lost([n for n, s in self._shelves.items() if s.tier.traits.persistent])
+
     def next_seq(self) -> int:
         """The number of the next version: above all that any tier has, as far as they can be read."""
         if self._look:
@@ -136,7 +143,7 @@ class Flow:
     def _start(self, head: Head) -> Capturing:
         if self._capturing is None:
             self._cascade.start(head.seq)
-            self._capturing = Capturing(self._arena, self._end_lanes)
+            self._capturing = Capturing(self._arena, self._end_lanes, self.rank)
             self._capturing.parent = self._parent
         return self._capturing
 

@@ -19,7 +19,7 @@ from .formats import Format, format_of
 from .leaf_files import LeafFiles
 from .publication import Publication
 from .route import Route
-from .shelf import Shelf
+from .shelf import Shelf, Stop
 
 Stages = Callable[[], Array]
 """Gives ``(leaves,)``: in which part of a capture each leaf comes whole; -1 where it does not. See `Plan.stages`."""
@@ -113,9 +113,9 @@ class Formatted(Publication):
         self._files.copy(version, fetch)
         super().copy(version, fetch)
 
-    def commit(self, version: Version) -> Record:
+    def commit(self, version: Version, stop: Stop | None = None) -> Record:
         self._files.finish(self._draft, version)
-        return super().commit(version)
+        return super().commit(version, stop)
 
     def _written_sizes(self) -> dict[str, int]:
         return super()._written_sizes() | self._files.sizes

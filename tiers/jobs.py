@@ -9,7 +9,18 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
 
-from tierstate.manifest.errors import CommitUnknown, Damaged, NotFound, TierstateError, TierUnavailable
+import numpy as np
+
+from tierstate.manifest.errors import (
+    AlreadyExists,
+    CommitUnknown,
+    Damaged,
+    NotFound,
+    RankFailed,
+    StateMismatch,
+    TierstateError,
+    TierUnavailable,
+)
 from tierstate.manifest.index import Array
 from tierstate.manifest.log import RACES
 from tierstate.manifest.record import Record
@@ -24,7 +35,8 @@ from .owing import Due
 from .publication import Publication
 from .routes import Routes
 from .shelf import Shelf
-from .ticket import Ticket
+from .ticket import Skipped, Ticket
+from .verdict import LeftOut
 
 
 class Kept(NamedTuple):
@@ -69,7 +81,7 @@ class Intake:
                 raise failure
             if isinstance(item, BaseException):
                 raise item
-            return self.publication.commit(item)
+            return self.publication.commit(item, self.ticket.cancelled.is_set)
         except BaseException as error:
             self.publication.abort(error)
             raise
@@ -154,10 +166,10 @@ class Copy:
         )
         self._publication, self.began = publication, time.monotonic()
         try:
-            with reading(records):
+            with reading([(shelf, record) for shelf, record in records if shelf.leads]):
                 holdings = [Holding(shelf, record.layout) for shelf, record in records]
                 publication.copy(version, Fetch(version, holdings, self._arena, stop=self.cancelled.is_set))
-            return publication.commit(version)
+            return publication.commit(version, None if self.ticket is None else self.cancelled.is_set)
         except BaseException as error:
             # It may have to wait for another turn, and tables do not wait.
             self._publication = None
@@ -170,13 +182,21 @@ class Copy:
         errors: list[tuple[str, TierstateError]] = []
         for shelf in self._sources():
             try:
-                records.append((shelf, shelf.record(self.due.seq)))
+                records.append((shelf, self._part(shelf.record(self.due.seq))))
             except TierstateError as error:
                 errors.append((shelf.name, error))
         if not records:
             raise self._nowhere(errors, coming)
         version = records[0][1].version
-        return [(shelf, record) for shelf, record in records if record.version.id == version.id]
+        return [(shelf, record) for shelf, record in records if self._is_same(record.version, version)]
+
+    def _part(self, record: Record) -> Record:
+        """What of it this rank brings."""
+        return record if self.ticket is None else self._shelf.cut(record)
+
+    def _is_same(self, one: Version, other: Version) -> bool:
+        # What a rank gave itself, and what was cut out of the whole, say the same of its chunks in other words.
+        return one.id == other.id or (self._shelf.together and np.array_equal(one.digests, other.digests))
 
     def _sources(self) -> list[Shelf]:
         ticket = self.ticket
@@ -188,8 +208,10 @@ class Copy:
             raise error
         return [shelf for shelf in self._faster if ticket.done(shelf.name)]
 
-    def _nowhere(self, errors: list[tuple[str, TierstateError]], coming: bool) -> NoSource:
+    def _nowhere(self, errors: list[tuple[str, TierstateError]], coming: bool) -> TierstateError:
         name, ticket = self._shelf.name, self.ticket
+        if ticket and self._shelf.together and all(isinstance(ticket.error(n), Skipped) for n in self._entries):
+            return LeftOut(f"step {self.due.step} was left out on {', '.join(self._entries)}")
         told = [*errors, *((n, e) for n in self._entries if ticket and (e := ticket.error(n)) is not None)]
         text = f"step {self.due.step} cannot go on to {name}: no faster tier has it"
         text += f" ({'; '.join(f'{n}: {e}' for n, e in told)})" if told else ""
@@ -197,6 +219,12 @@ class Copy:
             return Gone(text, tier=name)
         return NoSource(text, tier=name)
 
+
+BLAMELESS = (NoSource, Damaged, StateMismatch)
+"""Errors for which the tier that was to get a save is not to blame."""
+
+STALE = (AlreadyExists, NotFound, CommitUnknown)
+"""Errors after which a tier may not be what is remembered of it."""
 
 Job: TypeAlias = Intake | Copy
 """One save's way into one tier."""
@@ -214,4 +242,5 @@ def passing(error: BaseException) -> bool:
     if isinstance(error, Damaged):
         # Whole nowhere, as the tier that has it did not answer.
         error = error.__cause__ or error
-    return isinstance(error, CommitUnknown) or (isinstance(error, TierstateError) and error.transient)
+    together = isinstance(error, (CommitUnknown, RankFailed))
+    return together or (isinstance(error, TierstateError) and error.transient)

@@ -6,21 +6,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from operator import attrgetter
 
-from tierstate.manifest.errors import AlreadyExists, CommitUnknown, Damaged, NotFound, TierFull, TierstateError
+from tierstate.manifest.errors import TierFull, TierstateError
 from tierstate.manifest.record import Record
 from tierstate.manifest.retention import Mark
 
 from .backlog import Backlog
-from .jobs import Copy, Intake, Job, NoSource, passing, without_frames
+from .jobs import BLAMELESS, STALE, Copy, Intake, Job, passing, without_frames
 from .owing import Due
 from .patience import Patience
 from .shelf import Shelf
 from .tally import Tally
-from .ticket import Ticket
+from .ties import Ties
+from .verdict import LeftOut
 
 log = logging.getLogger("tierstate")
 
@@ -28,25 +28,6 @@ MANY = 2
 """Versions that a tier holds longer than ``keep`` says before it is told: one or two are under way all the time."""
 
 _number = attrgetter("seq")
-
-
-@dataclass(frozen=True)
-class Ties:
-    """What a lane asks of the flow that it is part of, and tells it.
-
-    Attributes:
-        pinned: versions that retention must leave alone for now, and which tier waits for each.
-        missed: copies of the versions that should have come here before this process began.
-        debt: the copy by which a save that failed here may yet come; None where no faster tier can have it.
-        settled: a save has been here.
-        brought: a version that had failed has come after all.
-    """
-
-    pinned: Callable[[], Mapping[int, str]]
-    missed: Callable[[], Sequence[Copy]]
-    debt: Callable[[Ticket], Copy | None]
-    settled: Callable[[Ticket], None]
-    brought: Callable[[Due], None]
 
 
 class Lane:
@@ -180,11 +161,18 @@ class Lane:
             while True:
                 self._leave_out(self._backlog.trim())
                 debts = not self._gave_up and (self._ended or not self._patience.left)
-                job = self._intakes.popleft() if self._intakes else self._backlog.take(debts)
+                job = self._take(debts)
                 if job is not None or self._ended:
                     self._running = job
                     return job
                 self._changed.wait(self._patience.left if self._backlog.owed else None)
+
+    def _take(self, debts: bool) -> Job | None:
+        first = self._backlog.first if self._intakes and self.shelf.together else None
+        if first is not None and first < self._intakes[0].due.seq:
+            # All ranks commit in the order of the saves: each waits for the others, and none for one that is behind.
+            return self._backlog.take(debts=False)
+        return self._intakes.popleft() if self._intakes else self._backlog.take(debts)
 
     def _leave_out(self, copies: Sequence[Copy]) -> None:
         name = self.shelf.name
@@ -193,7 +181,9 @@ class Lane:
             level = logging.WARNING if copy.ticket else logging.INFO
             log.log(level, "step %d is left out on %s, which lags behind: newer saves wait", copy.due.step, name)
             if copy.ticket is not None:
-                copy.ticket.leave_out(name, f"{name} lags behind, and newer saves waited for it (see `on_lag`)")
+                why = f"{name} lags behind, and newer saves waited for it (see `on_lag`)"
+                self.shelf.withdraw(copy.due.seq, why, left_out=True)
+                copy.ticket.leave_out(name, why)
 
     def _publish(self, job: Job) -> None:
         if not self.shelf.tier.traits.persistent:
@@ -242,10 +232,17 @@ class Lane:
 
     def _fail(self, job: Job, error: BaseException) -> None:
         name, ticket = self.shelf.name, job.ticket
-        if not (isinstance(error, (NoSource, Damaged)) or (ticket and ticket.lost)):
+        if ticket is not None:
+            self.shelf.withdraw(job.due.seq, error, left_out=isinstance(error, LeftOut))
+            if isinstance(error, LeftOut):
+                self.tally.skipped += 1
+                log.warning("step %d is left out on %s: %s", ticket.head.step, name, error)
+                ticket.leave_out(name, str(error))
+                return
+        if not (isinstance(error, BLAMELESS) or (ticket and ticket.lost)):
             # Its own doing, and not that there was nothing to write.
             self.healthy = False
-        if isinstance(error, (AlreadyExists, NotFound, CommitUnknown)):
+        if isinstance(error, STALE):
             self.shelf.look_again()
         # Before anybody learns of the failure: until then what it is to be copied from is held.
         owed = passing(error) and self._owe(job)

@@ -148,7 +148,9 @@ class LeafFiles:
 
     def _key(self) -> str:
         head, number = self._head, len(self._units) - 1
-        return f"packs/{head.run}/{head.seq:012d}-0-{number}-{uuid.uuid4().hex[:12]}{self._kind.suffix}"
+        return (
+            f"packs/{head.run}/{head.seq:012d}-{self._shelf.rank}-{number}-{uuid.uuid4().hex[:12]}{self._kind.suffix}"
+        )
 
     def _lay_out(self, leaves: Array) -> Blueprint:
         head = self._head

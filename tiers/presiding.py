@@ -53,6 +53,7 @@ class Presiding:
             TierstateError: it is not committed; as `Council.commit`.
         """
         parts = [self._part, *self._parts(ballot)]
+        ballots.heard = max(ballots.heard, ballot.seq)
         version, rows = self._minutes.whole(ballot.seq, [part.version for part in parts])
         if self._tier.traits.shared == "site":
             return self._create(version, range(len(parts)), parts, rows)

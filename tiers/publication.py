@@ -29,7 +29,7 @@ from .fetch import Fetch
 from .packing import BIG, BLOCK
 from .packs import PackWriter, Rows
 from .route import Route
-from .shelf import Shelf
+from .shelf import Shelf, Stop
 
 WORTH_A_LOOK = 1024
 """Bytes of a chunk from which on it is looked for among those that this save has written already."""
@@ -85,7 +85,7 @@ class Publication:
         self._leaves, self._row_leaves, self._route = leaves, row_leaves, route
         anchors = Anchors(shelf, head, leaves, row_leaves, faster)
         self._coding = Coding(shelf, leaves, row_leaves, route, anchors, self._put)
-        self._packs = PackWriter(self._coding.tier, head.run, head.seq)
+        self._packs = PackWriter(self._coding.tier, head.run, head.seq, shelf.rank)
         self._draft = Draft(len(row_leaves))
         self._written: dict[bytes, int] = {}
         self._twins: list[tuple[Array, Array]] = []
@@ -208,10 +208,11 @@ class Publication:
             lambda row, raw, slab: self.write(row, raw, version.digests[row].tobytes(), slab),
         )
 
-    def commit(self, version: Version) -> Record:
-        """Make packs durable, then create the record."""
+    def commit(self, version: Version, stop: Stop | None = None) -> Record:
+        """Make packs durable, then create the record; see `Shelf.publish`."""
         self._coding.workers.finish()
-        self._packs.close(version.data)
+        # A part of a version is none to be found when every record is lost.
+        self._packs.close(*([] if self.shelf.together and stop is not None else [version.data]))
         for rows, firsts in self._twins:
             self._draft.put_twins(rows, firsts)
         if self._adopted is not None:
@@ -219,7 +220,7 @@ class Publication:
         sizes = self._sizes()
         record = Record(version, self._draft.build(sizes), self._signature())
         self._sent = True
-        self.shelf.publish(record)
+        self.shelf.publish(record, stop)
         return record
 
     def _sizes(self) -> dict[str, int]:

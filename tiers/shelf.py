@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 
-from tierstate.manifest.errors import FormatError, NotFound, TierUnavailable
+from tierstate.manifest.errors import FormatError, NotFound
 from tierstate.manifest.index import Array, DigestIndex
 from tierstate.manifest.layout import ABSENT, DELTA, Draft, Layout, Place
 from tierstate.manifest.leases import Leases
@@ -19,11 +20,14 @@ from tierstate.manifest.retention import Decision, Keep, Mark
 
 from .base import Tier
 from .choices import Choices
+from .foundation import check_base
 from .index import Summaries
 from .packs import Row, is_mend, read_footer
 from .retiring import Retiring
 
 log = logging.getLogger("tierstate")
+
+Stop: TypeAlias = Callable[[], bool]
 
 
 class Shelf:
@@ -37,9 +41,15 @@ class Shelf:
 
     Attributes:
         beside: the run in all tiers of the policy, in its order, where there are others.
+        rank, together: of this process, where several commit together; and whether they do.
+        leads: whether this rank drops what need not be kept there, for all that see the same objects.
+        whole, alone: whether it finds all of a version there; and brings it there alone, if need be.
         retention: what it drops.
         choices: what `codec: auto` has learnt there.
     """
+
+    rank, together = 0, False
+    leads = whole = alone = True
 
     def __init__(
         self, tier: Tier, run: str, keep: Keep | None = None, rules: Mapping[str, Keep] = MappingProxyType({})
@@ -212,25 +222,47 @@ class Shelf:
             self._newest, self._opened, self._mends, self._own = None, False, None, False
             self._sound = {key: sound for key, sound in self._sound.items() if not sound}
 
-    def publish(self, record: Record) -> None:
+    @property
+    def earlier(self) -> Record | None:
+        """The newest record, as far as it is of this rank. Raises: as `newest`."""
+        return self.newest()
+
+    def cut(self, record: Record) -> Record:
+        """What of a record is of this rank."""
+        return record
+
+    def withdraw(self, seq: int, why: BaseException | str, *, left_out: bool = False) -> None:
+        """This rank gives nothing to a version: whoever waits for it need wait no longer."""
+
+    def publish(self, record: Record, stop: Stop | None = None) -> None:
         """Commit a record; from then on it is what later saves reuse chunks from.
+
+        Args:
+            stop: asked while other ranks are waited for; None: whatever others do, this rank brings it alone.
 
         Raises:
             NotFound: what it builds on was dropped by another process meanwhile; it was not committed.
             TierstateError: as `Log.commit`.
         """
-        with self._lock:
-            base = self._newest
+        self.create(record)
+        self.build_on(record)
+        self.retention.add(record)
+
+    def create(self, record: Record) -> None:
+        """Commit a record, of which nothing is remembered yet. Raises: as `publish`."""
+        base = self._newest
         self.summaries.expect(record.version.head.seq)
         self.log.commit(record)
-        self._check_base(record, base)
+        check_base(self, record, base)
+
+    def build_on(self, record: Record) -> None:
+        """From now on this is what later saves reuse chunks from."""
         with self._lock:
             if self._newest is None or record.version.head.seq > self._newest.version.head.seq:
                 # Otherwise it was brought later than newer ones, which later saves still build on.
                 self._newest, self._opened, self._own = record, True, True
             for key, size in zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True):
                 self._sound.setdefault(key, bool(size))
-        self.retention.add(record)
 
     def decision(self, in_use: Collection[int] = (), now: float | None = None) -> Decision:
         """What `retire` would do now, and why each version stays. Changes nothing.
@@ -240,24 +272,6 @@ class Shelf:
             now: seconds since 1970; by default the clock's.
         """
         return self.retention.decision(in_use, now)
-
-    def _check_base(self, record: Record, base: Record | None) -> None:
-        """Whoever drops a version forgets its record first, and then deletes what no record names: so what a base that
-        stands after the commit names is safe. If it does not, the record stays only where others may rely on it."""
-        shared = set(base.layout.objects) & set(record.layout.objects) if base else set()
-        try:
-            if base is None or not shared or self.log.stands(base):
-                return
-        except TierUnavailable as error:
-            # It is committed, and only another process that saves this run could have dropped the base.
-            log.warning("%s: whether what a save builds on stands cannot be told: %s", self.name, error)
-            return
-        seq = record.version.head.seq
-        if self.highest_seq() == seq and shared <= set(self.tier.list("packs/")):
-            return
-        self.log.forget(seq)
-        text = f"version {base.version.head.seq}, which this save builds on, was dropped by another process meanwhile"
-        raise NotFound(f"{self.name}: {text}", tier=self.name)
 
     def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> Decision:
         """Drop what the policy does not keep: first the records, then the packs that no other record names.

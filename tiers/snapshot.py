@@ -122,7 +122,7 @@ def _snapped(work: Work, lane: Lane, job: Intake, tier: Gpu) -> Work:
     layout = _layout(plan, job.publication.plain, tier.line.device)
     if layout is None:
         return work
-    key = f"packs/{head.run}/{head.seq:012d}-0-snapshot-{uuid.uuid4().hex[:12]}"
+    key = f"packs/{head.run}/{head.seq:012d}-{lane.shelf.rank}-snapshot-{uuid.uuid4().hex[:12]}"
     memory = _reserve(lane, tier, layout.nbytes, key)
     try:
         sums = _copy(plan, layout, memory, tier.line)

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +16,7 @@ import torch
 
 from tierstate.manifest.errors import TierstateError, TierUnavailable
 from tierstate.manifest.head import Head
-from tierstate.manifest.leaf import check_glob
+from tierstate.manifest.leaf import Path, check_glob
 from tierstate.manifest.log import check_run
 from tierstate.providers.recall import Recall
 from tierstate.providers.target import NEW
@@ -38,6 +38,7 @@ from .progress import draining
 from .pruning import Saving
 from .run import Run
 from .save import Save, tell
+from .together import joined
 
 log = logging.getLogger("tierstate")
 
@@ -48,13 +49,15 @@ class Checkpointer(Run):
     Args:
         policy: which state goes to which tier; a `Policy`, or the path of a policy file.
         run: name of the run: letters, digits, ``.``, ``_`` and ``-``.
-        process_group: the ranks that save together. This release saves from one rank.
+        process_group: the ranks that save together, of which each makes a Checkpointer, at the same time, and calls
+            `save` as often and with the same steps; or a `Team`. None, or a group of one rank: this process alone.
         allow_pickle: globs of leaves that may be saved and loaded as pickles, beside those the policy's rules allow.
             Loading a pickle runs whatever code it holds.
 
     Raises:
         PolicyError: the policy cannot be used.
         TierstateError: a tier could not be opened.
+        RankFailed: the other ranks did not come, or not all of them.
     """
 
     def __init__(
@@ -65,25 +68,36 @@ class Checkpointer(Run):
         *,
         allow_pickle: Sequence[str] = (),
     ) -> None:
-        if process_group is not None and torch.distributed.get_world_size(process_group) > 1:
-            raise TierstateError("this release saves from one rank; a process group of many ranks comes later")
         policy = policy if isinstance(policy, Policy) else Policy.load(policy)
         check_run(run)  # before any tier is opened
-        arena = Arena(policy.arena.size, policy.chunk)
-        shelves = [
-            Shelf(opened(tier, arena), run, retention(tier), rule_retention(policy, tier)) for tier in policy.tiers
-        ]
-        super().__init__(policy, run, shelves, arena)
-        self._pickles = allowed_pickles(self.policy, [check_glob(p) for p in allow_pickle])
-        self._flow = Flow(self.policy, self._shelves, self._arena)
-        self._guard = Guard()
-        self._planner = Planner(Recall(allow_pickle=self._pickles, lossy=lossy_methods(policy)), self._guard)
+        self._together = joined(process_group, run, policy)
+        try:
+            self._begin(policy, run, allowed_pickles(policy, [check_glob(p) for p in allow_pickle]))
+        except BaseException:
+            if self._together is not None:
+                self._together.close()  # the others wait for this rank
+            raise
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
         self._pid = os.getpid()
         self.restored: VersionInfo | None = None
         """The version that the last `restore` or `load` gave."""
         atexit.register(self._at_exit)
+
+    def _begin(self, policy: Policy, run: str, pickles: Callable[[Path], bool]) -> None:
+        arena, together = Arena(policy.arena.size, policy.chunk), self._together
+        shelf = Shelf if together is None else together.shelf
+        opening = [(opened(tier, arena), tier) for tier in policy.tiers]
+        shelves = [shelf(tier, run, retention(spec), rule_retention(policy, spec)) for tier, spec in opening]
+        super().__init__(policy, run, shelves, arena)
+        self._pickles, self._guard, sharing = pickles, Guard(), None
+        if together is None:
+            self._flow = Flow(policy, shelves, arena)
+        else:
+            self._flow, sharing = together.begin(policy, shelves, arena)
+        rank = 0 if together is None else together.team.rank
+        recall = Recall(allow_pickle=pickles, lossy=lossy_methods(policy), rank=rank)
+        self._planner = Planner(recall, self._guard, sharing)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Capture lazily what only this optimizer's step changes: its parameters and its state.
@@ -111,22 +125,34 @@ class Checkpointer(Run):
         start = time.monotonic()
         self._check_open()
         with uncollected():
-            return self._submit(self._planner.plan(state), step, metadata, start)
+            if (together := self._together) is None:
+                return self._submit(self._planner.plan(state), step, metadata, start)
+            seq = self._flow.next_seq()
+            with together.taking_part(seq, step):
+                plan, head = self._planner.plan(state, seq), self._head(seq, step, metadata)
+            save = self._carry(plan, head, start)
+        together.tell_lost()
+        return save
 
     def _submit(
         self, plan: Plan, step: int, metadata: Mapping[str, Any] | None = None, start: float | None = None
     ) -> Save:
         """Save what is planned; ``start`` is when that began."""
-        start = time.monotonic() if start is None else start
-        head = Head(
+        head = self._head(self._flow.next_seq(), step, metadata)
+        return self._carry(plan, head, time.monotonic() if start is None else start)
+
+    def _head(self, seq: int, step: int, metadata: Mapping[str, Any] | None) -> Head:
+        return Head(
             self.run,
-            self._flow.next_seq(),
+            seq,
             checked_step(step),
             time.time(),
             chunk=self.policy.chunk,
             digest=self.policy.digest,
             metadata=checked_metadata(metadata),
         )
+
+    def _carry(self, plan: Plan, head: Head, start: float) -> Save:
         ticket = self._flow.submit(plan, head)
         try:
             ticket.freed.wait()
@@ -239,6 +265,8 @@ class Checkpointer(Run):
         error: BaseException | None = None
         try:
             with ExitStack() as closing:  # each is closed, whatever happens to those before
+                if self._together is not None:
+                    closing.callback(self._together.close)
                 for close in (self._arena.close, *(s.tier.close for s in self._shelves), self._guard.close):
                     closing.callback(close)
                 self._flow.close(timeout, closing.enter_context(draining()))

@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress, count
 from typing import Any
 
+from tierstate.manifest.box import Box
 from tierstate.manifest.chunk import Chunk
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.leaf import Leaf, Path, matches_any
@@ -20,10 +22,11 @@ from tierstate.providers.tree import Tree
 from tierstate.tiers.devices import fences
 from tierstate.tiers.keep_keys import Keep as KeepKeys
 from tierstate.tiers.placement import may_pickle
-from tierstate.tiers.plan import HOST, Plan, Source
+from tierstate.tiers.plan import HOST, Chunks, Plan, Source
 from tierstate.tiers.policy import Policy, TierPolicy
 
 from .guard import Guard
+from .sharing_out import ONE_OWNER, SharingOut
 
 
 def allowed_pickles(policy: Policy, globs: Sequence[str]) -> Callable[[Path], bool]:
@@ -60,19 +63,24 @@ class Planner:
     Args:
         recall: flattens the states.
         guard: knows what holds still after save has returned.
+        sharing: knows what of it this rank saves, where several save together.
     """
 
-    def __init__(self, recall: Recall, guard: Guard) -> None:
-        self._recall, self._guard = recall, guard
+    def __init__(self, recall: Recall, guard: Guard, sharing: SharingOut | None = None) -> None:
+        self._recall, self._guard, self._sharing = recall, guard, sharing
         self._token: object = None
         self._signature: list[int] = []
         self._plan: Plan | None = None
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, list[int | None]] = {}  # by leaf: of each box, the number of its source
+        self._boxes: dict[int, list[Box]] = {}
         self._devices: set[int] = set()
         self._covers: Callable[[Provider], bool] = lambda _provider: False
 
-    def plan(self, state: Any) -> Plan:
+    def plan(self, state: Any, seq: int = 0) -> Plan:
         """The plan of a save.
+
+        Args:
+            seq: the number of the version to be, by which ranks that save together speak of it.
 
         Raises:
             CaptureError: something cannot be saved; the message names its path, type and remedy.
@@ -80,29 +88,43 @@ class Planner:
         # Forgotten until all is done: what fails halfway must not leave a plan that is no longer true.
         last, self._plan = self._plan, None
         tree, signature = self._recall.flatten(state), self._guard.signature()
-        if last is not None and tree.token is self._token and signature == self._signature:
-            plan = self._again(last, tree)
-        else:
+        alike = last is not None and tree.token is self._token and signature == self._signature
+        plan = self._again(last, tree, seq) if alike and last is not None else None
+        if plan is None:
             self._signature, self._covers = signature, self._guard.covers()
-            plan = self._anew(tree)
+            plan = self._anew(tree, seq)
         # What is remembered holds on to nothing of the state's memory.
         chunks = dict.fromkeys(plan.chunks, _gone)
         self._token, self._plan = tree.token, replace(plan, keep=None, chunks=chunks, fences=())
         return plan
 
-    def _anew(self, tree: Tree) -> Plan:
-        sources: list[Source] = []
-        self._numbers.clear()
+    def _anew(self, tree: Tree, seq: int) -> Plan:
         self._devices.clear()
-        for i, node in enumerate(tree.nodes):
-            if node.provider is not None:
-                self._numbers[i] = len(sources)
-                sources.append(self._source(i, node.leaf, node.provider))
-        return Plan.of(tree.leaves, sources, fences(self._devices))
+        nodes = enumerate(tree.nodes)
+        sources = [s for i, node in nodes if node.provider for s in self._sources(i, node.leaf, node.provider)]
+        mine: Sequence[bool] = [True] * len(sources)
+        if self._sharing is not None:
+            mine = self._sharing.ask(seq, tree.leaves, sources).tolist()
+        self._numbers, self._boxes, taken = {}, {}, count()
+        for source, is_mine in zip(sources, mine, strict=True):
+            self._numbers.setdefault(source.leaf, []).append(next(taken) if is_mine else None)
+            self._boxes.setdefault(source.leaf, []).append(source.box)
+        return Plan.of(tree.leaves, [*compress(sources, mine)], fences(self._devices))
+
+    def _sources(self, index: int, leaf: Leaf, provider: Provider) -> Iterator[Source]:
+        """What this process holds of a leaf, box by box."""
+        try:
+            parts = provider.parts
+        except Exception as error:
+            raise CaptureError(f"leaf {leaf.name}: {error}") from error
+        for part in parts:
+            yield self._source(index, leaf, part)
 
     def _source(self, index: int, leaf: Leaf, provider: Provider) -> Source:
         try:
-            box, memory = provider.box, memory_of(provider, leaf.spec.nbytes)
+            box = provider.box
+            nbytes = box.volume * leaf.spec.itemsize
+            memory = memory_of(provider, nbytes)
         except Exception as error:
             raise CaptureError(f"leaf {leaf.name}: {error}") from error
         device = HOST
@@ -110,21 +132,53 @@ class Planner:
             self._devices.add(provider.value.device.index)
             if type(provider).chunks is TensorProvider.chunks:  # another's fill was promised host memory
                 device = provider.value.device.index
-        return Source(index, box, leaf.spec.nbytes, provider.chunks, self._covers(provider), memory, device)
+        return Source(index, box, nbytes, provider.chunks, self._covers(provider), memory, device)
 
-    def _again(self, last: Plan, tree: Tree) -> Plan:
+    def _again(self, last: Plan, tree: Tree, seq: int) -> Plan | None:
+        """The plan of a state that is built like the last one; None where it is to be planned anew all the same."""
         # Storages, and not tensors, which may be given other memory while this one is still being read.
         keep = [tree, [value.untyped_storage() for value in tree.values if value is not None]]
         plan = replace(last, leaves=tree.leaves, keep=keep, fences=fences(self._devices))
-        fresh = {i: self._source(i, tree.leaves[i], p) for i in tree.fresh if (p := tree.provider(i)) is not None}
+        fresh: dict[int, Source] = {}
+        for i in tree.fresh:
+            if (provider := tree.provider(i)) is not None:
+                sources = list(self._sources(i, tree.leaves[i], provider))
+                if not self._fit(i, tree.leaves[i], sources):
+                    return None
+                fresh |= {n: s for n, s in zip(self._numbers.get(i, ()), sources, strict=True) if n is not None}
+        if self._sharing is not None:
+            if self._sharing.called:
+                return None
+            self._sharing.steady(seq)
         if fresh:
-            plan = plan.changed({self._numbers[i]: source for i, source in fresh.items()})
+            plan = plan.changed(fresh)
         if plan.chunks:
-            leaves = {i: int(plan.leaf[i]) for i in plan.chunks}
-            for leaf in leaves.values():
-                tree.hold(leaf)
-            plan = replace(plan, chunks={i: partial(tree.chunks, leaf) for i, leaf in leaves.items()})
+            plan = replace(plan, chunks=self._chunks(plan, tree))
         return plan
+
+    def _fit(self, index: int, leaf: Leaf, sources: Sequence[Source]) -> bool:
+        """Whether a leaf is cut as it was; one that every rank saves by itself may have another length."""
+        boxes = self._boxes.get(index, [])
+        return len(sources) == len(boxes) and (
+            leaf.spec.kind not in ONE_OWNER or [source.box for source in sources] == boxes
+        )
+
+    def _chunks(self, plan: Plan, tree: Tree) -> dict[int, Chunks]:
+        """The chunks of those sources that show no memory."""
+        found: dict[int, Chunks] = {}
+        for i in plan.chunks:
+            leaf = int(plan.leaf[i])
+            tree.hold(leaf)
+            number = self._numbers[leaf].index(i)
+            found[i] = partial(tree.chunks, leaf) if len(self._boxes[leaf]) == 1 else partial(_part, tree, leaf, number)
+        return found
+
+
+def _part(tree: Tree, leaf: int, number: int, size: int) -> Iterator[Chunk]:
+    """The chunks of one of the boxes that are held of a leaf."""
+    provider = tree.provider(leaf)
+    if provider is not None:
+        yield from provider.parts[number].chunks(size)
 
 
 def _gone(size: int) -> Iterator[Chunk]:

@@ -212,7 +212,14 @@ class Run:
             progress: told what is being done now.
         """
         self._check_open()
-        return Pruning(self.policy, self._shelves, self._saving(), grace, dry_run=dry_run, progress=progress).run()
+        return Pruning(
+            self.policy,
+            [s for s in self._shelves if s.leads],
+            self._saving(),
+            grace,
+            dry_run=dry_run,
+            progress=progress,
+        ).run()
 
     def _saving(self) -> Saving | None:
         """What this process has under way."""

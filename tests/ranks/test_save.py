@@ -1,0 +1,560 @@
+"""Ranks that save together: what they hold comes to be one version on every tier, or none; nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pieces import Pieces, read
+from places import AtSite, Site
+from teams import together
+from worlds import policy, scratch, tier
+
+import tierstate as ts
+from tierstate.manifest.box import Box
+from tierstate.manifest.errors import RankFailed
+from tierstate.manifest.log import Log
+from tierstate.tiers.faulty import Operation
+from tierstate.tiers.heartbeat import Terms
+from tierstate.tiers.memory import Memory
+from tierstate.tiers.registry import open_tier
+from tierstate.tiers.team import Team
+from tierstate.tiers.testing import Fault
+
+CALM = Terms(timeout=100.0, silence=20.0)
+
+
+def ranks(size: int, function: Callable[[Team], Any], **more: Any) -> list[Any]:
+    """What each rank gave; the first error of any is raised."""
+    found = together(size, function, terms=CALM, **more)
+    errors = [one for one in found if isinstance(one, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, RankFailed)):  # which is what others caused
+        raise error
+    return found
+
+
+def nvme(place: Path, host: int = 0, **tiers: Any) -> ts.Policy:
+    """A disk per host, and a tier for all."""
+    return policy({"nvme": tier("nvme", place / f"host{host}"), "lustre": tier("lustre", place, **tiers)})
+
+
+def at(place: Path, kind: str = "lustre") -> Any:
+    """A handle of its own on a tier."""
+    keys = tier(kind, place)
+    return open_tier(kind, keys.pop("type"), keys)
+
+
+def told(save: ts.Save) -> str:
+    """What becomes of a save: the name of the first tier's error; nothing where it arrived everywhere."""
+    errors = []
+    for name in save.tiers:
+        try:
+            save.wait(name)
+        except ts.TierstateError as error:
+            errors.append(type(error).__name__)
+    return errors[0] if errors else ""
+
+
+# What is saved
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[int, list[int], int, list[Any]]:
+    """Ranks, their hosts, the rows of a sharded array that each of them holds, and what changes at each save."""
+    size = draw(st.integers(2, 3))
+    hosts = sorted(draw(st.integers(0, 1)) for _ in range(size))
+    hosts = [host - hosts[0] for host in hosts]
+    rows = draw(st.integers(1, 3)) * size
+    steps = draw(st.lists(st.sampled_from(["same", "weights", "shards", "grow", "value"]), min_size=1, max_size=5))
+    return size, hosts, rows, steps
+
+
+class Job:
+    """The state of a job, and what each rank holds of it."""
+
+    def __init__(self, size: int, rows: int) -> None:
+        self.size = size
+        self.whole = torch.arange(rows * 700.0).reshape(rows, 700)
+        self.weights = torch.arange(3000.0)
+        self.more: list[float] = []
+
+    def change(self, what: str, step: int) -> None:
+        """One step of training."""
+        if what == "weights":
+            self.weights = self.weights + 1
+        elif what == "shards":
+            self.whole = self.whole + 1
+        elif what == "grow":
+            self.more.append(step)
+
+    def held(self, rank: int, step: int) -> dict[str, Any]:
+        """By one rank: two boxes of the sharded array, one of which the next rank holds, too."""
+        rows = len(self.whole) // self.size
+        mine = Box((rank * rows, 0), (rows, 700))
+        return {
+            "step": step,
+            "weights": self.weights.clone(),
+            "sharded": Pieces(self.whole, [mine]),
+            "extra": {i: torch.full((1100,), float(n)) for i, n in enumerate(self.more)},
+            f"of {rank}": torch.tensor([float(rank), step]),
+        }
+
+
+@settings(max_examples=15)
+@given(job=jobs())
+def test_what_ranks_hold_comes_to_be_one_version_on_every_tier(job: Any) -> None:
+    size, hosts, rows, steps = job
+    with scratch() as place:
+
+        def rank(team: Team) -> None:
+            mine = Job(size, rows)
+            with ts.Checkpointer(nvme(place, hosts[team.rank]), "run", team) as ckpt:
+                for step, what in enumerate(steps):
+                    mine.change(what, step)
+                    save = ckpt.save(mine.held(team.rank, step), step=step, metadata={"rank": team.rank})
+                save.wait("nvme")
+
+        ranks(size, rank, hosts=hosts)
+        disks = [at(place / f"host{host}", "nvme") for host in sorted(set(hosts))]
+        world = Job(size, rows)
+        for step, what in enumerate(steps):
+            world.change(what, step)
+            expected = {"weights": world.weights, "sharded": world.whole}
+            expected |= {f"extra.{i}": torch.full((1100,), float(n)) for i, n in enumerate(world.more)}
+            expected |= {f'"of {r}"': torch.tensor([float(r), step]) for r in range(size)}
+            for where in (disks, [at(place)]):
+                record, found = read(where, "run", step + 1)
+                head = record.version.head
+                assert (head.step, head.world, head.metadata) == (step, size, {"rank": 0})
+                for name, value in expected.items():
+                    assert np.array_equal(found[name], value.numpy()), name
+            # Nothing is kept twice.
+            assert len(set(zip(record.version.shard_leaf.tolist(), record.version.boxes, strict=True))) == len(
+                record.version.boxes
+            )
+            assert {one for one in record.layout.present.tolist()} == {True}
+        with ts.Checkpointer(nvme(place), "run") as alone:
+            found_by_one = alone.versions()
+            assert [v.step for v in found_by_one] == list(range(len(steps)))
+            assert [v.parent for v in found_by_one] == ["", *(v.id for v in found_by_one[:-1])]
+            if len(disks) == 1:
+                assert not alone.verify(deep=True).problems
+
+
+def test_what_all_hold_is_written_once_and_spread_over_the_ranks(place: Path) -> None:
+    state = {f"w{i}": torch.randn(2048) for i in range(8)}
+
+    def rank(team: Team) -> int:
+        with ts.Checkpointer(nvme(place), "run", team) as ckpt:
+            for step in range(3):
+                ckpt.save({k: v + step for k, v in state.items()}, step=step).wait()
+            return ckpt.stats().tiers["nvme"].raw
+
+    assert ranks(2, rank) == [3 * 4 * 8192, 3 * 4 * 8192]
+
+
+def test_what_did_not_change_is_not_written_again_not_even_after_a_start(place: Path) -> None:
+    state = {f"w{i}": torch.randn(2048) for i in range(8)}
+
+    def rank(team: Team) -> list[int]:
+        with ts.Checkpointer(nvme(place), "run", team) as ckpt:
+            stored = []
+            for step in range(2):
+                ckpt.save(state, step=step).wait("lustre")
+                stored.append(ckpt.stats().tiers["lustre"].stored)
+            return stored
+
+    assert ranks(2, rank) == [[4 * 8192] * 2] * 2
+    assert ranks(2, rank) == [[0, 0]] * 2
+    with ts.Checkpointer(nvme(place), "run") as ckpt:
+        assert [v.seq for v in ckpt.versions()] == [1, 2, 3, 4]
+
+
+# Structures that change
+
+
+def saved_alike(place: Path, states: Callable[[int, int], dict[str, Any]], steps: int) -> list[list[str]]:
+    """Save and wait, step by step; what each rank was told of each."""
+
+    def rank(team: Team) -> list[str]:
+        with ts.Checkpointer(nvme(place), "run", team) as ckpt:
+            return [told(ckpt.save(states(team.rank, step), step=step)) for step in range(steps)]
+
+    return ranks(2, rank)
+
+
+def test_a_structure_that_changes_everywhere_at_once_is_shared_out_anew(place: Path) -> None:
+    def state(rank: int, step: int) -> dict[str, Any]:
+        moments = {i: torch.full((2048,), float(i)) for i in range(8)} if step else {}
+        return {"w": torch.ones(64), "optimizer": moments}
+
+    assert saved_alike(place, state, 3) == [[""] * 3] * 2
+    record, found = read([at(place / "host0", "nvme")], "run", 3)
+    owners = record.version.shard_rank[record.version.shard_leaf >= len(record.version.leaves) - 8]
+    assert np.bincount(owners).tolist() == [4, 4]
+    assert all(np.all(found[f"optimizer.{i}"] == i) for i in range(8))
+
+
+@pytest.mark.parametrize("big", [10, 1 << 18])
+def test_a_structure_that_changes_on_one_rank_alone_holds_up_nobody(place: Path, big: int) -> None:
+    def state(rank: int, step: int) -> dict[str, Any]:
+        more = {i: torch.full((big,), float(i)) for i in range(step)} if rank == 1 else {}
+        return {"w": torch.full((4096,), float(step)), "v": torch.ones(4096), "more": more}
+
+    assert saved_alike(place, state, 4) == [[""] * 4] * 2
+    for seq in (1, 2, 3, 4):
+        _, found = read([at(place / "host0", "nvme")], "run", seq)
+        assert np.all(found["w"] == seq - 1)
+        assert all(np.all(found[f"more.{i}"] == i) for i in range(seq - 1))
+
+
+def test_a_leaf_that_vanishes_on_its_owner_fails_that_save_everywhere_and_no_later_one(place: Path) -> None:
+    """Whoever else has it saves it from then on."""
+    names = ["a", "b", "c", "d"]
+
+    def state(rank: int, step: int) -> dict[str, Any]:
+        gone = ["a", "b"] if step >= 1 and rank == 0 else []  # of which rank 0 owns one at least
+        return {name: torch.full((2048,), float(step)) for name in names if name not in gone}
+
+    assert saved_alike(place, state, 4) == [["", "StateMismatch", "", ""]] * 2
+    for seq in (3, 4):
+        _, found = read([at(place / "host0", "nvme")], "run", seq)
+        assert set(found) == set(names)
+
+
+def test_values_that_are_not_alike_are_told_on_every_rank(place: Path) -> None:
+    def state(rank: int, step: int) -> dict[str, Any]:
+        return {"w": torch.ones(8), "n": rank if step == 1 else 7}
+
+    assert saved_alike(place, state, 3) == [["", "StateMismatch", ""]] * 2
+
+
+# Ranks that fail
+
+
+class Odd:
+    """A value that cannot be saved."""
+
+
+def test_a_rank_that_cannot_plan_fails_that_save_on_all(place: Path) -> None:
+    def rank(team: Team) -> list[str]:
+        found = []
+        with ts.Checkpointer(nvme(place), "run", team) as ckpt:
+            for step in range(4):
+                state = {"w": torch.full((4096,), float(step)), "odd": Odd() if (team.rank, step) == (1, 1) else 1}
+                try:
+                    found.append(told(ckpt.save(state, step=step)))
+                except ts.CaptureError:
+                    found.append("not begun")
+        return found
+
+    assert ranks(2, rank) == [["", "RankFailed", "", ""], ["", "not begun", "", ""]]
+    assert Log(at(place), "run").seqs() == [1, 3, 4]
+
+
+def test_a_rank_whose_arena_is_full_leaves_the_save_out_for_all(place: Path) -> None:
+    spec = policy(
+        {"nvme": tier("nvme", place / "host0"), "lustre": tier("lustre", place)},
+        arena={"size": "64KiB", "on_full": "skip"},
+    )
+
+    def rank(team: Team) -> Any:
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            ckpt.save({team.rank: torch.zeros(1024)}, step=0).wait()
+            arena = ckpt._arena
+            slabs = [arena.acquire() for _ in range(arena.slots - 1)] if team.rank == 1 else []
+            save = ckpt.save({team.rank: torch.ones(1024)}, step=1)
+            assert save.skipped == (team.rank == 1)
+            if team.rank == 0:
+                with pytest.raises(ts.NotFound, match="left"):
+                    save.wait("lustre")
+            for slab in slabs:
+                slab.release()
+            ckpt.save({team.rank: torch.full((1024,), 2.0)}, step=2).wait("lustre")
+        return True
+
+    assert ranks(2, rank) == [True, True]
+    assert Log(at(place), "run").seqs() == [1, 3]
+    assert Log(at(place / "host0", "nvme"), "run").seqs() == [1, 3]
+
+
+@pytest.fixture
+def own_sites(place: Path) -> Any:
+    """For each of two ranks a handle on one file system, that can be away for it alone."""
+    ts.register_tier("site", AtSite)
+    with ExitStack() as stack:
+        made = [Site("lustre", place) for _ in range(2)]
+        for site in made:
+            AtSite.SITES[site.key] = site
+            stack.callback(AtSite.SITES.pop, site.key)
+            stack.callback(site.raw.close)
+        yield made
+
+
+def test_a_tier_that_fails_on_one_rank_fails_on_all_and_is_tried_again(place: Path, own_sites: Any) -> None:
+    both = threading.Barrier(2, timeout=60)
+
+    def rank(team: Team) -> list[Any]:
+        spec = policy({"nvme": tier("nvme", place / "host0"), "site": own_sites[team.rank].keys(retries=0)})
+        found = []
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            for step in range(4):
+                if team.rank == 1:
+                    own_sites[1].away = step == 1
+                both.wait()
+                save = ckpt.save({"w": torch.full((4096,), float(step))}, step=step)
+                save.wait()
+                try:
+                    save.wait("site")
+                    found.append(None)
+                except ts.TierstateError as error:
+                    found.append(type(error))
+                both.wait()
+        return found
+
+    first, second = ranks(2, rank)
+    assert first == [None, RankFailed, None, None]
+    assert second == [None, ts.TierUnavailable, None, None]
+    # What did not arrive was brought later by one rank alone, from where it finds the whole.
+    assert Log(at(place), "run").seqs() == [1, 2, 3, 4]
+    _, found = read([at(place)], "run", 2)
+    assert np.all(found["w"] == 1)
+
+
+def test_an_error_is_told_once_to_each_rank_and_saves_go_on(place: Path, own_sites: Any) -> None:
+    """A save without a durable copy is told at a later save of each rank, which is made all the same."""
+    both = threading.Barrier(2, timeout=60)
+
+    def rank(team: Team) -> list[str]:
+        spec = policy({"site": own_sites[team.rank].keys(retries=0)})
+        found: list[str] = []
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            for step in range(6):
+                if team.rank == 1:
+                    own_sites[1].away = step == 1
+                both.wait()
+                try:
+                    save = ckpt.save({"w": torch.full((4096,), float(step))}, step=step)
+                except ts.TierstateError as error:
+                    found.append(type(error).__name__)
+                while not save.done() and not save.errors():
+                    time.sleep(0.002)
+                both.wait()
+        return found
+
+    assert ranks(2, rank) == [["RankFailed"], ["TierUnavailable"]]
+    assert Log(at(place), "run").seqs() == [1, 3, 4, 5, 6]
+
+
+class Shut(Memory):
+    """Memory that lets nobody in."""
+
+    def __init__(self) -> None:
+        raise ts.AccessDenied("nobody may come in")
+
+
+def test_a_rank_that_cannot_open_a_tier_keeps_nobody_waiting(place: Path) -> None:
+    ts.register_tier("shut", Shut)
+
+    def rank(team: Team) -> Any:
+        more = {"shut": {"type": "shut"}} if team.rank else {}
+        ts.Checkpointer(policy({"nvme": tier("nvme", place), **more}), "run", team)
+
+    first, second = together(2, rank, terms=CALM)
+    assert (type(first), type(second)) == (RankFailed, ts.AccessDenied)
+
+
+# Tiers that lag
+
+
+class Slow(AtSite):
+    """A site that lets nobody write to it as long as a test says so."""
+
+    OPEN = threading.Event()
+
+    def begin(self, operation: Operation) -> Fault | None:
+        if operation in ("writer", "put"):
+            self.OPEN.wait(60)
+        return super().begin(operation)
+
+
+@pytest.mark.parametrize("on_lag", ["skip", "queue"])
+def test_a_tier_that_lags_on_one_rank_is_in_step_on_all(place: Path, own_sites: Any, on_lag: str) -> None:
+    ts.register_tier("slow", Slow)
+    Slow.OPEN.clear()
+
+    def rank(team: Team) -> list[str]:
+        kind = {"type": "slow"} if team.rank == 1 else {}
+        keys = own_sites[team.rank].keys(on_lag=on_lag) | kind
+        spec = policy({"nvme": tier("nvme", place / "host0"), "there": keys})
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            saves = []
+            for step in range(12):
+                saves.append(ckpt.save({"w": torch.full((4096,), float(step)), team.rank: torch.ones(9)}, step=step))
+                saves[-1].wait("nvme")
+            Slow.OPEN.set()
+            for save in saves:
+                try:
+                    save.wait("there")
+                except ts.NotFound:
+                    assert on_lag == "skip"
+            return [save.step for save in saves if save.done("there")]
+
+    first, second = ranks(2, rank)
+    assert first == second == [seq - 1 for seq in Log(at(place), "run").seqs()]
+    assert first[0] == 0
+    assert first[-1] == 11
+    assert on_lag == "skip" or first == list(range(12))
+
+
+def test_what_only_a_process_sees_has_the_whole_version_and_its_own_chunks(place: Path) -> None:
+    spec = policy({"memory": {"type": "memory"}, "nvme": tier("nvme", place)})
+
+    def rank(team: Team) -> tuple[str, list[int]]:
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            for step in range(3):
+                save = ckpt.save({"w": torch.ones(5000), "v": torch.ones(5000), team.rank: torch.ones(9)}, step=step)
+            save.wait("memory")
+            record = ckpt._shelves[0].record(3)
+            here = record.version.shard_rank[record.version.chunk_shard[record.layout.present]]
+            return record.version.id, sorted(set(here.tolist()))
+
+    (one, mine), (other, its) = ranks(2, rank)
+    assert one == other
+    assert (mine, its) == ([0], [1])
+
+
+def test_a_version_is_the_same_wherever_it_comes_late(place: Path, own_sites: Any) -> None:
+    """More versions wait for a slow tier than are remembered; each has one id, and the one before as its parent."""
+    ts.register_tier("slow", Slow)
+    Slow.OPEN.clear()
+
+    def rank(team: Team) -> list[tuple[str, ...]]:
+        keys = own_sites[team.rank].keys() | {"type": "slow"}
+        spec = policy({"nvme": tier("nvme", place / "host0"), "there": keys})
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            for step in range(10):
+                ckpt.save({"w": torch.full((4096,), float(step)), team.rank: torch.ones(9)}, step=step).wait("nvme")
+            Slow.OPEN.set()
+        return []
+
+    ranks(2, rank)
+    here, there = Log(at(place / "host0", "nvme"), "run"), Log(at(place), "run")
+    ids = [here.read(seq).version.id for seq in range(1, 11)]
+    assert [there.read(seq).version.id for seq in range(1, 11)] == ids
+    assert [there.read(seq).version.head.parent for seq in range(1, 11)] == ["", *ids[:-1]]
+
+
+# Cadences
+
+
+def test_ranks_agree_on_what_is_due(place: Path) -> None:
+    def rank(team: Team) -> list[tuple[str, ...]]:
+        spec = nvme(place, every=4)
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            return [ckpt.save({"w": torch.full((9,), float(step))}, step=step).tiers for step in range(0, 10, 3)]
+
+    both, alone = ("nvme", "lustre"), ("nvme",)
+    assert ranks(2, rank) == [[both, alone, both, both]] * 2
+    assert ranks(2, rank) == [[both, alone, both, both]] * 2
+    assert Log(at(place), "run").seqs() == [1, 3, 4, 5, 7, 8]
+
+
+def test_where_time_decides_the_coordinator_does(place: Path) -> None:
+    def rank(team: Team) -> list[tuple[str, ...]]:
+        with ts.Checkpointer(nvme(place, every="1h"), "run", team) as ckpt:
+            return [ckpt.save({"w": torch.full((9,), float(step))}, step=step).tiers for step in range(3)]
+
+    assert ranks(2, rank) == [[("nvme", "lustre"), ("nvme",), ("nvme",)]] * 2
+
+
+def test_a_team_of_one_is_no_team(place: Path) -> None:
+    def rank(team: Team) -> int:
+        with ts.Checkpointer(nvme(place), "run", team) as ckpt:
+            ckpt.save({"w": torch.ones(9)}, step=0).wait()
+            return ckpt.versions()[0].seq
+
+    assert ranks(1, rank) == [1]
+
+
+# Retention, formats, codecs
+
+
+def test_one_rank_drops_what_need_not_be_kept(place: Path) -> None:
+    def rank(team: Team) -> None:
+        keep = {"last": 2}
+        spec = policy({"nvme": tier("nvme", place / "host0", keep=keep), "lustre": tier("lustre", place, keep=keep)})
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            for step in range(6):
+                ckpt.save({"w": torch.full((4096,), float(step)), team.rank: torch.full((99,), 1.0)}, step=step).wait()
+
+    ranks(2, rank)
+    for where in (at(place / "host0", "nvme"), at(place)):
+        assert Log(where, "run").seqs() == [5, 6]
+        named = {key for seq in (5, 6) for key in Log(where, "run").read(seq).layout.objects}
+        assert set(where.list("packs/")) == named
+
+
+@pytest.mark.parametrize("keys", [{"codec": "delta"}, {"codec": "auto"}, {"codec": "small"}])
+def test_codecs_work_in_a_team(place: Path, keys: dict[str, Any]) -> None:
+    saves_and_verifies(place, keys)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "hdf5"])
+def test_formats_hold_whole_leaves_and_what_is_in_parts_lies_beside(place: Path, format: str) -> None:
+    saves_and_verifies(place, {"format": format})
+    suffix = {"safetensors": ".safetensors", "hdf5": ".h5"}[format]
+    record = Log(at(place), "run").read(3)
+    version, layout = record.version, record.layout
+    names = [version.leaves[leaf].name for leaf in version.chunk_leaf.tolist()]
+    for row, name in enumerate(names):
+        in_file = layout.objects[layout.object[row]].endswith(suffix)
+        assert in_file == (not name.startswith("sharded")) or not name.startswith(("sharded", "weights"))
+
+
+def saves_and_verifies(place: Path, keys: dict[str, Any]) -> None:
+    """Three saves to a disk, and on to a tier with these keys; all of it is sound there."""
+
+    def rank(team: Team) -> None:
+        mine = Job(2, 4)
+        with ts.Checkpointer(nvme(place, **keys), "run", team) as ckpt:
+            for step in range(3):
+                mine.change("weights", step)
+                mine.weights[:10] += step
+                save = ckpt.save(mine.held(team.rank, step), step=step)
+            save.wait("lustre")
+
+    ranks(2, rank)
+    with ts.Checkpointer(nvme(place, **keys), "run") as ckpt:
+        assert [v.tiers for v in ckpt.versions()] == [("nvme", "lustre")] * 3
+        report = ckpt.verify(deep=True)
+        assert not report.problems
+        assert report.read["lustre"]
+
+
+def test_an_optimizer_that_is_guarded_waits_in_a_team_too(place: Path) -> None:
+    def rank(team: Team) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(4096))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        with ts.Checkpointer(nvme(place), "run", team) as ckpt:
+            ckpt.guard(optimizer)
+            for step in range(4):
+                save = ckpt.save({"w": weight, "o": optimizer}, step=step)
+                weight.grad = torch.ones(4096)
+                optimizer.step()
+            save.wait()
+        return []
+
+    ranks(2, rank)
+    for seq in range(1, 5):
+        _, found = read([at(place)], "run", seq)
+        assert np.all(found["w"] == 1.0 - seq)

@@ -1,0 +1,51 @@
+"""Ranks as processes that save together: what they leave behind, and what becomes of those that lose another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gang import Gang
+from pieces import read
+from worlds import policy, tier
+
+import tierstate as ts
+from tierstate.tiers.registry import open_tier
+
+
+def test_ranks_save_what_a_single_process_finds(place: Path) -> None:
+    with Gang(2, "saving_jobs:save", place) as gang:
+        gang.wait()
+    spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        versions = ckpt.versions()
+        assert [(v.seq, v.step, v.tiers) for v in versions] == [(i + 1, i, ("nvme", "lustre")) for i in range(5)]
+        assert not ckpt.verify(deep=True).problems
+        state = ckpt.load()
+    trained = torch.load(place / "model-0.pt")
+    assert all(torch.equal(state["model"][name], value) for name, value in trained.items())
+    for kind in ("nvme", "lustre"):
+        keys = tier(kind, place)
+        record, found = read([open_tier(kind, keys.pop("type"), keys)], "run", 5)
+        assert record.version.head.world == 2
+        assert set(record.version.shard_rank.tolist()) == {0, 1}
+        assert all(np.all(found[f"own.{rank}"] == rank + 4.0) for rank in range(2))
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.soak)])
+def test_a_rank_that_dies_fails_the_save_of_the_others(place: Path, victim: int) -> None:
+    with Gang(2, "saving_jobs:die", place, victim) as gang:
+        for rank in range(2):
+            gang.hear(rank, "saved")
+        gang.kill(victim)
+        gang.processes[victim].wait()
+        (place / "killed").touch()
+        told = gang.hear(1 - victim, "told")
+        assert told.split()[0] in (("RankFailed",) if victim == 1 else ("RankFailed", "CommitUnknown"))
+        assert gang.codes()[1 - victim] == 0, gang.said(1 - victim)
+    spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert [v.step for v in ckpt.versions()] == [0]
+        assert not ckpt.verify(deep=True).problems
