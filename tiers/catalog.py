@@ -90,10 +90,11 @@ class Catalog:
         """All numbers from the newest on, or from ``upto`` on; records are read as they are asked for."""
         for seq, shelves in reversed(self.seqs().items()):
             if upto is None or seq <= upto:
-                yield self._look(seq, shelves)
+                yield self.look(seq, shelves)
 
     @staticmethod
-    def _look(seq: int, shelves: Sequence[Shelf]) -> Place:
+    def look(seq: int, shelves: Sequence[Shelf]) -> Place:
+        """The versions that these tiers have under one number."""
         copies: dict[str, list[tuple[Holding, Record]]] = {}
         problems = []
         for shelf in shelves:

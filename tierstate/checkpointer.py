@@ -36,8 +36,10 @@ from .info import Stats, TierStats, VersionInfo
 from .planning import Planner, allowed_pickles, checked_metadata, checked_step, retention, rule_retention
 from .progress import draining
 from .pruning import Saving
+from .restoring import restore_together
 from .run import Run
 from .save import Save, tell
+from .tagging import Tagged
 from .together import joined
 
 log = logging.getLogger("tierstate")
@@ -229,14 +231,21 @@ class Checkpointer(Run):
 
     def _restore(self, wanted: Wanted, tag: str | None) -> Any:
         self._check_open()
-        wanted = wanted._replace(tag=self._tagged(tag, wanted.step, wanted.version))
         self._guard.wait()
         with uncollected():
-            found: Restored = restore(self._catalog(), self._arena, self.run, wanted)
+            found = self._found(wanted, tag)
         self.restored = VersionInfo.of(found.entry)
         self._flow.continue_from(self.restored.id)
         log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
         return found.state
+
+    def _found(self, wanted: Wanted, tag: str | None) -> Restored:
+        def resolve(name: str | None) -> Tagged | None:
+            return self._tagged(name, wanted.step, wanted.version)
+
+        if self._together is not None:
+            return restore_together(self._together.team, self._catalog(), self._arena, wanted, tag, resolve)
+        return restore(self._catalog(), self._arena, self.run, wanted._replace(tag=resolve(tag)))
 
     def _saving(self) -> Saving:
         return self._flow

@@ -66,7 +66,7 @@ RUNS_AFTER = 5
 """How often the newest version is looked for again, because a saver dropped it while it was read."""
 
 
-class _Dropped(NotFound):
+class Dropped(NotFound):
     """A version was dropped while it was read."""
 
 
@@ -80,7 +80,7 @@ def restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restore
             return _restore(catalog, arena, run, wanted)
         except Moved as error:
             log.info("%s", error)
-        except _Dropped as error:
+        except Dropped as error:
             if not wanted.newest:
                 raise
             log.info("%s", error)
@@ -113,10 +113,10 @@ def _restore(catalog: Catalog, arena: Arena, run: str, wanted: Wanted) -> Restor
                 return Restored(fill(entry, target, landing, arena), entry)
             except Damaged as error:
                 if wanted.on_damage == "raise":
-                    _check_still_there(entry, error)
+                    check_still_there(entry, error)
                     raise
-                _pass_over(passed, _name(entry), error)
-        raise _none(run, wanted, catalog, passed)
+                _pass_over(passed, name_of(entry), error)
+        raise no_version(run, wanted, catalog, passed)
     except BaseException as error:
         if touched:
             error.add_note("the given state may be overwritten in part: do not train on from it")
@@ -143,7 +143,7 @@ def find(catalog: Catalog, run: str, wanted: Wanted) -> Entry:
     passed: list[str] = []
     for entry in _candidates(catalog, wanted, passed):
         return entry
-    raise _none(run, wanted, catalog, passed)
+    raise no_version(run, wanted, catalog, passed)
 
 
 def _candidates(catalog: Catalog, wanted: Wanted, passed: list[str]) -> Iterator[Entry]:
@@ -174,7 +174,7 @@ def _unreadable(place: Place, wanted: Wanted, reached: bool, passed: list[str]) 
     """What cannot be read might be the version that is wanted: not to be passed over in silence."""
     if not place.problems:
         if reached:
-            raise _Dropped(
+            raise Dropped(
                 f"version {place.seq} was dropped, as `keep` says, before it was read; ask for the newest one"
             )
         return
@@ -196,12 +196,12 @@ def _is_whole(entry: Entry, rows: Array, wanted: Wanted, passed: list[str]) -> b
     leaves = np.unique(version.chunk_leaf[absent])
     first = version.leaves[int(leaves[0])].name
     error = Damaged(
-        f"{_name(entry)} is not whole in {', '.join(entry.tiers)}: "
+        f"{name_of(entry)} is not whole in {', '.join(entry.tiers)}: "
         f"{len(leaves)} leaves are in none of them, {first} the first{_dropped(entry)}"
     )
     if not wanted.newest:
         raise error
-    _pass_over(passed, _name(entry), error)
+    _pass_over(passed, name_of(entry), error)
     return False
 
 
@@ -211,8 +211,8 @@ def _dropped(entry: Entry) -> str:
     return f"; {gone}: ask for others by `only`, or for another version" if gone else ""
 
 
-def _check_still_there(entry: Entry, error: Damaged) -> None:
-    """Raises _Dropped or Moved where a damage is no wonder, as records by which a version was read are gone."""
+def check_still_there(entry: Entry, error: Damaged) -> None:
+    """Raises Dropped or Moved where a damage is no wonder, as records by which a version was read are gone."""
     seq = entry.version.head.seq
     try:
         dropped = all(seq not in holding.shelf.log.seqs() for holding in entry.holdings)
@@ -220,10 +220,10 @@ def _check_still_there(entry: Entry, error: Damaged) -> None:
     except TierstateError:
         return
     if dropped:
-        text = f"{_name(entry)} was dropped, as `keep` says, while it was read; ask for the newest one"
-        raise _Dropped(text) from error
+        text = f"{name_of(entry)} was dropped, as `keep` says, while it was read; ask for the newest one"
+        raise Dropped(text) from error
     if moved:
-        raise Moved(f"{_name(entry)} was moved while it was read") from error
+        raise Moved(f"{name_of(entry)} was moved while it was read") from error
 
 
 def _pass_over(passed: list[str], name: str, error: object) -> None:
@@ -231,11 +231,11 @@ def _pass_over(passed: list[str], name: str, error: object) -> None:
     log.warning("%s is passed over: %s", name, error)
 
 
-def _name(entry: Entry) -> str:
+def name_of(entry: Entry) -> str:
     return f"version {entry.version.head.seq} (step {entry.version.head.step}) of run {entry.version.head.run!r}"
 
 
-def _none(run: str, wanted: Wanted, catalog: Catalog, passed: list[str]) -> TierstateError:
+def no_version(run: str, wanted: Wanted, catalog: Catalog, passed: list[str]) -> TierstateError:
     what = f"step {wanted.step}" if wanted.step is not None else f"id {wanted.version}" if wanted.version else ""
     what = f"tag {wanted.tag.name}" if wanted.tag else what
     if passed:

@@ -1,0 +1,248 @@
+"""Many ranks restore one version together, each chunk of it read as seldom as can be: threads as ranks."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from clusters import Cluster, bytes_read
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import alike, scratch, tensors
+
+import tierstate as ts
+from tierstate.manifest.errors import Damaged, NotFound, RankFailed, StateMismatch
+
+STATE = tensors(40_000, 4_000, 12_000)
+OTHER = tensors(40_000, 4_000, 12_000, seed=1)
+ROWS = 10 + 1 + 3
+"""Chunks of 4 KiB that either has."""
+
+
+def blank():
+    return {name: torch.zeros_like(value) for name, value in STATE.items()}
+
+
+def restored(ckpt, _rank, **which):
+    """The step that a rank got, after a look at all its bytes."""
+    state = ckpt.restore(blank(), **which)
+    assert ckpt.restored is not None
+    assert alike(state, {1: STATE, 2: OTHER}[ckpt.restored.step])
+    return ckpt.restored.step
+
+
+def kinds(found):
+    return [type(one) for one in found]
+
+
+@st.composite
+def presences(draw):
+    """Hosts of ranks; which chunks each host's tier and the site's have, and which of them are damaged there."""
+    hosts = draw(st.sampled_from([[0, 0], [0, 1], [0, 0, 1], [0, 1, 1]]))
+    mostly = st.sampled_from([True, True, True, False])
+    masks = st.one_of(st.just([True] * ROWS), st.just([False] * ROWS), st.lists(mostly, min_size=ROWS, max_size=ROWS))
+    places = [*sorted(set(hosts)), *draw(st.sampled_from([[], [None]]))]
+    there = {place: np.array(draw(masks)) for place in places}
+    spoilt = {place: draw(st.sets(st.integers(0, ROWS - 1), max_size=2)) for place in places}
+    return hosts, there, {place: sorted(rows & set(np.flatnonzero(there[place]))) for place, rows in spoilt.items()}
+
+
+@settings(max_examples=12)
+@given(presences(), st.sampled_from(["raise", "older"]))
+def test_what_is_whole_somewhere_gets_everywhere_and_else_all_go_back_together(world, on_damage):
+    hosts, there, spoilt = world
+    sound = np.logical_or.reduce([mask & ~np.isin(np.arange(ROWS), spoilt[at]) for at, mask in there.items()])
+    listed = np.logical_or.reduce(list(there.values()))
+    with scratch() as place:
+        cluster = Cluster(place, hosts, {} if None in there else None)
+        cluster.save(STATE, OTHER)
+        for at, mask in there.items():
+            cluster.spoil(at, 2, spoilt[at])
+            cluster.keep(at, 2, mask)
+        found = cluster.together(lambda ckpt, rank: restored(ckpt, rank, on_damage=on_damage))
+    if sound.all():
+        assert found == [2] * len(hosts)
+    elif not listed.all() or on_damage == "older":
+        assert found == [1] * len(hosts)
+    else:
+        assert kinds(found) == [Damaged] * len(hosts)
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=2, max_size=4), st.booleans())
+@settings(max_examples=6)
+def test_each_gets_what_it_wants(only, one_host):
+    hosts = [0 if one_host else i // 2 for i in range(len(only))]
+    with scratch() as place:
+        cluster = Cluster(place, hosts)
+        cluster.save(STATE)
+        found = cluster.together(lambda ckpt, rank: ckpt.load(only=[only[rank]]))
+    for name, got in zip(only, found, strict=True):
+        assert alike(got, {name: STATE[name]})
+
+
+def test_replicas_are_read_once_a_host(place):
+    big = tensors(2 << 20)
+    cluster = Cluster(place, [0, 0, 1, 1], chunk=65536, arena={"size": 1 << 20})
+    cluster.save(big)
+
+    def load(ckpt, _rank):
+        assert alike(ckpt.load(), big)
+        return bytes_read(ckpt, "local")
+
+    read = cluster.together(load)
+    for host in (read[:2], read[2:]):
+        assert 2 << 20 <= sum(host) < 2.2 * (1 << 20)
+        assert max(host) < 1.2 * (1 << 20)
+
+
+def test_a_replaced_host_fetches_what_it_lacks_while_others_read_at_home(place):
+    big = tensors(2 << 20)
+    cluster = Cluster(place, [0, 0, 1, 1], {}, chunk=65536, arena={"size": 1 << 20})
+    cluster.save(big)
+    shutil.rmtree(cluster.folder(1))
+
+    def load(ckpt, _rank):
+        assert alike(ckpt.load(), big)
+        return bytes_read(ckpt, "local"), bytes_read(ckpt, "site")
+
+    read = cluster.together(load)
+    small = 1 << 17
+    assert all(2 << 20 <= total < (2 << 20) + small for total in [read[0][0] + read[1][0], read[2][1] + read[3][1]])
+    assert all(n < small for n in [read[0][1], read[1][1], read[2][0], read[3][0]])
+
+
+def test_what_the_site_gives_slowly_is_read_once_in_all(place):
+    big = tensors(2 << 20)
+    cluster = Cluster(place, [0, 1], {"bandwidth": "100MiB/s"}, chunk=65536, arena={"size": 1 << 20})
+    cluster.save(big)
+    for host in (0, 1):
+        shutil.rmtree(cluster.folder(host))
+
+    def load(ckpt, _rank):
+        assert alike(ckpt.load(), big)
+        return bytes_read(ckpt, "site")
+
+    read = cluster.together(load)
+    assert 2 << 20 <= sum(read) < (2 << 20) + (1 << 18)
+    assert max(read) < (1 << 20) + (1 << 18)
+
+
+def test_parts_of_hosts_are_one_version(place):
+    """As each host has what its own ranks saved, and a restore elsewhere wants it all."""
+    cluster = Cluster(place, [0, 1])
+    cluster.save(STATE)
+    first = np.arange(ROWS) < 6
+    cluster.keep(0, 1, first)
+    cluster.keep(1, 1, ~first)
+    assert cluster.together(restored) == [1, 1]
+    shutil.rmtree(cluster.folder(1))
+    found = cluster.together(restored)
+    assert kinds(found) == [Damaged, Damaged]
+    assert all("rank 0 lacks 3 leaves, a the first; rank 1 lacks 3 leaves" in str(one) for one in found)
+
+
+@pytest.mark.parametrize("which", [{"step": 2}, {"tag": "best"}, {"version": ...}])
+def test_a_named_version_that_one_lacks_is_no_other(place, which):
+    cluster = Cluster(place, [0, 1])
+    cluster.save(STATE, OTHER)
+    with ts.Checkpointer(cluster.policy(0), "run") as ckpt:
+        ckpt.tag("best", step=2)  # of which the other host never hears
+        which = {"version": ckpt.info(step=2).id[:12]} if "version" in which else which
+    assert cluster.together(lambda c, rank: restored(c, rank, **which)) == [2, 2]
+    cluster.log(1).forget(2)
+    assert cluster.together(lambda c, rank: restored(c, rank, **which)) == [2, 2]
+    cluster.keep(0, 2, np.arange(ROWS) != 11)
+    found = cluster.together(lambda c, rank: restored(c, rank, **which))
+    assert kinds(found) == [Damaged, Damaged]
+    assert all("not whole for ranks 0, 1" in str(one) and "rank 1 lacks 1 leaves, c" in str(one) for one in found)
+    assert cluster.together(lambda c, rank: restored(c, rank, on_damage="older", **which)) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [({"step": 1}, {"step": 2}), ({}, {"step": 2}), ({"tag": "x"}, {"step": 1}), ({"on_damage": "older"}, {})],
+)
+def test_ranks_that_ask_for_different_versions_are_told_so(place, one, other):
+    cluster = Cluster(place, [0, 0])
+    cluster.save(STATE, OTHER)
+    found = cluster.together(lambda ckpt, rank: ckpt.load(**(other if rank else one)))
+    assert kinds(found) == [ValueError, ValueError]
+    assert str(found[0]) == str(found[1])
+    assert "on rank 0" in str(found[0])
+    assert "on rank 1" in str(found[0])
+
+
+@pytest.mark.parametrize("which", [{"step": 7}, {"version": "ffff"}, {"tag": "none"}])
+def test_what_no_rank_has_is_not_found(place, which):
+    cluster = Cluster(place, [0, 1])
+    cluster.save(STATE)
+    assert kinds(cluster.together(lambda c, rank: c.load(**which))) == [NotFound, NotFound]
+
+
+def test_a_run_without_versions(place):
+    assert kinds(Cluster(place, [0, 1]).together(lambda ckpt, rank: ckpt.load())) == [NotFound, NotFound]
+
+
+def test_a_state_that_does_not_fit_on_one_rank_touches_none(place):
+    cluster = Cluster(place, [0, 0])
+    cluster.save(STATE)
+    states = [blank(), blank() | {"a": torch.zeros(3)}]
+    found = cluster.together(lambda ckpt, rank: ckpt.restore(states[rank]))
+    assert kinds(found) == [RankFailed, StateMismatch]
+    assert found[0].ranks == (1,)
+    assert "StateMismatch" in str(found[0])
+    assert not any(value.any() for state in states for value in state.values())
+
+
+def test_leaves_that_no_rank_has_are_a_mismatch_for_all(place):
+    cluster = Cluster(place, [0, 0])
+    cluster.save(STATE)
+    less = [{"a": torch.zeros(10_000)}, {"b": torch.zeros(1_000)}]
+    found = cluster.together(lambda ckpt, rank: ckpt.restore(less[rank]))
+    assert kinds(found) == [StateMismatch, StateMismatch]
+
+
+def test_damage_at_one_rank_is_told_to_all_and_the_state_is_said_to_be_touched(place):
+    cluster = Cluster(place, [0, 1])
+    cluster.save(STATE)
+    cluster.keep(0, 1, np.arange(ROWS) < 10)
+    cluster.spoil(1, 1, [11])
+    states = [blank(), blank()]
+    found = cluster.together(lambda c, rank: c.restore(states[rank], only=["c"] if rank else ["a"]))
+    assert kinds(found) == [RankFailed, Damaged]
+    assert found[0].ranks == (1,)
+    assert all("do not train on from it" in "".join(one.__notes__) for one in found)
+
+
+def test_a_record_that_no_rank_can_read_is_not_passed_over_in_silence(place):
+    cluster = Cluster(place, [0, 1])
+    cluster.save(STATE, OTHER)
+    for host in (0, 1):
+        record = cluster.folder(host) / "nvme" / cluster.log(host).key(2)
+        record.write_bytes(record.read_bytes()[:-1] + b"x")
+    assert kinds(cluster.together(lambda ckpt, rank: ckpt.load())) == [Damaged, Damaged]
+    assert cluster.together(lambda c, rank: restored(c, rank, on_damage="older")) == [1, 1]
+
+
+def test_a_record_that_one_rank_cannot_read_is_read_by_the_others(place):
+    cluster = Cluster(place, [0, 1])
+    cluster.save(STATE, OTHER)
+    record = cluster.folder(1) / "nvme" / cluster.log(1).key(2)
+    record.write_bytes(b"no record")
+    assert cluster.together(restored) == [2, 2]
+
+
+def test_each_stage_of_a_pipeline_gets_its_own_leaves(place):
+    layers = {"first": {"w": torch.arange(5000.0)}, "second": {"w": torch.arange(3000.0) + 7}}
+    cluster = Cluster(place, [0, 1])
+    cluster.save({"model": layers, "step": 3})
+    stages = [{"model": {name: {"w": torch.zeros_like(layers[name]["w"])}}, "step": 0} for name in ("first", "second")]
+    cluster.together(lambda ckpt, rank: ckpt.restore(stages[rank]))
+    for stage, name in zip(stages, ("first", "second"), strict=True):
+        assert stage["step"] == 3
+        assert alike(stage["model"][name], layers[name])
+    found = cluster.together(lambda ckpt, rank: ckpt.restore(stages[0]))
+    assert kinds(found) == [StateMismatch, StateMismatch]
+    assert all("model.second.w" in str(one) for one in found)
