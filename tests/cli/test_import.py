@@ -637,7 +637,7 @@ def test_a_version_that_cannot_be_written_down_fails_its_save_and_no_other(place
 
     endless = Stored(Spec("tensor", "float32", 4, (1 << 80, 0)), read_nothing)
     with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "wide") as ckpt:
-        with pytest.raises(ts.CaptureError, match="the capture failed: "):
+        with pytest.raises(ts.FormatError, match="an axis longer than 64 bits"):
             ckpt.save({"a": endless}, step=7).wait(timeout=60)
         ckpt.save({"a": torch.ones(1)}, step=9).wait(timeout=60)
         assert ckpt.info().step == 9
