@@ -27,7 +27,13 @@ def provider_of(value: DTensor) -> Provider:
 
 
 def _near(value: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    return value._local_tensor, value, value._spec
+    # What is in the spec, and not the spec: that can be given other placements.
+    spec = value._spec
+    return (
+        value._local_tensor,
+        value,
+        (spec.mesh, spec.placements, spec.tensor_meta, getattr(spec, "shard_order", None)),
+    )
 
 
 def _frame(value: DTensor, local: torch.Tensor) -> Frame:

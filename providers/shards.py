@@ -275,7 +275,7 @@ class Shard:
         return f"Shard({tuple(self.tensor.shape)} at {self.offset} of {self.global_shape})"
 
     def __state_provider__(self) -> Provider:
-        local, _, box = _near(self)
+        local, box = self.tensor, Box(self.offset, tuple(self.tensor.shape))
         if not box.within(self.global_shape):
             raise CaptureError(f"{self!r}: the tensor was given another shape, which does not lie there")
         spec, whole = tensor_spec(local, self.global_shape), 0 in self.global_shape
@@ -286,8 +286,8 @@ class Shard:
         return over(found, local, spec, holder=self, near=_near)
 
 
-def _near(shard: Shard) -> tuple[torch.Tensor, torch.Tensor, Box]:
-    return shard.tensor, shard.tensor, Box(shard.offset, tuple(shard.tensor.shape))
+def _near(shard: Shard) -> tuple[torch.Tensor, torch.Tensor, tuple[Shape, Shape]]:
+    return shard.tensor, shard.tensor, (shard.offset, shard.global_shape)
 
 
 def _numbers(name: str, given: Sequence[int]) -> Shape:

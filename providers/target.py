@@ -16,6 +16,7 @@ from .compare import Comparison, nothing_matches, replaces
 from .reducing import Lossy
 from .registry import REGISTRY, Registry
 from .retie import Tie, pour, read_ties
+from .shadows import Shadows
 from .sinks import Fresh, join
 from .structure import Stem, build, grow, select
 from .survey import Leave, Place, Survey, never
@@ -152,7 +153,7 @@ class Target:
         self.is_new = place is None
         self._leaves, self._root, self._ties, self._chosen = leaves, root, ties, chosen
         self._place, self._matched, self._registry = place, matched, registry
-        self._joined = joined
+        self._joined, self._shadows = joined, Shadows(wanted)
         self._values: dict[int, Any] = {}
         self._pending: list[tuple[Place, Stem, Any]] = []
 
@@ -167,6 +168,7 @@ class Target:
         """
         for i, provider in self.wanted.items():
             self._values[i] = self._done(i, provider)
+        self._values |= self._shadows.settle(self._leaves)
         for i in sorted(self._chosen):
             if i in self._ties:
                 self._values[i] = self._tie(i, self._ties[i])

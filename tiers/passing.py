@@ -143,13 +143,18 @@ class Passing:
         while True:
             try:
                 connection, _ = self._door.listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if not self._closed:
+                    log.warning("nothing more is let in that other ranks pass on: %s", error)
+                return
             thread = threading.Thread(target=self._receive, args=(connection,), name="tierstate-passing", daemon=True)
             with self._lock:
+                if self._closed:  # since it came; nobody would end it any more
+                    connection.close()
+                    return
                 self._open.append(connection)
                 self._threads.append(thread)
-            thread.start()
+                thread.start()
 
     def _receive(self, connection: socket.socket) -> None:
         rank = None

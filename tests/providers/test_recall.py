@@ -19,6 +19,7 @@ from tierstate.manifest.leaf import Leaf, Spec
 from tierstate.providers.arrays import ArrayProvider
 from tierstate.providers.recall import Recall
 from tierstate.providers.registry import Registry
+from tierstate.providers.shards import Shard
 from tierstate.providers.tree import Tree, flatten
 from tierstate.providers.values import ValueProvider
 
@@ -229,3 +230,27 @@ def test_tensors_that_move_with_every_state_leave_nothing_behind() -> None:
         held.append(state)  # so that every tensor has an address of its own
         recall.flatten(state)
     assert len(recall._marks) == 2
+
+
+@st.composite
+def boxed(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where a tensor of 4 by 4 lies in a global one, and the shape of that."""
+    offset = (draw(st.integers(0, 4)), draw(st.integers(0, 4)))
+    return offset, (draw(st.integers(8, 10)), draw(st.integers(8, 10)))
+
+
+@given(st.lists(boxed(), min_size=2, max_size=5), st.booleans())
+@settings(deadline=None)
+def test_a_tensor_that_is_another_shard_now_is_noticed(places: list[Any], same: bool) -> None:
+    tensor, recall = torch.arange(16.0).reshape(4, 4), Recall()
+    kept = Shard(tensor, *places[0])
+    for offset, shape in places:
+        kept.offset, kept.global_shape = offset, shape
+        for _ in range(2):
+            state = {"kept": kept if same else Shard(tensor, offset, shape), "tied": Shard(tensor, *places[0])}
+            assert boxes(recall.flatten(state)) == boxes(flatten(state))
+
+
+def boxes(tree: Tree) -> list[tuple[Leaf, list[Any]]]:
+    """Leaves, and where the parts of each lie."""
+    return [(n.leaf, [part.box for part in n.provider.parts] if n.provider is not None else []) for n in tree.nodes]
