@@ -6,9 +6,9 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.errors import PolicyError, TierstateError
 from tierstate.manifest.head import Head
 
 from .placement import Last, due
@@ -29,6 +29,23 @@ class Agreed(NamedTuple):
 
     seq: int
     last: dict[str, Last | None]
+
+
+def compare(team: Team, policy: Policy) -> None:
+    """Make sure that all ranks save alike, before any tier is opened; waits for all of them.
+
+    Raises:
+        PolicyError: they do not, so that some would wait for what others never give; on every rank.
+        RankFailed: one does not answer.
+    """
+    mine: dict[str, Any] = {"chunk": policy.chunk, "digest": policy.digest}
+    mine |= {"tiers": [f"{tier.name}: every {tier.every}" for tier in policy.tiers]}
+    mine |= {"rules": [f"{rule.match}: {rule.tiers}, lossy {rule.lossy}" for rule in policy.rules]}
+    first, *others = (json.loads(said) for said in team.gather("policy", json.dumps(mine).encode()))
+    for rank, theirs in enumerate(others, 1):
+        if differ := [key for key in first if theirs.get(key) != first[key]]:
+            told = "; ".join(f"{key} {theirs.get(key)!r:.400} where rank 0 has {first[key]!r:.400}" for key in differ)
+            raise PolicyError(f"the policy of rank {rank} is not that of rank 0: {told}; right is the same for all")
 
 
 def agree(team: Team, shelves: Sequence[Shelf], highest: Callable[[Shelf], int]) -> Agreed:
@@ -86,6 +103,17 @@ class Dues:
     def known(self, seq: int) -> tuple[str, ...] | None:
         """What `of` said of a save, if it was asked last."""
         return self._latest[1] if self._latest[0] == seq else None
+
+    def missed(self, seq: int) -> tuple[str, ...] | None:
+        """The same where this rank gives nothing: nobody is to wait for what it would have said of it.
+
+        Raises:
+            RankFailed: it could not be said.
+        """
+        if self._latest[0] != seq and self._timed and self._team.coordinator:
+            self._latest = seq, tuple(tier.name for tier in self._policy.tiers)
+            self._team.say(due_key(seq), json.dumps(self._latest[1]).encode())
+        return self.known(seq)
 
     def _decide(self, seq: int, step: int, time: float) -> tuple[str, ...]:
         if self._timed and not self._team.coordinator:

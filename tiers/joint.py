@@ -61,7 +61,7 @@ class JointFlow(Flow):
         try:
             ticket = super().submit(plan, head_for(self._team, head))
         except BaseException as error:
-            self.withdraw(head.seq, error, self._dues.known(head.seq))
+            self.withdraw(head.seq, error, self._missed(head.seq))
             raise
         if ticket.skipped:
             why = f"rank {self.rank} skipped the save of step {head.step}: its arena was full (on_full: skip)"
@@ -86,13 +86,20 @@ class JointFlow(Flow):
         Args:
             step: None where it is none.
         """
-        names = None
+        names = self._missed(seq) if step is None else None
         if step is not None:
             try:
                 names = self._dues.of(seq, step, time)
             except RankFailed as error:
                 log.debug("which tiers save %d goes to is not known: %s", seq, error)
         self.withdraw(seq, why, names)
+
+    def _missed(self, seq: int) -> Sequence[str] | None:
+        try:
+            return self._dues.missed(seq)
+        except RankFailed as error:
+            log.debug("which tiers save %d goes to could not be said: %s", seq, error)
+            return None
 
     def tell_lost(self) -> None:
         """Raise what an earlier save that reached no persistent tier met; the ranks learn of it at different times, so

@@ -26,6 +26,9 @@ Store = Any
 LEAVING = 5.0
 """Seconds for which one who leaves waits until that is known."""
 
+GLANCE = 1.0
+"""Seconds between two looks of one who waits for the store; what lies between counts for twice that at most."""
+
 NOTHING = b"?"
 """What no key ever has as its value."""
 
@@ -110,7 +113,7 @@ class Line:
         answer: Future[T] = Future()
         self._queue.put((call, answer))
         try:
-            return answer.result(self._patience if patience is None else patience)
+            return _within(answer, self._patience if patience is None else patience)
         except TimeoutError:
             self._lost = f"the store by which ranks speak has not answered for {self._patience:.0f} s: it is lost"
         except RuntimeError as error:
@@ -148,3 +151,18 @@ class Line:
         self._beats += 1
         if self._beat:
             self._store.set(self._beat, str(self._beats))
+
+
+def _within(answer: Future[T], patience: float) -> T:
+    """The answer to a question, if it comes in time; a pause of this process counts for next to nothing."""
+    waited, glance = 0.0, min(GLANCE, patience / 8)
+    while True:
+        began = time.monotonic()
+        try:
+            return answer.result(glance)
+        except TimeoutError:
+            if answer.done():
+                return answer.result()
+            waited += min(time.monotonic() - began, 2 * glance)
+            if waited >= patience:
+                raise

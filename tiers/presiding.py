@@ -133,6 +133,8 @@ class Presiding:
         for name in ("run", "seq", "step"):
             if (ours := getattr(mine, name)) != (its := getattr(theirs, name)):
                 raise StateMismatch(f"rank {rank} gave a part of {name} {its!r}, where rank 0 saves {name} {ours!r}")
+        if others := set(part.version.shard_rank.tolist()) - {rank}:
+            raise FormatError(f"rank {rank} gave a part with shards of {named(others)}; right are its own")
         return part
 
 

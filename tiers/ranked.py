@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
@@ -54,6 +55,7 @@ class RankedShelf(Shelf):
         self._there: dict[int, None] = {}
         self._asked = -1
         self._withdrawn: dict[int, None] = {}
+        self._speaking = threading.Lock()
         self._cut: tuple[Record, Record] | None = None
 
     @property
@@ -82,7 +84,10 @@ class RankedShelf(Shelf):
         if stop is None:
             super().publish(record)
             return
-        self._asked = seq
+        with self._speaking:
+            if seq in self._withdrawn:  # and told to all: a vote after that would wait for a verdict of its own
+                raise RankFailed(f"this rank gives nothing to version {seq}", (self.rank,))
+            self._asked = seq
         kept = self._council.commit(record, stop)
         self.build_on(kept)
         _note(self._there, seq)
@@ -90,9 +95,10 @@ class RankedShelf(Shelf):
             self.retention.add(kept)
 
     def withdraw(self, seq: int, why: BaseException | str, *, left_out: bool = False) -> None:
-        if seq == self._asked or seq in self._withdrawn:
-            return  # the council knows
-        _note(self._withdrawn, seq)
+        with self._speaking:
+            if seq == self._asked or seq in self._withdrawn:
+                return  # the council knows
+            _note(self._withdrawn, seq)
         error = RankFailed(why) if isinstance(why, str) else why
         try:
             self._council.withdraw(seq, error, left_out=left_out)

@@ -30,7 +30,7 @@ AT_ONCE = 64
 """Messages that are read in one request."""
 
 TOPICS = 4096
-"""Topics of which it is known how many turns there were."""
+"""Topics that come but a few times, as the commits of one version, of which it is known how many turns there were."""
 
 
 class Team:
@@ -58,6 +58,7 @@ class Team:
         weakref.finalize(self, self._line.end).atexit = False  # for whoever drops a team without closing it
         self._long: dict[str, int] = {}
         self._turns: dict[str, int] = {}
+        self._gathered: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -212,7 +213,10 @@ class Team:
     # Together
 
     def turn(self, topic: str) -> int:
-        """How many times this rank has had a turn at a topic, this one counted; those of all ranks belong together."""
+        """How many times this rank has had a turn at a topic, this one counted; those of all ranks belong together.
+
+        It is forgotten once there were turns at many others: for topics that do not come again.
+        """
         with self._lock:
             count = self._turns[topic] = self._turns.pop(topic, 0) + 1
             if len(self._turns) > TOPICS:
@@ -225,7 +229,8 @@ class Team:
         Raises:
             RankFailed: as `hear`; on every rank.
         """
-        count = self.turn(f"gather/{topic}")
+        with self._lock:  # topics are few, and never forgotten: who counted anew would hear what was said long ago
+            count = self._gathered[topic] = self._gathered.get(topic, 0) + 1
         mine, result = f"gather/{topic}/{count}", f"gathered/{topic}/{count}"
         if not self.coordinator:
             self.say(mine, data)

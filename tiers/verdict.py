@@ -55,11 +55,13 @@ class Divided(RankFailed):
 
 def told(error: BaseException, rank: int) -> dict[str, Any]:
     """An error of a rank as JSON types."""
-    found: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)[:MAX_TEXT]}
+    # The nearest class that others know: of a kind of TierUnavailable, too, they must know that packs have to stay.
+    known = next((cls.__name__ for cls in type(error).__mro__ if _CLASSES.get(cls.__name__) is cls), None)
+    found: dict[str, Any] = {"kind": known, "text": str(error)[:MAX_TEXT]}
     if isinstance(error, RankFailed):
         kind = "LeftOut" if isinstance(error, LeftOut) else "RankFailed"
         return found | {"kind": kind, "ranks": list(error.ranks)}
-    if type(error).__name__ not in _CLASSES:
+    if known is None:
         text = f"rank {rank} failed: {type(error).__name__}: {error}"
         return {"kind": "RankFailed", "text": text[:MAX_TEXT], "ranks": [rank]}
     if isinstance(error, TierError):

@@ -12,6 +12,7 @@ import torch
 
 from tierstate.manifest.errors import RankFailed
 from tierstate.manifest.retention import Keep
+from tierstate.tiers.agreeing import compare
 from tierstate.tiers.arena import Arena
 from tierstate.tiers.base import Tier
 from tierstate.tiers.heartbeat import Terms
@@ -37,12 +38,23 @@ def joined(process_group: Any, run: str, policy: Policy) -> Together | None:
 
     Raises:
         RankFailed: not all ranks came.
+        PolicyError: their policies differ.
     """
     if isinstance(process_group, Team):
-        return Together(process_group) if process_group.size > 1 else None
-    if process_group is None or torch.distributed.get_world_size(process_group) == 1:
+        team = process_group
+        if team.size == 1:
+            return None
+    elif process_group is None or torch.distributed.get_world_size(process_group) == 1:
         return None
-    return Together(Team.of(process_group, run, terms=Terms(policy.ranks.timeout, policy.ranks.silence)))
+    else:
+        team = Team.of(process_group, run, terms=Terms(policy.ranks.timeout, policy.ranks.silence))
+    together = Together(team)
+    try:
+        compare(team, policy)
+    except BaseException:
+        together.close()
+        raise
+    return together
 
 
 class Together:

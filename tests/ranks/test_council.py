@@ -32,6 +32,7 @@ from tierstate.manifest.head import Head
 from tierstate.manifest.log import Log
 from tierstate.manifest.record import Record
 from tierstate.manifest.version import Version
+from tierstate.tiers.calls import Hung
 from tierstate.tiers.council import Council
 from tierstate.tiers.minutes import Minutes
 from tierstate.tiers.team import Team
@@ -173,6 +174,17 @@ def test_what_keeps_the_coordinator_from_committing_is_told_to_all(shared: Share
     else:
         assert not world.records(1)
     assert not world.is_whole(1)
+
+
+@pytest.mark.parametrize(("shared", "slow"), [("site", 0), ("host", 1)])
+def test_after_a_create_that_hangs_no_rank_takes_it_for_failed(shared: Shared, slow: int) -> None:
+    """It may take effect yet, so that all packs that its record names must stay: of whatever kind the error is."""
+    world = World(shared, [0, 0, 1, 1])
+    error = Hung("the put has not come back")
+    world.tier_of[2 * slow].failing = lambda key: error if key.startswith("versions/") else None
+    found = each(world, lambda team, council: council.commit(world.part(team.rank, 1)))
+    assert found[2 * slow] is error
+    assert isinstance(found[2 * slow + 1], (TierUnavailable, CommitUnknown))
 
 
 def test_a_number_that_is_taken_is_told_as_that() -> None:

@@ -356,21 +356,45 @@ def test_an_error_is_told_once_to_each_rank_and_saves_go_on(place: Path, own_sit
 
 
 class Shut(Memory):
-    """Memory that lets nobody in."""
+    """Memory that lets some in, and others not."""
 
-    def __init__(self) -> None:
-        raise ts.AccessDenied("nobody may come in")
+    def __init__(self, *, to: int) -> None:
+        super().__init__()
+        if to:
+            raise ts.AccessDenied(f"rank {to} may not come in")
 
 
 def test_a_rank_that_cannot_open_a_tier_keeps_nobody_waiting(place: Path) -> None:
     ts.register_tier("shut", Shut)
 
     def rank(team: Team) -> Any:
-        more = {"shut": {"type": "shut"}} if team.rank else {}
-        ts.Checkpointer(policy({"nvme": tier("nvme", place), **more}), "run", team)
+        ts.Checkpointer(policy({"nvme": tier("nvme", place), "shut": {"type": "shut", "to": team.rank}}), "run", team)
 
     first, second = together(2, rank, terms=CALM)
     assert (type(first), type(second)) == (RankFailed, ts.AccessDenied)
+
+
+@pytest.mark.parametrize("other", [0, 1])
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [({"every": 2}, "every 2"), ({"chunk": "8KiB"}, "chunk"), ({"digest": "blake3"}, "digest"), ({}, "lustre")],
+)
+def test_ranks_whose_policies_differ_are_told_at_once(place: Path, other: int, key: Any, found: str) -> None:
+    """None waits for a vote, or a meeting of a tier, that another rank never comes to."""
+
+    def rank(team: Team) -> Any:
+        every, keys = key.get("every"), {name: key[name] for name in key if name != "every"}
+        if team.rank != other:
+            every, keys = None, {}
+        tiers = {"nvme": tier("nvme", place, **({"every": every} if every else {}))}
+        more = {"lustre": tier("lustre", place)} if not key and team.rank == other else {}
+        ts.Checkpointer(policy(tiers | more, **keys), "run", team)
+
+    errors = together(2, rank, terms=CALM)
+    assert [type(error) for error in errors] == [ts.PolicyError] * 2
+    assert "the policy of rank 1 is not that of rank 0" in str(errors[0])
+    assert str(errors[0]) == str(errors[1])
+    assert found in str(errors[0])
 
 
 # Tiers that lag
@@ -475,6 +499,28 @@ def test_where_time_decides_the_coordinator_does(place: Path) -> None:
             return [ckpt.save({"w": torch.full((9,), float(step))}, step=step).tiers for step in range(3)]
 
     assert ranks(2, rank) == [[("nvme", "lustre"), ("nvme",), ("nvme",)]] * 2
+
+
+def test_a_coordinator_that_cannot_save_keeps_nobody_waiting_where_time_decides(place: Path) -> None:
+    saved = threading.Barrier(2)
+
+    def rank(team: Team) -> list[str]:
+        found = []
+        with ts.Checkpointer(policy({"nvme": tier("nvme", place, every="1h")}), "run", team) as ckpt:
+            for step in (0, 1):
+                wrong = step == 1 and team.coordinator
+                try:
+                    ckpt.save({"w": torch.full((9,), float(step))}, step=-1 if wrong else step).wait()
+                    found.append("")
+                except (ts.TierstateError, ValueError) as error:
+                    found.append(f"{type(error).__name__}: {error}")
+                saved.wait(60)  # before anybody closes, of which the other would learn, too
+        return found
+
+    first, second = ranks(2, rank)
+    assert (first[0], second[0]) == ("", "")
+    assert first[1].startswith("ValueError: step=-1")
+    assert second[1].startswith("RankFailed: rank 0 failed: ValueError: step=-1")
 
 
 def test_a_team_of_one_is_no_team(place: Path) -> None:

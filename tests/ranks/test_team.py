@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from hypothesis import strategies as st
 from teams import QUICK, Mortal, together
 
 from tierstate.manifest.errors import FormatError, RankFailed
+from tierstate.tiers import line
 from tierstate.tiers.heartbeat import Terms, Vigil, beat_of, named
 from tierstate.tiers.line import Line
 from tierstate.tiers.meeting import meet, this_host
-from tierstate.tiers.team import PIECE, Team
+from tierstate.tiers.team import PIECE, TOPICS, Team
 
 SOON = Terms(timeout=20.0, silence=0.3)
 
@@ -27,6 +30,18 @@ def tcp() -> Any:
 
 def count(store: Any) -> int:
     return int(store.num_keys())
+
+
+def test_what_was_gathered_long_ago_is_not_heard_again() -> None:
+    """However many commits there were since."""
+
+    def rank(team: Team) -> list[list[bytes]]:
+        before = team.gather("restore", b"old")
+        for number in range(TOPICS + 10):
+            team.turn(f"tier/{number}")
+        return [before, team.gather("restore", b"new")]
+
+    assert together(2, rank) == [[[b"old"] * 2, [b"new"] * 2]] * 2
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from("ab"), st.binary(max_size=40)), max_size=6))
@@ -178,6 +193,26 @@ def test_a_store_that_is_lost_names_no_rank() -> None:
         team.hear(1, "word")
     assert failed.value.ranks == ()
     team.close()
+
+
+def test_a_pause_of_this_process_is_no_silence_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands still while a question is under way; the answer is there as soon as the line's thread runs again."""
+    clock = [0.0]
+
+    class Late(Future[bytes]):
+        looks = 0
+
+        def result(self, timeout: float | None = None) -> bytes:
+            self.looks += 1
+            clock[0] += 1000.0
+            if self.looks < 20:
+                raise TimeoutError
+            return b"here"
+
+    monkeypatch.setattr(line, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert line._within(Late(), 60.0) == b"here"
+    with pytest.raises(TimeoutError):
+        line._within(Late(), 30.0)
 
 
 @given(st.lists(st.booleans(), min_size=3, max_size=9))
