@@ -3,6 +3,7 @@
 python -m benchmarks [--size 1GiB,4GiB] [--rounds 3,2] [--path DIR] [--only save,restore,…] [--peers lazy,torch,…]
 python -m benchmarks peer                 # a lost node, found again in the memory of others (benchmarks/peer.py)
 python -m benchmarks --report docs        # benchmarks.md and benchmarks.png from the last results
+python -m benchmarks dcp [...]            # torch.distributed.checkpoint through our tiers: see benchmarks/dcp.py
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from tierstate.tiers.units import parse_size
 from .competitor import Competitor
 from .field import NAMES, Missing, find
 from .machine import facts, touch_memory
-from .page import write_page
 from .results import Results
 from .rounds import HOUSE, Rounds, say
 
@@ -34,6 +34,12 @@ def main() -> int:
         from . import peer
 
         return peer.main(sys.argv[2:])
+    if sys.argv[1:2] == ["dcp"]:
+        from .dcp import main as dcp
+
+        return dcp(sys.argv[2:])
+    from .page import write_page  # which needs matplotlib
+
     args = arguments()
     out = Path(args.out)
     if args.report:

@@ -238,11 +238,10 @@ def _replaced(place: Place, spec: Spec) -> bool:
 
 
 def _alike(stem: Stem, place: Place) -> bool:
-    """Whether containers are of one kind; a stateful thing's state may be a dict or an OrderedDict."""
-    mapping = {"dict", "odict"}
+    """Whether containers are of one kind; dicts and OrderedDicts are, as who saves through DCP has no say in which."""
     if stem.kind == "namedtuple" == place.kind:
         return bool(stem.leaf.spec.attrs["fields"] == place.attrs["fields"])
-    return stem.kind == place.kind or (place.stateful is not None and {stem.kind, place.kind} == mapping)
+    return stem.kind == place.kind or {stem.kind, place.kind} == {"dict", "odict"}
 
 
 def nothing_matches(leaves: Sequence[Leaf], only: Sequence[str]) -> StateMismatch:

@@ -22,6 +22,7 @@ def blocks(guide: str) -> dict[str, str]:
         ("write-a-tier.md", ["train.py", "histories.py"], ["test_attic.py", "streaming.py", "test_race.py"]),
         ("write-a-provider.md", ["counter.py", "train.py"], ["test_replay.py"]),
         ("save-from-many-ranks.md", ["mesh.py", "stages.py", "fsdp1.py", "own.py"], []),
+        ("use-with-torch-dcp.md", ["train.py", "later.py"], []),
     ],
 )
 def test_the_code_of_a_guide_runs(guide: str, scripts: list[str], tests: list[str], tmp_path: Path) -> None:

@@ -77,6 +77,12 @@ def _cut(version: Version, leaf: int) -> FormatError:
 
 def fill(entry: Entry, target: Target, landing: Landing, arena: Arena) -> Any:
     """Read what the target wants, verified, into its providers; then complete it."""
+    bring(entry, landing, arena)
+    return target.finish()
+
+
+def bring(entry: Entry, landing: Landing, arena: Arena) -> None:
+    """Read what a landing wants, verified, to its destinations."""
     version, rows = entry.version, landing.rows
     mender = Mender(version, entry.holdings)
     fetch = Fetch(version, entry.holdings, arena, workers=WORKERS, mended=mender)
@@ -85,7 +91,6 @@ def fill(entry: Entry, target: Target, landing: Landing, arena: Arena) -> Any:
             fetch.fill(roll_back(entry, rows, landing), landing)
     finally:
         mender.close()
-    return target.finish()
 
 
 def _places(leaf: Leaf, index: int, provider: Provider) -> Iterator[Destination]:

@@ -107,7 +107,10 @@ class _Folder:
         try:
             listed = dict(self._metadata.state_dict_metadata)
             paths = self._metadata.planner_data or {}
-            items = [(_path(paths, name), self._value(name, found)) for name, found in listed.items()]
+            # The metadata lists rank by rank what each has written; the planner's paths are in the state's own order.
+            place = {name: i for i, name in enumerate(paths)}
+            names = sorted(listed, key=lambda name: place.get(name, len(place)))
+            items = [(_path(paths, name), self._value(name, listed[name])) for name in names]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{self._folder}: the metadata cannot be used: {error!r:.200}") from error
         return Foreign(_with_lists(nest(items, str(self._folder))))

@@ -1,0 +1,128 @@
+"""Real ranks save and load through torch.distributed.checkpoint, with our records in place of its metadata."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_jobs import same
+from gang import Gang
+
+import tierstate as ts
+from tierstate.dcp import TierReader, close
+from tierstate.importing import read
+
+
+@pytest.fixture
+def policy(place: Path) -> Path:
+    path = place / "policy.yaml"
+    path.write_text(
+        "version: 1\nchunk: 4KiB\narena: {size: 1MiB}\n"
+        f"tiers:\n  nvme: {{type: nvme, path: {place}/nvme}}\n"
+        f"  lustre: {{type: lustre, path: {place}/lustre, every: 3}}\n"
+    )
+    return path
+
+
+def blank(state: Any) -> Any:
+    """A state of the same structure, with zeros."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state)
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    return [blank(value) for value in state] if isinstance(state, list) else state
+
+
+def test_states_go_from_one_mesh_to_others_through_dcp_and_natively(policy: Path) -> None:
+    with Gang(2, "dcp_jobs:rounds", policy) as gang:
+        gang.wait()
+    # One process loads what two saved, into whole tensors.
+    whole = torch.load(policy.parent / "whole.pt", weights_only=False)
+    for run in ("run", "native"):
+        into = blank(whole) | {"loader": {"rank_0": b"", "rank_1": b""}}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is .*")
+            dcp.load(into, checkpoint_id=1 if run == "run" else 8, storage_reader=TierReader(policy, run))
+        close()
+        assert into["loader"].pop("rank_1") == bytes([1, 1])
+        same(into, whole)
+    with ts.Checkpointer(policy, "run") as ckpt:
+        saved = ckpt.versions()
+        assert [v.step for v in saved] == [1, 2, 3]
+        assert saved[0].metadata == {"loss": 1.5}
+        assert [v.parent for v in saved[1:]] == [v.id for v in saved[:-1]]
+        assert [v.tiers for v in saved] == [("nvme", "lustre"), ("nvme",), ("nvme", "lustre")]
+        assert not ckpt.verify(deep=True).problems
+        loaded = ckpt.load(step=1)
+        restored = blank(loaded)
+        ckpt.restore(restored, step=1)
+        for found in (loaded, restored):
+            assert found["loader"].pop("rank_1") == bytes([1, 1])
+            found["schedule"]["lambdas"] = [{}, {}]  # of empty dicts, of which DCP tells nothing
+            same(found, whole)
+        packs = {path.name: path.stat().st_size for path in (policy.parent / "nvme" / "packs" / "run").iterdir()}
+        first = sum(size for name, size in packs.items() if name.startswith("000000000001-"))
+        assert sum(packs.values()) < 2 * first  # two more saves of which hardly anything had changed
+        # Without its record a version is made again of another tier's, and never of one rank's part.
+        shelf = ckpt._shelves[0]
+        for seq in (2, 3):
+            shelf.log.forget(seq)
+        shelf.look_again()
+        told = {one.seq: (one.rebuilt, one.id) for one in ckpt.rebuild("nvme").versions}
+        assert told[3] == (True, saved[2].id)
+        assert not told.get(2, (False, ""))[0]
+        assert [v.step for v in ckpt.versions()] == [1, 3]
+        assert not ckpt.verify(deep=True).problems
+        # A rank's items of lists are one value again, as they are where a Checkpointer saves them.
+        assert {leaf.name: leaf.spec.kind for leaf in ckpt.leaves()}["optim.param_groups"] == "value"
+
+
+@pytest.mark.soak
+def test_saves_go_on_beside_the_training(policy: Path) -> None:
+    with Gang(2, "dcp_jobs:later", policy) as gang:
+        gang.wait()
+
+
+def test_failures_reach_every_rank(policy: Path) -> None:
+    with Gang(2, "dcp_jobs:failing", policy) as gang:
+        gang.wait()
+    with ts.Checkpointer(policy, "run") as ckpt:
+        assert [v.step for v in ckpt.versions()] == [1]
+        before = list((policy.parent / "nvme" / "packs" / "run").iterdir())
+        ckpt.prune(grace=0)
+        after = list((policy.parent / "nvme" / "packs" / "run").iterdir())
+        assert len(after) == 2 < len(before)
+
+
+@pytest.mark.soak
+def test_a_rank_that_dies_leaves_only_what_the_sweep_removes(policy: Path) -> None:
+    with Gang(2, "dcp_jobs:dying", policy) as gang:
+        gang.hear(1, "wrote")
+        gang.kill(1)
+        assert gang.codes()[0] != 0
+    with ts.Checkpointer(policy, "run") as ckpt:
+        assert ckpt.versions() == []
+        assert list((policy.parent / "nvme" / "packs" / "run").iterdir())
+        ckpt.prune(grace=0)
+    assert not list((policy.parent / "nvme" / "packs").rglob("*-*"))
+
+
+@pytest.mark.soak
+def test_what_torch_wrote_of_other_meshes_is_imported(policy: Path) -> None:
+    with Gang(2, "dcp_jobs:peers", policy.parent) as gang:
+        gang.wait()
+    whole = torch.load(policy.parent / "whole.pt", weights_only=False)
+    for name, right in whole.items():
+        with ts.Checkpointer(policy, name) as ckpt:
+            with read(policy.parent / name) as found:
+                ckpt.save(found.state, step=1).wait()
+            back = ckpt.load()
+        assert back["loader"].pop("rank_1") == bytes([1 + (name == "fsdp"), 1])
+        right["schedule"].pop("lambdas")  # of which DCP tells nothing
+        assert back.keys() == right.keys()
+        for key in right:
+            same({k: back[key][k] for k in right[key]}, right[key])

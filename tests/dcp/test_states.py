@@ -1,0 +1,243 @@
+"""One process saves and loads through torch.distributed.checkpoint, and natively."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_jobs import same
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import tierstate as ts
+from tierstate.dcp import TierReader, TierStager, TierWriter, close
+from tierstate.dcp_engine import engine_of
+from tierstate.dcp_reading import Load, Part, chosen
+from tierstate.dcp_step import step_of
+from tierstate.manifest.box import Box
+from tierstate.manifest.record import Record
+from tierstate.manifest.version import ShardRow, Version
+
+
+def text(place: Path, more: str = "") -> str:
+    return (
+        "version: 1\nchunk: 4KiB\narena: {size: 1MiB}\n"
+        f"tiers:\n  nvme: {{type: nvme, path: {place}/nvme, keep: {{last: 3}}}}\n{more}"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+        yield
+    close()
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "model": {"up.weight": torch.randn(70, 33, generator=generator), "half": torch.randn(5).bfloat16()},
+        "optim": {
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["up.weight"]}, {"lr": 0.2}],
+            "state": {"up.weight": {"step": torch.tensor(3.0), "exp_avg": torch.randn(70, 33).t()}},
+        },
+        "mixed": {"pair": (torch.arange(4), 1), "empty": torch.empty(0, 3), "flag": torch.tensor(True)},
+        "plain": {"none": None, "text": "x", "bytes": b"\0a", "numbers": [1, 2.5], "nested": [[1], [2]]},
+    }
+
+
+def fresh(value: Any) -> Any:
+    """A state of the same structure with other values."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: fresh(item) for key, item in value.items()}
+    # As DCP has it: items of lists that hold dicts are filled one by one, all else is replaced.
+    parted = isinstance(value, list) and any(isinstance(item, (dict, torch.Tensor)) for item in value)
+    return [fresh(item) for item in value] if parted else 0
+
+
+def test_what_dcp_saves_is_restored_natively_and_the_other_way_round(place: Path) -> None:
+    policy, saved = text(place), state()
+    dcp.save(saved, checkpoint_id="out/step-7", storage_writer=TierWriter(policy, "run", metadata={"loss": 2}))
+    with ts.Checkpointer(ts.Policy.parse(policy), "run") as ckpt:
+        same(ckpt.load(), saved)
+        into = state()
+        into["model"]["up.weight"].zero_()
+        same(ckpt.restore(into), saved)
+        assert ckpt.info().metadata == {"loss": 2}
+        native = state() | {"odd": OrderedDict(a=torch.ones(2)), "list": [{"a": 1}, {"b": [torch.ones(1)]}]}
+        tied = native["model"]["up.weight"]
+        native["model"] |= {"tied": tied, "rows": tied[3:9], "turned": tied.t()}
+        ckpt.save(native, step=8).wait()
+        assert ckpt.versions()[-1].parent == ckpt.versions()[0].id
+    for step, right in ((7, saved), (None, native)):
+        into = fresh(right)
+        dcp.load(into, checkpoint_id=step, storage_reader=TierReader(policy, "run"))
+        same(into, {**right, "odd": dict(right["odd"])} if "odd" in right else right)
+    without = _load_state_dict_from_keys({"model"}, storage_reader=TierReader(policy, "run", step=7))
+    same(without, {"model": saved["model"]})
+
+
+def test_versions_are_found_by_step_id_and_tag(place: Path) -> None:
+    policy = text(place)
+    for step in (10, None, None):
+        dcp.save({"n": torch.tensor([step or 0])}, checkpoint_id=step, storage_writer=TierWriter(policy, "run"))
+    dcp.save({"n": torch.tensor([99])}, storage_writer=TierWriter(policy, "run", step=99))
+    with ts.Checkpointer(ts.Policy.parse(policy), "run") as ckpt:
+        assert [v.step for v in ckpt.versions()] == [11, 12, 99]  # `keep: {last: 3}`
+        ckpt.tag("best", 12)
+        found = ckpt.info(step=99).id
+    for more, right in (({"tag": "best"}, 0), ({"version": found[:8]}, 99), ({}, 99), ({"step": 12}, 0)):
+        into = {"n": torch.tensor([5])}
+        dcp.load(into, storage_reader=TierReader(policy, "run", **more))
+        assert into["n"].item() == right
+    with pytest.raises(ts.NotFound, match="no version with step 10 in nvme"):
+        TierReader(policy, "run", step=10).read_metadata()
+
+
+class Odd:
+    """No plain value."""
+
+    def __init__(self) -> None:
+        self.x = 3
+
+
+def test_objects_are_pickled_only_where_a_rule_says_so(place: Path) -> None:
+    with pytest.raises(CheckpointException, match=r"CaptureError: plain\.odd: a .*Odd has no provider; allow pickle"):
+        dcp.save({"plain": {"odd": Odd()}}, checkpoint_id=1, storage_writer=TierWriter(text(place), "run"))
+    policy = text(place, 'rules: [{match: "plain.odd", pickle: true}]\n')
+    dcp.save({"plain": {"odd": Odd()}}, checkpoint_id=1, storage_writer=TierWriter(policy, "run"))
+    into: dict[str, Any] = {"plain": {"odd": 0}}
+    dcp.load(into, storage_reader=TierReader(policy, "run"))
+    assert into["plain"]["odd"].x == 3
+    with pytest.raises(CheckpointException, match=r"Unsafe: plain\.odd is a pickle"):
+        dcp.load(into, storage_reader=TierReader(text(place), "run"))
+
+
+def test_a_truncated_pack_is_told(place: Path) -> None:
+    policy = text(place)
+    dcp.save(state(), checkpoint_id=1, storage_writer=TierWriter(policy, "run"))
+    pack = max((place / "nvme" / "packs" / "run").iterdir(), key=lambda path: path.stat().st_size)
+    with pack.open("r+b") as file:
+        file.truncate(5000)
+    close()
+    with pytest.raises(CheckpointException, match=r"is whole in no tier: .* the object has 5000"):
+        dcp.load(fresh(state()), storage_reader=TierReader(policy, "run"))
+
+
+def test_a_version_whose_shards_are_not_the_whole_fills_nothing(place: Path) -> None:
+    policy, into = ts.Policy.parse(text(place)), {"w": torch.full((4, 3), 7.0)}
+    dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=1, storage_writer=TierWriter(policy, "run"))
+    shelf = engine_of(policy, "run").shelf("nvme")
+    good = shelf.newest()
+    assert good is not None
+    leaves = [
+        replace(leaf, spec=replace(leaf.spec, shape=(4, 3))) if leaf.path else leaf for leaf in good.version.leaves
+    ]
+    head = replace(good.version.head, seq=2)
+    bad = Version.build(head, leaves, [ShardRow(1, 0, Box((0, 0), (2, 3)))], good.version.digests)
+    shelf.publish(Record(bad, good.layout, good.commit))
+    with pytest.raises(CheckpointException, match=r"FormatError: version 2 .* does not hold every element once of w"):
+        dcp.load(into, storage_reader=TierReader(policy, "run"))
+    assert (into["w"] == 7).all()
+
+
+def test_a_durable_tier_that_dies_with_the_process_is_refused(place: Path) -> None:
+    policy = text(place, f"  far: {{type: lustre, path: {place}/far}}\n  mem: {{type: memory, capacity: 1MiB}}\n")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=1, storage_writer=TierWriter(policy, "run"))
+    with ts.Checkpointer(ts.Policy.parse(policy), "run") as ckpt:
+        assert ckpt.info().tiers == ("nvme", "far")
+    writer = TierWriter(policy, "run")
+    plan = dcp.SavePlan([])
+    one, other = writer.prepare_local_plan(plan), writer.prepare_local_plan(plan)
+    other = other.__class__([], storage_data=type(one.storage_data)(("elsewhere",)))
+    with pytest.raises(ts.PolicyError, match="2 ranks on 2 hosts save through DCP; name a tier that all of them see"):
+        writer.prepare_global_plan([one, other])
+
+
+def test_writers_are_pickled_without_what_they_opened(place: Path) -> None:
+    writer = TierWriter(text(place), "run", step=4)
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+    dcp.save({"w": torch.zeros(3)}, storage_writer=pickle.loads(pickle.dumps(writer)))
+    with ts.Checkpointer(ts.Policy.parse(text(place)), "run") as ckpt:
+        assert [v.step for v in ckpt.versions()] == [4, 4]
+        assert ckpt.load()["w"].sum() == 0
+
+
+@pytest.mark.parametrize("name", [100, "100", "step-100", "out/step-100", Path("a/b.c/epoch_3-step100"), "step-100/"])
+def test_a_checkpoint_id_says_the_step(name: Any) -> None:
+    assert step_of(name) == 100
+    assert TierWriter.validate_checkpoint_id(name)
+    assert TierReader.validate_checkpoint_id(name)
+
+
+@pytest.mark.parametrize("name", ["", "latest", "step-100x", -1, True, None, 1.5, "9" * 30])
+def test_what_says_no_step_is_refused(name: Any) -> None:
+    assert not TierWriter.validate_checkpoint_id(name)
+    with pytest.raises(ValueError, match="names no step; give the step as a number"):
+        step_of(name)
+
+
+def test_a_stager_copies_everything_and_uses_its_memory_again() -> None:
+    stager, live = TierStager(), state()
+    live["tied"] = live["model"]["up.weight"]
+    right = {key: value for key, value in pickle.loads(pickle.dumps(live)).items()}
+    first = stager.stage(live)
+    for tensor in (live["model"]["up.weight"], live["mixed"]["pair"][0]):
+        tensor.zero_()
+    live["plain"]["numbers"].append(7)
+    same(dict(first), right)
+    assert first["tied"] is first["model"]["up.weight"]
+    where = first["model"]["up.weight"].data_ptr()
+    second = stager.stage(live)  # the first is still in use
+    assert second["model"]["up.weight"].data_ptr() != where
+    same(dict(first), right)
+    del first
+    assert stager.stage(live)["model"]["up.weight"].data_ptr() == where
+    stager.close()
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and some boxes in it."""
+    shape = tuple(draw(st.lists(st.integers(1, 40), min_size=0, max_size=3)))
+    boxes = []
+    for _ in range(draw(st.integers(1, 4))):
+        ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+        boxes.append(Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends)))
+    return shape, boxes
+
+
+def test_any_region_of_a_shard_comes_to_any_place(place: Path) -> None:
+    policy = ts.Policy.parse(text(place).replace(", keep: {last: 3}", ""))
+    numbers = iter(range(10**6))
+
+    @given(cuts(), st.sampled_from([torch.float32, torch.int64, torch.uint8, torch.complex128]), st.booleans())
+    def comes(cut: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype, strided: bool) -> None:
+        shape, boxes = cut
+        whole = torch.randint(0, 255, shape).to(dtype)
+        run = f"run-{next(numbers)}"
+        dcp.save({"w": whole}, checkpoint_id=1, storage_writer=TierWriter(policy, run), no_dist=True)
+        engine = engine_of(policy, run)
+        load = Load(engine, chosen(engine, None, None, None), lambda path: False)
+        outs = [torch.zeros(box.shape[::-1], dtype=dtype).permute(list(range(len(shape)))[::-1]) for box in boxes]
+        outs = outs if strided else [torch.zeros(box.shape, dtype=dtype) for box in boxes]
+        leaf = load.sight.tensors["w"]
+        load.fill([leaf] * len(boxes), [Part(out, box) for box, out in zip(boxes, outs, strict=True)])
+        for box, out in zip(boxes, outs, strict=True):
+            assert torch.equal(out, whole[box.slices()])
+        close()
+
+    comes()
