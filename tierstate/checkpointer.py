@@ -33,7 +33,7 @@ from .collecting import uncollected
 from .finding import OnDamage, Restored, Wanted, restore
 from .guard import Guard
 from .info import Stats, TierStats, VersionInfo
-from .planning import Planner, allowed_pickles, checked_metadata, checked_step, retention, rule_retention
+from .planning import Planner, allowed_pickles, new_head, retention, rule_retention
 from .progress import draining
 from .pruning import Saving
 from .restoring import restore_together
@@ -131,7 +131,8 @@ class Checkpointer(Run):
                 return self._submit(self._planner.plan(state), step, metadata, start)
             seq = self._flow.next_seq()
             with together.taking_part(seq, step):
-                plan, head = self._planner.plan(state, seq), self._head(seq, step, metadata)
+                plan = self._planner.plan(state, seq)
+                head = new_head(self.policy, self.run, seq, step, metadata)
             save = self._carry(plan, head, start)
         together.tell_lost()
         return save
@@ -140,19 +141,8 @@ class Checkpointer(Run):
         self, plan: Plan, step: int, metadata: Mapping[str, Any] | None = None, start: float | None = None
     ) -> Save:
         """Save what is planned; ``start`` is when that began."""
-        head = self._head(self._flow.next_seq(), step, metadata)
+        head = new_head(self.policy, self.run, self._flow.next_seq(), step, metadata)
         return self._carry(plan, head, time.monotonic() if start is None else start)
-
-    def _head(self, seq: int, step: int, metadata: Mapping[str, Any] | None) -> Head:
-        return Head(
-            self.run,
-            seq,
-            checked_step(step),
-            time.time(),
-            chunk=self.policy.chunk,
-            digest=self.policy.digest,
-            metadata=checked_metadata(metadata),
-        )
 
     def _carry(self, plan: Plan, head: Head, start: float) -> Save:
         ticket = self._flow.submit(plan, head)
@@ -200,6 +190,7 @@ class Checkpointer(Run):
         Raises:
             NotFound: there is no such version.
             StateMismatch: leaves are missing, unexpected, or of another shape or dtype; nothing was touched.
+            RankFailed: with a process group, all ranks call this together, and another one failed or did not come.
             Damaged: a chunk is whole in no tier.
             Unsafe: a leaf is a pickle, or lossy, and that was not allowed.
         """

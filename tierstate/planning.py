@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 from tierstate.manifest.box import Box
 from tierstate.manifest.chunk import Chunk
 from tierstate.manifest.errors import CaptureError
+from tierstate.manifest.head import Head
 from tierstate.manifest.leaf import Leaf, Path, matches_any
 from tierstate.manifest.retention import Best, Keep
 from tierstate.providers.base import Provider, memory_of
@@ -183,6 +185,17 @@ def _part(tree: Tree, leaf: int, number: int, size: int) -> Iterator[Chunk]:
 
 def _gone(size: int) -> Iterator[Chunk]:
     raise RuntimeError("a plan is captured once")
+
+
+def new_head(policy: Policy, run: str, seq: int, step: int, metadata: Mapping[str, Any] | None) -> Head:
+    """The head of a version that is about to be saved.
+
+    Raises:
+        ValueError: the step is none.
+        CaptureError: the metadata are no JSON values.
+    """
+    said, now = checked_metadata(metadata), time.time()
+    return Head(run, seq, checked_step(step), now, chunk=policy.chunk, digest=policy.digest, metadata=said)
 
 
 def checked_step(step: int) -> int:
