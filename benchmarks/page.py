@@ -6,7 +6,6 @@ from pathlib import Path
 from string import Template
 
 from .field import NAMES, Missing, find
-from .plot import draw
 from .results import Results
 from .rounds import TRAINED
 from .tables import cold_table, import_table, save_table, title, training_table, unchanged_table
@@ -18,6 +17,8 @@ _TEXT = Path(__file__).with_name("page.md")
 
 def write_page(results: Results, folder: Path) -> None:
     """Write benchmarks.md and benchmarks.png; the same results always make the same files."""
+    from .plot import draw  # which needs matplotlib; who only measures does not
+
     folder.mkdir(parents=True, exist_ok=True)
     drawn = draw(results, folder / "benchmarks.png")
     text = Template(_TEXT.read_text()).substitute(

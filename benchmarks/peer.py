@@ -1,158 +1,160 @@
-"""A lost node: how soon its state is back from the memory of another, and from a shared tier of bounded bandwidth.
+"""A lost node: how soon a job has its state back from the memory of other nodes, and from a shared tier.
 
-python -m benchmarks peer [--size 1GiB] [--rounds 3] [--bandwidth 200MiB/s]
+python -m benchmarks peer [--size 1GiB] [--rounds 3] [--bandwidth 200MiB/s] [--path DIR]
 
-Two hosts of peer memory on this machine, each with a folder on tmpfs and a keeper of its own, joined by the loopback.
-The second one saves; then all that its memory kept is given back and its keeper ended, a new one is started in its
-place, and the version is loaded there: from the first host's memory, and from a folder that is read at so many bytes
-per second, a node's share of a busy file system. Exit status 1 where peer memory is not three times as fast.
+Two ranks on this machine, each a host of its own with a folder on tmpfs and a keeper, joined by the loopback. They hold
+a state as FSDP cuts it, each rank half of every tensor, and save it to peer memory and to a shared tier, of which each
+host gets so many bytes per second: its share of a busy file system. Then one host is lost, its memory and its keeper,
+and another takes its place with nothing. What is measured is the time until both ranks have restored: from peer memory,
+and from the shared tier alone. The job is there by then, and its tiers are open. Exit status 1 where peer memory is not
+three times as fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tierstate as ts
 from tierstate.tiers.peer import Peer
-from tierstate.tiers.peer_home import wait_gone
 from tierstate.tiers.units import parse_size, rough_size
 
-from .rounds import say
 from .tables import table
 
 TARGET = 3.0
 LEAVES = 16
+PATIENCE = 600.0
+"""Seconds that all of it may take."""
+
+LOST = 1
+"""The host that is lost."""
 
 POLICY = """
-arena: {{size: 256MiB}}
 tiers:
-  {tiers}
-  unused: {{type: nvme, path: {place}/unused}}
-durable: {durable}
-rules:
-  - {{match: "**", tiers: [{names}]}}
+  peer: {type: peer, path: MEMORY/hostRANK, copies: 1, idle: 10min}
+  shared: {type: lustre, path: PLACE/shared, bandwidth: BANDWIDTH}
 """
-
-
-class Seat:
-    """One of two ranks that meet, each on a host of its own."""
-
-    size, hosts = 2, (0, 1)
-
-    def __init__(self, rank: int, said: list[dict[str, bytes]], both: threading.Barrier) -> None:
-        self.rank, self._said, self._both = rank, said, both
-
-    def leads(self, shared: Literal["process", "host", "site"]) -> bool:
-        """Whether this rank is the first of its host, as it is."""
-        return True
-
-    def gather(self, topic: str, data: bytes) -> list[bytes]:
-        """What both have said."""
-        self._said[self.rank][topic] = data
-        self._both.wait(120)
-        return [said[topic] for said in self._said]
-
-
-def meet(paths: Sequence[Path]) -> list[Peer]:
-    """Two hosts that keep objects for each other."""
-    said: list[dict[str, bytes]] = [{}, {}]
-    both = threading.Barrier(2)
-    tiers = [Peer(path=path) for path in paths]
-    threads = [threading.Thread(target=tier.meet, args=(Seat(n, said, both),)) for n, tier in enumerate(tiers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return tiers
-
-
-class Site:
-    """Two hosts and what they share."""
-
-    def __init__(self, place: Path, bandwidth: str) -> None:
-        self.place, self.bandwidth = place, bandwidth
-        memory = Path(tempfile.mkdtemp(prefix="tierstate-bench-", dir="/dev/shm"))
-        self.memory, self.paths = memory, [memory / "host0", memory / "host1"]
-
-    def policy(self, host: int, *names: str) -> ts.Policy:
-        """The policy of a host, by which all goes to and comes from these tiers."""
-        lines = {
-            "peer": f"peer: {{type: peer, path: {self.paths[host]}, copies: 1}}",
-            "shared": f"shared: {{type: nvme, path: {self.place}/shared, bandwidth: {self.bandwidth}}}",
-        }
-        tiers = "\n  ".join(lines[name] for name in names)
-        durable = "shared" if "shared" in names else "unused"
-        return ts.Policy.parse(POLICY.format(tiers=tiers, place=self.place, durable=durable, names=", ".join(names)))
-
-    def lose(self, host: int) -> None:
-        """A host is gone, and another in its place, with nothing."""
-        with_nothing = Peer(path=self.paths[host])
-        with_nothing.stop()
-        with_nothing.close()
-        for tier in meet(self.paths):
-            tier.close()
-
-    def close(self) -> None:
-        """Give everything back."""
-        for path in self.paths:
-            tier = Peer(path=path)
-            tier.stop()
-            tier.close()
-            wait_gone(path, 30)
-        shutil.rmtree(self.memory, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print a table; 1 where the target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks peer", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size", type=parse_size, default=1 << 30, help="bytes of state of the lost node")
+    parser.add_argument("--size", type=parse_size, default=1 << 30, help="bytes of the state, all ranks together")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--bandwidth", default="200MiB/s", help="of the shared tier, for one node")
+    parser.add_argument("--bandwidth", default="200MiB/s", help="of the shared tier, for each node")
     parser.add_argument("--path", help="where the shared folder is made; it is removed afterwards")
     args = parser.parse_args(argv)
-    os.environ.setdefault("TIERSTATE_ADDRESS", "127.0.0.1")
-    ts.register_tier("peer", Peer)
     place = Path(tempfile.mkdtemp(prefix="tierstate-peer-", dir=args.path))
-    site = Site(place, args.bandwidth)
+    memory = Path(tempfile.mkdtemp(prefix="tierstate-bench-", dir="/dev/shm"))
+    policy = POLICY.replace("MEMORY", str(memory)).replace("PLACE", str(place)).replace("BANDWIDTH", args.bandwidth)
     try:
-        for tier in meet(site.paths):
-            tier.close()
-        found = measure(site, args.size, args.rounds)
+        run_ranks([str(place / "found"), policy, str(args.size), str(args.rounds)])
+        found = json.loads((place / "found").read_text())
     finally:
-        site.close()
+        for host in range(2):
+            give_back(memory / f"host{host}")
+        shutil.rmtree(memory, ignore_errors=True)
         shutil.rmtree(place, ignore_errors=True)
     return report(found, args.size, args.bandwidth)
 
 
-def measure(site: Site, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds to have the state back, from each of the two, in turns."""
-    truth = {f"w{i}": torch.randn(nbytes // LEAVES // 4) for i in range(LEAVES)}
-    with ts.Checkpointer(site.policy(1, "peer", "shared"), "run") as ckpt:
-        ckpt.save(truth, step=1).wait("shared")
+def run_ranks(args: Sequence[str]) -> None:
+    """Run both ranks to their end.
+
+    Raises:
+        RuntimeError: one has failed; the other one is ended then.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "TIERSTATE_ADDRESS": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.peer", *args]
+    ranks = [
+        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank), "TIERSTATE_HOST": f"host{rank}"})
+        for rank in range(2)
+    ]
+    end = time.monotonic() + PATIENCE
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            if time.monotonic() > end:
+                raise RuntimeError(f"the ranks have not ended within {PATIENCE:g} s")
+            time.sleep(0.1)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    if codes := [rank.returncode for rank in ranks if rank.returncode]:
+        raise RuntimeError(f"a rank has ended with status {codes[0]}")
+
+
+def give_back(path: Path) -> None:
+    """Have a host's memory and its keeper gone."""
+    tier = Peer(path=path)
+    tier.stop()
+    tier.close()
+
+
+# What a rank does
+
+
+def rank_main(out: str, policy: str, nbytes: str, rounds: str) -> None:
+    """One of the two ranks: save, then restore again and again."""
+    dist.init_process_group("gloo")
+    ts.register_tier("peer", Peer)
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    both = ts.Policy.parse(policy.replace("RANK", str(rank)))
+    alone = ts.Policy.parse("\n".join(line for line in policy.splitlines() if "type: peer" not in line))
+    truth = state(mesh, int(nbytes), seed=rank + 1)
+    with ts.Checkpointer(both, "run", dist.group.WORLD) as ckpt:
+        ckpt.save(truth, step=1)
     found: dict[str, list[float]] = {"peer": [], "shared": []}
-    for number in range(rounds):
-        for source, seconds in found.items():
-            site.lose(1)
-            into = {name: torch.zeros_like(leaf) for name, leaf in truth.items()}
-            with ts.Checkpointer(site.policy(1, source), "run") as ckpt:
-                start = time.monotonic()
-                ckpt.restore(into=into)
-                seconds.append(time.monotonic() - start)
-            if not all(leaf.equal(into[name]) for name, leaf in truth.items()):
-                raise ValueError(f"{source}: other bytes came back than were saved")
-            say(f"round {number + 1}: from {source}: {seconds[-1]:.2f} s")
-    return found
+    for number in range(int(rounds)):
+        for source, spec in (("peer", both), ("shared", alone)):
+            if rank == LOST and source == "peer":
+                give_back(both.tier("peer").options["path"])
+            dist.barrier()
+            found[source].append(restored(spec, truth, state(mesh, int(nbytes))))
+            if rank == 0:
+                print(f"round {number + 1}: from {source}: {found[source][-1]:.2f} s", file=sys.stderr, flush=True)
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def state(mesh: DeviceMesh, nbytes: int, seed: int = 0) -> dict[str, DTensor]:
+    """Tensors of which each rank has half; ones unless there is a seed, as of a model that was just made."""
+    torch.manual_seed(seed)
+    make = torch.randn if seed else torch.ones
+    half = (nbytes // LEAVES // 2 // 4096, 1024)
+    return {f"w{i}": DTensor.from_local(make(half), mesh, [Shard(0)], run_check=False) for i in range(LEAVES)}
+
+
+def restored(spec: ts.Policy, truth: dict[str, DTensor], into: dict[str, DTensor]) -> float:
+    """Seconds until both ranks have their state."""
+    with ts.Checkpointer(spec, "run", dist.group.WORLD) as ckpt:
+        dist.barrier()
+        start = time.monotonic()
+        ckpt.restore(into=into)
+        dist.barrier()
+        seconds = time.monotonic() - start
+    if not all(leaf.to_local().equal(into[name].to_local()) for name, leaf in truth.items()):
+        raise ValueError("other bytes came back than were saved")
+    return seconds
 
 
 def report(found: dict[str, list[float]], nbytes: int, bandwidth: str) -> int:
@@ -160,11 +162,11 @@ def report(found: dict[str, list[float]], nbytes: int, bandwidth: str) -> int:
     medians = {source: statistics.median(seconds) for source, seconds in found.items()}
     ratio = medians["shared"] / medians["peer"]
     rows = [[source, f"{m:.2f}", f"{nbytes / m / 1e9:.2f}"] for source, m in medians.items()]
-    print(f"{rough_size(nbytes)} of one lost node of two; the shared tier gives {bandwidth}")
+    print(f"{rough_size(nbytes)} on two nodes, one of which was lost; the shared tier gives each {bandwidth}")
     print(table("from | seconds | GB/s", rows))
     print(f"peer memory is {ratio:.1f} times as fast (target: {TARGET:.0f})")
     return 0 if ratio >= TARGET else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    rank_main(*sys.argv[1:])

@@ -102,6 +102,8 @@ class Hosts:
     def die(self, number: int) -> None:
         """End a keeper as a kill would: its memory stays."""
         keeper = self.keepers.pop(number)
+        for tier in self._open:
+            tier._home._terms = None  # nobody of this process starts another
         keeper._give_back = lambda how: True  # type: ignore[method-assign]
         keeper.stop()
         self.threads.pop(number).join()

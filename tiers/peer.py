@@ -15,8 +15,9 @@ What the contract of tiers means here:
   create one name at the very same moment may (``traits.conditional_create`` is False then). Records of a run have one
   rank that creates them.
 * **exact**: any copy will do, since objects never change. The own host's is read first, then partners', then any. What
-  arrives is checked against its checksum. Where hosts do not answer, an object counts as absent, and a list as whole,
-  only if so few of them are away that each object still has a copy on one that is not; else `TierUnavailable`.
+  is written is sent with checksums; what is read is checked by its reader's digests, as from any tier. Where hosts do
+  not answer, an object counts as absent, and a list as whole, only if so few of them are away that each object still
+  has a copy on one that is not; else `TierUnavailable`.
 * **durable**: no. It survives the job and, with copies, the loss of hosts; not of all of them.
 """
 
@@ -39,8 +40,7 @@ from .peer_meeting import meet
 from .peer_members import Group, Member
 from .peer_memory import Kept, remove
 from .peer_peers import Peers
-from .peer_wire import PIECE
-from .peer_writer import PeerWriter
+from .peer_writer import SENT, PeerWriter
 from .units import Rate, Seconds, Size
 
 STOPPING = 30.0
@@ -179,7 +179,8 @@ class Peer(Tier):
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         peers = self._peers
-        piece = max(1, int(self._pacer.rate * BURST)) if self._pacer else PIECE
+        self._home.watch()
+        piece = max(1, int(self._pacer.rate * BURST)) if self._pacer else SENT
         return PeerWriter(self.name, key, self._kept.writer(key, size_hint), peers, self._pace, piece)
 
     def _pace(self, nbytes: int) -> None:

@@ -16,10 +16,11 @@ from tierstate.manifest.errors import Damaged, TierstateError, TierUnavailable
 
 from .base import Range, is_key
 from .limited import batches
+from .peer_greeting import introduce
 from .peer_members import Member
-from .peer_wire import LENGTH, PIECE, SECONDS, SPAN, TERMS, Ask, Foreign, Line, introduce
+from .peer_wire import LENGTH, LENT, PIECE, SECONDS, SPAN, TERMS, Ask, Foreign, Line
 
-SPARE = 4
+SPARE = 8
 """Connections that are kept for later."""
 
 CONNECT = 5.0
@@ -27,6 +28,9 @@ CONNECT = 5.0
 
 AGAIN = 10.0
 """Seconds for which a host that did not answer in time is not asked again; one that refuses is asked each time."""
+
+AHEAD = 3
+"""Pieces that are sent before the one before them is answered."""
 
 SPANS = 4096
 """Ranges that are asked for at once."""
@@ -137,7 +141,7 @@ class Far:
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         """Fill every range, straight into its memory."""
-        for batch in batches(ranges, PIECE):
+        for batch in batches(ranges, LENT):
             for at in range(0, max(1, len(batch)), SPANS):
                 some = batch[at : at + SPANS]
                 spans = b"".join(SPAN.pack(offset, out.numel()) for offset, out in some)
@@ -191,12 +195,25 @@ class Staging:
 
     def __init__(self, far: Far, line: Line, key: str, nbytes: int) -> None:
         self.far, self._line, self._key = far, line, key
+        self._unanswered = 0
         self._ask(Ask.STAGE, LENGTH.pack(nbytes))
 
-    def _ask(self, ask: Ask, body: bytes | memoryview = b"") -> None:
+    def _ask(self, ask: Ask, body: bytes = b"") -> None:
+        with self._talking():
+            self._hear(0)
+            self._line.ask(ask, self._key, body)
+
+    def _hear(self, left: int) -> None:
+        """Have the answers to all pieces but so many."""
+        while self._unanswered > left:
+            self._unanswered -= 1
+            self._line.reply()
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
         try:
             with self.far._explained():
-                self._line.ask(ask, self._key, body)
+                yield
         except BaseException as error:
             self._line.close()
             if isinstance(error, TierstateError) and not isinstance(error, TierUnavailable):
@@ -204,8 +221,11 @@ class Staging:
             raise
 
     def send(self, piece: memoryview) -> None:
-        """Add bytes, `PIECE` at most; returns when the other host has them."""
-        self._ask(Ask.PIECE, piece)
+        """Add bytes, `PIECE` at most; they are on their way then, and the other host has all but the last few."""
+        with self._talking():
+            self._line.post(Ask.PIECE, self._key, piece)
+            self._unanswered += 1
+            self._hear(AHEAD)
 
     def commit(self) -> None:
         """Make the object visible there."""

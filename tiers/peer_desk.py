@@ -6,16 +6,18 @@ import json
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import TierError, TierstateError
 
-from .base import Range, check_key
+from .base import check_key
 from .peer_memory import Kept, KeptWriter
-from .peer_wire import LENGTH, PIECE, SECONDS, SPAN, TERMS, Ask, Foreign, Line, Question, status_of
+from .peer_wire import LENGTH, LENT, PIECE, SECONDS, SPAN, TERMS, Ask, Foreign, Line, Question, status_of
+from .ranges import check_spans
 
 
 class House(Protocol):
@@ -33,6 +35,14 @@ class House(Protocol):
     def connections(self) -> int: ...
 
 
+class Lent(NamedTuple):
+    """Parts of an object that are to be sent: where it lies, offsets and lengths, and what holds it there."""
+
+    data: memoryview
+    spans: Sequence[tuple[int, int]]
+    held: ExitStack
+
+
 class Desk:
     """Answers one connection. What it was writing when the client went is not there.
 
@@ -43,10 +53,10 @@ class Desk:
 
     def __init__(self, house: House, line: Line) -> None:
         self._house, self._line, self._kept = house, line, house.kept
-        self._room = memoryview(b"")
+        self._lent: Lent | None = None
         self._writer: KeptWriter | None = None
         self._length = 0
-        self._answers: dict[int, Callable[[Question], bytes | memoryview]] = {
+        self._answers: dict[int, Callable[[Question], bytes]] = {
             Ask.STATUS: self._status,
             Ask.LIST: self._list,
             Ask.SIZE: self._size,
@@ -76,13 +86,17 @@ class Desk:
                 self._line.answer(str(error).encode()[:4096], status_of(error))
             else:
                 self._line.answer(body)
+                self._lend()
             self._house.used = time.monotonic()
             if question.ask == Ask.STOP:
                 self._house.stop()
                 return
 
     def close(self) -> None:
-        """Forget what was not made visible."""
+        """Forget what was not made visible, and let go of what was not sent."""
+        if self._lent is not None:
+            self._lent.held.close()
+            self._lent = None
         if self._writer is not None:
             self._writer.abort()
             self._writer = None
@@ -122,21 +136,27 @@ class Desk:
         age = self._kept.age(question.key)
         return SECONDS.pack(-1.0 if age is None else age)
 
-    def _read(self, question: Question) -> memoryview:
+    def _read(self, question: Question) -> bytes:
         if len(question.body) % SPAN.size:
             raise Foreign("ranges that are none")
-        spans = [SPAN.unpack_from(question.body, at) for at in range(0, len(question.body), SPAN.size)]
+        spans = list(SPAN.iter_unpack(question.body))
         total = sum(length for _, length in spans)
-        if total > PIECE:
-            raise TierError(f"{question.key}: {total} bytes are wanted at once; {PIECE} are the most")
-        if len(self._room) < total:
-            self._room = memoryview(bytearray(total))
-        ranges, at = [], 0
-        for offset, length in spans:
-            ranges.append(Range(offset, as_buffer(self._room[at : at + length])))
-            at += length
-        self._kept.read(question.key, ranges)
-        return self._room[:total]
+        if total > LENT:
+            raise TierError(f"{question.key}: {total} bytes are wanted at once; {LENT} are the most")
+        with ExitStack() as held:
+            data = held.enter_context(self._kept.seen(question.key))
+            check_spans(f"{self._kept.name}: {question.key}", len(data), spans)
+            self._lent = Lent(data, spans, held.pop_all())
+        return LENGTH.pack(total)
+
+    def _lend(self) -> None:
+        """Send the bytes that the answer has announced, from where they lie."""
+        if self._lent is not None:
+            (data, spans, held), self._lent = self._lent, None
+            with held:
+                for offset, length in spans:
+                    with data[offset : offset + length] as part:
+                        self._line.lend(part)
 
     # Writing
 

@@ -22,6 +22,9 @@ from .peer_memory import DOOR, START, Kept, leaving, lock, make_folder
 ADDRESS, INTERFACE = "TIERSTATE_ADDRESS", "GLOO_SOCKET_IFNAME"
 """Variables that say by which address others reach this host, or by which interface."""
 
+WATCH = 5.0
+"""Seconds after which is looked again whether the keeper still runs."""
+
 STARTING = 120.0
 """Seconds that a keeper may take to listen; nearly all of them go into importing torch."""
 
@@ -44,6 +47,8 @@ class Home:
     def __init__(self, kept: Kept) -> None:
         self.kept, self.root = kept, kept.root
         self._door: BufferedFile | None = None
+        self._terms: tuple[str, int, float, float] | None = None
+        self._looked = 0.0
 
     @property
     def name(self) -> str:
@@ -94,6 +99,7 @@ class Home:
             TierUnavailable: no keeper can be started.
         """
         make_folder(self.root, self.name)
+        self._terms, self._looked = (address, port, idle, seconds), time.monotonic()
         with closing(lock(self.root / START, fcntl.LOCK_EX)):
             self._hold_door()
             member = self.card()
@@ -102,6 +108,16 @@ class Home:
                 member = read_card(self.root)
             assert member is not None
             return member
+
+    def watch(self) -> None:
+        """Start the keeper again where this process has had it running, and it has died; looked at now and then.
+
+        It listens where it did before, if nobody else does meanwhile, and so the other hosts find it again.
+
+        Raises: as `keeper`.
+        """
+        if self._terms and time.monotonic() - self._looked > WATCH and self.card() is not None:
+            self.keeper(*self._terms)
 
     def _runs(self, member: Member, seconds: float, idle: float) -> bool:
         far = Far(member, seconds, lambda: self.name)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from tierstate.manifest.errors import AccessDenied, TierFull
 from .base import Release
 from .directory import Directory
 from .file_writer import FileWriter
-from .files import BufferedFile, walk
+from .files import BufferedFile, open_file, walk
 from .posix import explained
 from .units import format_size
 
@@ -103,6 +104,17 @@ def remove(root: Path) -> None:
         shutil.rmtree(away, ignore_errors=True)
 
 
+@contextmanager
+def mapped(file: BufferedFile) -> Iterator[memoryview]:
+    """A file's bytes where they lie. It may be closed meanwhile, and removed; nobody may cut it."""
+    nbytes = file.status().st_size
+    if not nbytes:
+        yield memoryview(b"")
+        return
+    with mmap.mmap(file.descriptor, nbytes, prot=mmap.PROT_READ) as pages, memoryview(pages) as data:
+        yield data
+
+
 class KeptWriter(FileWriter):
     """Writes an object into the memory, and can be read, sent on and taken back before anybody relies on it."""
 
@@ -131,10 +143,13 @@ class KeptWriter(FileWriter):
             self._stream.finish()
         return self._length
 
-    def read(self, offset: int, out: Buffer) -> None:
-        """Fill ``out`` with what was written, once it is settled."""
-        with explained("read", self._tier.name, self._key, self._file.path):
-            self._file.read(offset, out)
+    @contextmanager
+    def seen(self) -> Iterator[memoryview]:
+        """What was written, once it is settled, where it lies."""
+        with ExitStack() as held:
+            with explained("read", self._tier.name, self._key, self._file.path):
+                data = held.enter_context(mapped(self._file))
+            yield data
 
     def _publish(self) -> None:
         with explained("write", self._tier.name, self._key, self._file.path):
@@ -172,6 +187,20 @@ class Kept(Directory):
         found = super().writer(key, size_hint)
         assert isinstance(found, KeptWriter)
         return found
+
+    @contextmanager
+    def seen(self, key: str) -> Iterator[memoryview]:
+        """An object's bytes, where they lie.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+        path = self.file(key)
+        self._check_folders(path)
+        with ExitStack() as held:
+            with explained("read", self.name, key, path), closing(open_file(path)) as file:
+                data = held.enter_context(mapped(file))
+            yield data
 
     def _prepare(self) -> None:
         if not self._ready:

@@ -26,9 +26,10 @@ from pathlib import Path
 from tierstate.manifest.errors import FormatError, TierstateError
 
 from .peer_desk import Desk
+from .peer_greeting import admit
 from .peer_members import CARD, Member, read_card, remember
 from .peer_memory import DOOR, START, Kept, leaving, lock, make_folder, remove
-from .peer_wire import Foreign, Line, admit
+from .peer_wire import Foreign, Line
 
 log = logging.getLogger("tierstate")
 

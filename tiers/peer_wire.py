@@ -12,18 +12,19 @@ Then the client asks and the keeper answers, one message at a time::
     answer    magic (4), status (1), length of the body (4); body, xxh3-128 of all of it
 
 All numbers are big-endian. No key is longer than a tier's, no body than `PIECE`; longer things go in several messages.
+The bytes that a client reads are no body: they follow the answer to `Ask.READ`, which says how many they are, straight
+from the memory, `LENT` at most. Whoever reads them has digests to check them by; a message has its checksum.
 Before the proof nothing is taken in but its 64 bytes. There is no pickle, and nothing is allocated by a length that was
 not checked.
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -43,9 +44,12 @@ from tierstate.manifest.errors import (
 
 from .base import MAX_KEY
 
-MAGIC = b"TSP1"
+MAGIC = b"TSP2"
 PIECE = 4 << 20
 """Bytes that one message carries at most."""
+
+LENT = 16 << 20
+"""Bytes of objects that follow one answer at most."""
 
 NONCE = 32
 """Bytes of what each side draws at random, and of a proof."""
@@ -104,6 +108,8 @@ class Line:
 
     def __init__(self, wire: socket.socket, seconds: float) -> None:
         self.wire, self.seconds = wire, seconds
+        # The kernel counts the time: so one call moves all that it is told to, with no turn of this process's between.
+        wire.settimeout(None)
         self._end = 0.0
         self._body = memoryview(b"")
         if wire.family != socket.AF_UNIX:
@@ -127,18 +133,24 @@ class Line:
         """From now on counts the time that a message may take."""
         self._end = time.monotonic() + self.seconds
 
-    def _wait(self) -> None:
+    @contextmanager
+    def _waiting(self, option: int) -> Iterator[None]:
+        """A call that waits as long as the message may still take."""
         left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"no whole message in {self.seconds:g} s")
-        self.wire.settimeout(left)
+        try:
+            if left <= 0:
+                raise BlockingIOError
+            self.wire.setsockopt(socket.SOL_SOCKET, option, _timeval(left))
+            yield
+        except BlockingIOError:
+            raise TimeoutError(f"no whole message in {self.seconds:g} s") from None
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Send all these bytes."""
         rest = [memoryview(part) for part in parts if len(part)]
         while rest:
-            self._wait()
-            sent = self.wire.sendmsg(rest)
+            with self._waiting(socket.SO_SNDTIMEO):
+                sent = self.wire.sendmsg(rest)
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
             if sent:
@@ -148,11 +160,23 @@ class Line:
         """Receive exactly so many bytes, straight into their place."""
         at = 0
         while at < len(out):
-            self._wait()
-            n = self.wire.recv_into(out[at:])
+            with self._waiting(socket.SO_RCVTIMEO):
+                n = self.wire.recv_into(out[at:], 0, socket.MSG_WAITALL)
             if not n:
                 raise ConnectionResetError("the other side has closed the connection")
             at += n
+
+    def lend(self, data: memoryview) -> None:
+        """Send bytes that follow an answer."""
+        for at in range(0, len(data), PIECE):
+            self.begin()
+            self.send(data[at : at + PIECE])
+
+    def borrow(self, out: memoryview) -> None:
+        """Receive bytes that follow an answer, straight into their place."""
+        for at in range(0, len(out), PIECE):
+            self.begin()
+            self.fill(out[at : at + PIECE])
 
     def take(self, nbytes: int) -> bytes:
         """Receive exactly so many bytes."""
@@ -168,10 +192,10 @@ class Line:
 
     def question(self, idle: float) -> Question | None:
         """The next one; None where the other side has gone, or has asked nothing for so many seconds."""
-        self.wire.settimeout(idle)
+        self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(idle))
         try:
             first = self.wire.recv(1)
-        except TimeoutError:
+        except BlockingIOError:
             return None
         if not first:
             return None
@@ -201,29 +225,32 @@ class Line:
             TierstateError: what the keeper could not do.
             Foreign, OSError: there was no answer.
         """
-        head, nbytes = self._asked(ask, key, body)
-        found = self.take(nbytes)
-        self._check(head, found)
-        return found
+        self.post(ask, key, body)
+        return self.reply()
 
     def ask_into(self, ask: Ask, key: str, body: bytes, outs: Sequence[memoryview]) -> None:
-        """Ask, and have the body of the answer written into these buffers, which it fills exactly.
+        """Ask, and have the bytes that follow the answer written into these buffers, which they fill exactly.
 
         Raises: as `ask`.
         """
-        head, nbytes = self._asked(ask, key, body)
-        if nbytes != sum(map(len, outs)):
-            raise Foreign(f"{nbytes} bytes came where {sum(map(len, outs))} were asked for")
+        said, wanted = self.ask(ask, key, body), sum(map(len, outs))
+        if said != LENGTH.pack(wanted):
+            raise Foreign(f"other bytes came than the {wanted} that were asked for")
         for out in outs:
-            self.fill(out)
-        self._check(head, *outs)
+            self.borrow(out)
 
-    def _asked(self, ask: Ask, key: str, body: bytes | memoryview) -> tuple[bytes, int]:
-        """Send a question; the head of its answer, if that is no error, and the length of its body."""
+    def post(self, ask: Ask, key: str, body: bytes | memoryview) -> None:
+        """Ask, and go on; each question has its `reply`, in order."""
         self.begin()
         name = key.encode("ascii")
         head = _QUESTION.pack(MAGIC, ask, len(name), len(body))
         self.send(head, name, body, checksum_of(head, name, body))
+
+    def reply(self) -> bytes:
+        """The body of the next answer.
+
+        Raises: as `ask`.
+        """
         self.begin()
         head = self.take(_ANSWER.size)
         magic, status, nbytes = _ANSWER.unpack(head)
@@ -233,7 +260,15 @@ class Line:
             text = self.take(nbytes)
             self._check(head, text)
             raise KINDS[status - 1](text.decode(errors="replace"))
-        return head, nbytes
+        found = self.take(nbytes)
+        self._check(head, found)
+        return found
+
+
+def _timeval(seconds: float) -> bytes:
+    """Seconds, as the kernel has them; never 0, which is for ever."""
+    micros = max(1, int(seconds * 1e6))
+    return struct.pack("@ll", *divmod(micros, 1_000_000))
 
 
 def status_of(error: BaseException) -> int:
@@ -247,35 +282,3 @@ def checksum_of(*parts: bytes | memoryview) -> bytes:
     for part in parts:
         found.update(part)
     return found.digest()
-
-
-def admit(line: Line, token: bytes) -> bool:
-    """The keeper's side of the beginning: whether the other one knows the token."""
-    line.begin()
-    mine = secrets.token_bytes(NONCE)
-    line.send(MAGIC, mine)
-    theirs, proof = line.take(NONCE), line.take(NONCE)
-    if not hmac.compare_digest(proof, _proof(token, b"client", mine, theirs)):
-        return False
-    line.send(_proof(token, b"keeper", mine, theirs))
-    return True
-
-
-def introduce(line: Line, token: bytes) -> None:
-    """The client's side of the beginning.
-
-    Raises:
-        Foreign: what listens there is no keeper, or does not know the token.
-        OSError: there is no answer, or the connection was closed; perhaps our token is not liked.
-    """
-    line.begin()
-    if line.take(len(MAGIC)) != MAGIC:
-        raise Foreign("what listens there is no keeper, or one of another version of this program")
-    theirs, mine = line.take(NONCE), secrets.token_bytes(NONCE)
-    line.send(mine, _proof(token, b"client", theirs, mine))
-    if not hmac.compare_digest(line.take(NONCE), _proof(token, b"keeper", theirs, mine)):
-        raise Foreign("what listens there does not know the token")
-
-
-def _proof(token: bytes, who: bytes, keepers: bytes, clients: bytes) -> bytes:
-    return hmac.digest(token, who + keepers + clients, "sha256")

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tierstate.manifest.chunk import Buffer, empty_buffer, view
+from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AlreadyExists, TierError, TierstateError
 
 from .base import Release
 from .peer_client import Staging
 from .peer_memory import KeptWriter
 from .peer_peers import Peers
-from .peer_wire import PIECE
 from .writing import StepWriter
+
+SENT = 1 << 20
+"""Bytes that are sent at once: so much is still in the processor's cache on both sides when it is summed and copied."""
 
 
 class Step(NamedTuple):
@@ -37,11 +39,11 @@ class PeerWriter(StepWriter):
     """
 
     def __init__(
-        self, name: str, key: str, local: KeptWriter, peers: Peers, pace: Callable[[int], None], piece: int = PIECE
+        self, name: str, key: str, local: KeptWriter, peers: Peers, pace: Callable[[int], None], piece: int = SENT
     ) -> None:
         super().__init__(f"{name}: {key}")
         self._name, self._key, self._local, self._peers = name, key, local, peers
-        self._pace, self._piece = pace, min(piece, PIECE)
+        self._pace, self._piece = pace, min(piece, SENT)
 
     def _add(self, buffer: Buffer, release: Release | None) -> bool:
         self._local.append(buffer)
@@ -67,13 +69,12 @@ class PeerWriter(StepWriter):
     def _send(self, staged: Sequence[Staging], nbytes: int) -> None:
         if not staged:
             return
-        room = empty_buffer(min(nbytes, self._piece))
-        for start in range(0, nbytes, self._piece):
-            piece = room[: min(self._piece, nbytes - start)]
-            self._local.read(start, piece)
-            for one in staged:
-                self._pace(piece.numel())
-                one.send(view(piece))
+        with self._local.seen() as written:
+            for start in range(0, nbytes, self._piece):
+                with written[start : min(start + self._piece, nbytes)] as piece:
+                    for one in staged:
+                        self._pace(len(piece))
+                        one.send(piece)
 
     def _show(self, staged: Sequence[Staging]) -> None:
         """Make the object visible, host by host, or nowhere.

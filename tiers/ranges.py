@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tierstate.manifest.errors import Damaged
 
@@ -15,6 +15,11 @@ def check_ranges(place: str, size: int, ranges: Sequence[Range]) -> None:
     Raises:
         Damaged: one does not; ``place`` (tier and key) says where.
     """
-    for offset, out in ranges:
-        if offset < 0 or offset + out.numel() > size:
-            raise Damaged(f"{place}: bytes {offset} to {offset + out.numel()} are wanted, the object has {size}")
+    check_spans(place, size, ((offset, out.numel()) for offset, out in ranges))
+
+
+def check_spans(place: str, size: int, spans: Iterable[tuple[int, int]]) -> None:
+    """As `check_ranges`, of offsets and lengths."""
+    for offset, nbytes in spans:
+        if offset < 0 or offset + nbytes > size:
+            raise Damaged(f"{place}: bytes {offset} to {offset + nbytes} are wanted, the object has {size}")

@@ -41,7 +41,7 @@ def two(place: Path) -> Iterator[list[Peer]]:
 
 
 def opened(place: Path, number: int, **keys: float) -> Peer:
-    tier = Peer(path=place / f"host{number}", deadline=20, **keys)  # type: ignore[arg-type]
+    tier = Peer(path=place / f"host{number}", **{"deadline": 20, "idle": 120, **keys})  # type: ignore[arg-type]
     tier.name = "peer"
     return tier
 

@@ -17,8 +17,9 @@ from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import AlreadyExists, Damaged, FormatError, NotFound, TierError, TierUnavailable
 from tierstate.tiers.base import Range
 from tierstate.tiers.peer_client import Far
+from tierstate.tiers.peer_greeting import introduce
 from tierstate.tiers.peer_members import Group, Introduction, Member, decode_group, decode_member, encode, read_card
-from tierstate.tiers.peer_wire import LENGTH, MAGIC, NONCE, PIECE, SPAN, Ask, Foreign, Line, checksum_of, introduce
+from tierstate.tiers.peer_wire import LENGTH, LENT, MAGIC, NONCE, PIECE, SPAN, Ask, Foreign, Line, checksum_of
 from tierstate.tiers.testing import random_bytes
 
 
@@ -186,12 +187,12 @@ def test_members_come_back(member: Member) -> None:
 
 
 def test_reads_longer_than_a_message(hosts: Hosts, member: Member) -> None:
-    data = random_bytes(2 * PIECE + 12345)
+    data = random_bytes(LENT + PIECE + 12345)
     hosts.tiers[0].put("long", data)
     out = empty_buffer(data.numel())
     far = Far(member, 5, lambda: "test")
     far.read("long", [Range(5, out[: PIECE + 7]), Range(0, out[PIECE + 7 :])])
     assert out[: PIECE + 7].equal(data[5 : PIECE + 12])
-    assert out[PIECE + 7 :].equal(data[: PIECE + 12338])
+    assert out[PIECE + 7 :].equal(data[: LENT + 12338])
     far.close()
     hosts.tiers[0].delete("long")
