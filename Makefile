@@ -3,10 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check format lint types wheel bench soak fuzz clean
+.PHONY: demo demo-ranks test check format lint types wheel bench soak fuzz clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
+
+# Four ranks, one of which is killed; then two, then one.
+demo-ranks: $(VENV)/ready
+	$(BIN)/python examples/demo_ranks.py
 
 test: $(VENV)/ready
 	$(BIN)/pytest -m "not soak"

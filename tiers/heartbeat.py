@@ -2,7 +2,8 @@
 
 Every rank counts up a number in the store. Only those who wait look at it, and only at those they wait for. A rank
 counts as dead when its number has not risen for as long as `Terms.silence`, summed over the looks of whoever waits: a
-pause of his own, as while the whole machine stands still, counts for next to nothing.
+pause of his own, as while the whole machine stands still, counts for next to nothing. Who was found dead stays so for
+all later waits, until its number rises.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Vigil:
     def __init__(self, line: Line, terms: Terms, size: int) -> None:
         self._line, self._interval, self._limit = line, terms.interval(size), terms.quiet(size)
         self._last = time.monotonic()
+        self._known = dict(line.silent)  # to be looked at at once: every save that is under way waits for the dead
         self._beats: dict[int, bytes] = {}
         self._quiet: dict[int, float] = {}
 
@@ -72,22 +74,26 @@ class Vigil:
             RankFailed: the store is lost.
         """
         passed = time.monotonic() - self._last
-        if passed < self._interval:
+        if passed < self._interval and not self._known.keys() & set(ranks):
             return {}
         self._last += passed
-        beats = self._read(ranks)
+        beats, known, self._known = self._read(ranks), self._known, {}
         found = {}
         for rank in ranks:
             beat = beats.get(rank, b"")
             if beat == CLOSED:
                 found[rank] = "has closed its Checkpointer"
-            elif beat != self._beats.get(rank):
-                self._beats[rank], self._quiet[rank] = beat, 0.0
-            else:
-                self._quiet[rank] += min(passed, 2 * self._interval)
-                if self._quiet[rank] >= self._limit:
-                    found[rank] = f"has given no sign of life for {self._limit:.3g} s"
+            elif known.get(rank) == beat or self._is_quiet(rank, beat, passed):
+                self._line.silent[rank] = beat
+                found[rank] = f"has given no sign of life for {self._limit:.3g} s"
         return found
+
+    def _is_quiet(self, rank: int, beat: bytes, passed: float) -> bool:
+        if beat != self._beats.get(rank):
+            self._beats[rank], self._quiet[rank] = beat, 0.0
+            return False
+        self._quiet[rank] += min(passed, 2 * self._interval)
+        return self._quiet[rank] >= self._limit
 
     def _read(self, ranks: Collection[int]) -> dict[int, bytes]:
         keys = {beat_of(rank): rank for rank in ranks}

@@ -52,6 +52,8 @@ class Line:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._beats = 0
         self._lost = ""
+        self.silent: dict[int, bytes] = {}
+        """The last beat of each rank that was found dead; kept here by those who wait."""
         self._thread = threading.Thread(target=self._run, name="tierstate-line", daemon=True)
         self._thread.start()
         if beat:

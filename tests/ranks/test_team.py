@@ -231,6 +231,24 @@ def test_only_looks_without_a_beat_count_as_silence(beats: list[bool]) -> None:
     line.end()
 
 
+def test_who_was_found_dead_is_so_for_the_next_wait_until_it_beats() -> None:
+    store = dist.HashStore()
+    line, terms = Line(store, 5.0), Terms(60.0, 60.0)
+    store.set(beat_of(1), "7")
+    store.set(beat_of(2), "7")
+    assert Vigil(line, terms, 3).look([1, 2]) == {}
+    first = Vigil(line, terms, 3)
+    for _ in range(4):
+        first._last -= 1000.0
+        dead = first.look([1])
+    assert set(dead) == {1}
+    later = Vigil(line, terms, 3)
+    assert set(later.look([1, 2])) == {1}  # at once, as each save under way would wait for as long again
+    store.set(beat_of(1), "8")
+    assert Vigil(line, terms, 3).look([1, 2]) == {}
+    line.end()
+
+
 def test_beats_of_many_ranks_cost_the_store_little() -> None:
     terms = Terms()
     for size in (1, 100, 10_000, 100_000):
