@@ -83,7 +83,7 @@ class ShardProvider(TensorProvider):
     @cached_property
     def alias(self) -> Hashable:
         if self._holder is not None and self.near is None:
-            return ("holder", id(self._holder))
+            return None if 0 in self._global.shape else ("holder", id(self._holder))
         return shared_alias(self.value, self.frame)
 
     def done(self) -> Any:
@@ -131,7 +131,7 @@ class ShardsProvider(Provider):
         for the same object, so that it is alike on a rank that holds nothing of it.
         """
         if self._holder is not None and self.near is None:
-            return ("holder", id(self._holder))
+            return None if 0 in self._spec.shape else ("holder", id(self._holder))
         return None if self.value is None or self.frame is None else shared_alias(self.value, self.frame)
 
     @property

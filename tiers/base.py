@@ -228,6 +228,13 @@ class Tier(ABC):
         """
         return None
 
+    def firm(self, key: str) -> bool:
+        """Whether an object that is there would outlive all that one written now does: later versions share no other.
+
+        True, unless a tier knows better.
+        """
+        return True
+
     def room(self) -> int | None:
         """Bytes that may still be put there, as far as can be told without much work; None where nobody knows."""
         return None

@@ -1,4 +1,4 @@
-"""Foundation: whether what a version builds on stands once its record is there."""
+"""Foundation: whether what a version builds on is sound, and stands once its record is there."""
 
 from __future__ import annotations
 
@@ -46,3 +46,13 @@ def check_base(shelf: Shelved, record: Record, base: Record | None) -> None:
     shelf.log.forget(seq)
     text = f"version {base.version.head.seq}, which this save builds on, was dropped by another process meanwhile"
     raise NotFound(f"{shelf.name}: {text}", tier=shelf.name)
+
+
+def flaw_of(tier: Tier, key: str, nbytes: int) -> str:
+    """Why versions to come must not share a pack; empty where it is there, whole, and as safe as a new one."""
+    try:
+        if tier.size(key) != nbytes:
+            return "is truncated"
+    except NotFound:
+        return "is missing"
+    return "" if tier.firm(key) else "has fewer copies than it should"

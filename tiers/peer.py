@@ -171,6 +171,14 @@ class Peer(Tier):
         except NotFound:
             return self._peers.first(key, lambda far: far.age(key))
 
+    def firm(self, key: str) -> bool:
+        peers = self._peers
+        try:
+            self._kept.size(key)
+        except NotFound:
+            return peers.copies(key) > len(peers.partners)
+        return peers.copies(key) >= len(peers.partners)
+
     # Writing
 
     def put(self, key: str, data: Buffer) -> None:

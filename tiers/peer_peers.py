@@ -151,6 +151,11 @@ class Peers:
         self._check_covered(away, f"of objects below {prefix!r}")
         return set().union(*found.values())
 
+    def copies(self, key: str) -> int:
+        """How many of the other hosts have an object, of those that answer."""
+        found, _ = self._all(lambda far: far.size(key), self.all)
+        return len(found)
+
     def taken_elsewhere(self, key: str) -> bool:
         """Whether a host that is no partner has an object of that name.
 

@@ -20,7 +20,7 @@ from tierstate.manifest.retention import Decision, Keep, Mark
 
 from .base import Tier
 from .choices import Choices
-from .foundation import check_base
+from .foundation import check_base, flaw_of
 from .index import Summaries
 from .packs import Row, is_mend, read_footer
 from .retiring import Retiring
@@ -168,14 +168,12 @@ class Shelf:
         return self._indexed[1]
 
     def is_sound(self, key: str, layout: Layout) -> bool:
-        """Whether a pack is there with its whole length; asked once per pack and process."""
+        """Whether a pack is there with its whole length, as safe as a new one; asked once per pack and process."""
         if key not in self._sound:
-            try:
-                self._sound[key] = self.tier.size(key) == layout.size_of(key)
-            except NotFound:
-                self._sound[key] = False
-            if not self._sound[key]:
-                log.warning("%s: pack %s is missing or truncated: its chunks are written again", self.name, key)
+            flaw = flaw_of(self.tier, key, layout.size_of(key))
+            self._sound[key] = not flaw
+            if flaw:
+                log.warning("%s: pack %s %s: its chunks are written again", self.name, key, flaw)
         return self._sound[key]
 
     def mended(self, digest: bytes) -> Place | None:

@@ -64,6 +64,9 @@ class Wrapping(Tier):
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         return self.inner.writer(key, size_hint)
 
+    def firm(self, key: str) -> bool:
+        return self.inner.firm(key)
+
     def room(self) -> int | None:
         return self.inner.room()
 

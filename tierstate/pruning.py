@@ -95,7 +95,7 @@ class Pruning:
 
     Args:
         policy: which tier is to get what.
-        shelves: the run in each tier, in the policy's order.
+        shelves: the run in each tier, in the policy's order; those are pruned that this process leads.
         saving: what this process has under way; None: nothing.
         grace: seconds for which packs that no version names stay, since they may be of a save under way.
         dry_run: only look.
@@ -123,7 +123,7 @@ class Pruning:
         versions = listed(self._shelves, self._policy, {})
         silent = {shelf.name for shelf in self._shelves if not _answers(shelf)}
         tiers = []
-        for shelf in self._shelves:
+        for shelf in (s for s in self._shelves if s.leads):
             found = TierPrune(shelf.name)
             try:
                 self._prune(shelf, self._in_use(shelf, silent, versions), found)

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 class Run:
     """What can be done with the versions that a run has.
 
+    Where several ranks save together, none of this waits for the others: any rank may call any of it. Each looks at the
+    tiers that it sees itself, so that on a tier of one host or process it finds the chunks of that one only. What
+    changes something that all see (a name, a fork, a copy, a rebuilt record) is for one rank to call; where a host has
+    tiers of its own, for one rank of each host, one after the other.
+
     Args:
         policy: which tiers there are.
         run: its name.
@@ -203,7 +208,7 @@ class Run:
         """Drop what the policy does not keep, delete packs that no version names, repack those that are mostly dead.
 
         Safe beside other processes that save, read or prune this run. Saves of this process that are under way keep
-        what is theirs.
+        what is theirs. Of ranks that save together any or all may call this: each prunes what no lower one sees.
 
         Args:
             dry_run: only look; the report says what would be done.
@@ -214,7 +219,7 @@ class Run:
         self._check_open()
         return Pruning(
             self.policy,
-            [s for s in self._shelves if s.leads],
+            self._shelves,
             self._saving(),
             grace,
             dry_run=dry_run,

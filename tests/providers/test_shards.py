@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grids import Boxes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import coordinates, gathered, given_by, load, mesh_at, meshes, part_bytes, placements, pretended, spread
@@ -428,3 +429,10 @@ def test_a_shard_without_a_box_is_the_whole() -> None:
     provider = ShardProvider(torch.zeros(3))
     assert provider.spec == TensorProvider(torch.zeros(3)).spec
     assert provider.box == Box.whole((3,))
+
+
+def test_what_has_no_elements_is_tied_to_nothing_whatever_holds_it() -> None:
+    """So that it restores from one kind of holder into any other."""
+    none = torch.zeros(4, 0)
+    for value in (ts.Shard(none, (0, 0), (4, 0)), Boxes(none.dtype, (4, 0), [(Box((0, 0), (4, 0)), none)]), none):
+        assert [leaf.spec.kind for leaf in flatten({"a": value, "b": value}).leaves] == ["dict", "tensor", "tensor"]

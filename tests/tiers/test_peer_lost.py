@@ -54,6 +54,10 @@ def test_a_replaced_host_finds_its_own_again(two: Hosts) -> None:
     assert list(after[1].list("packs/")) == ["packs/other", "packs/own"]
     assert after[1].get("packs/own").equal(data)
     assert any("a host has left" in note for note in after[1].traits.notes)
+    # Each is with one host, so that versions to come share neither; what is written now is with two.
+    after[0].put("packs/new", data[:10])
+    for tier in after:
+        assert [tier.firm(f"packs/{name}") for name in ("own", "other", "new")] == [False, False, True]
     # A host was lost, so what is there may lie with one that does not answer alone.
     two.die(0)
     with pytest.raises(TierUnavailable, match="may have the only copy"):

@@ -1,0 +1,45 @@
+"""Values of ranks that are not the same: told on every rank, with the way to save them; and then saved that way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from clusters import as_ranks
+from worlds import policy, tier
+
+import tierstate as ts
+from tierstate.tiers.team import Team
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_value_that_differs_fails_the_save_with_its_name_and_as_per_rank_it_is_saved(place: Path, size: int) -> None:
+    spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)})
+
+    def rank(team: Team) -> list[str]:
+        said = []
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            seed = {"seed": 7 if team.rank < size - 1 else 8}
+            save = ckpt.save({"w": torch.ones(9), "loader": seed}, step=0)
+            for name, kind in {"nvme": ts.StateMismatch, "lustre": ts.TierstateError}.items():
+                with pytest.raises(kind) as caught:
+                    save.wait(name)
+                said.append(str(caught.value))
+            own = ts.PerRank(seed)
+            ckpt.save({"w": torch.ones(9), "loader": own}, step=1).wait("lustre")
+            seed["seed"] = 0
+            ckpt.restore({"w": torch.zeros(9), "loader": own})
+            assert own.value == {"seed": 7 if team.rank < size - 1 else 8}
+            assert [v.step for v in ckpt.versions()] == [1]
+        return said
+
+    found = as_ranks([0] * size, rank)
+    assert all(isinstance(said, list) and len(said) == 2 for said in found), found
+    for text in {text for said in found for text in said}:
+        assert "loader.seed" in text
+        assert str(size - 1) in text
+        assert "PerRank" in text
+    with ts.Checkpointer(spec, "run") as alone:
+        assert alone.verify(deep=True).ok
+        assert alone.load()["loader"] == {r: {"seed": 7 if r < size - 1 else 8} for r in range(size)}
