@@ -32,13 +32,14 @@ Shared = Literal["process", "host", "site"]
 
 
 class Seen(Memory):
-    """Memory that is seen as a test says, and whose puts fail as it says."""
+    """Memory that is seen as a test says, and whose puts and deletes fail as it says."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
         self.name = shared
         self._shared = shared
         self.failing: Callable[[str], BaseException | None] = lambda key: None
+        self.staying: Callable[[str], BaseException | None] = lambda key: None
 
     @property
     def traits(self) -> Traits:
@@ -48,6 +49,11 @@ class Seen(Memory):
         if (error := self.failing(key)) is not None:
             raise error
         super().put(key, data)
+
+    def delete(self, key: str) -> None:
+        if (error := self.staying(key)) is not None:
+            raise error
+        super().delete(key)
 
 
 class Mortal:

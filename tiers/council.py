@@ -100,12 +100,14 @@ class Council:
         try:
             record = presiding.run(ballot, self._ballots)
         except BaseException as error:
+            left = presiding.undo(error)
             try:
-                self._ballots.pronounce(ballot, error)
+                self._ballots.pronounce(ballot, left)
             except RankFailed as second:
-                error.add_note(f"and the other ranks could not be told: {second}")
-            presiding.undo()
-            raise
+                left.add_note(f"and the other ranks could not be told: {second}")
+            if left is error:
+                raise
+            raise left from error
         try:
             self._ballots.pronounce(ballot, None)
         except RankFailed as error:
@@ -159,8 +161,7 @@ class Council:
             return part if leading is None or leading.record is None else leading.record
         error = heard(said)
         if leading is not None:
-            leading.undo(error)
-            raise leading.error or error
+            raise leading.undo(error)
         shared = self._tier.traits.shared
         if shared != "site" and self._team.sight(shared)[0] in (verdict.get("unsettled") or ()):
             raise CommitUnknown(f"{self._name}: a version that is not whole may have a record here: {error}") from error

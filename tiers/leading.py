@@ -68,10 +68,15 @@ class Leading:
         """Whether the verdict is there already: then others wait for nothing that this rank may yet do."""
         return self._team.has_said(0, ballot.verdict)
 
-    def undo(self, error: TierstateError) -> None:
-        """The verdict was against it: the record that was created here goes, as its version is not whole."""
-        if self.record is not None and not isinstance(error, CommitUnknown):
-            remove(self._log, self.record)
+    def undo(self, error: TierstateError) -> BaseException:
+        """The verdict was against it: the record that was created here goes, as its version is not whole.
+
+        Returns:
+            What this rank is to be told: why there is no version, or that its record could not be removed.
+        """
+        if self.record is None or isinstance(error, CommitUnknown):
+            return self.error or error
+        return self.error or undone(self._log, self.record, error)
 
     def _version(self, said: bytes, ballot: Ballot) -> Version:
         head, _ = unpack(said, "what rank 0 says of the version")
@@ -98,10 +103,17 @@ def record_of(version: Version, parts: Sequence[tuple[Array, Record]], commit: M
     return Record(version, join(version, [(rows, part.layout) for rows, part in parts]), commit)
 
 
-def remove(records: Log, record: Record) -> None:
-    """Delete a record that was created here, of a version that came to nothing."""
+def undone(records: Log, record: Record, error: BaseException) -> BaseException:
+    """Delete a record that was created here, of a version that came to nothing.
+
+    Returns:
+        Why it came to nothing; or, where the record stays, that: then nothing that it names may be deleted.
+    """
+    seq = record.version.head.seq
     try:
-        records.forget(record.version.head.seq)
-    except TierError as error:
-        said = "%s: the record of version %d, which is not whole, could not be removed: %s"
-        log.warning(said, records.tier.name, record.version.head.seq, error)
+        records.forget(seq)
+    except TierError as second:
+        name = records.tier.name
+        log.warning("%s: the record of version %d, which is not whole, could not be removed: %s", name, seq, second)
+        return CommitUnknown(f"{name}: the record of version {seq}, of which not all parts are there, stays: {error}")
+    return error

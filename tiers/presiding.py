@@ -19,7 +19,7 @@ from tierstate.manifest.version import Version
 from .ballot import Ballot, Ballots
 from .base import Range, Tier
 from .heartbeat import named
-from .leading import record_of, remove
+from .leading import record_of, undone
 from .minutes import Minutes
 from .team import Stop, Team
 from .verdict import Divided, LeftOut, Vote, heard, pack, unpack
@@ -65,10 +65,9 @@ class Presiding:
         self._confirm(leaders, ballot)
         return record
 
-    def undo(self) -> None:
-        """It failed: what was created here is of a version that is not whole."""
-        if self._record is not None:
-            remove(self._log, self._record)
+    def undo(self, error: BaseException) -> BaseException:
+        """It failed: what was created here is of a version that is not whole. Returns: as `undone`."""
+        return error if self._record is None else undone(self._log, self._record, error)
 
     def _create(self, version: Version, ranks: Sequence[int], parts: Sequence[Record], rows: Sequence[Array]) -> Record:
         record = record_of(version, [(rows[r], parts[r]) for r in ranks], self._part.commit)

@@ -209,6 +209,21 @@ def test_a_leader_that_cannot_create_its_record_undoes_those_of_all(error: Tiers
     assert not world.records(1)
 
 
+def test_what_a_record_names_that_cannot_be_undone_is_deleted_by_nobody() -> None:
+    """Rank 2 cannot create its record, and rank 0 cannot remove its own: on that host all packs must stay."""
+    world = World("host", [0, 0, 1])
+    away = TierUnavailable("away")
+    world.tiers[1].failing = lambda key: TierFull("full") if key.startswith("versions/") else None
+    world.tiers[0].staying = lambda key: away if key.startswith("versions/") else None
+    found = each(world, lambda team, council: council.commit(world.part(team.rank, 1)))
+    assert isinstance(found[0], CommitUnknown)
+    assert isinstance(found[1], CommitUnknown)
+    assert "could not create the record" in str(found[1])
+    assert isinstance(found[2], TierFull)
+    assert len(world.records(1)) == 1
+    assert not world.is_whole(1)
+
+
 def test_parts_of_different_saves_make_no_version() -> None:
     world = World("site", [0, 0])
 
