@@ -14,7 +14,7 @@ from strategies import difference
 from worlds import arena_of, engine_threads, faulty, names, opened, policy, tensors, tier, unreferenced, wrapped
 
 import tierstate as ts
-from tierstate import checkpointer, finding
+from tierstate import finding, planning
 from tierstate.manifest.version import Version
 from tierstate.tiers import patience
 from tierstate.tiers.memory import Memory
@@ -302,8 +302,8 @@ def test_a_tier_that_cannot_be_asked_at_the_start_gets_at_least_the_newest(place
 def test_cadence_by_time_goes_on_after_a_restart_and_a_failed_save_does_not_count(place, slow, monkeypatch):
     monkeypatch.setattr(patience, "FIRST", 600.0)
     now = [1_700_000_000.0]
-    clock = SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic)
-    monkeypatch.setattr(checkpointer, "time", clock)
+    clock = SimpleNamespace(time=lambda: now[0])
+    monkeypatch.setattr(planning, "time", clock)
     spec = policy({"nvme": tier("nvme", place), "slow": {**slow, "every": "30min"}})
     went, step = [], 0
     for _ in range(3):
