@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from servers.fixtures import ceph, ceph_once, proxy, proxy_to, server, swift, swift_once
-from worlds import scratch
+from worlds import meet_strangers, scratch
 
 __all__ = ["ceph", "ceph_once", "proxy", "proxy_to", "server", "swift", "swift_once"]
 
@@ -23,6 +23,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As of whatever a shell starts in the background: the programs that tests interrupt would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup() -> None:
+    meet_strangers()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -115,9 +116,19 @@ def has_uring() -> bool:
     return True
 
 
+_STRANGERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def meet_strangers() -> None:
+    """Take note of the threads that are alive as a test begins: those of earlier ones may take a while to end."""
+    _STRANGERS.clear()
+    _STRANGERS.update(threading.enumerate())
+
+
 def engine_threads() -> list[str]:
-    """Names of the engine's threads that are alive."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("tierstate")]
+    """Names of the engine's threads that were begun by this test and are alive."""
+    mine = [thread for thread in threading.enumerate() if thread not in _STRANGERS]
+    return [thread.name for thread in mine if thread.name.startswith("tierstate")]
 
 
 def arena_of(ckpt: ts.Checkpointer) -> Arena:

@@ -68,7 +68,7 @@ def test_the_good_one_is_good() -> None:
         (1, "version: true", "version: true is not a number; write one"),
         (1, "vershun: 1", "vershun: unknown key; did you mean 'version'?"),
         (1, "tires: 1", "tires: unknown key; did you mean 'tiers'?"),
-        (1, "xyz: 1", "xyz: unknown key; known are version, chunk, digest, arena, durable, rules, tiers"),
+        (1, "xyz: 1", "xyz: unknown key; known are version, chunk, digest, arena, ranks, durable, rules, tiers"),
         (2, "chunk: 17", "chunk: 17B is no length of a chunk; write a multiple of 16 bytes from 4KiB to 1GiB, as in"),
         (2, "chunk: 2KiB", "chunk: 2KiB is no length of a chunk"),
         (2, "chunk: 2GiB", "chunk: 2GiB is no length of a chunk"),
