@@ -27,6 +27,8 @@ from tierstate.tiers.minutes import Minutes
 from tierstate.tiers.team import Team
 
 QUICK = Terms(timeout=20.0, silence=0.5)
+CALM = Terms(timeout=20.0, silence=10.0)
+"""Where no rank dies: a busy machine keeps threads from giving a sign of life for a while."""
 PATIENCE = 60.0
 Shared = Literal["process", "host", "site"]
 
@@ -85,21 +87,23 @@ def together(
     function: Callable[[Team], Any],
     *,
     hosts: Sequence[int] | None = None,
-    terms: Terms = QUICK,
+    terms: Terms | None = None,
     store: Any = None,
     cut: Mapping[int, int] | None = None,
 ) -> list[Any]:
     """Call a function in a thread for each rank; what each returned, or raised.
 
     Args:
+        terms: by default such as are met on a busy machine, unless ranks are cut.
         cut: for some ranks, after how many calls the store answers them no more.
     """
+    kept = terms or (QUICK if cut else CALM)
     shared = store if store is not None else dist.HashStore()
     mortals = {rank: Mortal(shared, left) for rank, left in (cut or {}).items()}
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        team = Team(mortals.get(rank, shared), rank, size, hosts or [0] * size, terms=terms)
+        team = Team(mortals.get(rank, shared), rank, size, hosts or [0] * size, terms=kept)
         try:
             found[rank] = function(team)
         except BaseException as error:

@@ -163,7 +163,7 @@ class Wrapped(Faulty):
     def begin(self, operation: Operation) -> Fault | None:
         """As in `Faulty`, once the gate of the operation, if there is one, is open."""
         gate = self.gates.get(operation)
-        if gate is not None and not gate.wait(30):
+        if gate is not None and not gate.wait(120):
             raise AssertionError(f"nobody opened the gate of {operation}")
         return super().begin(operation)
 

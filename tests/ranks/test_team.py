@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from teams import QUICK, Mortal, together
+from teams import Mortal, together
 
 from tierstate.manifest.errors import FormatError, RankFailed
 from tierstate.tiers import line
@@ -271,15 +271,15 @@ def test_ten_thousand_messages_take_few_questions() -> None:
 @pytest.mark.parametrize("make", [dist.HashStore, tcp], ids=["threads", "tcp"])
 def test_ranks_meet_again_and_again_over_what_others_left(make: Any) -> None:
     """One meeting after the other; the first of which one rank never came to, whose call lies there still."""
-    store, sizes = make(), []
+    store, sizes, patient = make(), [], Terms(timeout=60.0, silence=20.0)
     with pytest.raises(RankFailed, match="ranks 1, 2 did not come") as failed:
         meet(store, "run", 0, 3, Terms(0.1, 5.0))
     assert failed.value.ranks == (1, 2)
     store.set("run/old/here/1", b"elsewhere")
 
     def rank(number: int, found: list[Any]) -> None:
-        mine, hosts = meet(store, "run", number, 3, QUICK)
-        team = Team(mine, number, 3, hosts, terms=QUICK)
+        mine, hosts = meet(store, "run", number, 3, patient)
+        team = Team(mine, number, 3, hosts, terms=patient)
         found[number] = team.gather("who", bytes([number])), team.hosts
         team.gather("done", b"")
         team.close()
