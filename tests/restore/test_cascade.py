@@ -385,9 +385,10 @@ def test_an_outage_of_many_saves_holds_only_numbers(place, slow):
     spec = policy({"nvme": tier("nvme", place, keep={"last": 1}), "slow": slow})
     ckpt = ts.Checkpointer(spec, "down")
     faulty(slow).add(Fault("append", 0, GONE))
-    saves = [ckpt.save(tensors(100, seed=step), step=step) for step in range(LIMIT + 20)]
-    for save in saves:
-        failed(save)
+    saves = []
+    for step in range(LIMIT + 20):
+        saves.append(ckpt.save(tensors(100, seed=step), step=step))
+        failed(saves[-1])  # one by one: of many that wait at once, the oldest would be left out instead
     assert tables("down") <= 4
     assert ckpt.stats().tiers["slow"].owed == LIMIT
     faulty(slow).heal()
