@@ -94,7 +94,9 @@ def meet(version: Version, wants: Sequence[Want]) -> Meetings:
 
 def stored_boxes(version: Version, shards: Array, ndim: int) -> Corners:
     """The boxes of some shards, all of leaves of so many axes."""
-    return Corners.of([version.boxes[s] for s in shards.tolist()], ndim)
+    for _, low, shape in version.boxes[shards].groups():
+        return Corners(low, low + shape)  # of as many axes, and so one group in the order of the shards
+    return Corners.of([], ndim)
 
 
 _NONE = np.zeros(0, "i8")
