@@ -1,9 +1,17 @@
-# One command each: `make demo` shows the main job, `make test` runs the tests, `make check` is what CI runs.
+# One command each: `make demo` shows the main job, `make quick` and `make test` run tests, `make check` is what CI runs.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-ranks test check format lint types wheel bench soak fuzz clean
+# Most tests wait for something, so two of them share a core; a worker takes about 1 GiB of memory.
+CORES   := $(shell nproc 2>/dev/null || echo 2)
+WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 8 || echo $$((2 * $(CORES))))
+BESIDE   = -n $(WORKERS) --dist loadgroup
+
+# The tests start hundreds of processes, each of which would compile all of tierstate again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo demo-ranks quick test check format lint types wheel bench mutants soak fuzz clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -12,27 +20,33 @@ demo: $(VENV)/ready
 demo-ranks: $(VENV)/ready
 	$(BIN)/python examples/demo_ranks.py
 
+# After each edit: what computes and does not wait, one worker per core.
+quick: $(VENV)/ready
+	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -q -n $(CORES) --dist loadgroup -m "not (soak or slow or server or root)"
+
+# All that this machine can run; what it cannot is skipped, and named in one line at the end.
 test: $(VENV)/ready
-	$(BIN)/pytest -m "not soak"
+	$(BIN)/pytest -q $(BESIDE) -m "not soak"
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	@# Both test runs at once, as most tests wait for something; told one after the other.
-	@log=$$(mktemp); $(MAKE) --no-print-directory wheel >$$log 2>&1 & wheel=$$!; \
-	trap "kill $$wheel" INT TERM; \
-	$(BIN)/pytest -m "not soak" -q; here=$$?; \
-	wait $$wheel; there=$$?; \
-	echo "Against the wheel:"; cat $$log; rm $$log; exit $$((here || there))
+	@# The only tests about the checkout itself; all others run once, against the wheel.
+	$(BIN)/pytest -q tests/test_architecture.py
+	TIERSTATE_TEST_INSTALL=1 $(MAKE) --no-print-directory wheel
 
-# The tests once more, against the built wheel in an environment that has never seen the checkout.
+# All tests against the built wheel, in an environment that has never seen the checkout.
 wheel: $(VENV)/ready
-	sh tests/against_wheel.sh $(PYTHON) $(BIN)/python
+	@sh tests/against_wheel.sh $(PYTHON) $(BIN)/python $(BESIDE)
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Single changes of the code, each of which some test must notice; make mutants ARGS="--only 'posix*'" for a few.
+mutants: $(VENV)/ready
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 soak: $(VENV)/ready
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q

@@ -17,13 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from benchmarks.competitor import Competitor
+from benchmarks.field import NAMES, Missing, find
+from benchmarks.machine import facts, touch_memory
+from benchmarks.results import Results
+from benchmarks.rounds import HOUSE, Rounds, say
 from tierstate.tiers.units import parse_size
-
-from .competitor import Competitor
-from .field import NAMES, Missing, find
-from .machine import facts, touch_memory
-from .results import Results
-from .rounds import HOUSE, Rounds, say
 
 PHASES = ("save", "restore", "unchanged", "train", "import")
 
@@ -31,14 +30,14 @@ PHASES = ("save", "restore", "unchanged", "train", "import")
 def main() -> int:
     """Measure, or report; 1 where something failed."""
     if sys.argv[1:2] == ["peer"]:
-        from . import peer
+        from benchmarks import peer
 
         return peer.main(sys.argv[2:])
     if sys.argv[1:2] == ["dcp"]:
-        from .dcp import main as dcp
+        from benchmarks.dcp import main as dcp
 
         return dcp(sys.argv[2:])
-    from .page import write_page  # which needs matplotlib
+    from benchmarks.page import write_page  # which needs matplotlib
 
     args = arguments()
     out = Path(args.out)

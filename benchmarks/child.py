@@ -11,12 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .competitor import Competitor
-from .field import find
-from .files import census, make_cold, sync_tree
-from .gauge import Gauge, Peak
-from .state import State, fingerprint, tensors
-from .training import train
+from benchmarks.competitor import Competitor
+from benchmarks.field import find
+from benchmarks.files import census, make_cold, sync_tree
+from benchmarks.gauge import Gauge, Peak
+from benchmarks.state import State, fingerprint, tensors
+from benchmarks.training import train
 
 SAVES = 2
 """Saves of one process: the first also warms up, the second is what counts."""

@@ -22,13 +22,12 @@ import torch
 import yaml
 
 import tierstate as ts
+from benchmarks.machine import facts
+from benchmarks.rounds import say
+from benchmarks.tables import table
+from tierstate.engine.codecs.codecs import compress, decompress
 from tierstate.manifest.chunk import CHUNK_SIZE, Buffer
-from tierstate.tiers.codecs import decode, encode
 from tierstate.tiers.units import parse_size
-
-from .machine import facts
-from .rounds import say
-from .tables import table
 
 Kinds = dict[str, tuple[torch.Tensor, int]]
 """Bytes and itemsize of each kind of leaf."""
@@ -80,12 +79,12 @@ def timed(chunks: list[Buffer], codec: str, itemsize: int, threads: int) -> list
 
     def one(i: int) -> float:
         start = time.thread_time()
-        stored[i] = encode(codec, chunks[i], itemsize)
+        stored[i] = compress(codec, chunks[i], itemsize)
         return time.thread_time() - start
 
     def back(i: int) -> float:
         start = time.thread_time()
-        raw = decode(*stored[i], len(chunks[i]))
+        raw = decompress(*stored[i], len(chunks[i]))
         spent = time.thread_time() - start
         if not torch.equal(raw, chunks[i]):
             raise ValueError("other bytes came back than were encoded")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .state import State
+from benchmarks.state import State
 
 
 def nothing() -> None:

@@ -29,12 +29,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.files import make_cold
+from benchmarks.machine import facts
+from benchmarks.rounds import HOUSE, say
+from benchmarks.tables import table
 from tierstate.tiers.units import parse_size
-
-from .files import make_cold
-from .machine import facts
-from .rounds import HOUSE, say
-from .tables import table
 
 WHO = ("FileSystem", "tierstate")
 LAYERS = 24

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import tierstate as ts
-from tierstate.manifest.log import Log
+from tierstate.manifest.history.log import Log
 from tierstate.tiers.registry import open_tier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

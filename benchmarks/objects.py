@@ -23,12 +23,11 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 import torch
 
+from benchmarks.rounds import say
 from tierstate.manifest.chunk import Buffer, empty_buffer, view
 from tierstate.tiers.base import Range
-from tierstate.tiers.object import ObjectStore
+from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.units import parse_size
-
-from .rounds import say
 
 PIECE = 16 << 20
 """Bytes of a slab, a part and a request, for those that are told."""

@@ -26,10 +26,10 @@ from tierstate.tiers.units import parse_size
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from servers.buckets import make_bucket, two_tiers
-from servers.ceph import Ceph, install
-from servers.faults import Fault
-from servers.proxy import Proxy
+from support.servers.buckets import make_bucket, two_tiers
+from support.servers.ceph import Ceph, install
+from support.servers.faults import Fault
+from support.servers.proxy import Proxy
 
 LEAVES = 8
 COLUMNS = ("outage s", "blocked s", "durable before s", "back until durable s", "saves needed", "bytes lost")

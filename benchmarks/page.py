@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from string import Template
 
-from .field import NAMES, Missing, find
-from .results import Results
-from .rounds import TRAINED
-from .tables import cold_table, import_table, save_table, title, training_table, unchanged_table
-from .targets import targets_table
-from .training import STEPS
+from benchmarks.field import NAMES, Missing, find
+from benchmarks.results import Results
+from benchmarks.rounds import TRAINED
+from benchmarks.tables import cold_table, import_table, save_table, title, training_table, unchanged_table
+from benchmarks.targets import targets_table
+from benchmarks.training import STEPS
 
 _TEXT = Path(__file__).with_name("page.md")
 
 
 def write_page(results: Results, folder: Path) -> None:
     """Write benchmarks.md and benchmarks.png; the same results always make the same files."""
-    from .plot import draw  # which needs matplotlib; who only measures does not
+    from benchmarks.plot import draw  # which needs matplotlib; who only measures does not
 
     folder.mkdir(parents=True, exist_ok=True)
     drawn = draw(results, folder / "benchmarks.png")

@@ -31,10 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tierstate as ts
-from tierstate.tiers.peer import Peer
+from benchmarks.tables import table
+from tierstate.tiers.peer.tier import Peer
 from tierstate.tiers.units import parse_size, rough_size
-
-from .tables import table
 
 TARGET = 3.0
 LEAVES = 16

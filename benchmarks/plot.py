@@ -7,9 +7,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .field import NAMES
-from .results import Results, Spread, short
-from .tables import title, way_of
+from benchmarks.field import NAMES
+from benchmarks.results import Results, Spread, short
+from benchmarks.tables import title, way_of
 
 OURS, PEERS, LIMITS = "#1b6ca8", "#b9b9b9", "#e4d8b4"
 """Colours of tierstate, of the others, and of the limits of the hardware."""

@@ -26,23 +26,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from benchmarks.gauge import Peak
+from benchmarks.machine import facts
+from benchmarks.rounds import say
+from benchmarks.tables import table
+from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Boxes
-from tierstate.manifest.catalog import Catalog
-from tierstate.manifest.columns import Array
-from tierstate.manifest.head import Head
-from tierstate.manifest.join import join
-from tierstate.manifest.layout import Draft
-from tierstate.manifest.leaf import Leaf, Spec
-from tierstate.manifest.merge import merge, placed
-from tierstate.manifest.part import PartReader, encode_part, part_of
-from tierstate.manifest.record import Record
-from tierstate.manifest.sharing import Table, share_out
-from tierstate.manifest.version import Shards, Version
-
-from .gauge import Peak
-from .machine import facts
-from .rounds import say
-from .tables import table
+from tierstate.manifest.format.layout import LayoutBuilder
+from tierstate.manifest.format.leaf import Leaf, LeafTable, Spec
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import Head, Shards, Version
+from tierstate.manifest.sharded.merge import join_layouts, merge_parts, rows_in_merged
+from tierstate.manifest.sharded.ownership import SaveCandidates, assign_owners
+from tierstate.manifest.sharded.part import PartReader, encode_part, part_of
 
 T = TypeVar("T")
 HOST = 8
@@ -59,7 +55,7 @@ STEPS = ("share out", "read parts", "merge", "join", "encode record", "read reco
 class Held(NamedTuple):
     """What a rank holds."""
 
-    catalog: Catalog
+    catalog: LeafTable
     shards: Shards
     single: Array
 
@@ -68,7 +64,7 @@ def held(shape: str, ranks: int, leaves: int) -> Iterator[Held]:
     """What each rank holds."""
     cut = ranks if shape in ("fsdp", "own") else ranks // HOST
     stages = HOST if shape == "stages" else 1
-    catalogs = [Catalog.of(tensors(stage, leaves, cut)) for stage in range(stages)]
+    catalogs = [LeafTable.of(tensors(stage, leaves, cut)) for stage in range(stages)]
     for rank in range(ranks):
         catalog = catalogs[rank % stages]
         piece = rank if cut == ranks else rank // HOST
@@ -80,7 +76,7 @@ def held(shape: str, ranks: int, leaves: int) -> Iterator[Held]:
         boxes, count = Boxes(ndim, offset, numbers), leaves
         if shape == "own":
             own = [Leaf(("rng",), Spec("dict")), Leaf(("rng", rank), Spec("value", shape=(100,)))]
-            catalog, count = Catalog.of([*catalog.leaves, *own]), leaves + 1
+            catalog, count = LeafTable.of([*catalog.leaves, *own]), leaves + 1
             boxes = Boxes.concat([boxes, Boxes.wholes([(100,)])])
         leaf = np.flatnonzero(catalog.has_bytes).astype("<u4")
         yield Held(catalog, Shards(leaf, np.full(count, rank, "<u4"), boxes), np.arange(count) < leaves)
@@ -106,7 +102,7 @@ def record_of(rank: int, mine: Held, chosen: Array) -> Record:
     digests = np.random.default_rng(rank).integers(0, 1 << 63, (len(rows), 2), "u8")
     head = Head("run", 1, 100, 1.6e9 + rank, metadata={"loss": 1 / (rank + 1)})
     version = Version.build(head, mine.catalog, shards, digests)
-    draft, key = Draft(len(rows)), f"packs/run/000000000001-{rank}-0-{'0' * 16}"
+    draft, key = LayoutBuilder(len(rows)), f"packs/run/000000000001-{rank}-0-{'0' * 16}"
     draft.put_run(np.arange(len(rows)), key, 4096 * np.arange(len(rows)), version.chunk_nbytes, "raw")
     return Record(version, draft.build({key: 4096 * (len(rows) + 1)}), {"id": f"{rank:032x}"})
 
@@ -125,10 +121,10 @@ def ranks_side(shape: str, ranks: int, leaves: int, folder: Path) -> dict[str, f
     given, took, parts = [], [], []
     for catalog, shards, single in holders:
         paths = [catalog.paths[i] for i in shards.leaf.tolist()]
-        given.append(Table(paths, shards.boxes, shards.boxes.volumes * catalog.itemsize[shards.leaf], single))
-    sharing = share_out(given)
+        given.append(SaveCandidates(paths, shards.boxes, shards.boxes.volumes * catalog.itemsize[shards.leaf], single))
+    sharing = assign_owners(given)
     for rank, mine in enumerate(holders):
-        record = record_of(rank, mine, sharing.mine(rank, given[rank]))
+        record = record_of(rank, mine, sharing.saved_by(rank, given[rank]))
         start = time.process_time()
         parts.append(encode_part(record))
         took.append(time.process_time() - start)
@@ -148,21 +144,21 @@ def coordinate(folder: Path) -> dict[str, Any]:
     parts: list[bytes] = pickle.loads((folder / "parts").read_bytes())
     reader = PartReader()
     records = timed(seconds, "read parts", lambda: [reader.decode(data) for data in parts])
-    version, rows = timed(seconds, "merge", lambda: merge([r.version for r in records]))
+    version, rows = timed(seconds, "merge", lambda: merge_parts([r.version for r in records]))
     pairs = [(mine, r.layout) for mine, r in zip(rows, records, strict=True)]
-    layout = timed(seconds, "join", lambda: join(version, pairs))
+    layout = timed(seconds, "join", lambda: join_layouts(version, pairs))
     data = timed(seconds, "encode record", Record(version, layout, {"id": "x"}).encode)
     extra = peak.extra()
     sizes |= {"parts": sum(map(len, parts)), "record": len(data), "version": len(version.data)}
     whole = timed(seconds, "read record", lambda: Record.decode(memoryview(data)))
-    timed(seconds, "place", lambda: placed(whole.version, records[-1].version))
+    timed(seconds, "place", lambda: rows_in_merged(whole.version, records[-1].version))
     timed(seconds, "own part", lambda: part_of(whole, len(parts) - 1))
     return {"seconds": seconds, "peak": extra, "bytes": sizes, "chunks": len(version.digests)}
 
 
 def shared(tables: list[bytes]) -> int:
     """Share out, and encode for each rank what it needs of that: how many bytes."""
-    sharing = share_out([Table.decode(data) for data in tables])
+    sharing = assign_owners([SaveCandidates.decode(data) for data in tables])
     return sum(len(sharing.of([rank]).encode()) for rank in range(len(tables)))
 
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .child import Task, run
-from .competitor import Competitor
-from .results import Results
+from benchmarks.child import Task, run
+from benchmarks.competitor import Competitor
+from benchmarks.results import Results
 
 HOUSE = Path(__file__).resolve().parents[1]
 PATIENCE = 600

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from .field import NAMES, Missing, find
-from .results import Results, Sample, Spread, short
+from benchmarks.field import NAMES, Missing, find
+from benchmarks.results import Results, Sample, Spread, short
 
 OURS = "eager"
 """What ratios are made against."""

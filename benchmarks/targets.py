@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .results import Results, Sample, Spread
-from .tables import table
+from benchmarks.results import Results, Sample, Spread
+from benchmarks.tables import table
 
 Pick = Callable[[Sample], float | None]
 PEERS = ("torch", "dcp", "safetensors", "torchsnapshot")

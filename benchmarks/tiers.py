@@ -21,18 +21,17 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.field.fio import Fio, run_fio
+from benchmarks.files import make_cold
+from benchmarks.gauge import Gauge
+from benchmarks.machine import facts
+from benchmarks.rounds import say
+from benchmarks.tables import table
 from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import Range, Tier
-from tierstate.tiers.pages import fault_in, map_pages
+from tierstate.tiers.memory.arena import fault_in, map_pages
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.units import parse_size
-
-from .field.fio import Fio, run_fio
-from .files import make_cold
-from .gauge import Gauge
-from .machine import facts
-from .rounds import say
-from .tables import table
 
 PIECE = 64 << 20
 """Bytes of one piece, as long as a slab."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .competitor import Competitor, Pending
-from .gauge import settle
-from .state import VOCABULARY, State
+from benchmarks.competitor import Competitor, Pending
+from benchmarks.gauge import settle
+from benchmarks.state import VOCABULARY, State
 
 TOKENS = 192
 """Tokens of one batch: so many that a step of a 45 million parameter model is bound by computing, as training is."""

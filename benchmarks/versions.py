@@ -22,22 +22,20 @@ import torch
 import yaml
 
 import tierstate as ts
-from tierstate.manifest.box import Box
+from benchmarks.machine import facts
+from benchmarks.rounds import say
+from benchmarks.tables import table
+from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer
-from tierstate.manifest.diff import diff
-from tierstate.manifest.head import Head
-from tierstate.manifest.layout import Draft
-from tierstate.manifest.leaf import Leaf, Spec
-from tierstate.manifest.log import Log, commit_id
-from tierstate.manifest.record import Record
-from tierstate.manifest.version import ShardRow, Version
+from tierstate.manifest.format.layout import LayoutBuilder
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import Head, ShardRow, Version
+from tierstate.manifest.history.diff import diff_versions
+from tierstate.manifest.history.log import Log, commit_id
 from tierstate.tiers.base import Tier
-from tierstate.tiers.nvme import Nvme
+from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.units import parse_size
-
-from .machine import facts
-from .rounds import say
-from .tables import table
 
 TENSORS = 200
 BODY = bytes(4096)
@@ -100,7 +98,7 @@ def version(seq: int, chunks: int = 4, parent: str = "") -> Version:
 def record(found: Version, key: str) -> Record:
     """A record of it whose chunks lie one after the other in one pack."""
     rows = np.arange(len(found.digests))
-    draft = Draft(len(rows))
+    draft = LayoutBuilder(len(rows))
     draft.put_run(rows, key, 16 * rows, 16, "raw")
     return Record(found, draft.build({key: max(len(BODY), 16 * len(rows))}), {"id": commit_id()})
 
@@ -137,8 +135,8 @@ def long_runs(root: Path) -> list[list[str]]:
 
     rows.append(["`ls` of 10,000 versions, no index", f"{repeated(1, listing):.2f} s", ""])
     with ts.Checkpointer(policy(root / "listed"), "run") as ckpt:
-        ckpt._shelves[0].summaries.look()
-        ckpt._shelves[0].summaries.write()
+        ckpt._tier_runs[0].summaries.look()
+        ckpt._tier_runs[0].summaries.write()
     rows.append(["`ls` of 10,000 versions, with the index that savers keep", f"{repeated(5, listing):.2f} s", "1 s"])
     run_of(Nvme(path=root / "pruned"), 1000, packs=True)
     with ts.Checkpointer(policy(root / "pruned", keep={"last": 1}), "run") as ckpt:
@@ -161,7 +159,7 @@ def manifest(root: Path, chunks: int) -> list[list[str]]:
         with timed(seconds):
             log.commit(fresh)
     opened = repeated(5, lambda: log.read(3))
-    compared = repeated(5, lambda: diff(one, other))
+    compared = repeated(5, lambda: diff_versions(one, other))
     what = f"{chunks:,} chunks"
     return [
         [f"{what}: encode and commit, synced", f"{statistics.median(seconds):.2f} s", "1 s"],

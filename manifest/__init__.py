@@ -1,1 +1,1 @@
-"""What was saved: leaves, chunks, versions, layouts, records, and the log that orders them."""
+"""The manifest of a checkpoint: leaves, chunks, versions, layouts and records, and the log that orders the records."""

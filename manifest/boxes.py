@@ -1,29 +1,112 @@
-"""Many boxes as columns: a million of them are numbers, and no Python objects until somebody asks for one."""
+"""Boxes: rectangular parts (offset, shape) of an array's global index space, by which shards are described.
+
+`Box` is one box as an object. `Boxes` are many boxes as NumPy columns (struct of arrays), which are intersected and
+compared all at once: a version may have a million shards. `row_major_runs` cuts a range of elements in row-major order
+into boxes, so that it can be copied by a few rectangular copies.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import overload
+from itertools import chain
+from typing import NamedTuple, overload
 
 import numpy as np
 
-from . import columns as col
-from .box import Box
+from .arrays import Array, expand_runs, starts_of
 from .errors import FormatError
 
-Array = col.Array
+Shape = tuple[int, ...]
 
-MANY = 1 << 62
-"""Where counting of elements ends: nothing that is there has so many."""
+MAX_ELEMENTS = 1 << 62
+"""Volumes are counted up to this number of elements: no array in memory has so many."""
+
+
+class Box(NamedTuple):
+    """A part ``offset[d] <= index[d] < offset[d] + shape[d]`` of a global index space."""
+
+    offset: Shape
+    shape: Shape
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that covers all of an array of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements; 1 for a 0-d box."""
+        return math.prod(self.shape)
+
+    def within(self, shape: Sequence[int]) -> bool:
+        """Whether the box lies inside an array of this shape."""
+        return len(shape) == len(self.shape) == len(self.offset) and all(
+            o >= 0 and n >= 0 and o + n <= whole for o, n, whole in zip(self.offset, self.shape, shape, strict=True)
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """The intersection in global coordinates, or None if it is empty."""
+        lo = tuple(map(max, self.offset, other.offset))
+        hi = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(h - low for low, h in zip(lo, hi, strict=True))
+        return None if any(n <= 0 for n in shape) else Box(lo, shape)
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same box with its offset relative to ``origin``; the offset may be negative then."""
+        return Box(tuple(o - start for o, start in zip(self.offset, origin, strict=True)), self.shape)
+
+    def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+        """Index of this box in an array whose first element is at ``origin`` (default: zero)."""
+        start = origin if origin is not None else (0,) * len(self.offset)
+        return tuple(slice(o - s, o - s + n) for o, s, n in zip(self.offset, start, self.shape, strict=True))
+
+
+def row_major_runs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """Cut the elements ``start:stop`` of an array in row-major order into boxes.
+
+    Yields ``(flat offset of the first element, box)`` in order, at most ``2 * ndim - 1`` of them, each as large as
+    possible, so that any range of a strided tensor can be copied by a few rectangular copies instead of one per row.
+    ``start`` and ``stop`` must be within the array: ``0 <= start``, ``stop <= prod(shape)``.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield 0, Box((), ())
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last:
+        row = start // inner
+        yield from _row(shape, row, start - row * inner, stop - row * inner)
+        return
+    if start < first * inner:
+        yield from _row(shape, first - 1, start - (first - 1) * inner, inner)
+    if first < last:
+        tail = tuple(shape[1:])
+        yield first * inner, Box((first, *(0 for _ in tail)), (last - first, *tail))
+    if last * inner < stop:
+        yield from _row(shape, last, 0, stop - last * inner)
+
+
+def _row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """The boxes of a part of one row, with offsets in the whole array."""
+    inner = math.prod(shape[1:])
+    for flat, box in row_major_runs(shape[1:], start, stop):
+        yield row * inner + flat, Box((row, *box.offset), (1, *box.shape))
 
 
 class Boxes(Sequence[Box]):
-    """A sequence of `Box`, kept as three columns.
+    """A sequence of `Box`, kept as three columns; boxes may have different numbers of axes.
+
+    Methods with other boxes as an argument work by pairs: box i with box i of the argument.
 
     Args:
-        ndim: ``(boxes,)``: number of axes of each.
-        offset, shape: ``(sum of ndim,)`` of int64: those of all boxes one after another.
+        ndim: ``(boxes,)``: number of axes of each box.
+        offset, shape: ``(sum of ndim,)`` of int64: offsets and shapes of all boxes, concatenated.
     """
 
     def __init__(self, ndim: Array, offset: Array, shape: Array) -> None:
@@ -31,16 +114,16 @@ class Boxes(Sequence[Box]):
 
     @classmethod
     def of(cls, boxes: Iterable[Box]) -> Boxes:
-        """The columns of these boxes.
+        """These boxes as columns.
 
         Raises:
-            FormatError: a box has not as many offsets as lengths, or numbers beyond 64 bits.
+            FormatError: a box has more or fewer offsets than lengths, or numbers beyond 64 bits.
         """
         given = tuple(boxes)
         ndim = np.fromiter((len(b.shape) for b in given), "i8", len(given))
         try:
-            offset = np.fromiter((n for b in given for n in b.offset), "<i8")
-            shape = np.fromiter((n for b in given for n in b.shape), "<i8")
+            offset = np.fromiter(chain.from_iterable(b.offset for b in given), "<i8")
+            shape = np.fromiter(chain.from_iterable(b.shape for b in given), "<i8")
         except OverflowError as error:
             raise FormatError("a box has numbers beyond 64 bits") from error
         if any(len(b.offset) != len(b.shape) for b in given):
@@ -65,53 +148,58 @@ class Boxes(Sequence[Box]):
 
     @classmethod
     def concat(cls, many: Sequence[Boxes]) -> Boxes:
-        """All of these, one after another."""
+        """All of these boxes, concatenated."""
         if not many:
             return cls(np.zeros(0, "i8"), np.zeros(0, "<i8"), np.zeros(0, "<i8"))
         return cls(*(np.concatenate(c) for c in zip(*((b.ndim, b.offset, b.shape) for b in many), strict=True)))
 
     @classmethod
-    def split(cls, ndim: Array, numbers: Array) -> Boxes:
-        """From the numbers as a version's bytes have them: each box's offsets, then its lengths."""
+    def from_numbers(cls, ndim: Array, numbers: Array) -> Boxes:
+        """The boxes from one column of numbers, as a version stores it: for each box its offsets, then its lengths."""
         ndim = ndim.astype("i8")
-        late = np.arange(len(numbers)) - np.repeat(col.starts_of(np.cumsum(2 * ndim)), 2 * ndim)
+        late = np.arange(len(numbers)) - np.repeat(starts_of(np.cumsum(2 * ndim)), 2 * ndim)
         lengths = late >= np.repeat(ndim, 2 * ndim)
         return cls(ndim, numbers[~lengths], numbers[lengths])
 
-    def joined(self) -> Array:
-        """The inverse of `split`."""
+    def to_numbers(self) -> Array:
+        """The inverse of `from_numbers`."""
         both = np.repeat(self.ndim, 2)
         numbers = np.concatenate([self.offset, self.shape])
         starts = np.stack([self.starts, self.starts + len(self.offset)], axis=1).reshape(-1)
-        return numbers[col.spread(starts, both)].astype("<i8", copy=False)
+        return numbers[expand_runs(starts, both)].astype("<i8", copy=False)
 
     @cached_property
     def starts(self) -> Array:
-        """``(boxes,)``: where each one's numbers start."""
-        return col.starts_of(np.cumsum(self.ndim))
+        """``(boxes,)``: where the numbers of each box start in the columns."""
+        return starts_of(np.cumsum(self.ndim))
+
+    @cached_property
+    def axes(self) -> int | None:
+        """The number of axes, if it is the same for all boxes (they are sliced faster then); otherwise None."""
+        ndim = int(self.ndim[0]) if len(self.ndim) else 0
+        return ndim if bool((self.ndim == ndim).all()) else None
 
     @cached_property
     def rows(self) -> tuple[Box, ...]:
-        """All of them as objects, which is for few."""
+        """All boxes as objects: slow if there are many."""
         return tuple(self)
 
     @cached_property
     def volumes(self) -> Array:
-        """``(boxes,)`` of int64: number of elements of each, at most MANY; of boxes without negative lengths."""
+        """``(boxes,)`` of int64: number of elements of each, at most `MAX_ELEMENTS`. No length may be negative."""
         found, solid = np.ones(len(self.ndim), "i8"), self.ndim > 0
         if len(self.shape):
             starts = self.starts[solid]
             found[solid] = np.multiply.reduceat(self.shape, starts)  # exact modulo 2**64
             with np.errstate(over="ignore"):
                 about = np.multiply.reduceat(np.maximum(self.shape, 1).astype("f8"), starts)
-            if float(about.max()) >= MANY:
-                beyond = (about >= MANY) & (np.minimum.reduceat(self.shape, starts) > 0)
-                found[np.flatnonzero(solid)[beyond]] = MANY
+            if float(about.max()) >= MAX_ELEMENTS:
+                beyond = (about >= MAX_ELEMENTS) & (np.minimum.reduceat(self.shape, starts) > 0)
+                found[np.flatnonzero(solid)[beyond]] = MAX_ELEMENTS
         return found
 
     def within(self, wholes: Boxes) -> Array:
-        """``(boxes,)`` of bool: whether each lies inside the array that the box of the same number in ``wholes``, which
-        starts at zero, is all of."""
+        """``(boxes,)`` of bool: whether each box is inside the array that box i of ``wholes`` covers."""
         found: Array = self.ndim == wholes.ndim
         if not found.all():
             alike = np.flatnonzero(found)
@@ -123,32 +211,45 @@ class Boxes(Sequence[Box]):
             found[np.repeat(np.arange(len(found)), self.ndim)[out]] = False
         return found
 
-    def alike(self, others: Boxes) -> Array:
-        """``(boxes,)`` of bool: whether each is the same as the one of the same number in ``others``."""
+    def intersect(self, others: Boxes) -> Boxes:
+        """The intersections of boxes with the same number of axes; an empty intersection is not `solid`."""
+        offset = np.maximum(self.offset, others.offset)
+        return Boxes(self.ndim, offset, np.minimum(self.offset + self.shape, others.offset + others.shape) - offset)
+
+    @property
+    def solid(self) -> Array:
+        """``(boxes,)`` of bool: which boxes have elements."""
+        found = np.ones(len(self.ndim), bool)
+        found[np.repeat(np.arange(len(found)), self.ndim)[self.shape <= 0]] = False
+        return found
+
+    def equal(self, others: Boxes) -> Array:
+        """``(boxes,)`` of bool: which boxes are equal to box i of ``others``."""
         found: Array = self.ndim == others.ndim
         rows = np.flatnonzero(found)
         one, other = (self, others) if len(rows) == len(found) else (self[rows], others[rows])
         differ = (one.offset != other.offset) | (one.shape != other.shape)
-        found[rows[np.repeat(np.arange(len(rows)), one.ndim)[differ]]] = False
+        if differ.any():
+            found[rows[np.repeat(np.arange(len(rows)), one.ndim)[differ]]] = False
         return found
 
-    def mixed(self, with_: Array, seed: Array) -> Array:
-        """``(boxes,)`` of uint64: equal for the same box and the same number, and for others by chance alone.
+    def hashes(self, salt: Array, seed: Array) -> Array:
+        """``(boxes,)`` of uint64: a keyed hash of each box, equal for the same box and salt.
 
         Args:
-            with_: ``(boxes,)``: a number for each.
-            seed: two numbers of uint64; whoever does not know them cannot make others equal.
+            salt: ``(boxes,)``: a number that is hashed together with each box.
+            seed: two random numbers of uint64, the key of the hash: an attacker without them cannot make collisions.
         """
-        found = mix(with_.astype("u8"), seed)
+        found = splitmix64(salt.astype("u8"), seed)
         for rows, offset, shape in self.groups():
             mine = found[rows]
             for column in (*offset.T, *shape.T):
-                mine = mix(mine ^ column.astype("u8"), seed)
+                mine = splitmix64(mine ^ column.astype("u8"), seed)
             found[rows] = mine
         return found
 
     def groups(self) -> Iterator[tuple[Array, Array, Array]]:
-        """Boxes of one number of axes together: their numbers, and ``(n, ndim)`` of offsets and of lengths."""
+        """The boxes by number of axes: indices of the boxes, and ``(n, ndim)`` of offsets and of lengths."""
         counts = np.bincount(self.ndim)
         for ndim in np.flatnonzero(counts).tolist():
             if counts[ndim] == len(self):
@@ -168,7 +269,9 @@ class Boxes(Sequence[Box]):
             part = slice(int(self.starts[i]), int(self.starts[i]) + int(self.ndim[i]))
             return Box(tuple(self.offset[part].tolist()), tuple(self.shape[part].tolist()))
         ndim = self.ndim[index]
-        at = col.spread(self.starts[index], ndim)
+        if self.axes is not None:
+            return Boxes(ndim, *(c.reshape(len(self), self.axes)[index].reshape(-1) for c in (self.offset, self.shape)))
+        at = expand_runs(self.starts[index], ndim)
         return Boxes(ndim, self.offset[at], self.shape[at])
 
     def __len__(self) -> int:
@@ -192,8 +295,8 @@ class Boxes(Sequence[Box]):
         return f"Boxes({', '.join(map(repr, self[:4]))}{', ...' if len(self) > 4 else ''})"
 
 
-def mix(numbers: Array, seed: Array) -> Array:
-    """Numbers of uint64 stirred, each the same way (the function of splitmix64, with a seed of two numbers)."""
+def splitmix64(numbers: Array, seed: Array) -> Array:
+    """The splitmix64 hash of each number of uint64, with a seed of two numbers."""
     with np.errstate(over="ignore"):
         mixed = (numbers ^ seed[0]) + seed[1]
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

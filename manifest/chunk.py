@@ -1,6 +1,7 @@
-"""Buffers and chunks: all that providers and tiers share.
+"""Buffers and chunks: the types in which providers hand bytes to the engine and the engine hands bytes to tiers.
 
-A *buffer* is a 1-D contiguous ``torch.uint8`` tensor on any device, the one type in which bytes travel.
+A *buffer* is a 1-D contiguous ``torch.uint8`` tensor on any device. A *chunk* is a run of a shard's bytes: the unit
+that is digested, deduplicated, encoded, stored and verified.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import torch
 
 Buffer: TypeAlias = torch.Tensor
 
+
 CHUNK_SIZE = 16 * 1024 * 1024
 """Default length of a chunk, in bytes."""
 
+
 CHUNK_GRAIN = 16
 """Chunk lengths are multiples of this many bytes, so that no element of any dtype (complex128: 16) is split."""
+
 
 MAX_CHUNK_SIZE = 1 << 30
 

@@ -1,20 +1,35 @@
-"""Digests: a chunk's name, computed from its raw bytes and nothing else."""
+"""Digests: content hashes of chunks, by which chunks are named, deduplicated and verified.
+
+A digest is 128 bits, computed from the raw bytes alone: xxh3-128 by default, or blake3. `DigestIndex` looks up digests
+in the table of a version, which may have a million rows, without a Python object for each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
+
+from .arrays import Array
 from .chunk import Buffer, view
 from .errors import FormatError
 
 DIGEST_SIZE = 16
 """Bytes of a digest: 128 bits."""
 
-DEFAULT = "xxh3-128"
+
+DEFAULT_DIGEST = "xxh3-128"
+
 
 Data: TypeAlias = Buffer | memoryview
-Digest: TypeAlias = Callable[[Data], bytes]
+
+
+DigestFunction: TypeAlias = Callable[[Data], bytes]
+
+
+SAMPLE_BYTES = 4096
+"""Bytes of the sample of a chunk that is compared first, to detect most changed chunks early."""
 
 
 def _memory(data: Data) -> memoryview:
@@ -35,11 +50,11 @@ def _blake3(data: Data) -> bytes:
     return blake3(_memory(data)).digest(length=DIGEST_SIZE)
 
 
-ALGORITHMS: dict[str, Digest] = {"xxh3-128": _xxh3, "blake3": _blake3}
-"""xxh3-128 finds accidents at memory speed; blake3 also finds forgery, at a fifth of it."""
+ALGORITHMS: dict[str, DigestFunction] = {"xxh3-128": _xxh3, "blake3": _blake3}
+"""xxh3-128 detects accidental changes at memory speed; blake3 also detects forgery, at a fifth of the speed."""
 
 
-def algorithm(name: str) -> Digest:
+def digest_function(name: str) -> DigestFunction:
     """The digest function of that name: host memory in, 16 bytes out.
 
     Raises:
@@ -51,20 +66,45 @@ def algorithm(name: str) -> Digest:
         raise FormatError(f"digest {name!r} is not known here; known are {', '.join(ALGORITHMS)}") from None
 
 
-SAMPLE = 4096
-"""Bytes of a chunk by which is guessed whether it has changed."""
-
-
-def sample(chunk: memoryview) -> int:
-    """xxh3-64 of a piece from the middle of a chunk: if it is another one, the chunk has changed."""
+def sample_hash(chunk: memoryview) -> int:
+    """xxh3-64 of a sample from the middle of a chunk: if it differs, the chunk has changed."""
     import xxhash
 
     middle = len(chunk) // 2
-    return xxhash.xxh3_64_intdigest(chunk[middle : middle + SAMPLE])
+    return xxhash.xxh3_64_intdigest(chunk[middle : middle + SAMPLE_BYTES])
 
 
 def checksum(data: bytes | memoryview) -> bytes:
-    """xxh3-128 of host bytes: what frames records and footers."""
+    """xxh3-128 of host bytes: the checksum of records and of footers of packs."""
     import xxhash
 
     return xxhash.xxh3_128_digest(data)
+
+
+class DigestIndex:
+    """Finds the row of a digest in a table of digests.
+
+    Args:
+        digests: ``(n, 2)`` of uint64.
+    """
+
+    def __init__(self, digests: Array) -> None:
+        self._order = np.lexsort((digests[:, 1], digests[:, 0]))
+        ordered = digests[self._order]
+        self._high, self._low = np.ascontiguousarray(ordered[:, 0]), np.ascontiguousarray(ordered[:, 1])
+
+    def find(self, digests: Array) -> Array:
+        """``(m,)``: the row of each of ``(m, 2)`` digests, the lowest if several are equal; -1 if there is none."""
+        if not len(self._order) or not len(digests):
+            return np.full(len(digests), -1, "i8")
+        high, low = digests[:, 0], digests[:, 1]
+        at, end = np.searchsorted(self._high, high), np.searchsorted(self._high, high, "right")
+        last, stop = len(self._order) - 1, end
+        # Bisect the second half among equal first halves: usually one round, and never more than 64, so that a table
+        # with forged collisions does not take long.
+        for _ in range(int((end - at).max()).bit_length()):
+            middle = (at + stop) // 2
+            below = (at < stop) & (self._low[np.minimum(middle, last)] < low)
+            at, stop = np.where(below, middle + 1, at), np.where(below, stop, middle)
+        spot = np.minimum(at, last)
+        return np.where((at < end) & (self._low[spot] == low), self._order[spot], -1)

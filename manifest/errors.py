@@ -1,4 +1,4 @@
-"""The one tree of errors.
+"""The exception hierarchy: every error that this package raises on purpose derives from `TierstateError`.
 
 ::
 
@@ -10,25 +10,35 @@
     │   ├── TierFull           no room left (ENOSPC, quota, capacity)
     │   ├── TierUnavailable    no answer, a broken connection, an I/O error: transient
     │   └── AccessDenied       credentials or permissions do not allow it
-    ├── Damaged            bytes are not what was saved, in every place that should have them
-    ├── FormatError        not a record of ours, truncated, or of a format this program does not know
+    ├── Damaged            bytes are not what was saved, on every tier that should have them
+    ├── FormatError        bytes that tierstate did not write, truncated, or of an unknown format number
     ├── StateMismatch      the given state and the version do not have the same leaves
-    ├── CommitUnknown      a commit was sent and nobody can tell whether it took effect
+    ├── CommitUnknown      a commit was sent and it is unknown whether it took effect
     ├── RankFailed         another rank of the job died, failed, or did not answer in time (.ranks)
+    │   └── SaveSkipped        a rank skips this save because its arena is full, so all ranks skip it
     ├── CaptureError       a state could not be copied out
-    └── Unsafe             pickle (or a lossy encoding) met where it was not allowed
+    └── Unsafe             pickle (or a lossy encoding) was found where it was not allowed
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
+
+
+def format_ranks(ranks: Iterable[int], most: int = 16) -> str:
+    """Ranks as text for a message, in ascending order: ``ranks 0, 1, 5``."""
+    known = [str(r) for r in sorted(ranks) if r >= 0]
+    if not known:
+        return "a rank without shards"
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return f"rank{'s' if len(known) > 1 else ''} {', '.join(known[:most])}{more}"
 
 
 class TierstateError(Exception):
     """Base of every error that this package raises on purpose.
 
-    ``transient`` says whether the same call may succeed later without anybody mending anything.
+    ``transient`` says whether the same call may succeed later without a repair.
     """
 
     transient: ClassVar[bool] = False
@@ -80,7 +90,7 @@ class Damaged(TierstateError):
 
 
 class FormatError(TierstateError):
-    """Bytes that are not a record of ours: foreign, truncated, or of a format number not known here."""
+    """Bytes that cannot be parsed: not written by tierstate, truncated, or of an unknown format number."""
 
 
 class StateMismatch(TierstateError):
@@ -92,11 +102,11 @@ class CommitUnknown(TierstateError):
 
 
 class RankFailed(TierstateError):
-    """Another rank of the job died, failed, or did not answer in time, so that what all do together came to nothing.
+    """Another rank of the job died, failed, or did not answer in time, so the operation of all ranks failed.
 
     Args:
-        message: which ranks, and what became of them.
-        ranks: their numbers, rising; empty where the store itself, by which ranks speak, is lost.
+        message: which ranks, and what happened to them.
+        ranks: their numbers, ascending; empty if the store through which ranks communicate is lost.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -105,8 +115,12 @@ class RankFailed(TierstateError):
 
 
 class CaptureError(TierstateError):
-    """A state could not be copied out: a value of no known type, or one that failed while it was read."""
+    """A state could not be copied out: a value of no known type, or a value that could not be read."""
 
 
 class Unsafe(TierstateError):
-    """Pickle, or a lossy encoding, was met where the caller had not allowed it."""
+    """Pickle, or a lossy encoding, was found where the caller had not allowed it."""
+
+
+class SaveSkipped(RankFailed):
+    """A rank skips this save because its arena is full (`on_full: skip`), so all ranks skip it."""

@@ -1,1 +1,1 @@
-"""Where state comes from and goes back to."""
+"""State providers: they turn the values of a training state into chunks of bytes, and chunks back into values."""

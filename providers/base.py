@@ -1,14 +1,17 @@
-"""The contract of a state provider.
+"""The contract of a state provider: how a value becomes a stream of chunks, and chunks become the value again.
 
-A provider is given a value; it says what the value is, streams it out as chunks, and takes chunks back:
+For authors of custom providers, and for the engine that captures and restores:
 
-* ``chunks(size)`` yields chunks lazily, in order, that together are the value's bytes in row-major order, cut at
-  multiples of ``size``. ``fill`` copies straight from where the bytes are: no intermediate copy of a whole value.
-* What has been yielded and not filled may not change meanwhile; once filled it may.
+* ``chunks(size)`` yields chunks lazily and in order. Together they are the value's bytes in row-major order, cut at
+  multiples of ``size``. ``fill`` copies directly from the value's memory: no intermediate copy of a whole value.
+* The engine does not let the value change between the yield of a chunk and its ``fill``; afterwards it may change.
 * ``load(start, data)`` takes verified bytes back, in any order and any partition of the value's bytes.
 * ``done()`` completes the load and returns the value to put into the state.
-* ``memory()`` is for values that lie in host memory just as they are saved: then ``chunks`` and ``load`` are passed by.
+* ``memory()`` gives the bytes of a value that lies in host memory exactly as it is saved. The engine then copies from
+  and reads into that memory, and calls neither ``chunks`` nor ``load``.
 * A provider knows nothing of tiers. Providers compose by wrapping and by nesting.
+
+`tierstate.providers.testing.ProviderContract` tests these promises.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from tierstate.manifest.box import Box
+from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, Chunk, Event
 from tierstate.manifest.errors import StateMismatch
-from tierstate.manifest.leaf import Spec
+from tierstate.manifest.format.leaf import Spec
 
 
 class Provider(ABC):
@@ -35,10 +38,10 @@ class Provider(ABC):
     """
 
     kind: ClassVar[str]
-    """Name under which the manifest finds this class again."""
+    """Name of this class in the manifest; a restore finds the class by it."""
 
     unsafe: ClassVar[str] = ""
-    """Why loading this kind needs the user's leave; empty where it is safe with bytes from anybody."""
+    """Why the user must allow that this kind is loaded; empty where any bytes are safe to load."""
 
     @property
     @abstractmethod
@@ -56,30 +59,30 @@ class Provider(ABC):
 
     @property
     def parts(self) -> Sequence[Provider]:
-        """The boxes that this process holds of the value, each as a provider of its own; itself by default, where it
-        holds one. Boxes do not overlap; none is a value of which it holds nothing.
+        """One provider for each box that this process holds of the value; by default the provider itself, for one box.
+        Boxes do not overlap. An empty sequence means that this process holds nothing of the value.
         """
         return (self,)
 
     def scatter(self, at: Box, data: Buffer, part: Box) -> Event | None:
-        """Take back verified bytes of a box that was saved, where it is another than this one's.
+        """Take back verified bytes of a saved box that differs from this provider's box (a reshard).
 
         Args:
-            at: the box whose elements ``data`` is, in row-major order; in the coordinates of the global shape.
+            at: the saved box, whose elements are in ``data`` in row-major order; in coordinates of the global shape.
             data: as for `load`.
-            part: the elements that are wanted: inside ``at`` and inside this provider's box.
+            part: the box of elements to copy: inside ``at`` and inside this provider's box.
 
         Raises:
-            StateMismatch: values of this kind cannot be taken in parts.
+            StateMismatch: values of this kind cannot be loaded in parts.
         """
         raise StateMismatch(f"a {self.kind} cannot be restored in parts; it is saved and restored whole")
 
     def memory(self) -> Buffer | None:
-        """The value's own bytes, where they lie in host memory in row-major order; None where they do not.
+        """The value's own memory, if it is contiguous host memory in row-major order; otherwise None.
 
         The engine copies out of them instead of calling ``chunks``, and reads into them instead of calling ``load``,
-        from several threads at once. ``done`` is called all the same. A subclass that overrides ``chunks`` or ``load``
-        overrides this too, or it is not asked.
+        from several threads at once. ``done`` is still called. A subclass that overrides ``chunks`` or ``load`` must
+        override this too; otherwise the engine does not use it.
         """
         return None
 
@@ -100,14 +103,14 @@ class Provider(ABC):
         return ""
 
     @classmethod
-    def over(cls, inner: Provider, spec: Spec) -> Provider:
-        """The provider through which a saved leaf of this class comes back into a value of another: ``inner`` where
-        that cannot be.
+    def wrap(cls, inner: Provider, spec: Spec) -> Provider:
+        """A provider of this class around ``inner``, to restore a leaf that was saved by this class into a value that
+        has another provider; ``inner`` itself where that is not possible.
         """
         return inner
 
     def receiver(self, spec: Spec) -> Provider:
-        """The provider that takes a saved leaf of this spec in place of this value: itself, where it is mutable."""
+        """The provider that receives a saved leaf of this spec in place of this value: itself, if it is mutable."""
         return self
 
     @abstractmethod
@@ -115,7 +118,7 @@ class Provider(ABC):
         """Take back the bytes ``start : start + len(data)``, already verified. Called from worker threads.
 
         Returns:
-            An event to wait for before ``data`` may be reused, where the copy runs on a device stream.
+            An event to wait for before ``data`` may be reused, if the copy runs on a device stream; otherwise None.
         """
 
     @abstractmethod
@@ -124,12 +127,12 @@ class Provider(ABC):
 
 
 def memory_of(provider: Provider, nbytes: int) -> Buffer | None:
-    """What `Provider.memory` gives, held to its contract: nobody checks bounds again.
+    """The bytes that `Provider.memory` gives, checked once here: the engine copies without further bounds checks.
 
     Raises:
-        ValueError: it is not host memory of so many bytes, one after the other.
+        ValueError: it is not contiguous host memory of ``nbytes`` bytes.
     """
-    memory = provider.memory() if _speaks_for(type(provider)) else None
+    memory = provider.memory() if _memory_is_current(type(provider)) else None
     if memory is None:
         return None
     sound = memory.dtype == torch.uint8 and memory.device.type == "cpu" and memory.is_contiguous()
@@ -142,8 +145,8 @@ def memory_of(provider: Provider, nbytes: int) -> Buffer | None:
 
 
 @cache
-def _speaks_for(kind: type[Provider]) -> bool:
-    """Whether ``memory`` was written by one who knew of ``chunks`` and ``load`` as they are."""
+def _memory_is_current(kind: type[Provider]) -> bool:
+    """Whether no subclass overrides ``chunks`` or ``load`` without overriding ``memory`` too."""
 
     def depth(name: str) -> int:
         return next(i for i, cls in enumerate(kind.__mro__) if name in cls.__dict__)

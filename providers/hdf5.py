@@ -1,4 +1,7 @@
-"""HDF5: datasets of an open file as arrays that stay in it, and groups as dicts of them with their attributes."""
+"""HDF5 files as state: open h5py datasets as arrays that stay in the file, and groups as dicts with their attributes.
+
+Datasets are saved and restored by hyperslabs, chunk by chunk, without a copy of a whole dataset in memory.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +14,37 @@ from typing import Any, ClassVar, Self
 import h5py
 import numpy as np
 
-from tierstate.manifest.box import runs
+from tierstate.manifest.boxes import row_major_runs
 from tierstate.manifest.chunk import Buffer, Chunk, empty_buffer, spans
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.leaf import Spec
+from tierstate.manifest.format.leaf import Spec
+from tierstate.providers.tensors.arrays import Array, ArrayProvider
+from tierstate.providers.tensors.dtypes import numpy_name
+from tierstate.providers.values.stateful import Stateful, register_stateful
 
-from .arrays import Array, ArrayProvider
 from .base import Provider
-from .dtypes import numpy_name
-from .stateful import Stateful, introduce
 
 ATTRIBUTES = "/attrs"
 """Key of a group's attributes and those of its datasets, where there are any; no member of a group has such a name."""
+
 
 ITSELF = "."
 """Key of the group's own attributes among them."""
 
 
 class DatasetProvider(Provider):
-    """A dataset, streamed out of and into its file by hyperslabs, in row-major order; nothing of it is kept in memory.
+    """A dataset, read from and written to its file by hyperslabs in row-major order; none of it is kept in memory.
 
-    Its leaf is an array: a version of it loads as a NumPy array where no dataset is given, and an array that was saved
-    is restored into a dataset. Bytes are those of the file: HDF5 is never asked to convert them.
+    Its leaf is of the same kind as a NumPy array's: without a given dataset it is loaded as a NumPy array, and a saved
+    array can be restored into a dataset. The bytes are those in the file, without any type conversion by HDF5.
 
     Args:
         value: the dataset; contiguous, chunked or compressed.
-        spec: what its bytes are, where they are not what its HDF5 type says.
+        spec: the spec of its bytes, if its HDF5 type does not say it.
 
     Raises:
-        CaptureError: it is closed, empty, keeps its bytes in other files, or is of a type whose elements have no fixed
-            size; the message has the remedy.
+        CaptureError: it is closed, empty, has its bytes in external files, or its elements have no fixed size; the
+            message says what to do.
     """
 
     kind: ClassVar[str] = ArrayProvider.kind
@@ -71,7 +75,7 @@ class DatasetProvider(Provider):
             yield Chunk(start, nbytes, partial(self.read, start))
 
     def read(self, start: int, out: Buffer) -> None:
-        """Fill a buffer with the bytes from an offset on."""
+        """Fill a buffer with the bytes from offset ``start`` on."""
         host = out if out.device.type == "cpu" else empty_buffer(out.numel())
         memory = host.numpy()
         for begin, end in _at_elements(start, start + out.numel(), self._size):
@@ -85,7 +89,7 @@ class DatasetProvider(Provider):
 
     @classmethod
     def fresh(cls, spec: Spec, device: object = None) -> Self:
-        """Not for datasets: by their kind, leaves without one are built anew by `ArrayProvider`."""
+        """Not supported: a leaf has the kind of an array, so `ArrayProvider` creates it where no dataset is given."""
         raise NotImplementedError("a dataset is never made anew: give one to restore into")
 
     def mismatch(self, spec: Spec) -> str:
@@ -101,7 +105,7 @@ class DatasetProvider(Provider):
         for begin, end in _at_elements(start, start + data.numel(), self._size):
             part = memory[begin - start : end - start]
             if begin % self._size or end % self._size:
-                with self._lock:  # the rest of the element may come at the same time
+                with self._lock:  # another thread may write the rest of the same element
                     element = self._element(begin)
                     element[begin % self._size :][: len(part)] = part
                     self._move(self._value.id.write, begin - begin % self._size, element)
@@ -112,25 +116,25 @@ class DatasetProvider(Provider):
         return self._value
 
     def _element(self, at: int) -> Array:
-        """A copy of the bytes of the element in which a byte lies."""
+        """A copy of the bytes of the element that contains byte ``at``."""
         element = np.empty(self._size, np.uint8)
         self._move(self._value.id.read, at - at % self._size, element)
         return element
 
     def _move(self, call: Callable[..., None], start: int, memory: Array) -> None:
-        """Read or write whole elements, from a byte on."""
+        """Read or write whole elements, from byte ``start`` on."""
         first, count = start // self._size, len(memory) // self._size
-        for at, box in runs(self._value.shape, first, first + count):
+        for at, box in row_major_runs(self._value.shape, first, first + count):
             space, begin = self._value.id.get_space(), (at - first) * self._size
             if box.shape:
                 space.select_hyperslab(box.offset, box.shape)
-            # Of the box's shape, which HDF5 copies faster than from and to a line of as many elements.
+            # The memory has the box's shape: HDF5 copies this faster than one dimension of as many elements.
             room = h5py.h5s.create_simple(box.shape or (1,))
             # In the file's own type, so that HDF5 copies bytes as they are.
             call(room, space, memory[begin : begin + box.volume * self._size], self._type)
 
 
-class Attributes:
+class GroupAttributes:
     """The attributes of a group and of its datasets.
 
     Args:
@@ -139,7 +143,7 @@ class Attributes:
 
     def __init__(self, group: h5py.Group) -> None:
         self._owners: dict[str, Any] = {ITSELF: group}
-        self._owners |= {name: found for name, found in members(group).items() if isinstance(found, h5py.Dataset)}
+        self._owners |= {name: found for name, found in group_members(group).items() if isinstance(found, h5py.Dataset)}
 
     def __bool__(self) -> bool:
         return any(len(owner.attrs) for owner in self._owners.values())
@@ -157,7 +161,7 @@ class Attributes:
         }
 
     def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have these attributes and no others; types in the file stay where they can."""
+        """Set these attributes and delete all others; types in the file are kept where the new values fit."""
         gone = sorted(set(state) - set(self._owners))
         if gone:
             raise ValueError(f"there is no dataset {', '.join(gone)} that could have attributes")
@@ -172,17 +176,17 @@ class Attributes:
                     owner.attrs[key] = value
 
 
-def members(group: h5py.Group) -> dict[str, Any]:
-    """What lies in a group, by name.
+def group_members(group: h5py.Group) -> dict[str, Any]:
+    """The members of a group, by name.
 
     Raises:
-        CaptureError: a link into another file, or to nothing, or a dataset that keeps its bytes in other files.
+        CaptureError: a link leads into another file or to nothing, or a dataset has its bytes in external files.
     """
-    return {name: member(group, name) for name in group}
+    return {name: group_member(group, name) for name in group}
 
 
-def member(group: h5py.Group, name: str) -> Any:
-    """What lies in a group under one of its names. Raises as `members`."""
+def group_member(group: h5py.Group, name: str) -> Any:
+    """The member of a group with this name. Raises as `group_members`."""
     if isinstance(group.get(name, getlink=True), h5py.ExternalLink):
         raise _far(group, name)
     try:
@@ -204,15 +208,15 @@ def _far(group: h5py.Group, name: str) -> CaptureError:
 
 
 def _check_own(value: h5py.Dataset) -> None:
-    """Raises CaptureError where a dataset's bytes lie in other files: any that its maker named would be read, and on
-    restore written."""
+    """Raises CaptureError if a dataset has its bytes in external files: the file's author chose their names, and so
+    could make us read, and on a restore overwrite, any file."""
     if value.is_virtual or value.id.get_create_plist().get_external_count():
         where = f"dataset {value.name} in {value.file.filename}"
         raise CaptureError(f"{where} keeps its bytes in other files; save those by themselves, or copy them into it")
 
 
 def _tree(group: h5py.Group) -> dict[str, Any]:
-    found, attributes = members(group), Attributes(group)
+    found, attributes = group_members(group), GroupAttributes(group)
     return {**found, ATTRIBUTES: attributes} if attributes else found
 
 
@@ -232,7 +236,7 @@ def _describe(value: h5py.Dataset, size: int) -> Spec:
     except CaptureError as error:
         raise CaptureError(f"{where}: {error}") from error
     attrs = {} if isinstance(described, str) else {"fields": described}
-    shape = (*value.shape, *dtype.shape)  # as NumPy has it: elements that are arrays add their axes
+    shape = (*value.shape, *dtype.shape)  # as in NumPy, elements that are arrays add their axes
     return Spec(DatasetProvider.kind, dtype.base.str, dtype.base.itemsize, shape, attrs)
 
 
@@ -267,7 +271,7 @@ def _attribute(owner: Any, key: str) -> Any:
 
 
 def _fits(old: Any, new: Any) -> bool:
-    """Whether a new value can take the old one's place without a conversion."""
+    """Whether a new value can be written over the old one without a conversion."""
     if isinstance(old, str) or isinstance(new, str):
         return isinstance(old, str) and isinstance(new, str)
     one, other = np.asarray(old), np.asarray(new)
@@ -275,7 +279,7 @@ def _fits(old: Any, new: Any) -> bool:
 
 
 def _at_elements(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut a run of bytes into whole elements and what, before and after them, is a part of one."""
+    """Cut a byte range into whole elements, and before and after them parts of one element."""
     head, tail = min(-(-start // size) * size, stop), max(stop // size * size, start)
     return pairwise(sorted({start, head, tail, stop}))
 
@@ -283,6 +287,11 @@ def _at_elements(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
 PROVIDERS: dict[type, type[Provider]] = {h5py.Dataset: DatasetProvider}
 """Providers by the type of a value."""
 
-# A group's datasets are filled where they are, and its attributes are given back by themselves.
-introduce(h5py.Group, Stateful(_tree, lambda _group, _tree: None, strict=True, settled=lambda _group, _values: True))
-introduce(Attributes, Stateful(Attributes.get, Attributes.put))
+
+# A group's datasets are filled in place, and its attributes are set separately.
+register_stateful(
+    h5py.Group, Stateful(_tree, lambda _group, _tree: None, strict=True, settled=lambda _group, _values: True)
+)
+
+
+register_stateful(GroupAttributes, Stateful(GroupAttributes.get, GroupAttributes.put))

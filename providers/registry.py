@@ -1,4 +1,4 @@
-"""Which provider is for which type of value, and for which kind of leaf."""
+"""The registry of providers: by the type of a value that is saved, and by the kind of a leaf that is restored."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import numpy as np
 import torch
 
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.manifest.leaf import CONTAINERS, TIED
+from tierstate.manifest.format.leaf import CONTAINERS, TIED
+from tierstate.providers.tensors.arrays import ArrayProvider
+from tierstate.providers.tensors.lossy import LOSSY_METHODS
+from tierstate.providers.tensors.tensors import StorageProvider, TensorProvider
+from tierstate.providers.values.encoding import PLAIN_TYPES
+from tierstate.providers.values.values import ObjectProvider, ValueProvider
 
-from .arrays import ArrayProvider
 from .base import Provider
-from .encoding import PLAIN
-from .fewer_bits import METHODS
-from .objects import ObjectProvider
-from .tensors import StorageProvider, TensorProvider
-from .values import ValueProvider
 
-GROUP = "tierstate.providers"
-"""Entry-point group in which an installed distribution names its providers, each under its kind."""
+PROVIDER_GROUP = "tierstate.providers"
+"""Entry-point group of provider plug-ins: an installed distribution lists its provider classes there, by kind."""
 
-LATE = {
+
+LAZY_MODULES = {
     "h5py": "hdf5",
-    "torch.distributed.tensor": "dtensors",
-    "torch.distributed._shard": "sharded_tensors",
-    "torch.distributed.optim": "zero",
+    "torch.distributed.tensor": "sharded.dtensor",
+    "torch.distributed._shard": "sharded.sharded_tensor",
+    "torch.distributed.optim": "sharded.zero",
 }
-"""Rooms that know the types of another library, by its package; imported when one of these is met."""
+"""Package of another library -> our module with providers for its types; imported when such a type is first seen."""
 
 
 class Registry:
-    """Providers by the type of a value and by the kind of a leaf; a new one knows the built-in ones."""
+    """Providers by the type of a value and by the kind of a leaf. A new registry has the built-in providers."""
 
     def __init__(self) -> None:
         built_in: tuple[type[Provider], ...] = (
@@ -45,7 +45,7 @@ class Registry:
             ArrayProvider,
             ValueProvider,
             ObjectProvider,
-            *METHODS.values(),
+            *LOSSY_METHODS.values(),
         )
         self._kinds: dict[str, type[Provider]] = {cls.kind: cls for cls in built_in}
         self._types: dict[type, Callable[[Any], Provider]] = {
@@ -53,17 +53,17 @@ class Registry:
             np.ndarray: ArrayProvider,
             np.generic: ValueProvider,
         }
-        self._types |= dict.fromkeys(PLAIN, ValueProvider)
+        self._types |= dict.fromkeys(PLAIN_TYPES, ValueProvider)
         self.changes = 0
-        """How often something was registered."""
-        for container in (list, tuple, dict, OrderedDict):  # one value, or a holder of leaves: the tree says which
+        """Number of registrations so far; a cache of providers is stale when it has changed."""
+        for container in (list, tuple, dict, OrderedDict):  # `StateWalk` decides: one value, or a container
             del self._types[container]
 
     def register(self, value_type: type, provider: type[Provider]) -> None:
-        """Use this provider for values of this type and of its subclasses that have none of their own.
+        """Use this provider for values of this type, and of its subclasses without a provider of their own.
 
         Raises:
-            ValueError: the provider's kind is empty, reserved, or another class's.
+            ValueError: the provider's kind is empty, reserved, or used by another class.
         """
         kind = getattr(provider, "kind", "")
         if not kind or kind in CONTAINERS or kind == TIED:
@@ -76,7 +76,7 @@ class Registry:
         self.changes += 1
 
     def exact(self, value: Any) -> Provider | None:
-        """A provider for the value: its own, or the one of its very type; None where there is none."""
+        """A provider from the value's ``__state_provider__``, or the one for exactly its type; None without one."""
         own = getattr(type(value), "__state_provider__", None)
         if own is None:
             cls = self._types.get(type(value)) or self._late(type(value))
@@ -87,28 +87,28 @@ class Registry:
         return provider
 
     def _late(self, value_type: type) -> Callable[[Any], Provider] | None:
-        """The provider that another library's own room has for one of its types."""
+        """The provider for a type of another library; the module with it is imported now."""
         for base in value_type.__mro__:
-            room = _room(base.__module__)
-            if room:
-                self._types = import_module(f".{room}", __package__).PROVIDERS | self._types
+            module = _module_for(base.__module__)
+            if module:
+                self._types = import_module(f".{module}", __package__).PROVIDERS | self._types
         return self._types.get(value_type)
 
     def inherited(self, value: Any) -> Provider | None:
-        """A provider for the nearest base class of the value's type; None where there is none."""
+        """A provider for the nearest base class of the value's type; None without one."""
         for base in type(value).__mro__[1:]:
             if base in self._types:
                 return self._types[base](value)
         return None
 
     def by_kind(self, kind: str) -> type[Provider]:
-        """The provider of leaves of this kind; those of other distributions are imported when first asked for.
+        """The provider class for leaves of this kind; a plug-in's class is imported on first use.
 
         Raises:
             FormatError: no provider has this kind; the message lists the known ones.
         """
         if kind not in self._kinds:
-            points = {point.name: point for point in entry_points(group=GROUP)}
+            points = {point.name: point for point in entry_points(group=PROVIDER_GROUP)}
             if kind not in points:
                 known = ", ".join(sorted({*self._kinds, *points}))
                 raise FormatError(f"no provider has kind {kind!r:.40}; known are {known}")
@@ -117,20 +117,22 @@ class Registry:
 
 
 @cache
-def _room(module: str) -> str:
-    """Which late room knows the types of this module; empty where none does."""
-    return next((room for package, room in LATE.items() if f"{module}.".startswith(f"{package}.")), "")
+def _module_for(module: str) -> str:
+    """The lazily imported module with providers for types of this module; empty if there is none."""
+    return next((late for package, late in LAZY_MODULES.items() if f"{module}.".startswith(f"{package}.")), "")
 
 
 def _load(point: EntryPoint) -> type[Provider]:
     found = point.load()
     if not isinstance(found, type) or not issubclass(found, Provider) or found.kind != point.name:
-        raise TypeError(f"entry point {point.name} = {point.value} in {GROUP} is no Provider of kind {point.name!r}")
+        raise TypeError(
+            f"entry point {point.name} = {point.value} in {PROVIDER_GROUP} is no Provider of kind {point.name!r}"
+        )
     return found
 
 
 REGISTRY = Registry()
-"""The registry that is used where no other is given."""
+"""The default registry."""
 
 
 def register_provider(value_type: type, provider: type[Provider]) -> None:

@@ -1,22 +1,28 @@
-"""Hypothesis profiles, and places for tiers."""
+"""Hypothesis profiles, markers that follow from fixtures, what was skipped and why, and places for tiers."""
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-from servers.fixtures import ceph, ceph_once, proxy, proxy_to, server, swift, swift_once
-from worlds import meet_strangers, scratch
+from hypothesis import HealthCheck, Phase, settings
+from support.checkpointer_worlds import meet_strangers, scratch
+from support.servers.fixtures import ceph, ceph_once, proxy, proxy_to, server, swift, swift_once
 
 __all__ = ["ceph", "ceph_once", "proxy", "proxy_to", "server", "swift", "swift_once"]
 
 # Examples do I/O, so a slow disk must not fail one; HYPOTHESIS_PROFILE=soak looks twenty times as long.
 _IO = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=_IO, print_blob=True)
-# For a second run over the same code, as against the wheel: every test once more, with fewer examples each.
-settings.register_profile("again", settings.get_profile("default"), max_examples=10)
+# After each edit: every property, with few examples.
+QUICK_EXAMPLES = 5
+settings.register_profile("quick", settings.get_profile("default"), max_examples=QUICK_EXAMPLES)
+# For mutation testing (tests/mutants): a failure is enough, the smallest one is not looked for.
+settings.register_profile(
+    "mutants", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate], database=None
+)
 settings.register_profile("soak", settings.get_profile("default"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -25,8 +31,65 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_runtest_setup() -> None:
+SERVERS = {"ceph_once": "ceph", "swift_once": "swift", "cephfs_once": "cephfs"}
+"""Fixtures that start a real server; the tests of one server are run by one worker, which starts it once."""
+
+NEEDS_ROOT = "needs root: run the tests as root"
+
+
+def _take_fewer_examples(item: pytest.Item) -> None:
+    """In quick runs, also where a test says a number of its own, which would otherwise win over the profile."""
+    test = getattr(item, "obj", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > QUICK_EXAMPLES:
+        fewer = settings(own, max_examples=QUICK_EXAMPLES)
+        getattr(test, "__func__", test)._hypothesis_internal_use_settings = fewer
+
+
+def _server_of(item: pytest.Item, fixtures: set[str]) -> str | None:
+    call = getattr(item, "callspec", None)
+    if call is not None and call.params.get("server") in SERVERS.values():
+        return str(call.params["server"])
+    return next((name for fixture, name in SERVERS.items() if fixture in fixtures), None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What a test's fixtures say about it becomes markers, by which tests are chosen and given to workers."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if server := _server_of(item, fixtures):
+            item.add_marker("server")
+            item.add_marker(pytest.mark.xdist_group(server))
+        if "root" in fixtures:
+            item.add_marker("root")
+        if settings.get_current_profile_name() == "quick":
+            _take_fewer_examples(item)
+    if getattr(config, "workerinput", None):
+        # The last tests of a run should be short ones, so that no worker is left alone with a long one.
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        pytest.skip(NEEDS_ROOT)
     meet_strangers()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line about all that was skipped, and how to have it."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason.removeprefix("Skipped: ")] += 1
+    if reasons:
+        told = "; ".join(f"{reason} ({count})" for reason, count in sorted(reasons.items()))
+        terminalreporter.write_line(f"Skipped: {told}")
+
+
+@pytest.fixture(scope="session")
+def root() -> None:
+    """Asked for by what needs root: the tests are marked so, and are skipped without (`pytest_runtest_setup`)."""
 
 
 @pytest.fixture

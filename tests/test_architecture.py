@@ -1,20 +1,63 @@
-"""The house itself: which part may know which, the links, and what a wheel holds."""
+"""The structure of the package: which package may import which, no circles, the links, and what a wheel holds."""
 
 import ast
 import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tomllib
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PARTS = ("manifest", "providers", "tiers")
-MAY_KNOW = {
-    "manifest": {"manifest"},
-    "providers": {"providers", "manifest"},
-    "tiers": {"tiers", "manifest"},
-    "": {"", "tiers", "providers", "manifest"},
+"""Folders at the top of the checkout, and links in the import package."""
+
+# A package that is named here may import those beside it, what these may import, and itself.
+# `*` are the modules directly in a package, where its sub-packages come above or below them.
+MAY_IMPORT = {
+    "manifest": (),
+    "manifest.format": ("manifest",),
+    "manifest.history": ("manifest.format",),
+    "manifest.reshard": ("manifest.format",),
+    "manifest.sharded": ("manifest.reshard",),
+    "providers": ("providers.values", "providers.tensors"),
+    "providers.base": ("manifest.format",),
+    "providers.tensors": ("providers.base",),
+    "providers.values": ("providers.tensors",),
+    "providers.sharded": ("providers.values", "providers"),
+    "providers.tree": ("providers.sharded",),
+    "tiers": ("manifest",),
+    "tiers.memory": ("tiers",),
+    "tiers.wrappers": ("tiers.memory",),
+    "tiers.posix": ("tiers.wrappers",),
+    "tiers.object": ("tiers.object.s3",),
+    "tiers.object.bucket": ("tiers.posix", "tiers.object.filesystem"),
+    "tiers.object.filesystem": ("tiers.posix",),
+    "tiers.object.s3": ("tiers.object.bucket",),
+    "tiers.peer": ("tiers.posix",),
+    "tiers.policy": ("tiers.wrappers", "manifest.format"),
+    "tiers.testing": ("tiers.wrappers",),
+    "engine.packs": ("tiers.memory", "manifest.history"),
+    "engine.codecs": ("engine.packs", "tiers.wrappers"),
+    "engine.store": ("engine.codecs",),
+    "engine.restore": ("engine.store", "providers.tree", "manifest.reshard"),
+    "engine": ("engine.store", "tiers.policy"),
+    "engine.save": ("engine.restore", "engine", "manifest.sharded"),
+    "engine.ranks": ("engine.save",),
+    "engine.info": ("engine.save",),
+    "engine.maintain": ("engine.info",),
+    "run": ("engine.maintain", "pause_gc"),
+    "copy": ("run",),
+    "pause_gc": (),
+    "checkpointer": ("copy", "engine.ranks"),
+    "": ("checkpointer",),
+    "dcp": ("checkpointer",),
+    "files": ("checkpointer", "tiers.posix"),
+    "cluster": ("tiers.policy", "tiers.testing", "tiers.object", "manifest.history"),
+    "cli": ("files", "cluster", "tiers.peer"),
 }
 SPEC = importlib.util.find_spec("tierstate")
 assert SPEC is not None
@@ -24,68 +67,120 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 IN_CHECKOUT = PACKAGE.resolve() == CHECKOUT / "tierstate"
 
 
-def rooms():
-    """Every file of the package with the part it belongs to; the face is ''."""
-    for folder, part in [(PACKAGE, ""), *((PACKAGE / p, p) for p in PARTS)]:
-        for file in sorted(folder.glob("*.py")):
-            yield pytest.param(file, part, id=f"{part or 'tierstate'}/{file.name}")
+def find_modules() -> dict[str, Path]:
+    """Every module by its name below ``tierstate``; the face itself is ``""``."""
+    found = {}
+    for file in PACKAGE.rglob("*.py"):
+        names = file.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(names[:-1] if names[-1] == "__init__" else names)] = file
+    for part in PARTS:  # links, which rglob does not follow
+        for file in (PACKAGE / part).rglob("*.py"):
+            names = file.relative_to(PACKAGE).with_suffix("").parts
+            found[".".join(names[:-1] if names[-1] == "__init__" else names)] = file
+    return found
 
 
-ROOMS = list(rooms())
+MODULES = find_modules()
+PACKAGES = {name for name, file in MODULES.items() if file.name == "__init__.py"}
 
 
-def imports(file: Path):
-    """Modules a file imports, as (level, name)."""
-    for node in ast.walk(ast.parse(file.read_text())):
+def package_of(module: str) -> str:
+    """The package that a module lies in; a package is its own."""
+    return module if module in PACKAGES else module.rpartition(".")[0]
+
+
+def rule_of(module: str) -> str:
+    """The row of the table that a module belongs to: its own where it has one, or else its package's."""
+    return module if module in MAY_IMPORT else package_of(module)
+
+
+def statements(module: str):
+    """Imports of a module: (level, module as written, names, line, whether it is made when the module is)."""
+    tree = ast.parse(MODULES[module].read_text())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
+            yield from ((0, alias.name, (), node.lineno, node in tree.body) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.level, node.module or ""
+            names = tuple(alias.name for alias in node.names)
+            yield node.level, node.module or "", names, node.lineno, node in tree.body
 
 
-def part_of(module: str) -> str | None:
-    """The part an absolute name belongs to; None for other distributions."""
-    names = module.split(".")
-    if names[0] != "tierstate":
-        return None
-    return names[1] if len(names) > 1 and names[1] in PARTS else ""
+def imported(module: str, *, at_once: bool = False):
+    """Modules of ours that a module imports, as names below ``tierstate``."""
+    for level, name, names, _line, top in statements(module):
+        if level:
+            base = ".".join(filter(None, [package_of(module), name]))
+        elif name == "tierstate" or name.startswith("tierstate."):
+            base = name.removeprefix("tierstate").removeprefix(".")
+        else:
+            continue
+        if at_once and not top:
+            continue
+        for each in names or ("",):
+            inner = ".".join(filter(None, [base, each]))
+            yield inner if inner in MODULES else base
 
 
-@pytest.mark.parametrize(("file", "part"), ROOMS)
-def test_arrows_point_only_where_they_may(file, part):
-    for level, module in imports(file):
-        assert level <= 1, f"{file}: 'from {'.' * level}{module}' climbs out of its part; write it absolutely"
-        assert level or module.split(".")[0] not in PARTS, f"{file}: bare {module!r}; write tierstate.{module}"
-        target = part if level else part_of(module)
-        if target is not None:
-            assert target in MAY_KNOW[part], f"{file}: {part or 'the face'} may not know {module!r}"
-            assert level or target != part or part == "", f"{file}: inside a part imports are relative: {module!r}"
+def reachable(row: str) -> set[str]:
+    """The rows of the table that a row may import, directly or by way of others."""
+    found, left = {row}, [row]
+    while left:
+        for other in MAY_IMPORT[left.pop()]:
+            if other not in found:
+                found.add(other)
+                left.append(other)
+    return found
 
 
-@pytest.mark.parametrize("part", ["face", *PARTS])
-def test_there_is_no_cycle(part):
-    folder = PACKAGE if part == "face" else PACKAGE / part
-    arrows = {}
-    for file in folder.glob("*.py"):
-        tree = ast.parse(file.read_text())
-        found = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.level == 1]
-        arrows[file.stem] = {n.module.split(".")[0] if n.module else a.name for n in found for a in n.names}
-    arrows.pop("__init__", None)
-
-    def walk(room, path):
-        assert room not in path, f"{part}: {' -> '.join([*path, room])}"
-        for other in arrows.get(room, ()):
-            walk(other, [*path, room])
-
-    for room in arrows:
-        walk(room, [])
+def check_no_circle(arrows: dict[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize(("file", "part"), ROOMS)
-def test_every_room_says_what_it_is_and_stays_small(file, part):
-    text = file.read_text()
-    assert ast.get_docstring(ast.parse(text)), f"{file} opens with no phrase that says what it is"
-    assert len(text.splitlines()) <= 300, f"{file} has grown past 300 lines: does it hold more than one noun?"
+def test_the_table_names_packages_and_modules_that_are_there_and_has_no_circle():
+    assert set(MAY_IMPORT) <= set(MODULES)
+    assert {rule_of(module) for module in MODULES} <= set(MAY_IMPORT)
+    check_no_circle({row: set(others) for row, others in MAY_IMPORT.items()})
+
+
+@pytest.mark.parametrize("module", [pytest.param(m, id=m or "tierstate") for m in sorted(MODULES)])
+def test_a_module_imports_only_what_its_package_may(module):
+    file, may = MODULES[module], reachable(rule_of(module))
+    assert ast.get_docstring(ast.parse(file.read_text())), (
+        f"{file}: its first line is no docstring that says what it is"
+    )
+    for level, name, _names, line, _top in statements(module):
+        assert level <= 1, f"{file}:{line}: 'from {'.' * level}{name}' leaves its package; write it absolutely"
+        assert level or name.split(".")[0] not in PARTS, f"{file}:{line}: bare {name!r}; write tierstate.{name}"
+        own = f"tierstate.{package_of(module)}".removesuffix(".")
+        assert level or name.rpartition(".")[0] != own or module == "", (
+            f"{file}:{line}: relative within a package: {name}"
+        )
+    for other in imported(module):
+        assert rule_of(other) in may or other == module, f"{file}: may not import {other or 'tierstate'!r}"
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["when imported", "ever"])
+def test_modules_have_no_circle(at_once):
+    arrows = defaultdict(set)
+    for module in MODULES:
+        arrows[module] = {other for other in imported(module, at_once=at_once) if other != module}
+        if module in PACKAGES and not at_once:
+            arrows[module] -= {other for other in arrows[module] if package_of(other) == module}
+    check_no_circle(arrows)
+
+
+def test_packages_are_listed_and_say_what_they_are():
+    folders = {f"tierstate.{name}".removesuffix(".") for name in PACKAGES}
+    if IN_CHECKOUT:
+        listed = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+        assert sorted(folders) == listed
+    for name in PACKAGES - {""}:
+        text = ast.get_docstring(ast.parse(MODULES[name].read_text()))
+        assert text is not None
+        assert " " in text, f"{name}: the docstring of its __init__ is no sentence"
 
 
 @pytest.mark.skipif(not IN_CHECKOUT, reason="an installed wheel has folders, not links")
@@ -105,7 +200,8 @@ def test_the_wheel_installs_the_package_and_nothing_else():
     assert tops == {"tierstate"}
     names = {str(f) for f in files}
     assert "tierstate/py.typed" in names
-    assert {f"tierstate/{p}/__init__.py" for p in PARTS} <= names
+    listed = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert {f"{name.replace('.', '/')}/__init__.py" for name in listed} <= names
 
 
 def test_entry_points_are_the_door_and_all_of_them_open():
@@ -116,6 +212,7 @@ def test_entry_points_are_the_door_and_all_of_them_open():
             assert isinstance(point.load(), type)
 
 
+@pytest.mark.slow
 def test_importing_is_light():
     heavy = {"s3fs", "h5py", "pyuring", "rich", "typer", "numcodecs", "botocore", "aiohttp", "torch.distributed.tensor"}
     code = f"import sys, tierstate; print(sorted({heavy} & set(sys.modules)))"

@@ -14,6 +14,8 @@ import pytest
 
 from tierstate.tiers.registry import known_tiers
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "custom_tier"
 
 SAVE = """
@@ -31,7 +33,8 @@ with ts.Checkpointer("policy.yaml", run="mine") as ckpt:
     state = ckpt.load()
 assert torch.equal(state["w"], torch.arange(3_000_000.0)) and state["step"] == 7
 assert ckpt.restored.tiers == ("db",), ckpt.restored
-keys = ts.tiers.policy.policy_schema()["$defs"]["tier-sqlite"]["properties"]
+from tierstate.tiers.policy.schema import policy_schema
+keys = policy_schema()["$defs"]["tier-sqlite"]["properties"]
 assert {"path", "capacity", "timeout", "every", "bandwidth"} <= set(keys), keys
 import sys
 from tierstate.cli import main

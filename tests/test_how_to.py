@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 GUIDES = Path(__file__).resolve().parents[1] / "docs" / "how-to"
 
 

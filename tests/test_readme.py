@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gang import free_port
+import pytest
+from support.ports import free_port
+
+pytestmark = pytest.mark.slow
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,1 +1,1 @@
-"""Where bytes live, and the engine that moves them."""
+"""Storage tiers: places that keep bytes under keys. Nothing here knows what the bytes mean."""

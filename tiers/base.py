@@ -1,7 +1,7 @@
-"""The contract of a tier.
+"""The storage backend interface: `Tier`, its writers, and the properties that a tier reports (`Traits`).
 
-A tier keeps immutable objects of bytes under keys. It knows nothing of chunks, leaves or steps. Five methods and
-``traits`` make a backend; every one of them promises:
+A tier keeps immutable objects of bytes under keys. What the bytes mean is known only to the code that uses the tier.
+Five methods (``put``, ``read``, ``list``, ``size``, ``delete``) and ``traits`` make a backend. Each of them promises:
 
 * **whole or absent**: no reader sees an object before its writer closed without error; an aborted or killed writer
   leaves nothing visible.
@@ -9,35 +9,73 @@ A tier keeps immutable objects of bytes under keys. It knows nothing of chunks, 
   processes race.
 * **exact**: a read fills every byte of every range or raises; never short, never stale.
 * **durable**: if ``traits.persistent``, what ``close()`` or ``put()`` returned for survives the death of the host.
-* **leases**: a buffer given to ``append(buffer, release)`` is untouched by the caller until the tier has called
+* **leases**: the caller does not change a buffer that it gave to ``append(buffer, release)`` until the tier has called
   ``release``: once, on success and on failure. A memory tier may keep it for as long as the object lives.
-* **honest errors**: `TierFull`, `NotFound`, `AccessDenied`, `TierUnavailable`, `Damaged` are different things.
+* **honest errors**: `TierFull`, `NotFound`, `AccessDenied`, `TierUnavailable` and `Damaged` are never raised for one
+  another.
 
-`tierstate.tiers.testing.TierContract` is this list as a test suite.
+`tierstate.tiers.testing.TierContract` is this list as a test suite. `AtomicWriter` is the base class of our own
+writers: it never publishes part of an object.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Literal, NamedTuple, Protocol, Self
 
+import torch
+
 from tierstate.manifest.chunk import Buffer, empty_buffer
+from tierstate.manifest.errors import Damaged, TierError
 
 Release = Callable[[], None]
 
-PART = 16 << 20
-"""Bytes per request, where a tier has no liking of its own."""
+
+DEFAULT_PART_SIZE = 16 << 20
+"""Bytes per request of a tier that has no preference."""
+
 
 MAX_KEY = 512
+
+
 _KEY = re.compile(r"[A-Za-z0-9_\-=+@,][A-Za-z0-9._\-=+@,]*(/[A-Za-z0-9_\-=+@,][A-Za-z0-9._\-=+@,]*)*")
 
 
+class KeepingArena(Protocol):
+    """The part of `Arena` that is used by a tier that keeps buffers."""
+
+    slab_size: int
+    """Bytes of one slab: keeping any part of it keeps all of it in memory."""
+
+    def keep(self, buffer: Buffer) -> int:
+        """Take the slab that holds ``buffer`` out of the in-flight budget, until its last lease is released.
+
+        Returns:
+            Bytes that this keeps in addition; 0 if the slab is kept already or is not of this arena.
+        """
+        ...
+
+
+class IoAlignment(NamedTuple):
+    """What direct I/O requires of a transfer: its alignment.
+
+    Attributes:
+        offset: offsets in the object must be multiples of this many bytes.
+        memory: addresses of buffers must be multiples of this many bytes.
+    """
+
+    offset: int = 1
+    memory: int = 1
+
+
 class Range(NamedTuple):
-    """A wanted run of an object: ``len(out)`` bytes from ``offset``, to be written into ``out``."""
+    """A byte range of an object to read: ``len(out)`` bytes from ``offset``, written into ``out``."""
 
     offset: int
     out: Buffer
@@ -45,24 +83,24 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a tier is, so that the engine need not know its class.
+    """The properties of a tier, so that code that uses one need not know its class.
 
     Attributes:
         persistent: what it keeps survives the death of the host.
         shared: which ranks see the same objects.
         failure_domain: tiers of the same domain are lost together.
         alignment: offsets and lengths that are multiples of this many bytes are moved without an extra copy.
-        memory_alignment: and so are buffers whose address is a multiple of this many bytes; as far as is known yet.
-        part_size: bytes per request that the tier likes best.
-        parallelism: requests in flight that the tier likes best.
-        capacity: bytes it may keep; None where only the medium decides.
-        bandwidth: bytes per second to expect; None where unknown.
-        scarce: room is scarce: no version is kept there for slower tiers to be filled from, and versions share nothing,
-            so that each one that is dropped makes room.
+        memory_alignment: the same for the addresses of buffers, as far as it is known yet.
+        part_size: preferred bytes per request.
+        parallelism: preferred number of requests in flight.
+        capacity: bytes it may keep; None if only the medium limits it.
+        bandwidth: expected bytes per second; None if not known.
+        scarce: there is little room. No object is kept only for a cascade to slower tiers, and objects of different
+            saves share no data, so that deleting an object always frees its room.
         conditional_create: whether create-only also holds between racing processes: True and False were probed,
             None is not known yet.
-        io: how long objects are moved, as found out at the first transfer; empty where there is no choice.
-        notes: what was found when the tier was opened, for people.
+        io: the I/O path of long objects, such as io_uring; known after the first transfer, empty without a choice.
+        notes: messages for users about what was found when the tier was opened.
     """
 
     persistent: bool
@@ -70,7 +108,7 @@ class Traits:
     failure_domain: str
     alignment: int = 1
     memory_alignment: int = 1
-    part_size: int = PART
+    part_size: int = DEFAULT_PART_SIZE
     parallelism: int = 4
     capacity: int | None = None
     bandwidth: float | None = None
@@ -87,8 +125,8 @@ class ObjectWriter(ABC):
     def append(self, buffer: Buffer, release: Release | None = None) -> None:
         """Add the bytes of a host buffer. ``release`` is called once, when the buffer is no longer needed.
 
-        A tier that keeps buffers for as long as the object lives takes an ``arena`` and tells it (``arena.keep``), so
-        that they leave the budget of what is in flight.
+        A tier that keeps buffers for as long as the object exists takes an ``arena`` and calls ``arena.keep``, so that
+        they no longer count against the arena's in-flight budget.
         """
 
     @abstractmethod
@@ -101,7 +139,7 @@ class ObjectWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Forget the object. Safe to call at any time, also twice and after ``close``, where it does nothing."""
+        """Discard the object. Safe to call at any time; does nothing the second time or after ``close``."""
 
     def __enter__(self) -> Self:
         return self
@@ -115,8 +153,8 @@ class ObjectWriter(ABC):
             self.abort()
 
 
-class Meeting(Protocol):
-    """What a tier is told of the ranks of its job: `tierstate.tiers.team.Team` is one."""
+class RankGroup(Protocol):
+    """The part of the job's team of ranks that a tier uses."""
 
     @property
     def rank(self) -> int:
@@ -124,7 +162,7 @@ class Meeting(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     @property
     def hosts(self) -> Sequence[int]:
@@ -134,10 +172,10 @@ class Meeting(Protocol):
         """Whether this rank is the lowest of those that see the same objects as it does."""
 
     def gather(self, topic: str, data: bytes) -> Sequence[bytes]:
-        """What each rank has to say about a topic; returns when all have said it.
+        """All-gather: one rank's bytes for each rank, in their order. Waits for every rank.
 
         Raises:
-            RankFailed: one is dead, or late.
+            RankFailed: a rank is dead or timed out.
         """
 
 
@@ -145,27 +183,30 @@ class Tier(ABC):
     """A place that keeps immutable objects of bytes under keys. See the module for the contract.
 
     The constructor's keyword-only parameters, with their annotations, are the tier's keys in a policy. A parameter
-    named ``arena`` is not: the engine hands its arena to a tier that asks for it.
+    named ``arena`` is not: `open_tier` passes the arena to a tier that has one.
     """
 
     persistent: ClassVar[bool] = True
-    """Whether tiers of this class survive the host: what a policy knows before it opens one. `traits` has the truth."""
+    """Whether tiers of this class survive the host, as known before one is opened. `traits` has the final word."""
 
     name: str = ""
-    """The tier's name in the policy; set by the engine, used in messages."""
+    """The tier's name in the policy; set by `open_tier`, used in messages."""
+
+    inner: Tier | None = None
+    """The tier that this one is a wrapper around; None for a tier that keeps the bytes itself."""
 
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """What this tier is."""
+        """The properties of this tier."""
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
-        """Create an object from one host buffer, which the caller keeps.
+        """Create an object from one host buffer, which the tier does not use after the call.
 
         Raises:
             AlreadyExists, TierFull, AccessDenied, TierUnavailable
-            ValueError: the key is not a key (see `check_key`).
+            ValueError: the key is not valid (see `check_key`).
         """
 
     @abstractmethod
@@ -174,7 +215,7 @@ class Tier(ABC):
 
         Raises:
             NotFound: there is no such object.
-            Damaged: a range starts before the object, or ends behind its end.
+            Damaged: a range is not within the object.
         """
 
     @abstractmethod
@@ -194,7 +235,7 @@ class Tier(ABC):
         """Remove an object. A key that does not exist is no error: deleting is safe to do again."""
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
-        """Create an object piece by piece. The default gathers the pieces in memory and calls `put`.
+        """Create an object piece by piece. The default collects the pieces in memory and calls `put`.
 
         Args:
             size_hint: the object's likely length in bytes, for preallocation; it may be wrong.
@@ -202,26 +243,25 @@ class Tier(ABC):
         Raises:
             AlreadyExists: the key is taken. A tier may find that out only at ``close``.
         """
-        from .writing import Gather  # which builds on this room
 
-        return Gather(self, check_key(key))
+        return BufferingWriter(self, check_key(key))
 
     def get(self, key: str) -> Buffer:
-        """A whole object in a fresh host buffer."""
+        """Read a whole object into a new host buffer."""
         out = empty_buffer(self.size(key))
         self.read(key, [Range(0, out)])
         return out
 
     def discard(self, keys: Iterable[str]) -> None:
-        """Remove many objects, as `delete` does, in any order. After an error some of them may be there still."""
+        """Remove many objects, as `delete` does, in any order. After an error some of them may still exist."""
         for key in keys:
             self.delete(key)
 
     def age(self, key: str) -> float | None:
-        """Seconds since an object was created, by the clock of whatever keeps it; None where nobody can tell.
+        """Seconds since an object was created, by the clock of the storage; None where that is not known.
 
-        What is not named by any record is removed once it is old enough, so an age must never be too high; hosts'
-        clocks differ, so it is not told by ours.
+        Garbage collection deletes objects that nothing refers to once they are old enough, so an age must never be too
+        high. It does not use this host's clock, since the clocks of hosts differ.
 
         Raises:
             NotFound: there is no such object.
@@ -229,21 +269,21 @@ class Tier(ABC):
         return None
 
     def firm(self, key: str) -> bool:
-        """Whether an object that is there would outlive all that one written now does: later versions share no other.
+        """Whether an object is as safe as one that is written now; only then do later saves reuse its data.
 
-        True, unless a tier knows better.
+        True by default.
         """
         return True
 
     def room(self) -> int | None:
-        """Bytes that may still be put there, as far as can be told without much work; None where nobody knows."""
+        """Free bytes, if cheap to find out; None if not known."""
         return None
 
-    def meet(self, team: Meeting) -> None:  # noqa: B027 - most tiers are the same, whoever uses them
-        """Be told of the ranks of the job. Every rank calls it after opening, before anything else is asked."""
+    def meet(self, team: RankGroup) -> None:  # noqa: B027 - most tiers are the same, whoever uses them
+        """Tell the tier the ranks of the job. Every rank calls it after opening the tier, before any other call."""
 
     def close(self) -> None:  # noqa: B027 - most tiers hold nothing
-        """Let go of files, connections and memory. The tier is not used afterwards."""
+        """Release files, connections and memory. The tier is not used afterwards."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
@@ -264,5 +304,117 @@ def check_key(key: str) -> str:
 
 
 def is_key(text: str) -> bool:
-    """Whether `check_key` would let it pass."""
+    """Whether `check_key` accepts it."""
     return len(text) <= MAX_KEY and _KEY.fullmatch(text) is not None
+
+
+def check_ranges(place: str, size: int, ranges: Sequence[Range]) -> None:
+    """Check that every range lies within an object of ``size`` bytes.
+
+    Raises:
+        Damaged: one does not; the message names ``place`` (tier and key).
+    """
+    check_spans(place, size, ((offset, out.numel()) for offset, out in ranges))
+
+
+def check_spans(place: str, size: int, spans: Iterable[tuple[int, int]]) -> None:
+    """As `check_ranges`, for pairs of offset and length."""
+    for offset, nbytes in spans:
+        if offset < 0 or offset + nbytes > size:
+            raise Damaged(f"{place}: bytes {offset} to {offset + nbytes} are wanted, the object has {size}")
+
+
+class AtomicWriter(ObjectWriter):
+    """A writer that is open, then closed or aborted, and never publishes a part of an object.
+
+    Any failure aborts the object: a caller that ignores it gets the same failure at ``close``. A lock lets one call of
+    a writer run at a time, so an abort from another thread waits for an append that is running.
+
+    Args:
+        place: tier and key, for messages.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._open = True
+        self._failure: BaseException | None = None
+        self._step = threading.RLock()
+
+    def append(self, buffer: Buffer, release: Release | None = None) -> None:
+        kept = False
+        try:
+            with self._step:
+                if not self._open:
+                    raise ValueError(f"{self._place}: nothing can be added: the writer is closed or was given up")
+                with self._aborting_on_error():
+                    kept = self._add(buffer, release)
+        finally:
+            # Outside the lock: the caller's `release` may take long, or wait for this writer.
+            if release is not None and not kept:
+                release()
+
+    def close(self) -> None:
+        with self._step:
+            if isinstance(self._failure, Exception):
+                raise self._failure
+            if self._failure is not None:
+                raise TierError(f"{self._place}: was given up when it was interrupted") from self._failure
+            if self._open:
+                with self._aborting_on_error():
+                    self._publish()
+                self._open = False
+
+    def abort(self) -> None:
+        with self._step:
+            if self._open:
+                self._open = False
+                self._discard()
+
+    @contextmanager
+    def _aborting_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._open, self._failure = False, error
+            self._discard()
+            raise
+
+    @abstractmethod
+    def _add(self, buffer: Buffer, release: Release | None) -> bool:
+        """Add the bytes. Returns whether the lease is kept, to be released when the object is freed."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Make the object visible, whole. On an error nothing is visible; `_discard` follows."""
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """Remove all traces, and release the leases that were kept. Called once at most."""
+
+
+class BufferingWriter(AtomicWriter):
+    """The default writer of a tier: collects copies in memory, and calls `Tier.put` once, when it is closed."""
+
+    def __init__(self, tier: Tier, key: str) -> None:
+        super().__init__(f"{tier.name}: {key}")
+        self._tier, self._key = tier, key
+        self._pieces: list[Buffer] = []
+
+    def _add(self, buffer: Buffer, release: Release | None) -> bool:
+        self._pieces.append(buffer.clone())
+        return False
+
+    def _publish(self) -> None:
+        self._tier.put(self._key, torch.cat([empty_buffer(0), *self._pieces]))
+        self._pieces = []
+
+    def _discard(self) -> None:
+        self._pieces = []
+
+
+def layers(tier: Tier) -> Iterator[Tier]:
+    """A tier, then the tier inside it, and so on to the one that keeps the bytes."""
+    yield tier
+    while tier.inner is not None:
+        tier = tier.inner
+        yield tier

@@ -1,4 +1,4 @@
-"""The registry: tier classes under the names that a policy's ``type`` says."""
+"""The registry of backends: tier classes under the names that a policy's ``type`` gives, from entry points."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .base import Tier
 GROUP = "tierstate.tiers"
 """The entry-point group: the name is the tier's type, the object its class."""
 
+
 _registered: dict[str, type[Tier]] = {}
 
 
 def register_tier(name: str, cls: type[Tier]) -> None:
-    """Make a class known under a type name for this process, before those that are installed.
+    """Register a class under a type name in this process; it takes precedence over installed classes.
 
     Raises:
-        TypeError: it is not a class of tiers.
+        TypeError: it is not a subclass of `Tier`.
     """
     _registered[name] = _checked(name, cls)
 
@@ -33,12 +34,12 @@ def known_tiers() -> list[str]:
 
 
 def tier_class(type_name: str) -> type[Tier]:
-    """The class of that type name, loaded when first asked for.
+    """The class of that type name, loaded at the first use.
 
     Raises:
         NotFound: the name is not known; the message has the nearest known one, and all of them.
         ImportError: a package that it needs is missing; the message says how to install it.
-        TypeError: what is installed under that name is not a class of tiers.
+        TypeError: the object installed under that name is not a subclass of `Tier`.
     """
     if type_name in _registered:
         return _registered[type_name]
@@ -59,7 +60,7 @@ def tier_class(type_name: str) -> type[Tier]:
 
 
 def open_tier(name: str, type: str, options: Mapping[str, Any], arena: object | None = None) -> Tier:
-    """A tier as the policy has it, under its name there. Places are looked at when first used, not here.
+    """Construct a tier from its keys in the policy. Storage is first touched when the tier is used, not here.
 
     Args:
         name: the tier's name in the policy.
@@ -69,7 +70,7 @@ def open_tier(name: str, type: str, options: Mapping[str, Any], arena: object | 
 
     Raises:
         NotFound, ImportError: as for `tier_class`.
-        ValueError: options that the class refuses.
+        ValueError: the class rejects the options.
     """
     cls = tier_class(type)
     takes_arena = "arena" in inspect.signature(cls).parameters
@@ -79,7 +80,7 @@ def open_tier(name: str, type: str, options: Mapping[str, Any], arena: object | 
 
 
 def _installed() -> dict[str, EntryPoint]:
-    # Sorted so that ours come last, and win: an installed package must not take the place of a built-in tier.
+    # Sorted so that our own come last and take precedence: an installed package must not replace a built-in tier.
     entries = sorted(entry_points(group=GROUP), key=lambda entry: entry.value.startswith("tierstate."))
     return {entry.name: entry for entry in entries}
 

@@ -1,4 +1,4 @@
-"""Units: sizes, rates and durations as people write them, as numbers with a unit."""
+"""Units: sizes, rates and durations as people write them (``16MiB``, ``500MiB/s``, ``30min``), parsed and formatted."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ BYTES = {
     "TB": 10**12,
     "PB": 10**15,
 }
+
+
 SECONDS = {
     "ms": Fraction(1, 1000),
     "s": Fraction(1),
@@ -32,22 +34,44 @@ SECONDS = {
     "w": Fraction(604800),
 }
 
+
 MAX_SIZE = (1 << 63) - 1
+
+
 MAX_SECONDS = 100 * 366 * 86400
 """A century: far inside what ``timedelta`` and file systems can hold, far outside any sensible interval."""
 
+
 MAX_TIMES = 10**9
 
+
 _NUMBER = r"[0-9]{1,19}(?:\.[0-9]{1,19})?"
+
+
 _SIZE = re.compile(rf"({_NUMBER}) ?({'|'.join(BYTES)})?")
+
+
 _PART = rf"({_NUMBER}) ?({'|'.join(SECONDS)})"
+
+
 DURATION_PATTERN = rf"{_PART}(?: ?{_PART})*"
+
+
 _DURATION = re.compile(DURATION_PATTERN)
 
+
 _SIZE_REMEDY = "write a number and KiB, MiB, GiB or TiB, as in '2 TiB'"
+
+
 _RATE_REMEDY = "write a size per second, as in '500MiB/s'"
+
+
 _TIMES = re.compile(rf"({_NUMBER})(?: ?/ ?(s|min|h))?")
+
+
 _TIMES_REMEDY = "write a number per second, as in '100/s' or '600/min'"
+
+
 _DURATION_REMEDY = "write a number and s, min, h or d, as in '30min' or '1h30min'"
 
 
@@ -55,7 +79,7 @@ def parse_size(value: object) -> int:
     """Bytes: of a whole number, or of text such as ``"16MiB"``, ``"1.5 GiB"``, ``"2TB"`` (decimal) or ``"4096"``.
 
     Raises:
-        ValueError: anything else, a negative number, or one that is no whole number of bytes.
+        ValueError: anything else, a negative number, or one that is not a whole number of bytes.
     """
     nbytes: Fraction | int
     if isinstance(value, int) and not isinstance(value, bool):
@@ -81,7 +105,7 @@ def format_size(nbytes: int) -> str:
 
 
 def rough_size(nbytes: float) -> str:
-    """Bytes as people read them, three digits, as in ``14.7 MiB``; what `parse_size` reads back is not the same."""
+    """Bytes rounded to three digits for display, as in ``14.7 MiB``; `parse_size` does not read it back exactly."""
     units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
     while nbytes >= 1000 and unit != "TiB":
@@ -110,7 +134,7 @@ def parse_rate(value: object) -> int:
     """Bytes per second: of a whole number, or of text such as ``"500MiB/s"``.
 
     Raises:
-        ValueError: anything else, or nothing at all.
+        ValueError: anything else, or zero.
     """
     size = value.strip().removesuffix("/s") if isinstance(value, str) else value
     if isinstance(value, str) and size == value.strip():
@@ -128,7 +152,7 @@ def parse_times(value: object) -> float:
     """Times per second: of a number, or of text such as ``"100"``, ``"100/s"`` or ``"600/min"``.
 
     Raises:
-        ValueError: anything else, none at all, or more than a billion per second.
+        ValueError: anything else, zero, or more than a billion per second.
     """
     if isinstance(value, str) and (found := _TIMES.fullmatch(value.strip())):
         times = float(Fraction(found[1]) / SECONDS[found[2] or "s"])
@@ -156,17 +180,21 @@ def _schema(description: str, pattern: str, kind: str = "integer") -> WithJsonSc
 Size: TypeAlias = Annotated[int, BeforeValidator(_positive_size), _schema("bytes, as in 16MiB", _SIZE.pattern)]
 """Bytes, at least one. In a policy a whole number, or text with a unit."""
 
+
 Rate: TypeAlias = Annotated[int, BeforeValidator(parse_rate), _schema("bytes/s, as in 500MiB/s", f"{_SIZE.pattern}/s")]
 """Bytes per second, at least one. In a policy a whole number, or text such as ``500MiB/s``."""
+
 
 Times: TypeAlias = Annotated[
     float, BeforeValidator(parse_times), _schema("times per second, as in 100/s", _TIMES.pattern, "number")
 ]
-"""Times per second, more than none. In a policy a number, or text such as ``100/s`` or ``600/min``."""
+"""Times per second, more than zero. In a policy a number, or text such as ``100/s`` or ``600/min``."""
+
 
 Seconds: TypeAlias = Annotated[
     float, BeforeValidator(parse_seconds), _schema("a time, as in 30min", _DURATION.pattern, "number")
 ]
-"""Seconds, more than none. In a policy a number, or text such as ``30min``."""
+"""Seconds, more than zero. In a policy a number, or text such as ``30min``."""
+
 
 Duration: TypeAlias = Seconds

@@ -1,5 +1,6 @@
 """tierstate: training state on every tier of a cluster, without stopping the training."""
 
+from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.manifest.errors import (
     AccessDenied,
     AlreadyExists,
@@ -18,18 +19,15 @@ from tierstate.manifest.errors import (
     Unsafe,
 )
 from tierstate.providers.base import Provider
-from tierstate.providers.per_rank import PerRank
-from tierstate.providers.reducing import Lossy
 from tierstate.providers.registry import register_provider
-from tierstate.providers.rng import Rng
-from tierstate.providers.shards import Shard
+from tierstate.providers.sharded.shards import Shard
+from tierstate.providers.tree.lossy_rules import Lossy
+from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.base import Tier
-from tierstate.tiers.policy import Policy
+from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.registry import register_tier
 
-from .checkpointer import Checkpointer
-from .info import Stats, TierStats, VersionInfo
-from .save import Save
+from .checkpointer import Checkpointer, Save
 
 __version__ = "0.1.0"
 

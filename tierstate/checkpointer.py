@@ -1,4 +1,7 @@
-"""The front door: a Checkpointer saves a run's state through a policy and restores it."""
+"""The public API: a `Checkpointer` saves and restores the training state of a run through a policy's tiers.
+
+`Save` is the handle of an asynchronous save: wait until the state is captured, or until the version is durable.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +17,106 @@ from typing import Any, Self
 
 import torch
 
+from tierstate.engine.info import Stats, TierStats, VersionInfo
+from tierstate.engine.maintain.prune import PendingSaves
+from tierstate.engine.placement import lossy_rules
+from tierstate.engine.progress import Progress, drain_progress, no_progress
+from tierstate.engine.ranks.join import join_team
+from tierstate.engine.ranks.restore import restore_together
+from tierstate.engine.restore.restore import OnDamage, Restored, RestoreSpec, restore
+from tierstate.engine.save.guard import Guard
+from tierstate.engine.save.pipeline import SavePipeline
+from tierstate.engine.save.plan import CapturePlan, Planner, allowed_pickles, new_head, retention_of, rule_retention_of
+from tierstate.engine.save.save_state import SaveState
+from tierstate.engine.save.tier_queue import HISTORY
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import TierstateError, TierUnavailable
-from tierstate.manifest.head import Head
-from tierstate.manifest.leaf import Path, check_glob
-from tierstate.manifest.log import check_run
-from tierstate.providers.recall import Recall
-from tierstate.providers.target import NEW
-from tierstate.tiers.arena import Arena
-from tierstate.tiers.flow import Flow
-from tierstate.tiers.opening import opened
-from tierstate.tiers.placement import lossy_methods
-from tierstate.tiers.plan import Plan
-from tierstate.tiers.policy import Policy
-from tierstate.tiers.shelf import Shelf
-from tierstate.tiers.tally import HISTORY
+from tierstate.manifest.format.leaf import Path, check_glob
+from tierstate.manifest.format.version import Head
+from tierstate.manifest.history.log import check_run
+from tierstate.manifest.history.tags import TaggedVersion
+from tierstate.providers.tree.flatten import FlattenCache
+from tierstate.providers.tree.unflatten import NEW
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.policy import Policy, open_policy_tier
 
-from .collecting import uncollected
-from .finding import OnDamage, Restored, Wanted, restore
-from .guard import Guard
-from .info import Stats, TierStats, VersionInfo
-from .planning import Planner, allowed_pickles, new_head, retention, rule_retention
-from .progress import draining
-from .pruning import Saving
-from .restoring import restore_together
+from .copy import CopyResult, copy
+from .pause_gc import gc_paused
 from .run import Run
-from .save import Save, tell
-from .tagging import Tagged
-from .together import joined
 
 log = logging.getLogger("tierstate")
+
+
+class Save:
+    """The handle of one save in progress, returned by `Checkpointer.save`."""
+
+    def __init__(self, save_state: SaveState, durable: str) -> None:
+        self._save_state, self._durable = save_state, durable
+
+    @property
+    def step(self) -> int:
+        """The step that was given."""
+        return self._save_state.head.step
+
+    @property
+    def seq(self) -> int:
+        """The sequence number of the version in its run."""
+        return self._save_state.head.seq
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers that get this save. All other tiers were not due, or no rule sends a leaf to them."""
+        return tuple(self._save_state.tiers)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was saved, since the arena was full and the policy has ``on_full: skip``."""
+        return self._save_state.skipped
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds from the call of ``save`` to the commit, for each tier that has the version by now."""
+        return dict(self._save_state.seconds)
+
+    def wait_captured(self, timeout: float | None = None) -> None:
+        """Wait until every byte of the state is copied, so that it may change again.
+
+        Raises:
+            CaptureError: the state could not be copied.
+        """
+        self._save_state.captured.result(timeout)
+
+    def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
+        """Wait until the version is committed on a tier, by default the policy's ``durable`` one.
+
+        Raises:
+            NotFound: the tier does not get this save; the message says why.
+            TierUnavailable: the commit took longer than ``timeout`` seconds; the save continues.
+            TierstateError: the save failed on that tier.
+        """
+        self._save_state.wait(tier or self._durable, timeout)
+
+    def done(self, tier: str | None = None) -> bool:
+        """Whether the version is committed on a tier by now; False also if the tier does not get it."""
+        return self._save_state.done(tier or self._durable)
+
+    def errors(self) -> dict[str, TierstateError | BaseException]:
+        """The errors so far, by the tier's name. That a tier left the save out (``on_lag``) is not an error."""
+        found = {name: self._save_state.failure(name) for name in self._save_state.tiers}
+        return {name: error for name, error in found.items() if error is not None}
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{n}: {'done' if self.done(n) else 'under way'}" for n in self.tiers)
+        return f"<Save step {self.step}: {states or 'skipped' if self.skipped else states}>"
+
+
+def raise_failures(error: BaseException | None, failures: Sequence[tuple[SaveState, str, BaseException]]) -> None:
+    """Raise the error, or else the first failure, with a note for every failure; return if there is neither."""
+    error = error or next((reason for _, _, reason in failures), None)
+    if error is not None:
+        for save_state, tier, reason in failures:
+            error.add_note(f"step {save_state.head.step} did not arrive at {tier}: {reason}")
+        raise error
 
 
 class Checkpointer(Run):
@@ -51,15 +125,15 @@ class Checkpointer(Run):
     Args:
         policy: which state goes to which tier; a `Policy`, or the path of a policy file.
         run: name of the run: letters, digits, ``.``, ``_`` and ``-``.
-        process_group: the ranks that save together, of which each makes a Checkpointer, at the same time, and calls
-            `save` as often and with the same steps; or a `Team`. None, or a group of one rank: this process alone.
-        allow_pickle: globs of leaves that may be saved and loaded as pickles, beside those the policy's rules allow.
-            Loading a pickle runs whatever code it holds.
+        process_group: the ranks that save together; or a `Team`. Each rank makes a Checkpointer, at the same time, and
+            calls `save` for the same steps. None, or a group of one rank: only this process.
+        allow_pickle: globs of leaves that may be saved and loaded as pickles, besides those that the policy's rules
+            allow. Loading a pickle runs the code in it.
 
     Raises:
         PolicyError: the policy cannot be used.
         TierstateError: a tier could not be opened.
-        RankFailed: the other ranks did not come, or not all of them.
+        RankFailed: not all ranks made a Checkpointer in time.
     """
 
     def __init__(
@@ -72,64 +146,65 @@ class Checkpointer(Run):
     ) -> None:
         policy = policy if isinstance(policy, Policy) else Policy.load(policy)
         check_run(run)  # before any tier is opened
-        self._together = joined(process_group, run, policy)
+        self._together = join_team(process_group, run, policy)
         try:
             self._begin(policy, run, allowed_pickles(policy, [check_glob(p) for p in allow_pickle]))
         except BaseException:
             if self._together is not None:
-                self._together.close()  # the others wait for this rank
+                self._together.close()  # the other ranks wait for this rank
             raise
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
         self._pid = os.getpid()
         self.restored: VersionInfo | None = None
-        """The version that the last `restore` or `load` gave."""
+        """The version of the last `restore` or `load`."""
         atexit.register(self._at_exit)
 
     def _begin(self, policy: Policy, run: str, pickles: Callable[[Path], bool]) -> None:
         arena, together = Arena(policy.arena.size, policy.chunk), self._together
-        shelf = Shelf if together is None else together.shelf
-        opening = [(opened(tier, arena), tier) for tier in policy.tiers]
-        shelves = [shelf(tier, run, retention(spec), rule_retention(policy, spec)) for tier, spec in opening]
-        super().__init__(policy, run, shelves, arena)
+        tier_run = TierRun if together is None else together.tier_run
+        opening = [(open_policy_tier(tier, arena), tier) for tier in policy.tiers]
+        tier_runs = [tier_run(tier, run, retention_of(spec), rule_retention_of(policy, spec)) for tier, spec in opening]
+        super().__init__(policy, run, tier_runs, arena)
         self._pickles, self._guard, sharing = pickles, Guard(), None
         if together is None:
-            self._flow = Flow(policy, shelves, arena)
+            self._pipeline = SavePipeline(policy, tier_runs, arena)
         else:
-            self._flow, sharing = together.begin(policy, shelves, arena)
+            self._pipeline, sharing = together.begin(policy, tier_runs, arena)
         rank = 0 if together is None else together.team.rank
-        recall = Recall(allow_pickle=pickles, lossy=lossy_methods(policy), rank=rank)
+        recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
         self._planner = Planner(recall, self._guard, sharing)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Capture lazily what only this optimizer's step changes: its parameters and its state.
+        """Lazy capture of what only this optimizer's step changes: its parameters and its state.
 
-        `save` then returns as soon as everything else is captured. The rest is captured while the next forward and
-        backward pass runs, and the optimizer's next step waits for it. Whoever changes parameters otherwise, beside
-        ``optimizer.step()``, waits for ``save.wait_captured()`` first. `restore` and `close` wait by themselves.
+        `save` then returns as soon as everything else is captured. The guarded tensors are captured during the next
+        forward and backward pass, and the optimizer's next step waits until that is done. Code that changes parameters
+        in another way than by ``optimizer.step()`` must call `wait_captured` of the returned `Save` first. `restore`
+        and `close` wait by themselves.
         """
         self._check_open()
         self._guard.add(optimizer)
 
     def save(self, state: Any, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
-        """Save a state. Returns once every byte of it is captured, but for what is guarded: then it may change again.
+        """Save a state. Returns when all of it is captured, except what is guarded; then the state may change again.
 
         Args:
             state: nested dict, list, tuple of tensors, arrays, plain values, modules, optimizers, or anything with a
                 provider.
             step: the training step, 0 or more.
-            metadata: JSON values to find with the version, such as the loss.
+            metadata: JSON values that are stored with the version, such as the loss.
 
         Raises:
             CaptureError: the state could not be copied; nothing was saved.
-            TierstateError: an earlier save reached no persistent tier; told once, and this save was not made.
+            TierstateError: an earlier save reached no persistent tier; raised once, and this save was not made.
         """
         start = time.monotonic()
         self._check_open()
-        with uncollected():
+        with gc_paused():
             if (together := self._together) is None:
                 return self._submit(self._planner.plan(state), step, metadata, start)
-            seq = self._flow.next_seq()
+            seq = self._pipeline.next_seq()
             with together.taking_part(seq, step):
                 plan = self._planner.plan(state, seq)
                 head = new_head(self.policy, self.run, seq, step, metadata)
@@ -138,29 +213,26 @@ class Checkpointer(Run):
         return save
 
     def _submit(
-        self, plan: Plan, step: int, metadata: Mapping[str, Any] | None = None, start: float | None = None
+        self, plan: CapturePlan, step: int, metadata: Mapping[str, Any] | None = None, start: float | None = None
     ) -> Save:
-        """Save what is planned; ``start`` is when that began."""
-        head = new_head(self.policy, self.run, self._flow.next_seq(), step, metadata)
+        """Save the state of this plan. ``start``: the value of `time.monotonic` when the save began; default: now."""
+        head = new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata)
         return self._carry(plan, head, time.monotonic() if start is None else start)
 
-    def _carry(self, plan: Plan, head: Head, start: float) -> Save:
-        ticket = self._flow.submit(plan, head)
+    def _carry(self, plan: CapturePlan, head: Head, start: float) -> Save:
         try:
-            ticket.freed.wait()
-            self._guard.watch(ticket)
-            if ticket.captured.done() and not ticket.skipped:
-                ticket.captured.result()
+            save_state = self._pipeline.submit(plan, head)
+            save_state.freed.wait()
+            self._guard.watch(save_state)
+            if save_state.captured.done() and not save_state.skipped:
+                save_state.captured.result()
         except BaseException:
-            # The state must not be given back while a byte of it is still being read.
-            ticket.cancelled.set()
-            self._arena.wake()
-            ticket.captured.exception()
-            ticket.told |= set(ticket.tiers)
+            # `save` must not return to the caller while another thread still reads the state.
+            self._pipeline.abandon(head.seq)
             raise
         self._saves += 1
         self._blocked.append(time.monotonic() - start)
-        return Save(ticket, self.policy.durable)
+        return Save(save_state, self.policy.durable)
 
     def restore(
         self,
@@ -173,28 +245,28 @@ class Checkpointer(Run):
         on_damage: OnDamage = "raise",
         allow_lossy: bool = False,
     ) -> Any:
-        """Restore a state in place, and return it.
+        """Restore a state in place and return it.
 
-        Tensors, arrays, modules, optimizers and generators are filled where they are; plain values are replaced in
-        their dicts and lists. Every chunk is verified: what comes straight from a disk into a tensor where it lies, all
-        else before it is copied there. Nothing counts as restored before all of it is verified.
+        Tensors, arrays, modules, optimizers and generators are filled in place; plain values are replaced in their
+        dicts and lists. The digest of every chunk is verified: after the read where a disk is read directly into a
+        tensor, in all other cases before the bytes are copied to the tensor. `restore` returns when all are verified.
 
         Args:
             into: the state to fill, of the structure that was saved.
-            step, version, tag: which version, by step, by the beginning of its id, or by a name that it was given; by
-                default the newest whole one.
-            only: globs of leaf paths; what does not match is left as it is.
-            on_damage: ``older`` goes back to the newest version that is whole instead of raising `Damaged`.
-            allow_lossy: also restore leaves that were saved with fewer bits, on request, and are not exact.
+            step, version, tag: which version, by its step, the beginning of its id, or a tag; by default the newest
+                complete one.
+            only: globs of leaf paths; leaves that do not match are left unchanged.
+            on_damage: ``older`` falls back to the newest undamaged version instead of raising `Damaged`.
+            allow_lossy: also restore leaves that were saved with fewer bits, whose values are not exact.
 
         Raises:
             NotFound: there is no such version.
-            StateMismatch: leaves are missing, unexpected, or of another shape or dtype; nothing was touched.
-            RankFailed: with a process group, all ranks call this together, and another one failed or did not come.
-            Damaged: a chunk is whole in no tier.
+            StateMismatch: leaves are missing, unexpected, or of another shape or dtype; nothing was changed.
+            RankFailed: another rank failed, or did not call `restore`. With a process group all ranks must call it.
+            Damaged: a chunk is missing or damaged in every tier.
             Unsafe: a leaf is a pickle, or lossy, and that was not allowed.
         """
-        return self._restore(Wanted(step, version, into, only, None, on_damage, self._pickles, allow_lossy), tag)
+        return self._restore(RestoreSpec(step, version, into, only, None, on_damage, self._pickles, allow_lossy), tag)
 
     def load(
         self,
@@ -207,72 +279,86 @@ class Checkpointer(Run):
         on_damage: OnDamage = "raise",
         allow_lossy: bool = False,
     ) -> Any:
-        """A version as a fresh state, without a template: containers as they were, modules and optimizers as their
+        """Load a version as a new state, without a template: the same containers, modules and optimizers as their
         ``state_dict``.
 
         Args:
-            device: where tensors go; by default the host.
+            device: the device of the new tensors; by default the host.
             step, version, tag, only, on_damage, allow_lossy: as in `restore`. With ``only``, a list of which not all
                 items match comes back as a dict by index.
 
         Raises: as `restore`.
         """
         place = torch.device(device) if device is not None else None
-        return self._restore(Wanted(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy), tag)
+        return self._restore(RestoreSpec(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy), tag)
 
-    def _restore(self, wanted: Wanted, tag: str | None) -> Any:
+    def _restore(self, wanted: RestoreSpec, tag: str | None) -> Any:
         self._check_open()
         self._guard.wait()
-        with uncollected():
+        with gc_paused():
             found = self._found(wanted, tag)
         self.restored = VersionInfo.of(found.entry)
-        self._flow.continue_from(self.restored.id)
+        self._pipeline.continue_from(self.restored.id)
         log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
         return found.state
 
-    def _found(self, wanted: Wanted, tag: str | None) -> Restored:
-        def resolve(name: str | None) -> Tagged | None:
+    def _found(self, wanted: RestoreSpec, tag: str | None) -> Restored:
+        def resolve(name: str | None) -> TaggedVersion | None:
             return self._tagged(name, wanted.step, wanted.version)
 
         if self._together is not None:
             return restore_together(self._together.team, self._catalog(), self._arena, wanted, tag, resolve)
         return restore(self._catalog(), self._arena, self.run, wanted._replace(tag=resolve(tag)))
 
-    def _saving(self) -> Saving:
-        return self._flow
+    def _saving(self) -> PendingSaves:
+        return self._pipeline
 
     def stats(self) -> Stats:
-        """What this Checkpointer has done so far."""
-        tiers = {s.name: TierStats.of(self._flow.lanes.get(s.name)).measured(s.tier) for s in self._shelves}
+        """Counters and times of this Checkpointer so far, in all and by tier."""
+        tiers = {s.name: TierStats.of(self._pipeline.queues.get(s.name)).measured(s.tier) for s in self._tier_runs}
         peak = self._arena.peak * self._arena.slab_size
-        return Stats(self._saves, self._flow.skipped, tuple(self._blocked), self._guard.waited, peak, tiers)
+        return Stats(self._saves, self._pipeline.skipped, tuple(self._blocked), self._guard.waited, peak, tiers)
+
+    def copy(
+        self,
+        *,
+        step: int | None = None,
+        version: str | None = None,
+        to: str | None = None,
+        into: Policy | str | os.PathLike[str] | None = None,
+        run: str | None = None,
+        progress: Progress = no_progress,
+    ) -> CopyResult:
+        """Copy a version to another tier, or into the tiers of another policy. See `copy.copy`."""
+        self._check_open()
+        return copy(self, Checkpointer, step=step, version=version, to=to, into=into, into_run=run, progress=progress)
 
     def close(self, timeout: float | None = None) -> None:
-        """Bring what is under way, and what is owed, to every tier, then let go of everything.
+        """Finish all saves in progress, retry those that failed, then close all tiers and free the memory.
 
         Args:
             timeout: seconds to wait at most. On a terminal a wait of more than a second shows its progress.
 
         Raises:
-            TierstateError: a save did not arrive somewhere and nobody has been told yet; every such failure is listed.
+            TierstateError: saves failed on some tiers and their errors were not raised before; all of them are listed.
         """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
         if os.getpid() != self._pid:
-            return  # a forked child: threads, files and locks are the parent's
+            return  # a forked child: threads, files and locks belong to the parent
         error: BaseException | None = None
         try:
-            with ExitStack() as closing:  # each is closed, whatever happens to those before
+            with ExitStack() as closing:  # each is closed, even if closing another one raises
                 if self._together is not None:
                     closing.callback(self._together.close)
-                for close in (self._arena.close, *(s.tier.close for s in self._shelves), self._guard.close):
+                for close in (self._arena.close, *(s.tier.close for s in self._tier_runs), self._guard.close):
                     closing.callback(close)
-                self._flow.close(timeout, closing.enter_context(draining()))
+                self._pipeline.close(timeout, closing.enter_context(drain_progress()))
         except TierUnavailable as late:
             error = late
-        tell(error, self._flow.failures())
+        raise_failures(error, self._pipeline.failures())
 
     def __enter__(self) -> Self:
         return self
@@ -285,7 +371,7 @@ class Checkpointer(Run):
         except TierstateError as failure:
             if error is None:
                 raise
-            # What went wrong in the block comes first; what went wrong with the saves must not hide it.
+            # The error of the block is raised; an error of the saves is only a note on it, and must not hide it.
             error.add_note(f"and saves failed too: {failure}")
 
     def _at_exit(self) -> None:

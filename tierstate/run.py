@@ -1,66 +1,60 @@
-"""A run: its versions over all tiers of a policy, to be listed, looked at, compared, named, forked and checked."""
+"""A run and its versions over all tiers of a policy: list, inspect, diff, tag, fork, verify, rebuild and prune them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from tierstate.manifest.diff import LeafDiff
+from tierstate.engine.info import VersionInfo, list_versions
+from tierstate.engine.maintain.check_chunks import Depth, VerifyReport
+from tierstate.engine.maintain.compare import compare
+from tierstate.engine.maintain.fork import fork
+from tierstate.engine.maintain.leaf_locations import LeafLocation, locate_leaves
+from tierstate.engine.maintain.prune import PendingSaves, PruneReport, PruneRun
+from tierstate.engine.maintain.rebuild import RebuildReport, rebuild
+from tierstate.engine.maintain.tags import Tags
+from tierstate.engine.maintain.verify import verify_run
+from tierstate.engine.progress import Progress, no_progress
+from tierstate.engine.restore.restore import RestoreSpec, find_version
+from tierstate.engine.store.catalog import RunCatalog, VersionCopies
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import TierstateError
-from tierstate.manifest.leaf import Leaf
-from tierstate.manifest.tags import Tag
-from tierstate.tiers.arena import Arena
-from tierstate.tiers.catalog import Catalog, Entry
-from tierstate.tiers.findings import Depth, Report
-from tierstate.tiers.policy import Policy
-from tierstate.tiers.rebuilding import Rebuilding, rebuild
-from tierstate.tiers.shelf import Shelf
+from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.history.diff import LeafDiff
+from tierstate.manifest.history.tags import TaggedVersion, TagTarget
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.policy import Policy
 
-from .collecting import uncollected
-from .comparing import compare
-from .finding import Wanted, find
-from .forking import fork
-from .info import VersionInfo
-from .inspecting import inspect
-from .listing import listed
-from .locating import Located, locate
-from .progress import Progress, nobody
-from .pruning import PruneReport, Pruning, Saving
-from .tagging import Tagged, Tags
-
-if TYPE_CHECKING:
-    from .copying import Copied
+from .pause_gc import gc_paused
 
 
 class Run:
-    """What can be done with the versions that a run has.
+    """The versions of a run and the operations on them. The base class of `Checkpointer`.
 
-    Where several ranks save together, none of this waits for the others: any rank may call any of it. Each looks at the
-    tiers that it sees itself, so that on a tier of one host or process it finds the chunks of that one only. What
-    changes something that all see (a name, a fork, a copy, a rebuilt record) is for one rank to call; where a host has
-    tiers of its own, for one rank of each host, one after the other.
+    If several ranks save together, no method of this class waits for other ranks, so each rank may call any of them. A
+    rank sees its own tiers only: on a tier of one host or process it finds the chunks of that host or process. A change
+    that all ranks see (a tag, a fork, a copy, a rebuilt record) should be made by one rank; if each host has its own
+    tiers, by one rank of each host, one after the other.
 
     Args:
-        policy: which tiers there are.
-        run: its name.
-        shelves: the run in each tier, in the policy's order.
-        arena: the memory that bytes pass through.
+        policy: the tiers and the rules.
+        run: the name of the run.
+        tier_runs: the run in each tier, in the policy's order.
+        arena: the host memory for all reads and writes.
     """
 
-    def __init__(self, policy: Policy, run: str, shelves: Sequence[Shelf], arena: Arena) -> None:
+    def __init__(self, policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> None:
         self.policy, self.run = policy, run
-        self._shelves, self._arena = list(shelves), arena
-        self._tags = Tags(self._shelves)
+        self._tier_runs, self._arena = list(tier_runs), arena
+        self._tags = Tags(self._tier_runs)
         self._closed = False
-        for shelf in self._shelves:
-            shelf.beside = self._shelves
+        for tier_run in self._tier_runs:
+            tier_run.beside = self._tier_runs
 
     def versions(self) -> list[VersionInfo]:
         """All versions of the run over all tiers, oldest first."""
-        with uncollected():  # many small objects at once, and none of them garbage
-            return listed(self._shelves, self.policy, self._tags.by_version())
+        with gc_paused():  # it makes many small objects, and none of them is garbage
+            return list_versions(self._tier_runs, self.policy, self._tags.by_version())
 
     def info(self, *, step: int | None = None, version: str | None = None, tag: str | None = None) -> VersionInfo:
         """One version, by default the newest.
@@ -81,14 +75,14 @@ class Run:
 
     def located(
         self, *, step: int | None = None, version: str | None = None, only: Sequence[str] | None = None
-    ) -> list[Located]:
-        """The leaves of a version, or those that match a glob, and what each tier has of them; from records alone.
+    ) -> list[LeafLocation]:
+        """The leaves of a version, or those that match a glob, and where each tier has them. Reads records only.
 
         Raises:
             NotFound: there is no such version.
-            StateMismatch: nothing matches.
+            StateMismatch: no leaf matches.
         """
-        return locate(self._find(step, version), only)
+        return locate_leaves(self._find(step, version), only)
 
     def diff(
         self,
@@ -97,11 +91,12 @@ class Run:
         *,
         values: bool = False,
         only: Sequence[str] | None = None,
-        progress: Progress = nobody,
+        progress: Progress = no_progress,
     ) -> list[LeafDiff]:
-        """What changed from one step to another, leaf by leaf: by digests alone, or with ``values`` also by how much.
+        """What changed from one step to another, leaf by leaf. Compares digests; with ``values`` also reads the
+        chunks and says by how much the values differ.
 
-        See `comparing.compare`.
+        See `tierstate.engine.maintain.compare`.
         """
         one, other = (self._find(step) for step in (old, new))
         return compare(one, other, self._arena, values=values, only=only, progress=progress)
@@ -114,44 +109,29 @@ class Run:
         sample: float = 0.0,
         seed: int | None = None,
         mend: bool = False,
-        progress: Progress = nobody,
-    ) -> Report:
-        """Whether the tiers have what they claim to have: records, and packs by presence and length.
+        progress: Progress = no_progress,
+    ) -> VerifyReport:
+        """Check that the tiers have what their records name: packs by presence and length, or more with the options.
 
-        See `inspecting.inspect`.
+        See `tierstate.engine.maintain.verify`.
         """
         how = Depth.of(deep=deep, data=data, sample=sample, seed=seed, mend=mend)
-        return inspect(self._catalog(), self._arena, how, progress)
+        return verify_run(self._catalog(), self._arena, how, progress)
 
-    def copy(
-        self,
-        *,
-        step: int | None = None,
-        version: str | None = None,
-        to: str | None = None,
-        into: Policy | str | os.PathLike[str] | None = None,
-        run: str | None = None,
-        progress: Progress = nobody,
-    ) -> Copied:
-        """Copy a version to another tier, or into the tiers of another policy. See `copying.copy`."""
-        from .copying import copy  # which makes Checkpointers, and so knows this room
-
-        return copy(self, step=step, version=version, to=to, into=into, into_run=run, progress=progress)
-
-    def rebuild(self, tier: str, *, partial: bool = False, dry_run: bool = False) -> Rebuilding:
-        """Make the records of a tier again that are lost, from its packs. See `rebuilding.rebuild`."""
+    def rebuild(self, tier: str, *, partial: bool = False, dry_run: bool = False) -> RebuildReport:
+        """Rebuild lost records of a tier from its packs. See `tierstate.engine.maintain.rebuild`."""
         self._check_open()
-        return rebuild(self._shelves, tier, self.policy, partial=partial, dry_run=dry_run)
+        return rebuild(self._tier_runs, tier, self.policy, partial=partial, dry_run=dry_run)
 
     def tag(self, name: str, step: int | None = None, *, version: str | None = None) -> VersionInfo:
-        """Give a version a name, by default the newest; a version that had it loses it.
+        """Give a version a tag, by default the newest; a version that had the tag loses it.
 
-        Tiers that do not answer are told by a warning, and learn it the next time that a tag is given.
+        A tier that does not answer causes a warning in the log; it gets the tag when the next tag is given.
 
         Raises:
             ValueError: the name is not one of up to 64 letters, digits, ``.``, ``_`` and ``-``.
-            NotFound: there is no such version, or it was dropped meanwhile.
-            TierError: no tier took the tag.
+            NotFound: there is no such version, or retention deleted it meanwhile.
+            TierError: the tag could be written to no tier.
         """
         entry = self._find(step, version)
         self._tags.give_to(name, entry)
@@ -159,40 +139,40 @@ class Run:
         return replace(found, tags=self._tags.by_version().get((found.seq, found.id), ()))
 
     def untag(self, name: str) -> None:
-        """Take a name back from whichever version has it.
+        """Remove a tag from the version that has it.
 
         Raises:
-            NotFound: none has it.
-            TierError: no tier took it.
+            NotFound: no version has this tag.
+            TierError: the change could be written to no tier.
         """
         self._check_open()
         self._tags.resolve(name)
         self._tags.give(name, None)
 
-    def tags(self) -> dict[str, VersionInfo | Tag]:
-        """All names, and the version that has each; its number and id alone where no tier has it any more."""
+    def tags(self) -> dict[str, VersionInfo | TagTarget]:
+        """All tags with their versions. Of a version that no tier has any more: only its number and id."""
         infos = {(v.seq, v.id): v for v in self.versions()}
         return {name: infos.get(tag, tag) for name, tag in self._tags.current().items()}
 
     def fork(
         self, new_run: str, step: int | None = None, *, version: str | None = None, tag: str | None = None
     ) -> VersionInfo:
-        """Begin a new run with a version of this one, by default the newest, and without copying its data.
+        """Begin a new run with a version of this one, by default the newest, without copying its data.
 
         Returns:
-            The new run's first version; a Checkpointer of that run restores it and goes on from it.
+            The new run's first version; a Checkpointer of that run restores it and continues from it.
 
         Raises:
             AlreadyExists: the new run has versions already.
-            NotFound: there is no such version, or `keep` has dropped leaves of it that no tier which lasts has.
-            TierError: no tier that lasts has it, or none took it, or a tier cannot be asked for the new run.
+            NotFound: there is no such version, or retention has dropped leaves of it that no persistent tier has.
+            TierError: no persistent tier has the version or could be written to, or a tier cannot list the new run.
         """
-        return fork(self._find(step, version, tag), self._shelves, new_run)
+        return fork(self._find(step, version, tag), self._tier_runs, new_run)
 
-    def _find(self, step: int | None = None, version: str | None = None, tag: str | None = None) -> Entry:
-        return find(self._catalog(), self.run, Wanted(step, version, tag=self._tagged(tag, step, version)))
+    def _find(self, step: int | None = None, version: str | None = None, tag: str | None = None) -> VersionCopies:
+        return find_version(self._catalog(), self.run, RestoreSpec(step, version, tag=self._tagged(tag, step, version)))
 
-    def _tagged(self, tag: str | None, step: int | None, version: str | None) -> Tagged | None:
+    def _tagged(self, tag: str | None, step: int | None, version: str | None) -> TaggedVersion | None:
         """The version that a tag names, if one is given."""
         if tag is not None and not (step is None and version is None):
             raise ValueError(f"tag {tag!r} names a version; give no step and no id beside it")
@@ -205,35 +185,35 @@ class Run:
         grace: float | None = None,
         progress: Callable[[str], object] = lambda _what: None,
     ) -> PruneReport:
-        """Drop what the policy does not keep, delete packs that no version names, repack those that are mostly dead.
+        """Retention, then garbage collection: drop versions, delete unused packs, repack mostly unused ones.
 
-        Safe beside other processes that save, read or prune this run. Saves of this process that are under way keep
-        what is theirs. Of ranks that save together any or all may call this: each prunes what no lower one sees.
+        Safe while other processes save, read or prune this run; packs of this process's own saves in progress are
+        kept. If several ranks save together, any or all may call this: each prunes the tiers that no lower rank sees.
 
         Args:
-            dry_run: only look; the report says what would be done.
-            grace: seconds for which a pack stays that no version names, a day by default: longer than any save takes.
-                0 is right only while no other process saves, forks or prunes this run.
-            progress: told what is being done now.
+            dry_run: change nothing; the report says what would be done.
+            grace: seconds for which an unreferenced pack is kept; by default a day, which is longer than any save
+                takes. 0 is correct only while no other process saves, forks or prunes this run.
+            progress: called with the name of each step.
         """
         self._check_open()
-        return Pruning(
+        return PruneRun(
             self.policy,
-            self._shelves,
+            self._tier_runs,
             self._saving(),
             grace,
             dry_run=dry_run,
             progress=progress,
         ).run()
 
-    def _saving(self) -> Saving | None:
-        """What this process has under way."""
+    def _saving(self) -> PendingSaves | None:
+        """The saves of this process that are in progress; a `Run` without saves has none."""
         return None
 
     def _check_open(self) -> None:
         if self._closed:
             raise TierstateError("this Checkpointer is closed; make a new one")
 
-    def _catalog(self) -> Catalog:
+    def _catalog(self) -> RunCatalog:
         self._check_open()
-        return Catalog(self._shelves)
+        return RunCatalog(self._tier_runs)

@@ -12,9 +12,8 @@ from typing import Any
 
 from benchmarks.competitor import Competitor, Pending
 from benchmarks.state import State
-from tierstate.tiers.engine import Engine, ThreadEngine, Transfer
-from tierstate.tiers.pages import PAGE, fault_in, libc, map_pages
-from tierstate.tiers.uring import UringEngine
+from tierstate.tiers.memory.arena import PAGE, fault_in, libc, map_pages
+from tierstate.tiers.posix.io_engine import Engine, ThreadEngine, Transfer, UringEngine
 
 DEPTH, LENGTH = 8, 16 << 20
 """Transfers in flight, and bytes of each."""

@@ -9,9 +9,8 @@ import subprocess
 from pathlib import Path
 
 from benchmarks.competitor import Competitor, Pending
+from benchmarks.field.disk import DEPTH, LENGTH
 from benchmarks.state import State
-
-from .disk import DEPTH, LENGTH
 
 
 class Fio(Competitor):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from calling import Answer, Call, state
+from support.cli_calls import Answer, Call, state
 
 import tierstate as ts
 from tierstate.cli import main

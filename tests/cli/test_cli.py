@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from calling import Call, damage, state
-from strategies import difference
+from support.cli_calls import Call, damage, state
+from support.equality import difference
 
 import tierstate as ts
 
@@ -80,6 +80,7 @@ def test_verify_is_content_with_what_is_whole(call: Call, policy: Path) -> None:
     assert report["nbytes"] > 3 * 12_000
 
 
+@pytest.mark.slow
 def test_verify_finds_damage_and_says_so_by_its_status(call: Call, policy: Path) -> None:
     damage(policy)
     assert call("verify", "-p", policy, "-r", "gpt").status == 0, "lengths are right"
@@ -158,6 +159,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_one_message_and_status_2(call: Call, policy: Path, name: str) -> None:
     (verb, *rest), expected = ERRORS[name]
@@ -181,6 +183,7 @@ def test_a_broken_policy_is_status_2_with_its_lines(call: Call, place: Path) -> 
     assert "cannot be read" in missing.err
 
 
+@pytest.mark.slow
 def test_wrong_usage_is_status_2(call: Call, policy: Path) -> None:
     for arguments in (["show", "-p", policy], ["nonsense"], ["show", "-p", policy, "-r", "gpt", "--step", "x"]):
         answer = call(*arguments)
@@ -199,6 +202,7 @@ def program(*arguments: object, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
+@pytest.mark.slow
 def test_the_program_itself(policy: Path) -> None:
     listed = program("ls", "--json", TIERSTATE_POLICY=str(policy), TIERSTATE_RUN="gpt")
     assert (listed.returncode, listed.stderr) == (0, "")

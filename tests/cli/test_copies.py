@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from calling import Call, damage
+import pytest
+from support.cli_calls import Call, damage
 
 
+@pytest.mark.slow
 def test_diff_says_by_its_status_whether_versions_differ(call: Call, policy: Path) -> None:
     same = call("diff", "-p", policy, "-r", "gpt", "2", "2")
     assert (same.status, same.out) == (0, "4 leaves: 0 added, 0 removed, 0 changed, 4 same; 0 B differ\n")
@@ -25,6 +27,7 @@ def test_diff_says_by_its_status_whether_versions_differ(call: Call, policy: Pat
     assert (wrong.status, "no version with step 9" in wrong.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_show_says_where_leaves_are(call: Call, policy: Path) -> None:
     shown = call("show", "-p", policy, "-r", "gpt", "--step", "2", "--only", "model.w")
     assert (
@@ -43,6 +46,7 @@ def test_show_says_where_leaves_are(call: Call, policy: Path) -> None:
     assert held["model"] == {}
 
 
+@pytest.mark.slow
 def test_verify_mends_and_says_so(call: Call, policy: Path) -> None:
     call("copy", "-p", policy, "-r", "gpt", "--to", "store")
     damage(policy)
@@ -65,6 +69,7 @@ def test_verify_mends_and_says_so(call: Call, policy: Path) -> None:
     assert call("verify", "-p", policy, "-r", "gpt", "--sample", "1%", "--data").status == 2
 
 
+@pytest.mark.slow
 def test_copy_goes_to_tiers_and_policies(call: Call, policy: Path) -> None:
     first = call("copy", "-p", policy, "-r", "gpt", "--to", "store")
     assert (first.status, first.out.startswith("copied step 3 (")) == (0, True)
@@ -82,6 +87,7 @@ def test_copy_goes_to_tiers_and_policies(call: Call, policy: Path) -> None:
     assert call("copy", "-p", policy, "-r", "gpt", "--to", "tape").status == 2
 
 
+@pytest.mark.slow
 def test_rebuild_brings_records_back(call: Call, policy: Path) -> None:
     shutil.rmtree(policy.parent / "nvme/versions/gpt")
     assert [v["tiers"] for v in call("ls", "-p", policy, "-r", "gpt", "--json").json] == [["store"], ["store"]]

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from calling import BITS, Call, damage, odd, state
-from leftovers import nothing_left
 from safetensors import safe_open
+from support.cli_calls import BITS, Call, damage, odd, state
+from support.leaks import nothing_left
 
 import tierstate as ts
-from tierstate import exporting
-from tierstate.exporting import export
-from tierstate.importing import read
+from tierstate.files import export as export_module
+from tierstate.files.export import export
+from tierstate.files.importing import open_source
 
 
 @pytest.fixture
@@ -76,6 +76,7 @@ def test_h5dump_reads_it(call: Call, run: Path) -> None:
     assert "(1,0): 3, 4, 5" in shown
 
 
+@pytest.mark.slow
 def test_parts_and_prefixes(call: Call, run: Path) -> None:
     to = run.parent / "model.safetensors"
     options = ["-p", run, "-r", "odd", to, "--strip-prefix", "model."]
@@ -97,6 +98,7 @@ def test_parts_and_prefixes(call: Call, run: Path) -> None:
     assert "decoder" in nothing.err
 
 
+@pytest.mark.slow
 def test_long_exports_are_sets_of_files_with_an_index(call: Call, run: Path) -> None:
     to = run.parent / "big.safetensors"
     answer = call("export", "-p", run, "-r", "gpt", to, "--max-shard", "8KiB", "--step", "2")
@@ -126,6 +128,7 @@ def test_a_file_that_is_there_stays(call: Call, run: Path) -> None:
     assert torch.equal(safetensors.torch.load_file(to)["model.w"], state(3)["model"]["w"])
 
 
+@pytest.mark.slow
 def test_damage_is_never_exported(call: Call, run: Path) -> None:
     damage(run)
     with nothing_left(run.parent):
@@ -165,7 +168,7 @@ def test_what_a_format_cannot_hold_is_listed(call: Call, policy: Path) -> None:
 
 
 def test_values_that_are_too_long_are_refused(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "MAX_VALUES", 1000)
+    monkeypatch.setattr(export_module, "MAX_VALUES", 1000)
     with ts.Checkpointer(policy, "long") as ckpt:
         ckpt.save({"text": "x" * 1001, "w": torch.ones(1)}, step=1).wait()
         with pytest.raises(ts.StateMismatch, match=r"1\d\d\d bytes, and at most 1000 .*--skip-values"):
@@ -181,6 +184,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_one_message(call: Call, policy: Path, name: str) -> None:
     (to, *options), expected = ERRORS[name]
@@ -190,6 +194,7 @@ def test_errors_are_one_message(call: Call, policy: Path, name: str) -> None:
     assert expected in answer.err
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -208,8 +213,8 @@ def test_a_full_disk_leaves_nothing(policy: Path, monkeypatch: pytest.MonkeyPatc
 
 MEASURE = """
 import resource, sys, torch, tierstate as ts
-from tierstate.exporting import export
-from tierstate.importing import import_version
+from tierstate.files.export import export
+from tierstate.files.importing import import_version
 policy, to = sys.argv[1:]
 import h5py
 with ts.Checkpointer(policy, "big") as ckpt:
@@ -224,6 +229,7 @@ with ts.Checkpointer(policy, "big") as ckpt:
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_arena(place: Path) -> None:
     policy = place / "big.yaml"
     policy.write_text(f"chunk: 1MiB\narena: {{size: 16MiB}}\ntiers: {{nvme: {{type: nvme, path: {place}/nvme}}}}")
@@ -237,6 +243,7 @@ def test_memory_is_bounded_by_the_arena(place: Path) -> None:
     assert int(grown) < 64, "MiB, of 128 that went through four times"
 
 
+@pytest.mark.slow
 def test_what_was_cut_otherwise_does_not_stay_beside(call: Call, run: Path) -> None:
     """Readers of a folder take the index where there is one, and so would load the older version."""
     to = run.parent / "model.safetensors"
@@ -294,7 +301,7 @@ def test_a_reserved_name_that_comes_of_a_prefix_gets_a_number(policy: Path) -> N
         ckpt.save(state, step=1).wait()
         export(ckpt, to, strip_prefix="model.")
     assert len(safetensors.torch.load_file(to)) == 2
-    with read(to) as found:
+    with open_source(to) as found:
         assert set(found.state["model"]) == {"__metadata__", "b"}
 
 

@@ -21,10 +21,12 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from calling import Call, odd
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import difference, states
+from support.checkpointer_worlds import scratch
+from support.cli_calls import Call, odd
+from support.equality import difference
+from support.state_strategies import states
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,21 +35,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from worlds import scratch
 
 import tierstate as ts
-from tierstate.exporting import export
-from tierstate.foreign_dcp import _disjoint
-from tierstate.importing import import_version, read
-from tierstate.manifest.box import Box
-from tierstate.manifest.leaf import Leaf, Spec
-from tierstate.providers.tree import flatten
-from tierstate.stored import Stored
-from tierstate.tiers.formats import About, Item, format_of
+from tierstate.engine.packs.formats import FileInfo, FileLeaf, format_of
+from tierstate.files.dcp import _disjoint
+from tierstate.files.export import export
+from tierstate.files.importing import import_version, open_source
+from tierstate.files.stored import FileValue
+from tierstate.manifest.boxes import Box
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.providers.tree.flatten import flatten
 
 POLICY = "chunk: 4KiB\narena: {{size: 64KiB}}\ntiers: {{nvme: {{type: nvme, path: {place}/nvme}}}}\n"
 
 
+@pytest.mark.slow
 @given(states(), st.sampled_from(["safetensors", "h5"]), st.sampled_from([None, 16, 100]))
 @settings(deadline=None, max_examples=40)
 def test_what_is_exported_is_imported_bit_for_bit(state: Any, kind: str, shard: int | None) -> None:
@@ -69,6 +71,7 @@ def test_what_is_exported_is_imported_bit_for_bit(state: Any, kind: str, shard: 
         assert difference(ckpt.load(version=done.version.id), ckpt.load(version=info.id)) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["safetensors", "h5"])
 def test_the_whole_way_on_the_command_line(call: Call, policy: Path, ending: str) -> None:
     with ts.Checkpointer(policy, "odd") as ckpt:
@@ -97,6 +100,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["safetensors", "h5"])
 @pytest.mark.parametrize("name", NAMES)
 def test_states_that_files_have_no_words_for(policy: Path, name: str, ending: str) -> None:
@@ -151,6 +155,7 @@ def test_every_type_of_safetensors(policy: Path) -> None:
     assert all(difference(right[n], found[n]) == "" for n in names)
 
 
+@pytest.mark.slow
 def test_a_folder_of_safetensors_with_an_index(call: Call, policy: Path) -> None:
     folder = policy.parent / "hf"
     folder.mkdir()
@@ -217,6 +222,7 @@ def save_dcp(state: Any, folder: Path) -> None:
         dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
+@pytest.mark.slow
 def test_a_folder_of_dcp(call: Call, policy: Path) -> None:
     model = torch.nn.Linear(3, 4)
     optimizer = torch.optim.Adam(model.parameters())
@@ -304,6 +310,7 @@ DCP_LIES: dict[str, tuple[list[tuple[int, int]], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DCP_LIES)
 def test_lies_of_dcp_are_found(call: Call, policy: Path, name: str) -> None:
     boxes, changed, expected = DCP_LIES[name]
@@ -313,6 +320,7 @@ def test_lies_of_dcp_are_found(call: Call, policy: Path, name: str) -> None:
     assert expected in answer.err
 
 
+@pytest.mark.slow
 def test_an_hdf5_file_of_others(call: Call, policy: Path) -> None:
     path = policy.parent / "data.h5"
     with h5py.File(path, "w") as file:
@@ -347,8 +355,8 @@ def test_a_pack_is_imported_by_its_paths(policy: Path, name: str) -> None:
     form = format_of(name)
     assert form is not None
     values = {("model", 0, "w"): torch.arange(4.0), ("model", "a.b"): torch.arange(3).to(torch.bfloat16)}
-    items = [Item(Leaf(p, Spec("tensor", str(t.dtype)[6:], t.itemsize, tuple(t.shape)))) for p, t in values.items()]
-    plan = form.lay_out(items, About("gpt", 3, 30, 0.0, '{"loss": 2}'))
+    items = [FileLeaf(Leaf(p, Spec("tensor", str(t.dtype)[6:], t.itemsize, tuple(t.shape)))) for p, t in values.items()]
+    plan = form.lay_out(items, FileInfo("gpt", 3, 30, 0.0, '{"loss": 2}'))
     data = bytearray(plan.size)
     data[: len(plan.head)] = plan.head
     for offset, tensor in zip(plan.offsets, values.values(), strict=True):
@@ -412,7 +420,7 @@ LIES = {
 def test_lies_are_found(tmp_path: Path, name: str) -> None:
     path = tmp_path / "lie.safetensors"
     path.write_bytes(LIES[name])
-    with pytest.raises(ts.FormatError) as caught, read(path):
+    with pytest.raises(ts.FormatError) as caught, open_source(path):
         raise AssertionError("it was believed")
     assert str(path) in str(caught.value)
 
@@ -421,7 +429,7 @@ def test_a_file_that_shrinks_while_it_is_imported_fails_the_save(policy: Path) -
     path = policy.parent / "w.safetensors"
     path.write_bytes(header(W, bytes(8)))
     with ts.Checkpointer(policy, "w") as ckpt:
-        with read(path) as found:
+        with open_source(path) as found:
             os.truncate(path, 20)
             with pytest.raises(ts.TierstateError, match="w"):
                 ckpt.save(found.state, step=1)
@@ -438,7 +446,7 @@ def test_any_bytes_are_a_state_or_one_of_our_errors(data: st.DataObject) -> None
     with scratch() as place:
         path = place / "any.safetensors"
         path.write_bytes(raw)
-        with suppress(ts.TierstateError), read(path) as found:
+        with suppress(ts.TierstateError), open_source(path) as found:
             flatten(found.state)
 
 
@@ -451,6 +459,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_no_file_of_these_kinds(call: Call, policy: Path, name: str) -> None:
     data, expected = ODD[name]
@@ -516,7 +525,7 @@ def test_no_other_file_is_read_through_hdf5(tmp_path: Path, other: Path, make: A
     path = tmp_path / "evil.h5"
     with h5py.File(path, "w") as file:
         make(file, other)
-    with pytest.raises(ts.CaptureError, match=r"in other files|into another file"), read(path):
+    with pytest.raises(ts.CaptureError, match=r"in other files|into another file"), open_source(path):
         raise AssertionError("it was believed")
 
 
@@ -526,11 +535,11 @@ def test_a_group_within_itself_is_told(tmp_path: Path) -> None:
         group = file.create_group("a")
         group["b"] = group
         file["twice"] = file.create_group("fine")
-    with pytest.raises(ts.FormatError, match=r"group /a/b lies in itself"), read(path):
+    with pytest.raises(ts.FormatError, match=r"group /a/b lies in itself"), open_source(path):
         raise AssertionError("it was believed")
     with h5py.File(path, "a") as file:
         del file["a"]
-    with read(path) as found:
+    with open_source(path) as found:
         assert found.state == {"fine": {}, "twice": {}}
 
 
@@ -544,11 +553,11 @@ def test_memory_is_not_taken_for_what_nobody_wrote(tmp_path: Path) -> None:
         file.create_dataset("x", (1 << 42,), "u1", chunks=(1 << 20,))
         file.create_dataset("__tierstate__/metadata", data=np.bytes_(json.dumps(listed)))
         file.create_dataset("text/x", (1 << 40,), h5py.string_dtype(), chunks=(1 << 10,))
-    with pytest.raises(ts.FormatError, match=r"4398046511104 bytes has 0 in the file"), read(path):
+    with pytest.raises(ts.FormatError, match=r"4398046511104 bytes has 0 in the file"), open_source(path):
         raise AssertionError("it was believed")
     with h5py.File(path, "a") as file:
         del file["__tierstate__"], file["x"]
-    with pytest.raises(ts.FormatError, match=r"/text/x has 1099511627776 texts"), read(path):
+    with pytest.raises(ts.FormatError, match=r"/text/x has 1099511627776 texts"), open_source(path):
         raise AssertionError("it was believed")
 
 
@@ -559,7 +568,10 @@ def test_metadata_of_dcp_changes_no_class(tmp_path: Path) -> None:
     )
     before = PurePosixPath.is_absolute
     try:
-        with pytest.raises(ts.Unsafe, match=r"sets attributes of <class 'pathlib\.PurePosixPath'>"), read(tmp_path):
+        with (
+            pytest.raises(ts.Unsafe, match=r"sets attributes of <class 'pathlib\.PurePosixPath'>"),
+            open_source(tmp_path),
+        ):
             raise AssertionError("it was believed")
         assert PurePosixPath.is_absolute is before
     finally:
@@ -573,7 +585,7 @@ BOMBS = {"memo": b"\x80\x02Nr\x00\x5a\x62\x02.", "bytearray": b"\x80\x05\x96" + 
 def test_memory_is_not_taken_for_what_dcp_says(tmp_path: Path, name: str) -> None:
     (tmp_path / ".metadata").write_bytes(BOMBS[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ts.FormatError), read(tmp_path):
+    with pytest.raises(ts.FormatError), open_source(tmp_path):
         raise AssertionError("it was believed")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
@@ -581,19 +593,19 @@ def test_memory_is_not_taken_for_what_dcp_says(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("data", [b"\x80\x02.", b"\x80\x02]a.", b"\x80\x02K\x01K\x02\x85s.", b"\x80"])
 def test_bytes_that_torch_stumbles_over_are_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "some.pt").write_bytes(data)
-    with pytest.raises((ts.FormatError, ts.Unsafe), match=r"some\.pt"), read(tmp_path / "some.pt"):
+    with pytest.raises((ts.FormatError, ts.Unsafe), match=r"some\.pt"), open_source(tmp_path / "some.pt"):
         raise AssertionError("it was believed")
     save_dcp({"x": "text"}, tmp_path / "dcp")
     (path,) = (tmp_path / "dcp").glob("*.distcp")
     path.write_bytes(data.ljust(path.stat().st_size, b"."))
-    with pytest.raises((ts.FormatError, ts.Unsafe), match="distcp"), read(tmp_path / "dcp"):
+    with pytest.raises((ts.FormatError, ts.Unsafe), match="distcp"), open_source(tmp_path / "dcp"):
         raise AssertionError("it was believed")
 
 
 def test_lengths_of_dcp_are_compared_with_the_file(tmp_path: Path) -> None:
     """One that is sparse in the metadata only: said to have a PiB, in shards that are all the same bytes."""
     by_hand(tmp_path / "long", torch.zeros(4), [(0, 4)], length=1 << 50)
-    with pytest.raises(ts.FormatError, match="is truncated"), read(tmp_path / "long"):
+    with pytest.raises(ts.FormatError, match="is truncated"), open_source(tmp_path / "long"):
         raise AssertionError("it was believed")
     by_hand(tmp_path / "same", torch.zeros(4000), [(i, i + 1) for i in range(4)], offset=0)
     path = tmp_path / "same/.metadata"
@@ -605,7 +617,7 @@ def test_lengths_of_dcp_are_compared_with_the_file(tmp_path: Path) -> None:
         metadata.storage_data[MetadataIndex("w", chunk.offsets)] = _StorageInfo("__0_0.distcp", 0, size)
     metadata.state_dict_metadata["w"].size = torch.Size([4 * size])
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ts.FormatError, match="has fewer in its files"), read(tmp_path / "same"):
+    with pytest.raises(ts.FormatError, match="has fewer in its files"), open_source(tmp_path / "same"):
         raise AssertionError("it was believed")
 
 
@@ -613,7 +625,7 @@ def test_lengths_of_dcp_are_compared_with_the_file(tmp_path: Path) -> None:
 def test_shards_of_dcp_that_overlap_leave_holes(tmp_path: Path, boxes: list[tuple[int, int]]) -> None:
     """As many elements as there are, and yet some twice and some not at all."""
     by_hand(tmp_path / "dcp", torch.randn(4), boxes)
-    with pytest.raises(ts.FormatError, match="are not the whole of"), read(tmp_path / "dcp"):
+    with pytest.raises(ts.FormatError, match="are not the whole of"), open_source(tmp_path / "dcp"):
         raise AssertionError("it was believed")
 
 
@@ -635,7 +647,7 @@ def test_a_version_that_cannot_be_written_down_fails_its_save_and_no_other(place
     def read_nothing(start: int, out: torch.Tensor) -> None:
         raise AssertionError(f"{start} of no bytes, into {out.numel()}")
 
-    endless = Stored(Spec("tensor", "float32", 4, (1 << 80, 0)), read_nothing)
+    endless = FileValue(Spec("tensor", "float32", 4, (1 << 80, 0)), read_nothing)
     with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "wide") as ckpt:
         with pytest.raises(ts.FormatError, match="an axis longer than 64 bits"):
             ckpt.save({"a": endless}, step=7).wait(timeout=60)

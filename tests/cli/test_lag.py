@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from calling import Call
+from support.cli_calls import Call
 
 import tierstate as ts
 

@@ -12,20 +12,22 @@ from typing import Any
 
 import pytest
 import yaml
-from calling import Answer, Call
-from worlds import names, opened, wrapped
+from support.checkpointer_worlds import names, opened, wrapped
+from support.cli_calls import Answer, Call
 
 import tierstate as ts
-from tierstate import advice, apart, trial
-from tierstate.advice import advise, needed
-from tierstate.live import SPEED, Finding, look_at
-from tierstate.live_table import show_live
+from tierstate.cli.output import show_live
+from tierstate.cluster import advice, check, process
+from tierstate.cluster.advice import advise, bytes_to_keep
+from tierstate.cluster.check import THROUGHPUT_CHECK, TierFinding, check_tier
+from tierstate.engine.progress import status_line
 from tierstate.manifest.errors import AccessDenied, TierFull
-from tierstate.progress import doing
 from tierstate.tiers.base import Tier
-from tierstate.tiers.memory import Memory
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.registry import _registered
 from tierstate.tiers.testing import PROMISES, Fault, Faulty
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +38,8 @@ def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials with little data, for what is looked at in this process."""
-    monkeypatch.setattr(trial, "FIRST", 1 << 16)
-    monkeypatch.setattr("tierstate.live.MOST", 1 << 18)
+    monkeypatch.setattr(check, "FIRST", 1 << 16)
+    monkeypatch.setattr("tierstate.cluster.check.MOST", 1 << 18)
 
 
 def parse(tiers: dict[str, Any], **keys: Any) -> ts.Policy:
@@ -89,7 +91,7 @@ def test_every_tier_is_tried_and_nothing_is_left(call: Call, place: Path) -> Non
 
 ODD = """
 import os, time
-from tierstate.tiers.memory import Memory
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.registry import register_tier
 
 class Hangs(Memory):
@@ -112,8 +114,8 @@ def odd(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "odd.py").write_text(ODD)
     exec(ODD, {})
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    command = (sys.executable, "-c", "import odd; from tierstate.apart import answer; answer()")
-    monkeypatch.setattr(apart, "_COMMAND", command)
+    command = (sys.executable, "-c", "import odd; from tierstate.cluster.process import answer; answer()")
+    monkeypatch.setattr(process, "_COMMAND", command)
 
 
 @pytest.mark.usefixtures("odd")
@@ -121,7 +123,7 @@ def test_a_tier_that_hangs_is_given_up() -> None:
     steps: list[str] = []
     policy = parse({"stuck": {"type": "hangs"}, "n": {"type": "nvme", "path": "x"}})
     policy = policy.model_copy(update={"tiers": policy.tiers[:1]})
-    (found,) = apart.look_at_all(policy, 1.0, steps.append)
+    (found,) = process.check_tiers(policy, 1.0, steps.append)
     assert (found.hung, found.reached, found.ok) == (True, False, False)
     assert found.error.startswith("stuck: did not come to an end within 1 s, at '")
     assert found.error.endswith("; what it wrote may be left behind")
@@ -132,7 +134,7 @@ def test_a_tier_that_hangs_is_given_up() -> None:
 def test_a_tier_that_ends_the_process_does_not_end_the_check(capfd: pytest.CaptureFixture[str]) -> None:
     policy = parse({"dies": {"type": "dies"}, "last": {"type": "memory", "capacity": "40MiB"}, **TWO})
     policy = policy.model_copy(update={"tiers": policy.tiers[:2]})
-    dead, last = apart.look_at_all(policy, 300)
+    dead, last = process.check_tiers(policy, 300)
     assert "dies: took the process with it that looked at it, at 'reach'" in dead.error
     assert not dead.hung
     assert last.ok
@@ -141,8 +143,8 @@ def test_a_tier_that_ends_the_process_does_not_end_the_check(capfd: pytest.Captu
 
 ASKED = """
 import sys, tierstate as ts
-from tierstate.apart import look_at_all
-look_at_all(ts.Policy.load(sys.argv[1]), 300, lambda doing: print(doing, flush=True))
+from tierstate.cluster.process import check_tiers
+check_tiers(ts.Policy.load(sys.argv[1]), 300, lambda doing: print(doing, flush=True))
 """
 
 
@@ -178,12 +180,12 @@ def test_options_that_say_nothing_are_refused(call: Call, policy: Path, options:
 def test_what_is_being_done_shows_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with doing() as told:
+    with status_line() as told:
         told("nvme: deletes")
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with doing() as told:
+    with status_line() as told:
         told("nvme: deletes")
     out, err = capsys.readouterr()
     assert out == ""
@@ -193,9 +195,9 @@ def test_what_is_being_done_shows_on_a_terminal_only(
 # What is found
 
 
-def looked(inner: Tier, *faults: Fault) -> Finding:
+def looked(inner: Tier, *faults: Fault) -> TierFinding:
     with wrapped(Faulty(inner, *faults)) as keys:
-        return look_at(parse({"a": keys}).tier("a"))
+        return check_tier(parse({"a": keys}).tier("a"))
 
 
 @pytest.mark.usefixtures("quick")
@@ -226,7 +228,7 @@ def test_whatever_a_constructor_raises_is_told_without_secrets() -> None:
     ts.register_tier("choosy", Choosy)
     given = {"url": "x://me:pa/ss#wo?rd@h/b", "password": "hunter2", "options": {"keys": ["topsecret"], "n": 1}}
     spec = parse({"n": {"type": "memory"}, "nvme": {"type": "nvme", "path": "x"}}).tier("n")
-    found = look_at(spec.model_copy(update={"type": "choosy", "options": given}))
+    found = check_tier(spec.model_copy(update={"type": "choosy", "options": given}))
     assert not found.reached
     assert found.error.startswith("KeyError: ")
     assert "who are" in found.error
@@ -276,7 +278,7 @@ def test_a_trial_that_fails_is_broken() -> None:
             return super().writer(key, size_hint)
 
     found = looked(Shrunk())
-    assert found.broken == {SPEED: "quota"}
+    assert found.broken == {THROUGHPUT_CHECK: "quota"}
     assert (found.write, found.read) == (None, None)
     assert found.put_seconds
 
@@ -285,7 +287,7 @@ def test_a_trial_that_fails_is_broken() -> None:
 def test_a_tier_in_use_stays_as_it_is(policy: Path) -> None:
     spec = ts.Policy.load(policy)
     before = names(opened(spec, "nvme"))
-    found = look_at(spec.tier("nvme"))
+    found = check_tier(spec.tier("nvme"))
     assert found.ok
     assert found.occupied
     assert names(opened(spec, "nvme")) == before
@@ -294,13 +296,15 @@ def test_a_tier_in_use_stays_as_it_is(policy: Path) -> None:
 # What should be done
 
 
-def finding(name: str, **more: Any) -> Finding:
+def finding(name: str, **more: Any) -> TierFinding:
     traits = {"persistent": True, "shared": "host", "failure_domain": f"host:{name}", "conditional_create": True}
-    made = Finding(name, "nvme", reached=True, traits={**traits, **more.pop("traits", {})}, kept=["x"] * len(PROMISES))
+    made = TierFinding(
+        name, "nvme", reached=True, traits={**traits, **more.pop("traits", {})}, kept=["x"] * len(PROMISES)
+    )
     return replace(made, **more)
 
 
-def advised(policy: ts.Policy, *findings: Finding, state: int | None = None) -> Sequence[Finding]:
+def advised(policy: ts.Policy, *findings: TierFinding, state: int | None = None) -> Sequence[TierFinding]:
     advise(policy, findings, state)
     return findings
 
@@ -321,7 +325,7 @@ def test_every_promise_has_a_remedy_that_fits() -> None:
         assert len(a.problems) == 1
         assert a.problems[0].startswith(f"{name}: ")
         assert not a.ok
-    assert set(advice.REMEDIES) <= {SPEED, *(name for name, _ in PROMISES)}
+    assert set(advice.REMEDIES) <= {THROUGHPUT_CHECK, *(name for name, _ in PROMISES)}
 
 
 @pytest.mark.parametrize(
@@ -335,7 +339,7 @@ def test_every_promise_has_a_remedy_that_fits() -> None:
 )
 def test_what_keep_needs_where_it_can_be_told(keep: dict[str, Any], need: int | None) -> None:
     policy = parse({"a": {"type": "nvme", "path": "a", "keep": keep}})
-    assert needed(policy.tier("a"), 100) == need
+    assert bytes_to_keep(policy.tier("a"), 100) == need
     (found,) = advised(policy, finding("a", room=1000), state=100)
     assert not any("grows" in note for note in found.notes)
 
@@ -343,7 +347,7 @@ def test_what_keep_needs_where_it_can_be_told(keep: dict[str, Any], need: int | 
 def test_room_is_compared_with_what_keep_needs() -> None:
     policy = parse({**TWO, "ram": {"type": "host", "keep": {"last": 1}}})
     a, b, ram = (policy.tier(name) for name in ("a", "b", "ram"))
-    assert (needed(a, 100), needed(b, 100), needed(ram, 100)) == (400, None, 200)
+    assert (bytes_to_keep(a, 100), bytes_to_keep(b, 100), bytes_to_keep(ram, 100)) == (400, None, 200)
     full, grows, _ = advised(policy, finding("a", room=399), finding("b", room=1), finding("ram"), state=100)
     assert full.problems == [
         "keep: needs about 400 B, there is room for 399 B: keep fewer versions, or make room",
@@ -385,8 +389,8 @@ def test_races_domains_order_and_limits_are_worth_knowing() -> None:
 
 
 def test_the_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    away = Finding("c", "object", error="c: no answer")
-    hung = Finding("d", "lustre", error="d: did not come to an end", hung=True)
+    away = TierFinding("c", "object", error="c: no answer")
+    hung = TierFinding("d", "lustre", error="d: did not come to an end", hung=True)
     bad = finding("a", broken={"deletes": "left"}, problems=["deletes: allow it"], write=5e8, put_seconds=0.01)
     show_live([bad, finding("b", room=1 << 30, notes=["striping left alone"]), away, hung], as_json=False)
     out = capsys.readouterr().out

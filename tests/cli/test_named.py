@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
-from calling import Call, state
-from strategies import difference
+from support.cli_calls import Call, state
+from support.equality import difference
 
 import tierstate as ts
 
 
+@pytest.mark.slow
 def test_tags_are_given_listed_and_taken_back(call: Call, policy: Path) -> None:
     where = ("-p", policy, "-r", "gpt")
     assert call("tag", *where).out == "no tags\n"
@@ -31,6 +33,7 @@ def test_tags_are_given_listed_and_taken_back(call: Call, policy: Path) -> None:
     assert [(one["tag"], one["step"], one["there"]) for one in found] == [("last", 3, True)]
 
 
+@pytest.mark.slow
 def test_a_tag_says_which_version(call: Call, policy: Path) -> None:
     where = ("-p", policy, "-r", "gpt")
     call("tag", *where, "best", "--step", 2)

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from calling import Call
-from peers import Hosts
+from support.cli_calls import Call
+from support.peer_hosts import Hosts
 
 import tierstate as ts
-from tierstate.tiers.peer import Peer
+from tierstate.tiers.peer.tier import Peer
 from tierstate.tiers.testing import random_bytes
 
 POLICY = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from calling import Call
+from support.cli_calls import Call
 
 
 def test_policy_check_says_what_a_policy_does(call: Call, policy: Path) -> None:
@@ -39,6 +39,7 @@ def test_policy_check_lists_every_error(call: Call, place: Path) -> None:
     assert len(found.json["errors"]) == 2
 
 
+@pytest.mark.slow
 def test_policy_schema_is_a_schema_that_good_policies_pass(call: Call, policy: Path) -> None:
     schema = call("policy", "schema").json
     jsonschema.Draft202012Validator.check_schema(schema)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from calling import Call
+from support.cli_calls import Call
 
 from tierstate.manifest.chunk import as_buffer
-from tierstate.manifest.leases import pin
-from tierstate.tiers.nvme import Nvme
+from tierstate.manifest.history.leases import pin_version
+from tierstate.tiers.posix.directory import Nvme
 
 
 @pytest.fixture
@@ -20,6 +20,7 @@ def keeping(policy: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_what_would_be_done(call: Call, keeping: Path) -> None:
     answer = call("prune", "-p", keeping, "-r", "gpt", "--dry-run")
     assert answer.status == 0, answer.err
@@ -35,12 +36,13 @@ def test_a_dry_run_shows_what_would_be_done(call: Call, keeping: Path) -> None:
     assert call("prune", "-p", keeping, "-r", "gpt", "--json").json["tiers"][0]["drop"] == []
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_told_is_told(call: Call, keeping: Path) -> None:
     tier = Nvme(path=keeping.parent / "nvme")
     tier.put("packs/gpt/000000000009-0-0-x", as_buffer(b"left behind"))
     text = call("prune", "-p", keeping, "-r", "gpt", "--dry-run").out
     assert "nvme: 1 pack that no version names may be of a save under way, and stay" in text
-    pin(tier, "gpt", 1, "fork")
+    pin_version(tier, "gpt", 1, "fork")
     answer = call("prune", "-p", keeping, "-r", "gpt")
     assert answer.status == 1
     assert "kept     forked by fork" in answer.out

@@ -8,13 +8,15 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from crashing import CHANCES, RUN, Past, State, opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import alike, policy, tensors
+from support.checkpointer_worlds import alike, policy, tensors
+from support.crash_checks import CHANCES, RUN, Past, State, opened
 
 import tierstate as ts
 from tierstate.tiers.testing import Crash, Recording
+
+pytestmark = pytest.mark.slow
 
 KEEPS: dict[str, dict[str, Any]] = {"fast": {"keep": {"last": 2}}, "slow": {"keep": {"last": 1, "every": 3}}}
 

@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from worlds import scratch
+from support.checkpointer_worlds import scratch
 
 import tierstate as ts
+
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"

@@ -12,20 +12,22 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from crashing import CHANCES, RUN, Past, State, opened
 from hypothesis import given, settings
-from powercut import Disk
-from worlds import alike, policy, scratch, tensors
+from support.checkpointer_worlds import alike, policy, scratch, tensors
+from support.crash_checks import CHANCES, RUN, Past, State, opened
+from support.power_cut import Disk
 
 import tierstate as ts
-from tierstate import pruning
-from tierstate.manifest import leases
-from tierstate.manifest.log import Log
-from tierstate.manifest.record import Record
+from tierstate.engine.maintain import prune as prune_module
+from tierstate.engine.maintain.repack import repack
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.history import leases
+from tierstate.manifest.history.log import Log
 from tierstate.tiers.base import Tier
-from tierstate.tiers.nvme import Nvme
-from tierstate.tiers.repack import repack
+from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import Recording
+
+pytestmark = pytest.mark.slow
 
 Keys = Mapping[str, Mapping[str, Any]]
 
@@ -47,7 +49,7 @@ def another_process() -> Iterator[None]:
 @contextmanager
 def eager() -> Iterator[None]:
     """Repacking is worth while for little."""
-    with mock.patch.object(pruning, "repack", partial(repack, win=1000)):
+    with mock.patch.object(prune_module, "repack", partial(repack, win=1000)):
         yield
 
 

@@ -11,21 +11,23 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from crashing import CHANCES, RUN, Past
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leftovers import temporary
-from powercut import Cut, Disk, rooms_with
-from trying import Background, tried, write
-from worlds import policy, scratch, tensors
+from support.checkpointer_worlds import policy, scratch, tensors
+from support.crash_checks import CHANCES, RUN, Past
+from support.leaks import temporary
+from support.outcomes import Background, tried, write
+from support.power_cut import Cut, Disk, rooms_with
 
 import tierstate as ts
 from tierstate.manifest.errors import AlreadyExists
-from tierstate.tiers import directory, files
 from tierstate.tiers.base import Tier
-from tierstate.tiers.directory import Directory
-from tierstate.tiers.files import BufferedFile
+from tierstate.tiers.posix import directory, files
+from tierstate.tiers.posix.directory import Directory
+from tierstate.tiers.posix.files import BufferedFile
 from tierstate.tiers.testing import random_bytes
+
+pytestmark = pytest.mark.slow
 
 KEYS = ("packs/r/a", "packs/r/b", "versions/r/a")
 LONG = (1 << 20) + 5000

@@ -9,15 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-import beside
 import pytest
-from worlds import scratch, unreferenced
+from support import concurrent_processes
+from support.checkpointer_worlds import scratch, unreferenced
 
 import tierstate as ts
-from tierstate.manifest.leases import Leases
-from tierstate.tiers.nvme import Nvme
+from tierstate.manifest.history.leases import Leases
+from tierstate.tiers.posix.directory import Nvme
 
-SCRIPT = Path(beside.__file__).resolve()
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(concurrent_processes.__file__).resolve()
 
 POLICY = """
 version: 1
@@ -32,7 +34,7 @@ def saved(place: Path, count: int) -> None:
     """Save so many steps, in this process."""
     (place / "policy.yaml").write_text(POLICY.format(place=place))
     with ts.Checkpointer(place / "policy.yaml", "run") as ckpt:
-        beside.save(ckpt, count)
+        concurrent_processes.save(ckpt, count)
 
 
 def start(role: str, place: Path, count: int) -> subprocess.Popen[str]:
@@ -69,7 +71,7 @@ def test_packs_of_a_killed_saver_and_the_lease_of_a_killed_reader_are_swept() ->
             make_old(place)
             assert set(ckpt.prune().tiers[0].packs) == orphans
             assert ckpt.verify(deep=True).ok
-            beside.read(ckpt, 4)
+            concurrent_processes.read(ckpt, 4)
         assert unreferenced(tier, "run") == set()
 
 

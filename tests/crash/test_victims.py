@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import yaml
-from leftovers import objects, temporary
-from servers.buckets import BUCKET, Server, fresh_prefix
-from servers.buckets import open_tier as open_bucket
-from worlds import opened, scratch, tensors
+from support.checkpointer_worlds import opened, scratch, tensors
+from support.leaks import objects, temporary
+from support.servers.buckets import BUCKET, Server, fresh_prefix
+from support.servers.buckets import open_tier as open_bucket
 
 import tierstate as ts
-from tierstate.manifest.log import Log
+from tierstate.manifest.history.log import Log
 from tierstate.tiers.base import Tier
+
+pytestmark = pytest.mark.slow
 
 VICTIMS = Path(__file__).resolve().parent / "victims.py"
 LAST = 3_000_000

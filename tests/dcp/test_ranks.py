@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_jobs import same
-from gang import Gang
+from support.dcp_jobs import same
+from support.processes import Gang
 
 import tierstate as ts
 from tierstate.dcp import TierReader, close
-from tierstate.importing import read
+from tierstate.files.importing import open_source
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def blank(state: Any) -> Any:
 
 
 def test_states_go_from_one_mesh_to_others_through_dcp_and_natively(policy: Path) -> None:
-    with Gang(2, "dcp_jobs:rounds", policy) as gang:
+    with Gang(2, "support.dcp_jobs:rounds", policy) as gang:
         gang.wait()
     # One process loads what two saved, into whole tensors.
     whole = torch.load(policy.parent / "whole.pt", weights_only=False)
@@ -68,10 +70,10 @@ def test_states_go_from_one_mesh_to_others_through_dcp_and_natively(policy: Path
         first = sum(size for name, size in packs.items() if name.startswith("000000000001-"))
         assert sum(packs.values()) < 2 * first  # two more saves of which hardly anything had changed
         # Without its record a version is made again of another tier's, and never of one rank's part.
-        shelf = ckpt._shelves[0]
+        tier_run = ckpt._tier_runs[0]
         for seq in (2, 3):
-            shelf.log.forget(seq)
-        shelf.look_again()
+            tier_run.log.forget(seq)
+        tier_run.look_again()
         told = {one.seq: (one.rebuilt, one.id) for one in ckpt.rebuild("nvme").versions}
         assert told[3] == (True, saved[2].id)
         assert not told.get(2, (False, ""))[0]
@@ -83,12 +85,12 @@ def test_states_go_from_one_mesh_to_others_through_dcp_and_natively(policy: Path
 
 @pytest.mark.soak
 def test_saves_go_on_beside_the_training(policy: Path) -> None:
-    with Gang(2, "dcp_jobs:later", policy) as gang:
+    with Gang(2, "support.dcp_jobs:later", policy) as gang:
         gang.wait()
 
 
 def test_failures_reach_every_rank(policy: Path) -> None:
-    with Gang(2, "dcp_jobs:failing", policy) as gang:
+    with Gang(2, "support.dcp_jobs:failing", policy) as gang:
         gang.wait()
     with ts.Checkpointer(policy, "run") as ckpt:
         assert [v.step for v in ckpt.versions()] == [1]
@@ -100,7 +102,7 @@ def test_failures_reach_every_rank(policy: Path) -> None:
 
 @pytest.mark.soak
 def test_a_rank_that_dies_leaves_only_what_the_sweep_removes(policy: Path) -> None:
-    with Gang(2, "dcp_jobs:dying", policy) as gang:
+    with Gang(2, "support.dcp_jobs:dying", policy) as gang:
         gang.hear(1, "wrote")
         gang.kill(1)
         assert gang.codes()[0] != 0
@@ -113,12 +115,12 @@ def test_a_rank_that_dies_leaves_only_what_the_sweep_removes(policy: Path) -> No
 
 @pytest.mark.soak
 def test_what_torch_wrote_of_other_meshes_is_imported(policy: Path) -> None:
-    with Gang(2, "dcp_jobs:peers", policy.parent) as gang:
+    with Gang(2, "support.dcp_jobs:peers", policy.parent) as gang:
         gang.wait()
     whole = torch.load(policy.parent / "whole.pt", weights_only=False)
     for name, right in whole.items():
         with ts.Checkpointer(policy, name) as ckpt:
-            with read(policy.parent / name) as found:
+            with open_source(policy.parent / name) as found:
                 ckpt.save(found.state, step=1).wait()
             back = ckpt.load()
         assert back["loader"].pop("rank_1") == bytes([1 + (name == "fsdp"), 1])

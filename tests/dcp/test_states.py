@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_jobs import same
 from hypothesis import given
 from hypothesis import strategies as st
+from support.dcp_jobs import same
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierstate as ts
 from tierstate.dcp import TierReader, TierStager, TierWriter, close
-from tierstate.dcp_engine import engine_of
-from tierstate.dcp_reading import Load, Part, chosen
-from tierstate.dcp_step import step_of
-from tierstate.manifest.box import Box
-from tierstate.manifest.record import Record
-from tierstate.manifest.version import ShardRow, Version
+from tierstate.dcp.engine import engine_of
+from tierstate.dcp.read import TensorPart, VersionLoad, choose_version
+from tierstate.dcp.step import step_of
+from tierstate.manifest.boxes import Box
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import ShardRow, Version
 
 
 def text(place: Path, more: str = "") -> str:
@@ -126,6 +126,29 @@ def test_objects_are_pickled_only_where_a_rule_says_so(place: Path) -> None:
         dcp.load(into, storage_reader=TierReader(text(place), "run"))
 
 
+LOSSY = 'rules: [{match: "exp_avg", lossy: bf16}]\n'
+REFUSED = r"Unsafe: exp_avg was saved with fewer bits; .*allow_lossy=True"
+
+
+def test_what_was_saved_with_fewer_bits_is_refused(place: Path) -> None:
+    """DCP cannot be told to take it: neither as a tensor, nor as a value of another kind, nor by its name alone."""
+    state = {"w": torch.randn(70), "exp_avg": torch.randn(70), "list": [1, (ts.Lossy(torch.randn(9), "bf16"),)]}
+    with ts.Checkpointer(ts.Policy.parse(text(place, LOSSY)), "run") as ckpt:
+        ckpt.save(state, step=1).wait()
+        assert ckpt.versions()[-1].lossy == ("bf16",)
+    for into in ({"exp_avg": torch.zeros(70)}, {"exp_avg": 0}, {"w": torch.zeros(70), "exp_avg": torch.zeros(70)}):
+        with pytest.raises(CheckpointException, match=REFUSED):
+            dcp.load(into, storage_reader=TierReader(text(place), "run"))
+        assert not torch.as_tensor(into["exp_avg"]).any()
+    with pytest.raises(CheckpointException, match=REFUSED):
+        _load_state_dict_from_keys({"exp_avg"}, storage_reader=TierReader(text(place), "run"))
+    with pytest.raises(CheckpointException, match=r"Unsafe: list\.1\.0 was saved with fewer bits"):
+        dcp.load({"list": 0}, storage_reader=TierReader(text(place), "run"))
+    exact = {"w": torch.zeros(70)}
+    dcp.load(exact, storage_reader=TierReader(text(place), "run"))
+    same(exact, {"w": state["w"]})
+
+
 def test_a_truncated_pack_is_told(place: Path) -> None:
     policy = text(place)
     dcp.save(state(), checkpoint_id=1, storage_writer=TierWriter(policy, "run"))
@@ -140,15 +163,15 @@ def test_a_truncated_pack_is_told(place: Path) -> None:
 def test_a_version_whose_shards_are_not_the_whole_fills_nothing(place: Path) -> None:
     policy, into = ts.Policy.parse(text(place)), {"w": torch.full((4, 3), 7.0)}
     dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=1, storage_writer=TierWriter(policy, "run"))
-    shelf = engine_of(policy, "run").shelf("nvme")
-    good = shelf.newest()
+    tier_run = engine_of(policy, "run").tier_run("nvme")
+    good = tier_run.newest()
     assert good is not None
     leaves = [
         replace(leaf, spec=replace(leaf.spec, shape=(4, 3))) if leaf.path else leaf for leaf in good.version.leaves
     ]
     head = replace(good.version.head, seq=2)
     bad = Version.build(head, leaves, [ShardRow(1, 0, Box((0, 0), (2, 3)))], good.version.digests)
-    shelf.publish(Record(bad, good.layout, good.commit))
+    tier_run.publish(Record(bad, good.layout, good.commit))
     with pytest.raises(CheckpointException, match=r"FormatError: version 2 .* does not hold every element once of w"):
         dcp.load(into, storage_reader=TierReader(policy, "run"))
     assert (into["w"] == 7).all()
@@ -231,11 +254,11 @@ def test_any_region_of_a_shard_comes_to_any_place(place: Path) -> None:
         run = f"run-{next(numbers)}"
         dcp.save({"w": whole}, checkpoint_id=1, storage_writer=TierWriter(policy, run), no_dist=True)
         engine = engine_of(policy, run)
-        load = Load(engine, chosen(engine, None, None, None), lambda path: False)
+        load = VersionLoad(engine, choose_version(engine, None, None, None), lambda path: False)
         outs = [torch.zeros(box.shape[::-1], dtype=dtype).permute(list(range(len(shape)))[::-1]) for box in boxes]
         outs = outs if strided else [torch.zeros(box.shape, dtype=dtype) for box in boxes]
-        leaf = load.sight.tensors["w"]
-        load.fill([leaf] * len(boxes), [Part(out, box) for box, out in zip(boxes, outs, strict=True)])
+        leaf = load.view.tensors["w"]
+        load.fill([leaf] * len(boxes), [TensorPart(out, box) for box, out in zip(boxes, outs, strict=True)])
         for box, out in zip(boxes, outs, strict=True):
             assert torch.equal(out, whole[box.slices()])
         close()

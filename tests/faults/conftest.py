@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from worlds import has_uring, policy
+from support.checkpointer_worlds import has_uring, policy
 
 import tierstate as ts
 
@@ -35,8 +35,8 @@ class World:
 
     def check(self, ckpt: ts.Checkpointer) -> None:
         """The bytes moved in the way that is asked for."""
-        (shelf,) = [s for s in ckpt._shelves if s.name == "nvme"]
-        assert shelf.tier.traits.io.startswith(SAYS[self.io])
+        (tier_run,) = [s for s in ckpt._tier_runs if s.name == "nvme"]
+        assert tier_run.tier.traits.io.startswith(SAYS[self.io])
 
 
 @pytest.fixture

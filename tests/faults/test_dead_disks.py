@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from disks import MIB, ext4
-from leftovers import at_rest, nothing_left, objects, temporary
-from worlds import alike, tensors
+from support.checkpointer_worlds import alike, tensors
+from support.filesystems import MIB, ext4
+from support.leaks import at_rest, nothing_left, objects, temporary
 
 import tierstate as ts
 
 
 @pytest.fixture
-def disk(place):
+def disk(place, root):
     with ext4(place / "disk", 48 * MIB) as made:
         yield made
 

@@ -1,4 +1,4 @@
-"""The drain at close: a bar where there is a terminal to see it, and Ctrl-C ends it cleanly."""
+"""The drain at close: a progress bar if there is a terminal, and Ctrl-C ends it cleanly."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import tierstate as ts
+
+pytestmark = pytest.mark.slow
 
 JOB = """
 import sys, threading, time
 import torch
 import tierstate as ts
-from tierstate.tiers.nvme import Nvme
+from tierstate.tiers.posix.directory import Nvme
 
 class Slow(Nvme):
     '''A medium of so many bytes a second.'''

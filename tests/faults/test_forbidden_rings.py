@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FORBID = """
 import ctypes, errno, struct, sys
 
@@ -44,7 +46,7 @@ with ts.Checkpointer(ts.Policy.parse(text), "run") as ckpt:
     found = ckpt.load()
     assert torch.equal(found["w"], state["w"]) and torch.equal(found["b"], state["b"])
     assert ckpt.verify(deep=True).ok
-    print(ckpt._shelves[0].tier.traits.io)
+    print(ckpt._tier_runs[0].tier.traits.io)
 """
 
 REFUSED = """

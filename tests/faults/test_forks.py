@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from leftovers import at_rest, nothing_left
+from support.leaks import at_rest, nothing_left
 from torch.utils.data import DataLoader, TensorDataset
 
 import tierstate as ts
+
+pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 

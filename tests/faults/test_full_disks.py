@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from disks import MIB, Disk, ext4, thin, tmpfs
-from leftovers import at_rest, nothing_left, objects, temporary
-from worlds import alike, tensors
+from support.checkpointer_worlds import alike, tensors
+from support.filesystems import MIB, Disk, ext4, thin, tmpfs
+from support.leaks import at_rest, nothing_left, objects, temporary
 
 import tierstate as ts
 
@@ -23,7 +23,7 @@ KINDS: dict[str, Callable[[Path], AbstractContextManager[Disk]]] = {
 
 
 @pytest.fixture(params=list(KINDS))
-def disk(request: pytest.FixtureRequest, place: Path) -> Iterator[Disk]:
+def disk(request: pytest.FixtureRequest, place: Path, root) -> Iterator[Disk]:
     """A disk of 24 MiB."""
     with KINDS[request.param](place / "disk") as made:
         yield made

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from disks import MIB, Disk, ext4
-from leftovers import at_rest, nothing_left, temporary
-from worlds import alike, arena_of, engine_threads, opened, policy, tensors, unreferenced
+from support.checkpointer_worlds import alike, arena_of, engine_threads, opened, policy, tensors, unreferenced
+from support.filesystems import MIB, Disk, ext4
+from support.leaks import at_rest, nothing_left, temporary
 
 import tierstate as ts
-from tierstate.tiers.lustre import Lustre
-from tierstate.tiers.wrapping import layers
+from tierstate.tiers.base import layers
+from tierstate.tiers.posix.lustre import Lustre
 
 LONG, SOON = 60.0, 0.5
 """The deadline, and what it is while the disk is frozen: a healthy one may be slow here."""
 
 
 @pytest.fixture
-def disk(place) -> Iterator[Disk]:
+def disk(place, root) -> Iterator[Disk]:
     with ext4(place / "disk", 128 * MIB) as made:
         yield made
 
@@ -43,8 +43,8 @@ def set_deadline(ckpt: ts.Checkpointer, seconds: float) -> None:
 
 
 def shared_tier(ckpt: ts.Checkpointer) -> Lustre:
-    (shelf,) = [s for s in ckpt._shelves if s.name == "shared"]
-    return next(tier for tier in layers(shelf.tier) if isinstance(tier, Lustre))
+    (tier_run,) = [s for s in ckpt._tier_runs if s.name == "shared"]
+    return next(tier for tier in layers(tier_run.tier) if isinstance(tier, Lustre))
 
 
 def until(holds: Callable[[], object]) -> None:

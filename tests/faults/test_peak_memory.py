@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BESIDES = 8 << 20
 """Bytes beside the arena: four buffers of 1 MiB for what is not aligned, and a little for tables and threads."""
 

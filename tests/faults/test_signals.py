@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from leftovers import temporary
+from support.leaks import temporary
 
 import tierstate as ts
+
+pytestmark = pytest.mark.slow
 
 TEXT = """
 version: 1
@@ -25,8 +27,8 @@ JOB = """
 import signal, sys, threading, time
 import torch
 import tierstate as ts
-from filling import Fill
-from tierstate.tiers.files import BufferedFile
+from support.slow_values import Fill
+from tierstate.tiers.posix.files import BufferedFile
 
 text, moment, graceful = sys.argv[1:]
 if graceful == "exit":

@@ -16,13 +16,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leftovers import at_rest, nothing_left, objects
-from worlds import alike, scratch, tensors
+from support.checkpointer_worlds import alike, scratch, tensors
+from support.leaks import at_rest, nothing_left, objects
 
 import tierstate as ts
-from tierstate.tiers import engine as engine_room
-from tierstate.tiers import uring
-from tierstate.tiers.pages import PAGE
+from tierstate.tiers.memory.arena import PAGE
+from tierstate.tiers.posix import io_engine
+from tierstate.tiers.posix import io_engine as engine_room
+
+pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 
@@ -99,7 +101,7 @@ class Kernel:
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Stand there."""
         patch.setattr(engine_room, "_call", self._moving(engine_room._call))
-        patch.setattr(uring, "_open_ring", self._ringing(uring._open_ring))
+        patch.setattr(io_engine, "_open_ring", self._ringing(io_engine._open_ring))
         patch.setattr(os, "pwrite", self._calling(os.pwrite))
 
     def _moving(self, call: Callable[..., int]) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""Exceptions in any worker, also such as are no `Exception`: the caller is told, and everything goes on."""
+"""Exceptions in any worker, also `BaseException`: the caller gets the error, and later saves work."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filling import Fill
-from leftovers import at_rest, nothing_left, objects
-from worlds import alike, faulty, policy, tensors, wrapped
+from support.checkpointer_worlds import alike, faulty, policy, tensors, wrapped
+from support.leaks import at_rest, nothing_left, objects
+from support.slow_values import Fill
 
 import tierstate as ts
 from tierstate.manifest import digest as digest_room
 from tierstate.manifest.chunk import Buffer, empty_buffer
-from tierstate.tiers.memory import Memory
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
+
+pytestmark = pytest.mark.slow
 
 UNIT = 1 << 18
 PATIENCE = 30

@@ -24,42 +24,46 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["tierstate"]):
-    from tierstate.foreign_dcp import open_dcp
-    from tierstate.foreign_safetensors import open_safetensors
-    from tierstate.manifest import columns as col
-    from tierstate.manifest.box import Box
+    from tierstate.engine.codecs.codecs import CODECS, compress, decompress
+    from tierstate.engine.maintain.rebuild import rebuild
+    from tierstate.engine.packs.pack import PackWriter, read_footer
+    from tierstate.engine.store.run_in_tier import TierRun as Shelf
+    from tierstate.files.dcp import open_dcp
+    from tierstate.files.safetensors import open_safetensors
+    from tierstate.manifest.boxes import Box
     from tierstate.manifest.errors import TierstateError
-    from tierstate.manifest.head import Head
-    from tierstate.manifest.layout import Layout, Place
-    from tierstate.manifest.leaf import Leaf, Spec, decode_path
-    from tierstate.manifest.leases import Leases
-    from tierstate.manifest.log import Log
-    from tierstate.manifest.part import PartReader, encode_part
-    from tierstate.manifest.record import Record, frame, unframe
-    from tierstate.manifest.sharing import Sharing, Table, share_out
-    from tierstate.manifest.summary import Summary, decode, encode
-    from tierstate.manifest.tags import read_tag, tags_of
-    from tierstate.manifest.version import ShardRow, Version
-    from tierstate.providers.target import plan_restore
-    from tierstate.providers.values import ValueProvider
-    from tierstate.tiers.codecs import CODECS
-    from tierstate.tiers.codecs import decode as decompress
-    from tierstate.tiers.codecs import encode as compress
-    from tierstate.tiers.memory import Memory
-    from tierstate.tiers.packs import PackWriter, read_footer
-    from tierstate.tiers.policy import Policy
-    from tierstate.tiers.rebuilding import rebuild
-    from tierstate.tiers.shelf import Shelf
+    from tierstate.manifest.format import table as col
+    from tierstate.manifest.format.layout import ChunkPlace as Place
+    from tierstate.manifest.format.layout import Layout
+    from tierstate.manifest.format.leaf import Leaf, Spec, decode_path
+    from tierstate.manifest.format.record import Record, Summary
+    from tierstate.manifest.format.record import decode_index as decode
+    from tierstate.manifest.format.record import decode_sections as unframe
+    from tierstate.manifest.format.record import encode_index as encode
+    from tierstate.manifest.format.record import encode_sections as frame
+    from tierstate.manifest.format.version import Head, ShardRow, Version
+    from tierstate.manifest.history.leases import Leases
+    from tierstate.manifest.history.log import Log
+    from tierstate.manifest.history.tags import read_tag
+    from tierstate.manifest.history.tags import tags_by_version as tags_of
+    from tierstate.manifest.sharded.ownership import Ownership as Sharing
+    from tierstate.manifest.sharded.ownership import SaveCandidates as Table
+    from tierstate.manifest.sharded.ownership import assign_owners as share_out
+    from tierstate.manifest.sharded.part import PartReader, encode_part
+    from tierstate.providers.tree.unflatten import plan_restore
+    from tierstate.providers.values.values import ValueProvider
+    from tierstate.tiers.memory.host import Memory
+    from tierstate.tiers.policy.policy import Policy
 
 import numpy as np
 import torch
 from torch.distributed import checkpoint as dcp
 
-from tierstate.manifest.bases import Base
+from tierstate.engine.packs.pack import MAGIC
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.holder import this_process
-from tierstate.tiers.packs import MAGIC
+from tierstate.manifest.format.layout import DeltaBase
+from tierstate.manifest.history.leases import this_process
 
 LIMITS = ("-timeout=5", "-rss_limit_mb=2048", "-max_len=65536")
 
@@ -88,7 +92,7 @@ PACK = "packs/run/000000000003-0-0-abc"
 LAYOUT = Layout.build(
     [Place(PACK, 16 * i, int(n), "raw") for i, n in enumerate(VERSION.chunk_nbytes.tolist())], {PACK: 4096}
 )
-BASE = Base(PACK, 0, 4, "blosc", bytes(16), 3, 500)
+BASE = DeltaBase(PACK, 0, 4, "blosc", bytes(16), 3, 500)
 BASED = Layout.build(
     [
         Place(PACK, 16 * i, int(n), "delta", BASE) if i % 2 else Place(PACK, 16 * i, int(n), "raw")
@@ -107,7 +111,7 @@ def split(*, full: bool = False) -> tuple[bytes, bytes]:
     for digest, nbytes in zip(VERSION.digests, VERSION.chunk_nbytes.tolist(), strict=True) if full else ():
         packs.add(as_buffer(bytearray(nbytes)), digest.tobytes(), nbytes, "raw")
     if full:
-        packs.add(as_buffer(bytearray(8)), bytes(15) + b"d", 48, "delta", base=Base(PACK, 0, 48, "raw", bytes(16)))
+        packs.add(as_buffer(bytearray(8)), bytes(15) + b"d", 48, "delta", base=DeltaBase(PACK, 0, 48, "raw", bytes(16)))
     packs.close(VERSION.data if full else b"")
     (key,) = tier.list("packs/")
     data = to_bytes(tier.get(key))

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 import tierstate as ts
-from tierstate.manifest import columns, holder
-from tierstate.manifest.log import Log
-from tierstate.manifest.record import unframe
+from tierstate.manifest.format import table as table_module
+from tierstate.manifest.format.record import decode_sections
+from tierstate.manifest.history import leases
+from tierstate.manifest.history.log import Log
 
 HERE = Path(__file__).parent
 FORMAT = 1
@@ -174,7 +175,7 @@ def described(place: Path) -> dict[str, Any]:
         if section[:1] == b"{":
             here: Mapping[str, Any] = dict.fromkeys(json.loads(section), "json")
         else:
-            head, table = columns.decode(memoryview(section), what)
+            head, table = table_module.decode_table(memoryview(section), what)
             here = {f"head.{field}": "json" for field in head if field != "columns"}
             here |= {name: column.dtype.str for name, column in table.items()}
         found.setdefault(what, {}).update(here)
@@ -185,7 +186,7 @@ def _sections(place: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(p for p in place.rglob("*") if p.is_file()):
         kind, data = path.relative_to(place).parts[1], path.read_bytes()
         if kind in ("versions", "index"):
-            for name, section in unframe(memoryview(data)).items():
+            for name, section in decode_sections(memoryview(data)).items():
                 yield f"{kind}: {name}", bytes(section)
         elif kind in ("tags", "leases"):
             yield kind, data
@@ -198,7 +199,7 @@ def main() -> None:
     target = HERE / f"format-{FORMAT}"
     if target.exists():
         raise SystemExit(f"{target} is there; a golden repository is not written again")
-    socket.gethostname, holder._PROC = lambda: "golden", "/nowhere"  # what is stored says nothing of who made it
+    socket.gethostname, leases._PROC = lambda: "golden", "/nowhere"  # what is stored says nothing of who made it
     with tempfile.TemporaryDirectory() as scratch:
         build(Path(scratch))
         shutil.copytree(scratch, target)

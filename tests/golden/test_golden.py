@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from golden import make
-from sameness import difference
+from support.equality import difference
 
 import tierstate as ts
-from tierstate.tiers.packs import is_mend
+from tierstate.engine.packs.keys import is_mend
 
 STORED = sorted(path for path in make.HERE.glob("format-*") if path.is_dir())
 READER = Path(__file__).resolve().parents[2] / "examples" / "read_version.py"
@@ -55,6 +55,7 @@ def test_there_is_a_repository_for_each_format_number() -> None:
     assert [path.name for path in STORED] == [f"format-{number}" for number in range(1, make.FORMAT + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "name"), CASES)
 def test_each_tier_alone_gives_back_every_version(stored: Path, run: str, name: str) -> None:
     for other in make.STEPS["main"].keys() - {name}:
@@ -65,6 +66,7 @@ def test_each_tier_alone_gives_back_every_version(stored: Path, run: str, name: 
             check(ckpt, run, step, has(run, name, step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", make.STEPS)
 def test_all_tiers_together_do_and_a_save_on_top_goes_on(stored: Path, run: str) -> None:
     spec = make.policy(stored, run=run)
@@ -117,6 +119,7 @@ def test_the_reader_that_knows_only_the_format_reads_it(stored: Path) -> None:
         read(stored / "object", "main")
 
 
+@pytest.mark.slow
 def test_todays_tables_are_those_of_the_format(place: Path) -> None:
     """Who adds a column, or changes a type, says so in the list: `described` makes it."""
     listed = json.loads((make.HERE / f"format-{make.FORMAT}.json").read_text())

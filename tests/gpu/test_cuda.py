@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from strategies import difference
-from worlds import arena_of, policy, tier
+from support.checkpointer_worlds import arena_of, policy, tier
+from support.equality import difference
 
 import tierstate as ts
 

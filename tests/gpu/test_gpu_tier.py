@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from strategies import difference
-from worlds import policy, tier
+from support.checkpointer_worlds import policy, tier
+from support.equality import difference
 
 import tierstate as ts
-from tierstate import filling
+from tierstate.engine.restore import restore
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import TierFull
-from tierstate.tiers.arena import Arena
 from tierstate.tiers.base import Range, Tier
-from tierstate.tiers.gpu import DeviceObject, Gpu, gpu_in
-from tierstate.tiers.host import Host
-from tierstate.tiers.sums import BLOCK, on_host, summed
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.memory.cuda import SUM_BLOCK, block_sums, sums_on_host
+from tierstate.tiers.memory.gpu import DeviceObject, Gpu, gpu_in
+from tierstate.tiers.memory.host import Host
 from tierstate.tiers.testing import TierContract, random_bytes
 
 pytestmark = [
@@ -86,7 +86,7 @@ def ckpt(place: Path) -> Iterator[ts.Checkpointer]:
 
 
 def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
-    found = gpu_in(ckpt._shelves[0].tier)
+    found = gpu_in(ckpt._tier_runs[0].tier)
     assert found is not None
     return found
 
@@ -157,7 +157,7 @@ def test_a_rollback_takes_tensors_of_the_device_from_the_device(
     with torch.no_grad():
         model.weight.add_(1)
         state["odd"].zero_()
-    monkeypatch.setattr(filling.Fetch, "_one", lambda *_: pytest.fail("something was read by way of the host"))
+    monkeypatch.setattr(restore.Fetch, "_one", lambda *_: pytest.fail("something was read by way of the host"))
     ckpt.restore(state)
     assert difference(truth, on_the_host({**state, "model": model.state_dict()})) == ""
 
@@ -197,15 +197,15 @@ def test_memory_that_changed_on_the_device_is_found_there(
 
 
 def test_sums_are_the_same_on_the_device_and_on_the_host() -> None:
-    memory = random_bytes(5 * BLOCK, 3)
-    assert (on_host(summed(memory.cuda())) == on_host(summed(memory))).all()
+    memory = random_bytes(5 * SUM_BLOCK, 3)
+    assert (sums_on_host(block_sums(memory.cuda())) == sums_on_host(block_sums(memory))).all()
 
 
 def test_a_device_without_room_is_a_full_tier_and_not_the_end_of_training(
     ckpt: ts.Checkpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(TierFull, match=r"has no room for .* more; keep fewer versions there"):
-        gpu_of(ckpt).reserve(torch.cuda.mem_get_info()[1] // BLOCK * 2 * BLOCK, "a")
+        gpu_of(ckpt).reserve(torch.cuda.mem_get_info()[1] // SUM_BLOCK * 2 * SUM_BLOCK, "a")
     assert gpu_of(ckpt).used == 0
     state = {"w": torch.randn(64 << 20, device="cuda")}
     torch.cuda.empty_cache()
@@ -231,7 +231,7 @@ def test_all_memory_comes_back_when_it_is_closed(place: Path) -> None:
     with ts.Checkpointer(policy(tiers, chunk="1MiB", arena={"size": "64MiB"}), "run") as ckpt:
         for step in range(5):
             ckpt.save(state, step=step).wait("gpu")
-            assert torch.cuda.memory_allocated() - before <= 3 * (12_000_000 + BLOCK) + (4 << 20)
+            assert torch.cuda.memory_allocated() - before <= 3 * (12_000_000 + SUM_BLOCK) + (4 << 20)
     assert torch.cuda.memory_allocated() == before
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tierstate.manifest.box import Box, runs
+from tierstate.manifest.boxes import Box, row_major_runs
 
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
@@ -42,7 +42,7 @@ def test_runs_tile_the_row_major_order(span):
     shape, start, stop = span
     order = np.arange(Box.whole(shape).volume).reshape(shape)
     at = start
-    for flat, box in runs(shape, start, stop):
+    for flat, box in row_major_runs(shape, start, stop):
         assert flat == at
         assert box.within(shape)
         assert box.volume > 0
@@ -54,19 +54,19 @@ def test_runs_tile_the_row_major_order(span):
 @given(spans())
 def test_runs_are_few(span):
     shape, start, stop = span
-    assert len(list(runs(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
+    assert len(list(row_major_runs(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3, 4, 5])
 def test_the_bound_on_runs_is_reached_and_not_passed(ndim):
     shape = (4,) * ndim
-    assert len(list(runs(shape, 1, 4**ndim - 1))) == 2 * ndim - 1
+    assert len(list(row_major_runs(shape, 1, 4**ndim - 1))) == 2 * ndim - 1
 
 
 @given(spans())
 def test_neighbouring_runs_could_not_be_one_box(span):
     shape, start, stop = span
-    found = [box for _, box in runs(shape, start, stop)]
+    found = [box for _, box in row_major_runs(shape, start, stop)]
     for a, b in itertools.pairwise(found):
         joined = cells(a) | cells(b)
         around = Box(

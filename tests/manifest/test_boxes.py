@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstate.manifest.box import Box
-from tierstate.manifest.boxes import MANY, Boxes
-from tierstate.manifest.columns import spread
+from tierstate.manifest.arrays import expand_runs
+from tierstate.manifest.boxes import MAX_ELEMENTS, Box, Boxes
 from tierstate.manifest.errors import FormatError
 
 axes = st.integers(0, 5) | st.sampled_from([2**31, 2**62, 2**63 - 1])
@@ -49,20 +48,20 @@ def test_they_are_equal_where_all_are(one, other):
     assert list(Boxes.concat([Boxes.of(one), Boxes.of(other)])) == one + other
     assert not list(Boxes.concat([]))
     few = min(len(one), len(other))
-    alike = Boxes.of(one)[:few].alike(Boxes.of(other)[:few])
+    alike = Boxes.of(one)[:few].equal(Boxes.of(other)[:few])
     assert alike.tolist() == [a == b for a, b in zip(one, other, strict=False)]
 
 
 @given(lists)
 def test_their_bytes_are_those_of_boxes_one_after_another(given_):
-    numbers = Boxes.of(given_).joined()
+    numbers = Boxes.of(given_).to_numbers()
     assert numbers.tolist() == [n for box in given_ for part in box for n in part]
-    assert list(Boxes.split(np.array([len(b.shape) for b in given_], "u1"), numbers)) == given_
+    assert list(Boxes.from_numbers(np.array([len(b.shape) for b in given_], "u1"), numbers)) == given_
 
 
 @given(lists)
 def test_volumes_are_exact_or_many(given_):
-    assert Boxes.of(given_).volumes.tolist() == [min(b.volume, MANY) for b in given_]
+    assert Boxes.of(given_).volumes.tolist() == [min(b.volume, MAX_ELEMENTS) for b in given_]
 
 
 @given(st.lists(st.tuples(boxes(axes | st.just(-1)), shapes), max_size=6))
@@ -75,7 +74,7 @@ def test_within_is_what_it_is_of_one(pairs):
 def test_a_mixture_is_the_same_for_the_same_box_and_number_only(given_, one, other):
     seed = np.array([one, other], "u8")
     numbers = np.arange(2 * len(given_)) % max(len(given_), 1)
-    found = Boxes.of(given_ + given_).mixed(numbers, seed).tolist()
+    found = Boxes.of(given_ + given_).hashes(numbers, seed).tolist()
     assert found[: len(given_)] == found[len(given_) :]
     assert len(set(found)) == len(given_)
 
@@ -83,7 +82,7 @@ def test_a_mixture_is_the_same_for_the_same_box_and_number_only(given_, one, oth
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 4)), max_size=6))
 def test_runs_are_spread(runs):
     starts, lengths = np.array([a for a, _ in runs], "i8"), np.array([n for _, n in runs], "i8")
-    assert spread(starts, lengths).tolist() == [a + i for a, n in runs for i in range(n)]
+    assert expand_runs(starts, lengths).tolist() == [a + i for a, n in runs for i in range(n)]
 
 
 @pytest.mark.parametrize("box", [Box((0,), (1, 1)), Box((0, 0), (1,)), Box((2**63,), (1,)), Box((0,), (-(2**64),))])

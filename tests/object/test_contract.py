@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.buckets import Server, fresh_prefix, open_tier
-from servers.ceph import Ceph
-from servers.swift import Swift
-from trying import tried
+from support.outcomes import tried
+from support.servers.buckets import Server, fresh_prefix, open_tier
+from support.servers.ceph import Ceph
+from support.servers.swift import Swift
 
 from tierstate.manifest.errors import AlreadyExists
 from tierstate.tiers.base import Tier

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saver import state
-from servers.buckets import Server, fresh_prefix, open_tier, two_tiers, uploads
-from servers.ceph import Ceph
-from servers.faults import Fault, Kind
-from servers.proxy import Proxy
-from trying import Background, is_there, write
-from worlds import alike
+from support.checkpointer_worlds import alike
+from support.outcomes import Background, is_there, write
+from support.saver_process import state
+from support.servers.buckets import Server, fresh_prefix, open_tier, two_tiers, uploads
+from support.servers.ceph import Ceph
+from support.servers.faults import Fault, Kind
+from support.servers.proxy import Proxy
 
 import tierstate as ts
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.tiers.base import Tier
 from tierstate.tiers.testing import random_bytes
 
-SAVER = Path(__file__).resolve().parents[1] / "saver.py"
+SAVER = Path(__file__).resolve().parents[1] / "support/saver_process.py"
 MIB = 1 << 20
 SMALL, LONG = random_bytes(2 * MIB, 1), random_bytes(40 * MIB + 12_345, 2)
 COMPLETE = r"\?(?!.*partNumber).*uploadId="

@@ -1,4 +1,4 @@
-"""Requests to a real server that go wrong on the way: tried again, told as what they are, and never believed."""
+"""Requests to a real server that fail on the way: retried, and reported with the right error."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from servers.buckets import fresh_prefix, open_tier, uploads
-from servers.ceph import Ceph
-from servers.faults import Fault, Kind
-from servers.proxy import Proxy
-from trying import is_there, tried, write
+from support.outcomes import is_there, tried, write
+from support.servers.buckets import fresh_prefix, open_tier, uploads
+from support.servers.ceph import Ceph
+from support.servers.faults import Fault, Kind
+from support.servers.proxy import Proxy
 
 from tierstate.manifest.errors import Damaged, TierUnavailable
 from tierstate.tiers.base import Tier

@@ -1,11 +1,11 @@
-"""What dead writers leave on a real server: found, told, and removed once it is old enough."""
+"""Objects that dead writers leave on a real server: found, reported, and deleted once they are old enough."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from servers.buckets import BUCKET, Server, client, fresh_prefix, open_tier, uploads
+from support.servers.buckets import BUCKET, Server, client, fresh_prefix, open_tier, uploads
 
 from tierstate.tiers.testing import random_bytes
 

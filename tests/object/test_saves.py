@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers.buckets import At, Server, fresh_prefix, parts, two_tiers, uploads
-from servers.ceph import Ceph
-from servers.faults import Fault, Kind
-from servers.proxy import Proxy
-from trying import tried
-from worlds import alike, scratch, tensors
+from support.checkpointer_worlds import alike, scratch, tensors
+from support.outcomes import tried
+from support.servers.buckets import At, Server, fresh_prefix, parts, two_tiers, uploads
+from support.servers.ceph import Ceph
+from support.servers.faults import Fault, Kind
+from support.servers.proxy import Proxy
 
 import tierstate as ts
 

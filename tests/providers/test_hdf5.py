@@ -14,18 +14,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import again, feed, restore, stream, transfer
-from strategies import same
+from support.equality import same
+from support.transfer import again, feed, restore, stream, transfer
 
 import tierstate as ts
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
 from tierstate.manifest.errors import CaptureError, StateMismatch
-from tierstate.manifest.leaf import Leaf
-from tierstate.providers.arrays import ArrayProvider
+from tierstate.manifest.format.leaf import Leaf
 from tierstate.providers.hdf5 import DatasetProvider
-from tierstate.providers.recall import Recall
 from tierstate.providers.registry import Registry
-from tierstate.providers.tree import flatten
+from tierstate.providers.tensors.arrays import ArrayProvider
+from tierstate.providers.tree.flatten import FlattenCache, flatten
 
 DTYPES = ["|b1", "|i1", "<i2", ">u4", "<u8", "<f2", "<f4", ">f8", "<c8", ">c16", "|S5", "|V3"]
 FIELDS = [
@@ -287,7 +286,7 @@ def test_a_provider_of_the_users_own_wins(file: h5py.File) -> None:
 
 
 def test_a_state_that_is_saved_again_is_recalled(file: h5py.File) -> None:
-    recall, group = Recall(), tree_of(file)
+    recall, group = FlattenCache(), tree_of(file)
     first = transfer(recall.flatten({"data": group}))
     assert transfer(recall.flatten({"data": group})) == first
     group["w"][0, 0] = 5
@@ -317,6 +316,7 @@ def test_a_file_goes_through_tiers_and_back(place: Path, file: h5py.File) -> Non
         assert np.array_equal(rows[:], right), "a dataset alone takes what a group gave"
 
 
+@pytest.mark.slow
 def test_a_version_of_a_file_loads_without_h5py(place: Path, file: h5py.File) -> None:
     policy = place / "policy.yaml"
     policy.write_text(f"version: 1\ntiers: {{nvme: {{type: nvme, path: {place}/nvme}}}}")

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from moving import restore, transfer
+from support.transfer import restore, transfer
 
 from tierstate.manifest.chunk import Buffer, Chunk
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.manifest.leaf import Spec
+from tierstate.manifest.format.leaf import Spec
 from tierstate.providers import registry as room
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import Registry
-from tierstate.providers.tensors import TensorProvider
-from tierstate.providers.tree import flatten
+from tierstate.providers.tensors.tensors import TensorProvider
+from tierstate.providers.tree.flatten import flatten
 
 
 class Celsius:
@@ -112,9 +112,9 @@ def test_kinds_that_are_taken(kind: str) -> None:
 
 def test_entry_points_are_loaded_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("celsius", f"{__name__}:CelsiusProvider", room.GROUP),
-        EntryPoint("other", f"{__name__}:CelsiusProvider", room.GROUP),
-        EntryPoint("broken", "no_such_module:X", room.GROUP),
+        EntryPoint("celsius", f"{__name__}:CelsiusProvider", room.PROVIDER_GROUP),
+        EntryPoint("other", f"{__name__}:CelsiusProvider", room.PROVIDER_GROUP),
+        EntryPoint("broken", "no_such_module:X", room.PROVIDER_GROUP),
     ]
     monkeypatch.setattr(EntryPoint, "load", lambda self: CelsiusProvider)
     monkeypatch.setattr(room, "entry_points", lambda group: points)
@@ -128,5 +128,5 @@ def test_entry_points_are_loaded_by_kind(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_built_in_kinds_are_entry_points() -> None:
     registry = Registry()
-    for point in room.entry_points(group=room.GROUP):
+    for point in room.entry_points(group=room.PROVIDER_GROUP):
         assert point.load() is registry.by_kind(point.name)

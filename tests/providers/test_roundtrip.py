@@ -6,11 +6,12 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import restore, stream, transfer
-from strategies import difference, scrambled, states
+from support.equality import difference
+from support.state_strategies import scrambled, states
+from support.transfer import restore, stream, transfer
 
 from tierstate.manifest.chunk import to_bytes
-from tierstate.providers.tree import flatten
+from tierstate.providers.tree.flatten import flatten
 
 SIZES = st.integers(1, 8).map(lambda n: 16 * n)
 

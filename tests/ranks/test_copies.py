@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 import torch
-from clusters import as_ranks
-from worlds import policy, tier
+from support.checkpointer_worlds import policy, tier
+from support.thread_ranks import as_ranks
 
 import tierstate as ts
-from tierstate.tiers.team import Team
+from tierstate.engine.ranks.team import Team
 
 
 def test_no_version_builds_on_a_copy_that_was_swept(place: Path) -> None:

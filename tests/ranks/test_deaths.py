@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from commits import HELD, tier_of
-from gang import Gang
+from support.commit_jobs import HELD, tier_of
+from support.processes import Gang
 
-from tierstate.manifest.log import Log
+from tierstate.manifest.history.log import Log
+
+pytestmark = pytest.mark.slow
 
 SILENCE = 2
 FAILED, UNKNOWN, DONE = "RankFailed", "CommitUnknown", "committed"
@@ -21,8 +23,8 @@ SITE = [
     (0, "after merge", UNKNOWN, False),
     (0, "before record", UNKNOWN, False),
     (0, "after record", UNKNOWN, True),
-    (0, "before verdict", UNKNOWN, True),
-    (0, "after verdict", DONE, True),
+    (0, "before decision", UNKNOWN, True),
+    (0, "after decision", DONE, True),
     (1, "before vote", FAILED, False),
     (1, "after vote", DONE, True),
 ]
@@ -30,13 +32,13 @@ HOST = [
     *(case for case in SITE if case[0] == 0 and "record" not in case[1]),
     (0, "before version", UNKNOWN, False),
     (0, "after version", UNKNOWN, False),
-    (0, "after whole", UNKNOWN, False),
+    (0, "after version-id", UNKNOWN, False),
     (1, "before vote", FAILED, False),
     (1, "after vote", FAILED, False),
     (1, "before record", FAILED, False),
     (1, "after record", FAILED, False),
-    (1, "before made", FAILED, False),
-    (1, "after made", DONE, True),
+    (1, "before acknowledgement", FAILED, False),
+    (1, "after acknowledgement", DONE, True),
 ]
 
 
@@ -47,7 +49,7 @@ def die(folder: Path, shared: str, size: int, case: tuple[int, str, str, bool], 
     points = [{"TIERSTATE_HOST": f"host-{rank}"} for rank in range(size)]
     saves = 3 if expected == DONE else 2
     args = [folder, shared, f"{victim}:{point}", saves, SILENCE, store.port]
-    with Gang(size, "commits:ranks", *args, per_rank=points) as gang:
+    with Gang(size, "support.commit_jobs:ranks", *args, per_rank=points) as gang:
         gang.hear(victim, "held")
         gang.kill(victim, how)
         for rank in set(range(size)) - {victim}:
@@ -95,7 +97,7 @@ def test_a_rank_that_dies_at_any_point_is_named_by_the_others(
 @pytest.mark.soak
 def test_ranks_whose_store_dies_with_its_owner_say_so(tmp_path: Path) -> None:
     """The first rank owns the store, as without an agent that does."""
-    with Gang(2, "commits:ranks", tmp_path, "site", "0:after record", 3, 60) as gang:
+    with Gang(2, "support.commit_jobs:ranks", tmp_path, "site", "0:after record", 3, 60) as gang:
         gang.hear(0, "held")
         gang.kill(0)
         assert gang.hear(1, "1: ").startswith(DONE)
@@ -111,7 +113,7 @@ def test_ranks_whose_store_dies_with_its_owner_say_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_which_none_dies(tmp_path: Path, size: int) -> None:
     folder = tmp_path / "all"
-    with Gang(size, "commits:ranks", folder, "site", "", 3, 60) as gang:
+    with Gang(size, "support.commit_jobs:ranks", folder, "site", "", 3, 60) as gang:
         for rank, said in enumerate(gang.wait()):
             lines = [line for line in said.splitlines() if line[1:3] == ": "]
             assert [line[3:].split()[0] for line in lines] == [DONE] * 3

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gang import Gang
-from hosts import Hosts, reason
-from many import FAILED
+from support.network_hosts import Hosts, reason
+from support.processes import Gang
+from support.rank_jobs import FAILED
 
 pytestmark = [
     pytest.mark.soak,
@@ -54,7 +54,7 @@ def ready(gang: Gang) -> int:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def hosts(root: None) -> Iterator[Hosts]:
     """Two of them; nothing of them is left afterwards."""
     if why := reason():
         pytest.skip(why)
@@ -80,7 +80,7 @@ class Site:
         """The job, each rank on one of the hosts."""
         return Gang(
             len(homes),
-            "many:job",
+            "support.rank_jobs:job",
             self.policy,
             per_rank=[self.hosts.environment(host) for host in homes],
             inside=[self.hosts.inside(host) for host in homes],

@@ -5,25 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ages import Aged
-from damaging import saved, two
 from hypothesis import given
 from hypothesis import strategies as st
-from records import text
-from teams import Seen, World, part, together
-from worlds import alike, opened, scratch
+from support.checkpointer_worlds import alike, opened, scratch
+from support.clock_tiers import Aged
+from support.damage import saved, two
+from support.small_records import text
+from support.thread_teams import Seen, World, part, together
 
 import tierstate as ts
+from tierstate.engine.maintain.sweep import DAY, sweep
+from tierstate.engine.packs.keys import PART, PackKey, is_mend, is_part, seq_of
+from tierstate.engine.packs.pack import PackWriter
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.layout import is_pack
-from tierstate.manifest.log import Log
-from tierstate.manifest.part import encode_part
+from tierstate.manifest.format.layout import is_pack_key
+from tierstate.manifest.history.log import Log
+from tierstate.manifest.sharded.part import encode_part
 from tierstate.tiers.base import Tier, check_key
-from tierstate.tiers.packs import PackWriter, is_mend
-from tierstate.tiers.part_keys import is_part, part_key
-from tierstate.tiers.shelf import Shelf
-from tierstate.tiers.sweep import DAY, number_of, sweep
+
+
+def part_key(run: str, seq: int, rank: int) -> str:
+    return str(PackKey.new(run, seq, rank, PART))
 
 
 @given(
@@ -33,9 +37,9 @@ from tierstate.tiers.sweep import DAY, number_of, sweep
 )
 def test_parts_are_named_as_packs_and_told_from_them(run: str, seq: int, rank: int) -> None:
     key = check_key(part_key(run, seq, rank))
-    assert is_pack(key)
+    assert is_pack_key(key)
     assert is_part(key)
-    assert (is_mend(key), number_of(key)) == (False, seq)
+    assert (is_mend(key), seq_of(key)) == (False, seq)
     assert not is_part(f"packs/{run}/{seq:012d}-{rank}-0-abc")
     assert part_key(run, seq, rank) != key
 
@@ -52,18 +56,18 @@ def test_what_is_left_goes_when_it_is_old() -> None:
     """The ranks commit one version; one dies in the next."""
     world = World("site", [0, 0])
     tier = Aged(world.tiers[0])
-    together(2, lambda team: world.council(team).commit(world.part(team.rank, 1)))
+    together(2, lambda team: world.group_commit(team).commit(world.part(team.rank, 1)))
     tier.born = dict.fromkeys(tier.list(""), 0.0)
     named = set(tier.list("packs/"))
     key = left(tier, 2, 1, 2)
     others = set(tier.list("packs/")) - named
     assert key in others
-    shelf = Shelf(tier, "run")
+    tier_run = TierRun(tier, "run")
     tier.clock = DAY - 1
-    assert set(sweep(shelf).young) == others
-    assert not sweep(shelf, grace=0.0, busy=lambda: {2}).packs
+    assert set(sweep(tier_run).young) == others
+    assert not sweep(tier_run, grace=0.0, busy=lambda: {2}).packs
     tier.clock = DAY + 1
-    assert set(sweep(shelf).packs) == others
+    assert set(sweep(tier_run).packs) == others
     assert set(tier.list("packs/")) == named
     assert world.is_whole(1)
 

@@ -8,19 +8,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from clusters import as_ranks
-from grids import Job, Part, Truth, check_filled, check_loaded, jobs, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import policy, scratch, tier, unreferenced
+from support.checkpointer_worlds import policy, scratch, tier, unreferenced
+from support.mesh_states import Job, Part, Truth, check_filled, check_loaded, jobs, state_of
+from support.thread_ranks import as_ranks
 
 import tierstate as ts
-from tierstate.manifest.log import Log
-from tierstate.tiers.heartbeat import Terms
+from tierstate.engine.ranks.heartbeat import Timeouts
+from tierstate.engine.ranks.team import Team
+from tierstate.manifest.history.log import Log
 from tierstate.tiers.registry import open_tier
-from tierstate.tiers.team import Team
 
-CALM = Terms(timeout=100.0, silence=20.0)
+pytestmark = pytest.mark.slow
+
+CALM = Timeouts(timeout=100.0, silence=20.0)
 
 
 class Tiers(NamedTuple):
@@ -139,7 +141,7 @@ class Story:
 
 def ranks(part: Part, function: Any) -> list[Any]:
     """What each rank gave; errors are raised."""
-    found = as_ranks(part.hosts, function, terms=CALM)
+    found = as_ranks(part.hosts, function, timeouts=CALM)
     for error in found:
         if isinstance(error, BaseException):
             raise error

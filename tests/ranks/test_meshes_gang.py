@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gang import Gang
-from mesh_jobs import spec
+from support.mesh_jobs import spec
+from support.processes import Gang
 
 import tierstate as ts
+
+pytestmark = pytest.mark.slow
 
 FAST = [(2, "fsdp", ""), (2, "tp", "fsdp,hsdp")]
 LONG = [
@@ -24,7 +26,7 @@ LONG = [
 @pytest.mark.parametrize("story", [FAST, pytest.param(LONG, marks=pytest.mark.soak)])
 def test_a_job_goes_on_under_any_parallelism(place: Path, story: list[tuple[int, str, str]]) -> None:
     for step, (size, name, names) in enumerate(story):
-        with Gang(size, "mesh_jobs:chain", place, name, names) as gang:
+        with Gang(size, "support.mesh_jobs:chain", place, name, names) as gang:
             said = gang.wait()
         kinds = [*filter(None, names.split(",")), name] if step else []
         assert all(text.count("restored") == len(kinds) for text in said)

@@ -6,35 +6,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import Job, Part, check_filled, check_loaded, jobs, state_of
-from grids import Truth as Saved
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshes import part_bytes
+from support.mesh_states import Job, Part, check_filled, check_loaded, jobs, state_of
+from support.mesh_states import Truth as Saved
+from support.meshes import part_bytes
 
-from tierstate.filling import fill, land
-from tierstate.manifest.box import Box
+from tierstate.engine.codecs.codecs import compress
+from tierstate.engine.packs.pack import PackWriter
+from tierstate.engine.ranks.leader import record_of
+from tierstate.engine.restore.restore import fill_target, plan_scatter
+from tierstate.engine.store.catalog import RunCatalog
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.arrays import digest_array
+from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer, spans
-from tierstate.manifest.digest import algorithm
-from tierstate.manifest.head import Head
-from tierstate.manifest.index import as_array
-from tierstate.manifest.layout import Layout
-from tierstate.manifest.merge import merge, placed
-from tierstate.manifest.part import PartReader, encode_part, part_of
-from tierstate.manifest.record import Record
-from tierstate.manifest.sharing import Table, share_out
-from tierstate.manifest.version import ShardRow, Version
-from tierstate.providers.target import NEW, plan_restore
-from tierstate.providers.tree import flatten
-from tierstate.sharing_out import ONE_OWNER
-from tierstate.tiers.arena import Arena
-from tierstate.tiers.catalog import Catalog
-from tierstate.tiers.codecs import encode
-from tierstate.tiers.leading import record_of
-from tierstate.tiers.memory import Memory
-from tierstate.tiers.packs import PackWriter
-from tierstate.tiers.pages import PAGE
-from tierstate.tiers.shelf import Shelf
+from tierstate.manifest.digest import digest_function
+from tierstate.manifest.format.layout import Layout
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import Head, ShardRow, Version
+from tierstate.manifest.sharded.merge import merge_parts, rows_in_merged
+from tierstate.manifest.sharded.ownership import ONE_OWNER, SaveCandidates, assign_owners
+from tierstate.manifest.sharded.part import PartReader, encode_part, part_of
+from tierstate.providers.tree.flatten import flatten
+from tierstate.providers.tree.unflatten import NEW, plan_restore
+from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.host import Memory
 
 
 def parts_of(state: Any, rank: int) -> list[tuple[int, Box, bytes, bool]]:
@@ -68,28 +65,28 @@ class Hosts:
         held = [parts_of(state, r) for r, state in enumerate(states)]
         trees = [flatten(state, rank=r) for r, state in enumerate(states)]
         tables = [
-            Table(
+            SaveCandidates(
                 [trees[r].leaves[leaf].path for leaf, *_ in own], [box for _, box, *_ in own],
                 np.array([len(data) for _, _, data, _ in own], "i8"), np.array([single for *_, single in own], bool),
             )
             for r, own in enumerate(held)
         ]  # fmt: skip
-        sharing = share_out(tables)
+        sharing = assign_owners(tables)
         records = [
             self._part(part, r, step, trees[r].leaves, [
-                one for one, mine in zip(held[r], sharing.mine(r, tables[r]).tolist(), strict=True) if mine
+                one for one, mine in zip(held[r], sharing.saved_by(r, tables[r]).tolist(), strict=True) if mine
             ])
             for r in range(part.size)
         ]  # fmt: skip
         reader = PartReader()
         records = [reader.decode(encode_part(record)) for record in records]
-        whole, rows = merge([record.version for record in records], parent="")
+        whole, rows = merge_parts([record.version for record in records], parent="")
         for host in sorted(set(part.hosts)):
             here = [r for r in range(part.size) if part.hosts[r] == host]
             for r in here:
-                assert np.array_equal(placed(whole, records[r].version), rows[r])
+                assert np.array_equal(rows_in_merged(whole, records[r].version), rows[r])
             record = record_of(whole, [(rows[r], records[r]) for r in here], {"id": f"{step}-{host}"})
-            Shelf(self.tiers[host], "run").publish(record)
+            TierRun(self.tiers[host], "run").publish(record)
             for r in here:
                 cut = part_of(record, r)
                 assert cut.layout.present.all()
@@ -97,28 +94,28 @@ class Hosts:
     def _part(self, part: Part, rank: int, step: int, leaves: Any, own: Any) -> Record:
         head = Head("run", step + 1, step, 1.0, chunk=self.chunk, world=part.size)
         writer, digests, places = PackWriter(self.tiers[part.hosts[rank]], "run", step + 1, rank), [], []
-        name = algorithm(head.digest)
+        name = digest_function(head.digest)
         for _, _, data, _ in own:
             for at, n in spans(len(data), self.chunk):
                 raw = as_buffer(data[at : at + n])
-                how, stored = encode(self.codec, raw, 1)
+                how, stored = compress(self.codec, raw, 1)
                 digests.append(name(raw))
                 places.append(writer.add(stored, digests[-1], n, how))
-        version = Version.build(head, leaves, [ShardRow(i, rank, box) for i, box, *_ in own], as_array(digests))
+        version = Version.build(head, leaves, [ShardRow(i, rank, box) for i, box, *_ in own], digest_array(digests))
         return Record(version, Layout.build(places, writer.close()), {"id": f"{step}-{rank}-of"})
 
     def restore(self, job: Job, part: Part, truth: Saved) -> None:
         """On every rank of a world, each for itself."""
-        entry = next(e for p in Catalog([Shelf(t, "run") for t in self.tiers]).newest_first() for e in p.entries)
+        entry = next(e for p in RunCatalog([TierRun(t, "run") for t in self.tiers]).newest_first() for e in p.entries)
         room = Arena(8 * PAGE, PAGE)
         try:
             for rank in range(part.size):
                 into = state_of(job, part, rank, [97] * len(job.tensors), 1000, late=not truth.first)
                 target = plan_restore(entry.version.leaves, into=into, elsewhere=True, rank=rank)
-                fill(entry, target, land(entry.version, target), room)
+                fill_target(entry, target, plan_scatter(entry.version, target), room)
                 check_filled(job, part, rank, into, truth)
             target = plan_restore(entry.version.leaves, into=NEW)
-            check_loaded(job, fill(entry, target, land(entry.version, target), room), truth)
+            check_loaded(job, fill_target(entry, target, plan_scatter(entry.version, target), room), truth)
             assert room.in_flight == 0
         finally:
             room.close()
@@ -140,6 +137,7 @@ def check(job: Job, chunk: int, codec: str) -> None:
 CHUNKS, CODECS = st.sampled_from([16, 64, 4096]), st.sampled_from(["raw", "raw", "fast"])
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(jobs(parts=2), CHUNKS, CODECS)
 def test_what_ranks_plan_lands_on_any_other_mesh(job: Job, chunk: int, codec: str) -> None:

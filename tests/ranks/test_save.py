@@ -14,28 +14,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pieces import Pieces, read
-from places import AtSite, Site
-from teams import together
-from worlds import policy, scratch, tier
+from support.checkpointer_worlds import policy, scratch, tier
+from support.global_arrays import Pieces, read
+from support.storage_sites import AtSite, Site
+from support.thread_teams import together
 
 import tierstate as ts
-from tierstate.manifest.box import Box
+from tierstate.engine.ranks.heartbeat import Timeouts
+from tierstate.engine.ranks.team import Team
+from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import RankFailed
-from tierstate.manifest.log import Log
-from tierstate.tiers.faulty import Operation
-from tierstate.tiers.heartbeat import Terms
-from tierstate.tiers.memory import Memory
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.registry import open_tier
-from tierstate.tiers.team import Team
 from tierstate.tiers.testing import Fault
+from tierstate.tiers.testing.faulty import FaultyCall
 
-CALM = Terms(timeout=100.0, silence=20.0)
+pytestmark = pytest.mark.slow
+
+CALM = Timeouts(timeout=100.0, silence=20.0)
 
 
 def ranks(size: int, function: Callable[[Team], Any], **more: Any) -> list[Any]:
     """What each rank gave; the first error of any is raised."""
-    found = together(size, function, terms=CALM, **more)
+    found = together(size, function, timeouts=CALM, **more)
     errors = [one for one in found if isinstance(one, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, RankFailed)):  # which is what others caused
         raise error
@@ -370,7 +372,7 @@ def test_a_rank_that_cannot_open_a_tier_keeps_nobody_waiting(place: Path) -> Non
     def rank(team: Team) -> Any:
         ts.Checkpointer(policy({"nvme": tier("nvme", place), "shut": {"type": "shut", "to": team.rank}}), "run", team)
 
-    first, second = together(2, rank, terms=CALM)
+    first, second = together(2, rank, timeouts=CALM)
     assert (type(first), type(second)) == (RankFailed, ts.AccessDenied)
 
 
@@ -390,7 +392,7 @@ def test_ranks_whose_policies_differ_are_told_at_once(place: Path, other: int, k
         more = {"lustre": tier("lustre", place)} if not key and team.rank == other else {}
         ts.Checkpointer(policy(tiers | more, **keys), "run", team)
 
-    errors = together(2, rank, terms=CALM)
+    errors = together(2, rank, timeouts=CALM)
     assert [type(error) for error in errors] == [ts.PolicyError] * 2
     assert "the policy of rank 1 is not that of rank 0" in str(errors[0])
     assert str(errors[0]) == str(errors[1])
@@ -405,7 +407,7 @@ class Slow(AtSite):
 
     OPEN = threading.Event()
 
-    def begin(self, operation: Operation) -> Fault | None:
+    def begin(self, operation: FaultyCall) -> Fault | None:
         if operation in ("writer", "put"):
             self.OPEN.wait(60)
         return super().begin(operation)
@@ -448,7 +450,7 @@ def test_what_only_a_process_sees_has_the_whole_version_and_its_own_chunks(place
             for step in range(3):
                 save = ckpt.save({"w": torch.ones(5000), "v": torch.ones(5000), team.rank: torch.ones(9)}, step=step)
             save.wait("memory")
-            record = ckpt._shelves[0].record(3)
+            record = ckpt._tier_runs[0].record(3)
             here = record.version.shard_rank[record.version.chunk_shard[record.layout.present]]
             return record.version.id, sorted(set(here.tolist()))
 

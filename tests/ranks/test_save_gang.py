@@ -7,16 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gang import Gang
-from pieces import read
-from worlds import policy, tier
+from support.checkpointer_worlds import policy, tier
+from support.global_arrays import read
+from support.processes import Gang
 
 import tierstate as ts
 from tierstate.tiers.registry import open_tier
 
+pytestmark = pytest.mark.slow
+
 
 def test_ranks_save_what_a_single_process_finds(place: Path) -> None:
-    with Gang(2, "saving_jobs:save", place) as gang:
+    with Gang(2, "support.saving_jobs:save", place) as gang:
         gang.wait()
     spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)})
     with ts.Checkpointer(spec, "run") as ckpt:
@@ -36,7 +38,7 @@ def test_ranks_save_what_a_single_process_finds(place: Path) -> None:
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_rank_that_dies_fails_the_save_of_the_others(place: Path, victim: int) -> None:
-    with Gang(2, "saving_jobs:die", place, victim) as gang:
+    with Gang(2, "support.saving_jobs:die", place, victim) as gang:
         for rank in range(2):
             gang.hear(rank, "saved")
         gang.kill(victim)

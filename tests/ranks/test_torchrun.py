@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from many import check, state_of
-from torchrun import Torchrun
+from support.rank_jobs import check, state_of
+from support.torchrun import Torchrun
 
 import tierstate as ts
+
+pytestmark = pytest.mark.slow
 
 POLICY = """
 version: 1
@@ -28,11 +30,11 @@ STEPS = 6
 def test_other_numbers_of_ranks_go_on(place: Path, before: int, after: int) -> None:
     policy = place / "policy.yaml"
     policy.write_text(POLICY.format(place=place))
-    with Torchrun(before, "many:job", policy, STEPS, 0) as job:
+    with Torchrun(before, "support.rank_jobs:job", policy, STEPS, 0) as job:
         job.wait()
         assert [job.hear(rank, "ready") for rank in range(before)] == ["0"] * before
 
-    with Torchrun(after, "many:job", policy) as job:  # compares each bit of what it finds
+    with Torchrun(after, "support.rank_jobs:job", policy) as job:  # compares each bit of what it finds
         assert [job.hear(rank, "ready") for rank in range(after)] == [str(STEPS)] * after
         saved = [[STEPS, rank] if rank < before else [-1, -1] for rank in range(after)]
         assert [job.hear(rank, "own") for rank in range(after)] == list(map(str, saved))

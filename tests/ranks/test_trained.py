@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gang import Gang
-from trained_jobs import EXAMPLES, same
+from support.processes import Gang
+from support.trained_jobs import EXAMPLES, same
 
 import tierstate as ts
+
+pytestmark = pytest.mark.slow
 
 MESHES = [((2, 2), (2, 1)), ((4, 2), (2, 1)), ((2, 1), (4, 4)), ((4, 2), (1, 1)), ((4, 2), (4, 2)), ((1, 1), (2, 2))]
 """Ranks, and over how many of them each perceptron is split, before and after."""
@@ -22,9 +24,9 @@ def test_another_mesh_has_each_bit(
     place: Path, before: tuple[int, int], after: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERSTATE_DEMO", str(place))
-    with Gang(before[0], "trained_jobs:save", place, before[1]) as gang:
+    with Gang(before[0], "support.trained_jobs:save", place, before[1]) as gang:
         gang.wait()
-    with Gang(after[0], "trained_jobs:restore", place, after[1], "same" if before == after else "") as gang:
+    with Gang(after[0], "support.trained_jobs:restore", place, after[1], "same" if before == after else "") as gang:
         gang.wait()
 
     right = torch.load(place / "right.pt", weights_only=True)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from clusters import Cluster, as_ranks
-from worlds import policy, tier, unreferenced
+from support.checkpointer_worlds import policy, tier, unreferenced
+from support.thread_ranks import Cluster, as_ranks
 
 import tierstate as ts
-from tierstate.tiers.team import Team
+from tierstate.engine.ranks.team import Team
+
+pytestmark = pytest.mark.slow
 
 
 def cluster(place: Path, **site: Any) -> Cluster:

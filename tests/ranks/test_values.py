@@ -1,4 +1,4 @@
-"""Values of ranks that are not the same: told on every rank, with the way to save them; and then saved that way."""
+"""Values that differ between ranks: an error on every rank says how to save them, and then they are saved that way."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from clusters import as_ranks
-from worlds import policy, tier
+from support.checkpointer_worlds import policy, tier
+from support.thread_ranks import as_ranks
 
 import tierstate as ts
-from tierstate.tiers.team import Team
+from tierstate.engine.ranks.team import Team
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_value_that_differs_fails_the_save_with_its_name_and_as_per_rank_it_is_saved(place: Path, size: int) -> None:
     spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)})

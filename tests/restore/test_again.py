@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from strategies import difference
-from worlds import alone, arena_of
+from support.checkpointer_worlds import alone, arena_of
+from support.equality import difference
 
 import tierstate as ts
-from tierstate.guard import Guard
+from tierstate.engine.save.guard import Guard
 from tierstate.manifest.chunk import Buffer, Chunk, as_buffer, spans
-from tierstate.manifest.leaf import Spec
+from tierstate.manifest.format.leaf import Spec
 from tierstate.providers.base import memory_of
 from tierstate.providers.registry import REGISTRY
-from tierstate.providers.tensors import TensorProvider
+from tierstate.providers.tensors.tensors import TensorProvider
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     ts.register_provider(Odd, OddProvider)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy", [False, True])
 def test_keys_that_are_equal_to_python_are_other_keys(place: Path, lazy: bool) -> None:
     tensor = torch.arange(3.0)

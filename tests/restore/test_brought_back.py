@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import alike, opened, policy, scratch, tier
+from support.checkpointer_worlds import alike, opened, policy, scratch, tier
 
 import tierstate as ts
-from tierstate.copying import copy
-from tierstate.tiers.publication import Publication
+from tierstate.engine.save.publish import TierWrite
 
 LAST8, LAST2 = {"last": 8, "tags": True}, {"last": 2}
 
@@ -33,6 +32,7 @@ def two(place: Path, fast: Any = None, slow: Any = None) -> ts.Policy:
     return policy({"a": tier("nvme", place / "a", **kept["a"]), "b": tier("lustre", place / "b", **kept["b"])})
 
 
+@pytest.mark.slow
 def test_a_version_that_was_copied_back_keeps_its_packs() -> None:
     """An index says that the number's chunks lie in packs that went with the record before."""
     with scratch() as place:
@@ -45,9 +45,9 @@ def test_a_version_that_was_copied_back_keeps_its_packs() -> None:
                 save(ckpt, step)
             save(ckpt, 15, like=5)
         with ts.Checkpointer(two(place, LAST8), "run") as ckpt:
-            assert 5 not in ckpt._shelves[0].log.seqs()
+            assert 5 not in ckpt._tier_runs[0].log.seqs()
             ckpt.tag("good", step=5)
-            assert copy(ckpt, step=5, to="a").tiers == ("a",)
+            assert ckpt.copy(step=5, to="a").tiers == ("a",)
         with ts.Checkpointer(two(place, LAST8, LAST2), "run") as ckpt:
             for step in range(16, 30):
                 save(ckpt, step)
@@ -55,6 +55,7 @@ def test_a_version_that_was_copied_back_keeps_its_packs() -> None:
             assert alike(ckpt.load(tag="good"), state(5))
 
 
+@pytest.mark.slow
 def test_a_version_that_was_rebuilt_keeps_its_packs() -> None:
     with scratch() as place:
 
@@ -82,26 +83,26 @@ def test_a_copy_of_an_older_version_holds_the_newest_whose_packs_it_names(monkey
     """The saver goes on between the copy's last pack and its record, and would drop what that names."""
     with scratch() as place:
         spec = two(place, {"last": 1, "tags": True})
-        real, done = Publication._sizes, []
+        real, done = TierWrite._sizes, []
 
         with ts.Checkpointer(spec, "run") as ckpt, ts.Checkpointer(spec, "run") as other:
             for step in (1, 2, 3):
                 save(ckpt, step, like=step % 2)
             ckpt.tag("good", step=1)
 
-            def sizes(self: Publication) -> dict[str, int]:
+            def sizes(self: TierWrite) -> dict[str, int]:
                 found = real(self)
-                if self.shelf.name == "a" and self.shelf is not ckpt._shelves[0] and not done:
+                if self.tier_run.name == "a" and self.tier_run is not ckpt._tier_runs[0] and not done:
                     done.append(1)
                     save(ckpt, 4)
                 return found
 
-            monkeypatch.setattr(Publication, "_sizes", sizes)
-            assert copy(other, step=1, to="a").tiers == ("a",)
+            monkeypatch.setattr(TierWrite, "_sizes", sizes)
+            assert other.copy(step=1, to="a").tiers == ("a",)
             assert done
             save(ckpt, 5)
-            ckpt._shelves[0].retire()  # as the save does, though perhaps not yet
-            assert ckpt._shelves[0].log.seqs() == [1, 5]
+            ckpt._tier_runs[0].retire()  # as the save does, though perhaps not yet
+            assert ckpt._tier_runs[0].log.seqs() == [1, 5]
             assert ckpt.verify(deep=True).ok
             shutil.rmtree(place / "b")
             assert alike(ckpt.load(tag="good"), state(1, like=1))

@@ -1,25 +1,42 @@
-"""The cascade when tiers lag, fail and come back: what is brought, left out, held back, and told."""
+"""The cascade when tiers lag, fail and come back: which versions are copied, skipped, held back, and reported."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from strategies import difference
-from worlds import arena_of, engine_threads, faulty, names, opened, policy, tensors, tier, unreferenced, wrapped
+from support.checkpointer_worlds import (
+    arena_of,
+    engine_threads,
+    faulty,
+    names,
+    opened,
+    policy,
+    tensors,
+    tier,
+    unreferenced,
+    wrapped,
+)
+from support.equality import difference
 
 import tierstate as ts
-from tierstate import finding, planning
-from tierstate.manifest.version import Version
-from tierstate.tiers import patience
-from tierstate.tiers.memory import Memory
-from tierstate.tiers.owing import LIMIT
+from tierstate.engine.restore import restore
+from tierstate.engine.save import plan
+from tierstate.engine.save.backlog import MAX_WAITING
+from tierstate.manifest.format.version import Version
+from tierstate.tiers import backoff
+from tierstate.tiers.backoff import Backoff
+from tierstate.tiers.latch import Completion
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
+
+pytestmark = pytest.mark.slow
 
 GONE = ts.TierUnavailable("the switch is gone", tier="slow")
 
@@ -27,15 +44,13 @@ GONE = ts.TierUnavailable("the switch is gone", tier="slow")
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is down is tried again soon."""
-    monkeypatch.setattr(patience, "FIRST", 0.02)
-    monkeypatch.setattr(patience, "MOST", 0.1)
+    monkeypatch.setattr(backoff, "TIER_BACKOFF", Backoff(0.02, 0.1, 0.5))
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is down is not tried again by itself while a test runs."""
-    monkeypatch.setattr(patience, "FIRST", 600.0)
-    monkeypatch.setattr(patience, "MOST", 600.0)
+    monkeypatch.setattr(backoff, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
 
 
 @pytest.fixture
@@ -95,7 +110,7 @@ def test_what_was_missed_in_an_outage_comes_when_the_tier_is_back(place, slow, c
         assert set(saves[0].errors()) == {"slow"}, "what was told stays told"
         assert "step 2, which had not arrived at slow, is there now" in caplog.text
         ckpt.save(state(4), step=4).wait("slow")
-        ckpt._flow.close()
+        ckpt._pipeline.close()
         assert steps(ckpt, "nvme") == [4], "nothing is held any more"
         assert ckpt.verify(deep=True).ok
         for step in range(5):
@@ -126,7 +141,7 @@ def test_close_tries_once_more_and_does_not_tell_of_what_came_then(place, slow):
     with ts.Checkpointer(spec, "run") as ckpt:
         faulty(slow).add(Fault("append", 0, GONE))
         save = ckpt.save(state(1), step=1)
-        until(lambda: save._ticket.tiers["slow"].done())
+        until(lambda: save._save_state.tiers["slow"].done())
         faulty(slow).heal()
     with ts.Checkpointer(spec, "run") as ckpt:
         assert steps(ckpt, "slow") == [1]
@@ -175,7 +190,7 @@ def test_what_no_faster_tier_has_any_more_is_given_up(place, slow, caplog):
         faulty(slow).add(Fault("list", 0, GONE))
         failed(ckpt.save(state(1), step=1))
         opened(spec, "nvme").delete("versions/run/000000000001")
-        ckpt._shelves[0].look_again()  # as after a conflict: it is not the newest that nvme remembers any more
+        ckpt._tier_runs[0].look_again()  # as after a conflict: it is not the newest that nvme remembers any more
         faulty(slow).heal()
         until(lambda: ckpt.stats().tiers["slow"].owed == 0)
         assert "cannot be brought to slow: step 1 cannot go on to slow: no faster tier has it" in caplog.text
@@ -268,9 +283,9 @@ def test_nothing_is_dropped_before_it_is_known_what_a_slower_tier_lacks(place, s
     closed(spec, slow, [1, 2, 3])
     with ts.Checkpointer(spec, "run") as ckpt:
         gate = faulty(slow).shut("list")
-        ckpt._flow._look = False  # the numbers are known: only the lane lists the slow tier
-        ckpt._flow._seq = 3
-        ckpt._flow._last["slow"] = None
+        ckpt._pipeline._look = False  # the numbers are known: only the tier queue lists the slow tier
+        ckpt._pipeline._seq = 3
+        ckpt._pipeline._last["slow"] = None
         for step in range(4, 8):
             ckpt.save(state(step), step=step).wait("nvme")
         assert steps_of(spec, "nvme") == [1, 2, 3, 4, 5, 6, 7]
@@ -300,10 +315,10 @@ def test_a_tier_that_cannot_be_asked_at_the_start_gets_at_least_the_newest(place
 
 
 def test_cadence_by_time_goes_on_after_a_restart_and_a_failed_save_does_not_count(place, slow, monkeypatch):
-    monkeypatch.setattr(patience, "FIRST", 600.0)
+    monkeypatch.setattr(backoff, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
     now = [1_700_000_000.0]
     clock = SimpleNamespace(time=lambda: now[0])
-    monkeypatch.setattr(planning, "time", clock)
+    monkeypatch.setattr(plan, "time", clock)
     spec = policy({"nvme": tier("nvme", place), "slow": {**slow, "every": "30min"}})
     went, step = [], 0
     for _ in range(3):
@@ -336,7 +351,7 @@ def test_a_slow_tier_may_skip_and_says_so(place, slow, caplog):
     with ts.Checkpointer(spec, "run") as ckpt:
         gate = faulty(slow).shut("writer")
         saves = [ckpt.save(state(0), step=0)]
-        until(lambda: ckpt._flow.lanes["slow"].copying() == 1)
+        until(lambda: ckpt._pipeline.queues["slow"].copying() == 1)
         for step in range(1, 6):
             saves.append(ckpt.save(state(step), step=step))
             saves[-1].wait("nvme")
@@ -386,14 +401,14 @@ def test_an_outage_of_many_saves_holds_only_numbers(place, slow):
     ckpt = ts.Checkpointer(spec, "down")
     faulty(slow).add(Fault("append", 0, GONE))
     saves = []
-    for step in range(LIMIT + 20):
+    for step in range(MAX_WAITING + 20):
         saves.append(ckpt.save(tensors(100, seed=step), step=step))
         failed(saves[-1])  # one by one: of many that wait at once, the oldest would be left out instead
     assert tables("down") <= 4
-    assert ckpt.stats().tiers["slow"].owed == LIMIT
+    assert ckpt.stats().tiers["slow"].owed == MAX_WAITING
     faulty(slow).heal()
     ckpt.close()
-    assert len(names(faulty(slow).inner, "versions/")) == LIMIT
+    assert len(names(faulty(slow).inner, "versions/")) == MAX_WAITING
     assert len(names(opened(spec, "nvme"), "versions/")) == 1
 
 
@@ -402,12 +417,12 @@ def test_a_save_that_reached_no_tier_that_lasts_is_told_although_another_one_lef
     with wrapped(Memory()) as first:
         spec = policy({"first": first, "slow": {**slow, "on_lag": "skip"}})
         ckpt = ts.Checkpointer(spec, "run")
-        ticket = ckpt.save(state(0), step=0)._ticket
-        until(ticket.settled)
-        ticket.tiers = {name: type(future)() for name, future in ticket.tiers.items()}
-        ticket.failed("first", ts.TierFull("full"))
-        ticket.leave_out("slow", "it lags")
-        ckpt._flow._ledger.add(ticket)
+        save_state = ckpt.save(state(0), step=0)._save_state
+        until(save_state.settled)
+        save_state.tiers = {name: type(future)() for name, future in save_state.tiers.items()}
+        save_state.failed("first", ts.TierFull("full"))
+        save_state.leave_out("slow", "it lags")
+        ckpt._pipeline._ledger.add(save_state)
         with pytest.raises(ts.TierFull) as caught:
             ckpt.save(state(1), step=1)
         assert "no durable copy" in caught.value.__notes__[0]
@@ -474,6 +489,89 @@ def test_where_rules_part_a_state_each_tier_that_waits_counts(place, slow):
         assert difference({"model": state(0), "rest": state(50)}, ckpt.load(step=0)) == ""
 
 
+# What is known by the time that somebody is told
+
+
+class Lingering(Completion):
+    """An outcome after which the thread that tells it does nothing more for now."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def _set(self, error: BaseException | None) -> None:
+        super()._set(error)
+        assert self._gate.wait(120)
+
+
+def lingering(ckpt: ts.Checkpointer, slow: dict[str, Any], step: int) -> tuple[ts.Save, threading.Event]:
+    """A save after whose outcome the slow tier's thread lingers, until the event that is returned is set."""
+    begin, go_on = faulty(slow).shut("writer"), threading.Event()
+    save = ckpt.save(state(step), step=step)
+    save._save_state.tiers["slow"] = Lingering(go_on)
+    faulty(slow).gates.clear()
+    begin.set()
+    return save, go_on
+
+
+def test_what_has_arrived_holds_nothing_back(place, slow):
+    """Not even as long as the thread that told it is not done with it."""
+    spec = policy({"host": tier("host", place, keep={"last": 1}), "slow": slow})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        save, go_on = lingering(ckpt, slow, 1)
+        save.wait("slow")
+        stats = ckpt.stats().tiers["slow"]
+        assert (stats.lag, stats.waiting, stats.behind, len(stats.seconds)) == (0, 0, 0.0, 1)
+        ckpt.save(state(2), step=2).wait("host")
+        until(lambda: steps(ckpt, "host") == [2])
+        go_on.set()
+
+
+@pytest.mark.parametrize("error", [GONE, ts.TierFull("full", tier="slow")])
+@pytest.mark.usefixtures("late")
+def test_a_save_that_failed_does_not_count_as_soon_as_that_is_told(place, slow, error):
+    spec = policy({"nvme": tier("nvme", place), "slow": {**slow, "every": 10}})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save(state(0), step=0).wait("slow")
+        faulty(slow).add(Fault("append", 0, error))
+        save, go_on = lingering(ckpt, slow, 10)
+        with pytest.raises(type(error)):
+            save.wait("slow")
+        stats = ckpt.stats().tiers["slow"]
+        assert (stats.lag, stats.owed, stats.failures) == (0, error is GONE, 1)
+        faulty(slow).heal()
+        save = ckpt.save(state(11), step=11)
+        go_on.set()
+        assert "slow" in save.tiers
+        save.wait("slow")
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_is_owed_counts_once_and_no_longer_when_it_is_there(place, slow, caplog):
+    caplog.set_level(logging.INFO, "tierstate")
+    spec = policy({"nvme": tier("nvme", place), "slow": slow})
+    owed: dict[str, set[int]] = {"is still owed": set(), "is there now": set()}
+
+    class Counts(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            for text, found in owed.items():
+                if text in record.getMessage():
+                    found.add(ckpt.stats().tiers["slow"].owed)
+
+    with ts.Checkpointer(spec, "run") as ckpt:
+        handler = Counts()
+        logging.getLogger("tierstate").addHandler(handler)
+        try:
+            faulty(slow).add(Fault("append", 0, GONE))
+            failed(ckpt.save(state(1), step=1))
+            until(lambda: owed["is still owed"])
+            faulty(slow).heal()
+            until(lambda: ckpt.stats().tiers["slow"].brought == 1)
+            assert owed == {"is still owed": {1}, "is there now": {0}}
+        finally:
+            logging.getLogger("tierstate").removeHandler(handler)
+
+
 # What review found
 
 
@@ -493,7 +591,7 @@ def test_leaves_that_only_an_ailing_tier_was_to_get_first_go_elsewhere_themselve
                     save.wait("second")
             assert 2 in steps(ckpt, "second")
             faulty(first).heal()
-            ckpt._flow.failures()
+            ckpt._pipeline.failures()
 
 
 def test_a_version_is_held_for_a_tier_before_the_one_that_has_it(slow):
@@ -527,14 +625,14 @@ def test_a_debt_waits_for_a_source_that_is_still_writing(slow):
         gate.set()
         save.wait("first")
         until(lambda: 2 in steps(ckpt, "slow"))
-        ckpt._flow.failures()
+        ckpt._pipeline.failures()
 
 
 def test_the_newest_is_looked_for_again_when_it_is_dropped_while_it_is_read(place, monkeypatch):
     spec = policy({"nvme": tier("nvme", place, keep={"last": 1})})
     with ts.Checkpointer(spec, "run") as saver, ts.Checkpointer(spec, "run") as reader:
         saver.save(tensors(9000, seed=1), step=1).wait()
-        fill, states = finding.fill, [tensors(9000, seed=2)]
+        fill, states = restore.fill_target, [tensors(9000, seed=2)]
 
         def saved_meanwhile(*args: Any) -> Any:
             if states:
@@ -543,5 +641,5 @@ def test_the_newest_is_looked_for_again_when_it_is_dropped_while_it_is_read(plac
                 saver.close()
             return fill(*args)
 
-        monkeypatch.setattr(finding, "fill", saved_meanwhile)
+        monkeypatch.setattr(restore, "fill_target", saved_meanwhile)
         assert difference(tensors(9000, seed=2), reader.load()) == ""

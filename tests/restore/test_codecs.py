@@ -9,15 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import arena_of, engine_threads, faulty, opened, policy, scratch, tensors, tier, wrapped
+from support.checkpointer_worlds import (
+    arena_of,
+    engine_threads,
+    faulty,
+    opened,
+    policy,
+    scratch,
+    tensors,
+    tier,
+    wrapped,
+)
 
 import tierstate as ts
+from tierstate.engine.codecs import codecs
+from tierstate.engine.save import encode as encode_module
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.layout import Layout
-from tierstate.manifest.log import Log
-from tierstate.tiers import codecs, coding
-from tierstate.tiers.memory import Memory
+from tierstate.manifest.format.layout import Layout
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
+
+pytestmark = pytest.mark.slow
 
 CHUNK, SMALL_ARENA = 256 << 10, {"size": "1MiB"}
 
@@ -102,13 +115,13 @@ def test_rules_name_the_codec_of_some_leaves_and_auto_decides_about_the_others()
 
 def test_a_cascade_encodes_in_workers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[str] = set()
-    real = coding.encode
+    real = encode_module.compress
 
     def encode(codec: str, data: Buffer, itemsize: int) -> tuple[str, Buffer]:
         threads.add(threading.current_thread().name.rpartition("-")[0])
         return real(codec, data, itemsize)
 
-    monkeypatch.setattr(coding, "encode", encode)
+    monkeypatch.setattr(encode_module, "compress", encode)
     with scratch() as place:
         tiers = {"nvme": tier("nvme", place), "file": tier("file", place, codec="small")}
         spec = policy(tiers, chunk=CHUNK, arena={"size": "512KiB"})
@@ -123,7 +136,7 @@ def test_a_cascade_encodes_in_workers_too(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_an_encoder_that_fails_fails_the_save_and_no_other(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     calls: list[int] = []
-    real = coding.encode
+    real = encode_module.compress
 
     def encode(codec: str, data: Buffer, itemsize: int) -> tuple[str, Buffer]:
         calls.append(len(data))
@@ -131,7 +144,7 @@ def test_an_encoder_that_fails_fails_the_save_and_no_other(monkeypatch: pytest.M
             raise MemoryError("no room for what is encoded")
         return real(codec, data, itemsize)
 
-    monkeypatch.setattr(coding, "encode", encode)
+    monkeypatch.setattr(encode_module, "compress", encode)
     with scratch() as place:
         spec = spec_of(place, codec="fast")
         ckpt = ts.Checkpointer(spec, "run")
@@ -167,14 +180,14 @@ def test_a_tier_that_fails_amid_encoded_chunks_keeps_nothing(operation: str, cod
 
 def test_closing_amid_an_encoding_that_takes_long_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, gate = threading.Event(), threading.Event()
-    real = coding.encode
+    real = encode_module.compress
 
     def encode(codec: str, data: Buffer, itemsize: int) -> tuple[str, Buffer]:
         begun.set()
         assert gate.wait(30)
         return real(codec, data, itemsize)
 
-    monkeypatch.setattr(coding, "encode", encode)
+    monkeypatch.setattr(encode_module, "compress", encode)
     with scratch() as place:
         ckpt = ts.Checkpointer(spec_of(place, codec="fast"), "run")
         ckpt.save(tensors(CHUNK, CHUNK), step=0)

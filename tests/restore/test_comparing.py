@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from damaging import objects, saved, two
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import policy, scratch, tier
+from support.checkpointer_worlds import policy, scratch, tier
+from support.damage import objects, saved, two
 
 import tierstate as ts
-from tierstate.manifest.diff import Numbers
+from tierstate.manifest.history.diff import ElementDiff
 
 SIZES = {"a": 5000, "b": 40, "c": 1, "d": 0}
 
@@ -93,10 +93,10 @@ def test_what_cannot_be_compared_is_told_and_values_are_shown(place: Path) -> No
     assert found["kind"].note == "tensor float32 2 -> value"
     assert found["name"].note == "longer than 4096 bytes"
     assert found["lr"].values == ("0.1", "0.2")
-    assert found["half"].numbers == Numbers(3, 1, 1.0, pytest.approx(3**-0.5))  # type: ignore[arg-type]
+    assert found["half"].numbers == ElementDiff(3, 1, 1.0, pytest.approx(3**-0.5))  # type: ignore[arg-type]
     assert found["big"].numbers is not None
     assert found["big"].numbers.largest == 2**64 - 1
-    assert found["raw"].numbers == Numbers(4, 1)
+    assert found["raw"].numbers == ElementDiff(4, 1)
     assert (found["gone"].change, found["new"].change) == ("removed", "added")
     assert found["new"].numbers is None
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damaging import objects, saved, two
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from strategies import difference, states
-from worlds import alike, opened, policy, scratch, tensors, tier
+from support.checkpointer_worlds import alike, opened, policy, scratch, tensors, tier
+from support.damage import objects, saved, two
+from support.equality import difference
+from support.state_strategies import states
 
 import tierstate as ts
-from tierstate.manifest.log import Log
+from tierstate.manifest.history.log import Log
 
 
 def test_a_version_comes_to_a_tier_that_does_not_have_it(place: Path) -> None:
@@ -40,6 +41,7 @@ def test_a_version_comes_to_a_tier_that_does_not_have_it(place: Path) -> None:
         assert alike(truth[1], ckpt.load()), "the number says which is the newest"
 
 
+@pytest.mark.slow
 def test_a_copy_keeps_to_rules_and_formats_and_passes_damage_by(place: Path) -> None:
     tiers = {
         "nvme": tier("nvme", place), "file": tier("file", place),
@@ -74,6 +76,7 @@ def test_a_copy_keeps_to_rules_and_formats_and_passes_damage_by(place: Path) -> 
         assert record.version.id == info.id
 
 
+@pytest.mark.slow
 @settings(max_examples=8, phases=[Phase.generate])
 @given(state=states(), chunk=st.sampled_from([4096, 8192]), codec=st.sampled_from(["raw", "small"]))
 def test_any_state_is_the_same_in_another_policy(state: Any, chunk: int, codec: str) -> None:

@@ -1,4 +1,4 @@
-"""Damage: whatever is flipped, cut, lost or swapped in a tier is found, passed by, told and mended."""
+"""Damage: whatever is changed, cut, lost or swapped in a tier is found, read from another tier and repaired."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from damaging import FOLDER, STATE, objects, saved, touches, two
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import difference
-from worlds import alike, faulty, opened, policy, scratch, tensors, tier, wrapped
+from support.checkpointer_worlds import alike, faulty, opened, policy, scratch, tensors, tier, wrapped
+from support.damage import FOLDER, STATE, objects, saved, touches, two
+from support.equality import difference
 
 import tierstate as ts
-from tierstate.manifest.log import Log
-from tierstate.tiers.memory import Memory
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
 
 HOW = st.sampled_from(["flip", "truncate", "delete", "swap", "grow"])
@@ -56,6 +56,7 @@ def all_restore(spec: ts.Policy, truth: list[dict[str, torch.Tensor]]) -> None:
 # Falling through, and mending
 
 
+@pytest.mark.slow
 @given(hits=st.lists(st.tuples(st.integers(0, 9), HOW, st.floats(0, 1)), min_size=1, max_size=3), codec=st.booleans())
 def test_damaged_packs_of_the_nearest_tier_are_passed_by_and_mended(hits: list[Any], codec: bool) -> None:
     with scratch() as place:
@@ -79,6 +80,7 @@ def test_damaged_packs_of_the_nearest_tier_are_passed_by_and_mended(hits: list[A
         all_restore(spec, truth)
 
 
+@pytest.mark.slow
 @given(which=st.integers(0, 9), how=HOW, where=st.floats(0, 1), name=st.sampled_from(["nvme", "file"]))
 def test_a_damaged_record_is_passed_by_and_found(which: int, how: str, where: float, name: str) -> None:
     with scratch() as place:
@@ -98,6 +100,7 @@ def test_a_damaged_record_is_passed_by_and_found(which: int, how: str, where: fl
         all_restore(spec, truth)
 
 
+@pytest.mark.slow
 @given(which=st.integers(0, 9), how=HOW, where=st.floats(0, 1), name=st.sampled_from(["nvme", "file"]))
 def test_verify_finds_damage_in_any_chunk_of_any_tier(which: int, how: str, where: float, name: str) -> None:
     with scratch() as place:

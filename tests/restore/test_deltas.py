@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from damaging import FOLDER, objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import alone, opened, policy, scratch, tier, unreferenced
+from support.checkpointer_worlds import alone, opened, policy, scratch, tier, unreferenced
+from support.damage import FOLDER, objects
 
 import tierstate as ts
+from tierstate.engine.codecs import codecs
+from tierstate.engine.packs.pack import read_footer
+from tierstate.engine.store import delta_base
 from tierstate.manifest.chunk import empty_buffer
-from tierstate.manifest.layout import Layout
-from tierstate.manifest.log import Log
-from tierstate.manifest.version import Version
-from tierstate.tiers import codecs, deltas
-from tierstate.tiers.packs import read_footer
+from tierstate.manifest.format.layout import Layout
+from tierstate.manifest.format.version import Version
+from tierstate.manifest.history.log import Log
 
 State = dict[str, torch.Tensor]
 LEAVES = {"a": 3000, "b": 9001, "c": 500}
@@ -91,6 +92,7 @@ def bases(spec: ts.Policy, name: str) -> int:
     return found
 
 
+@pytest.mark.slow
 @fewer
 @given(
     moves=st.lists(
@@ -145,6 +147,23 @@ def test_a_base_outlives_the_version_it_was_written_for(place: Path) -> None:
         assert info.stored["only"] == layout.stored_nbytes > info.nbytes * 0.7, "bases are counted"
 
 
+def test_a_prune_leaves_packs_of_which_only_bases_are_needed(place: Path) -> None:
+    truth = history(alone("nvme", place, codec="delta"), 4)
+    spec = alone("nvme", place, codec="delta", keep={"last": 1})
+    first, second, third, fourth = opened(spec, "only").list("packs/")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for gone in ([second, third], []):
+            assert list(ckpt.prune(grace=0, dry_run=True).tiers[0].packs) == gone
+            report = ckpt.prune(grace=0)
+            assert report.ok
+            assert list(report.tiers[0].packs) == gone
+        ((_, layout),) = layouts(spec, "only")
+        assert set(layout.objects) == {first, fourth}
+        assert {layout.objects[number] for number in layout.object.tolist()} == {fourth}, "in the first one lie bases"
+        assert ckpt.verify(deep=True).ok
+        assert alike(truth[3], ckpt.load())
+
+
 def test_an_unchanged_delta_is_not_written_again(place: Path) -> None:
     spec = alone("nvme", place, codec="delta")
     now = history(spec, 3)[-1]
@@ -190,6 +209,7 @@ def two(place: Path) -> ts.Policy:
     return policy({"nvme": tier("nvme", place, codec="delta"), "file": tier("file", place, codec="delta")})
 
 
+@pytest.mark.slow
 @fewer
 @given(
     hits=st.lists(
@@ -252,6 +272,7 @@ def test_a_damaged_base_is_damage_of_every_delta_and_says_so(place: Path) -> Non
         assert alike(truth[-1], ckpt.load())
 
 
+@pytest.mark.slow
 def test_restoring_deltas_takes_few_chunks_of_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two for each that is under way, besides the slabs: see `tiers.deltas.read_chunk`."""
     size, chunks, workers = 64 << 10, 40, 8
@@ -272,7 +293,7 @@ def test_restoring_deltas_takes_few_chunks_of_memory(place: Path, monkeypatch: p
         weakref.finalize(found.untyped_storage(), live.remove, nbytes)
         return found
 
-    monkeypatch.setattr(deltas, "empty_buffer", counted)
+    monkeypatch.setattr(delta_base, "empty_buffer", counted)
     monkeypatch.setattr(codecs, "empty_buffer", counted)
     with ts.Checkpointer(spec, "run") as ckpt:
         assert alike(now, ckpt.restore(into={"a": torch.zeros_like(now["a"])}))

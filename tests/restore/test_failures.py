@@ -1,4 +1,4 @@
-"""Tiers that fail, and two writers: what is told, what is lost (nothing durable), and how it goes on."""
+"""Tiers that fail, and two writers: what is reported, what is lost (nothing durable), and how a run goes on."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import contextlib
 
 import pytest
 import torch
-from strategies import difference
-from worlds import arena_of, faulty, names, opened, policy, tensors, tier, unreferenced, wrapped
+from support.checkpointer_worlds import arena_of, faulty, names, opened, policy, tensors, tier, unreferenced, wrapped
+from support.equality import difference
 
 import tierstate as ts
-from tierstate.tiers import patience
-from tierstate.tiers.memory import Memory
+from tierstate.tiers import backoff
+from tierstate.tiers.backoff import Backoff
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
 
 
 def test_a_tier_that_fails_does_not_hold_up_the_others_and_recovers(place, monkeypatch):
-    monkeypatch.setattr(patience, "FIRST", 600.0)  # the next save comes before the tier is tried by itself
+    monkeypatch.setattr(
+        backoff, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5)
+    )  # the next save comes before the tier is tried by itself
     with wrapped(Memory()) as keys:
         spec = policy({"nvme": tier("nvme", place), "bad": {**keys, "every": 10}, "file": tier("file", place)})
         with ts.Checkpointer(spec, "run") as ckpt:
@@ -57,12 +60,13 @@ def test_a_slower_tier_gets_the_save_although_the_first_durable_one_fails(place)
             assert difference(tensors(40_000, seed=2), ckpt.load()) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [OSError(5, "input/output error"), ValueError("a bug of theirs"), TimeoutError("late")]
 )
 @pytest.mark.parametrize("operation", ["writer", "append", "close", "put", "list", "delete", "size"])
 def test_errors_that_no_tier_should_raise_are_told_and_stop_nothing(place, error, operation):
-    """Somebody's backend raises what it likes; the lane's thread lives on, and so do the other tiers."""
+    """Somebody's backend raises what it likes; the tier queue's thread lives on, and so do the other tiers."""
     with wrapped(Memory()) as keys:
         spec = policy({"nvme": tier("nvme", place), "bad": {**keys, "keep": {"last": 1}}, "file": tier("file", place)})
         with ts.Checkpointer(spec, "run") as ckpt:

@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import alike, faulty, names, opened, pins, policy, scratch, tensors, tier, wrapped
+from support.checkpointer_worlds import alike, faulty, names, opened, pins, policy, scratch, tensors, tier, wrapped
 
 import tierstate as ts
-from tierstate import forking, pruning
+from tierstate.engine.maintain import fork, prune
+from tierstate.engine.maintain.sweep import DAY
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AlreadyExists, NotFound, TierError, TierUnavailable
-from tierstate.manifest.leases import Lease, pin
-from tierstate.manifest.log import Log, commit_id
-from tierstate.manifest.record import Record
-from tierstate.manifest.retention import EVERYTHING
-from tierstate.manifest.thinning import Groups, thinned
-from tierstate.tiers.memory import Memory
-from tierstate.tiers.shelf import Shelf
-from tierstate.tiers.sweep import DAY
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.history.leases import VersionLease, pin_version
+from tierstate.manifest.history.log import Log, commit_id
+from tierstate.manifest.history.retention import OTHER_LEAVES, LeafGroups, dropped_groups
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
 
 
@@ -71,6 +70,7 @@ def test_what_did_not_change_since_the_fork_is_not_written(place: Path) -> None:
     assert third.parent == second.id
 
 
+@pytest.mark.slow
 @settings(max_examples=max(8, settings().max_examples // 5))
 @given(
     forks=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=2, unique_by=lambda f: f[0]),
@@ -196,6 +196,7 @@ def test_a_version_in_no_tier_that_lasts_cannot_be_forked(place: Path) -> None:
 OPERATIONS = ["put", "list", "read", "size", "delete"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("nth", range(1, 6))
 def test_a_fork_that_fails_leaves_nothing(operation: str, nth: int) -> None:
@@ -274,7 +275,7 @@ def test_a_pin_that_is_there_already_is_left(place: Path) -> None:
     with ts.Checkpointer(spec, "run") as ckpt:
         saved(ckpt, 1)
         nvme = opened(spec, "nvme")
-        before = pin(nvme, "run", 1, "run-b")
+        before = pin_version(nvme, "run", 1, "run-b")
         ckpt.fork("run-b")
     assert len(names(nvme, "leases/run/")) == 2
     assert before in names(nvme, "leases/run/")
@@ -286,19 +287,19 @@ def test_a_prune_takes_away_the_pin_of_a_dead_fork_and_not_that_of_one_beside_it
 ) -> None:
     """The prune has found that a pin of two days ago is needed by nobody; the same fork is made before that goes."""
     spec = one_tier(place)
-    look = pruning.unneeded_pins
+    look = prune.unneeded_fork_pins
     with ts.Checkpointer(spec, "run") as ckpt:
         saved(ckpt, 1)
         nvme = opened(spec, "nvme")
-        dead = pin(nvme, "run", 1, "run-b")
+        dead = pin_version(nvme, "run", 1, "run-b")
         two_days_old(place / "nvme" / dead)
 
-        def meanwhile(shelf: Shelf, grace: float) -> list[Lease]:
-            found = look(shelf, grace)
+        def meanwhile(tier_run: TierRun, grace: float) -> list[VersionLease]:
+            found = look(tier_run, grace)
             ckpt.fork("run-b")
             return found
 
-        monkeypatch.setattr(pruning, "unneeded_pins", meanwhile)
+        monkeypatch.setattr(prune, "unneeded_fork_pins", meanwhile)
         assert ckpt.prune().tiers[0].pins == ((1, "run-b"),)
     assert pins(nvme, "run") == {1: "forked by run-b"}
     assert dead not in names(nvme, "leases/")
@@ -313,6 +314,7 @@ def two_days_old(*paths: Path) -> None:
         os.utime(path, (path.stat().st_mtime - 2 * DAY,) * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grace", [0, None])
 @settings(max_examples=max(5, settings().max_examples // 10), deadline=None)
 @given(order=st.permutations(["one", "two", "three"]), goes_on=st.booleans())
@@ -374,14 +376,14 @@ def test_a_fork_beside_a_saver_that_thins_begins_anew_with_what_is_left(place: P
             if not hit:
                 hit.append(record)
                 log = Log(self.tier, "run")
-                less = Groups(["b"]).thin(log.read(1), [EVERYTHING])
+                less = LeafGroups(["b"]).thin(log.read(1), [OTHER_LEAVES])
                 assert less is not None
                 log.commit(less, 1)
                 log.forget(1)
             super().commit(record, generation)
 
     with pytest.MonkeyPatch.context() as patch, ts.Checkpointer(spec, "run") as ckpt:
-        patch.setattr(forking, "Log", Beside)
+        patch.setattr(fork, "Log", Beside)
         with pytest.raises(
             NotFound, match=r"'run' is not whole in nvme: 1 leaves .*`keep` has dropped .* \(b from nvme\)"
         ):
@@ -410,7 +412,7 @@ def test_a_record_that_is_replaced_by_one_as_whole_is_followed(place: Path) -> N
                 log.forget(1, [before])
 
     with pytest.MonkeyPatch.context() as patch, ts.Checkpointer(spec, "run") as ckpt:
-        patch.setattr(forking, "Log", Beside)
+        patch.setattr(fork, "Log", Beside)
         ckpt.fork("run-b", 1)
         assert left == [0]
         left[0] = 99
@@ -438,7 +440,7 @@ def test_a_thinned_version_is_forked_only_where_a_tier_has_all_of_it(place: Path
     with ts.Checkpointer(both, "run") as ckpt:
         made = ckpt.fork("run-b", 1)
     assert (made.tiers, made.partial) == (("nvme", "lustre"), ("nvme",))
-    assert thinned(Log(nvme, "run-b").read(1).commit) == ("b",)
+    assert dropped_groups(Log(nvme, "run-b").read(1).commit) == ("b",)
     with ts.Checkpointer(both, "run-b") as ckpt:
         assert alike(ckpt.load(), tensors(9000, 4096, seed=1))
 
@@ -492,8 +494,8 @@ def test_a_record_that_cannot_be_taken_back_keeps_its_pin(place: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, ts.Checkpointer(spec, "run") as ckpt:
         saved(ckpt, 1)
-        patch.setattr(ckpt._shelves[0].log, "holds", Failing(ckpt._shelves[0].tier, "run").holds)
-        patch.setattr(forking, "Log", Failing)
+        patch.setattr(ckpt._tier_runs[0].log, "holds", Failing(ckpt._tier_runs[0].tier, "run").holds)
+        patch.setattr(fork, "Log", Failing)
         with pytest.raises(TierError, match="was not forked"):
             ckpt.fork("run-b")
     nvme = opened(spec, "nvme")

@@ -12,21 +12,35 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from filling import Fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from strategies import difference, scrambled, states
-from worlds import alike, alone, arena_of, faulty, opened, policy, scratch, tier, unreferenced, wrapped
+from support.checkpointer_worlds import (
+    alike,
+    alone,
+    arena_of,
+    faulty,
+    opened,
+    policy,
+    scratch,
+    tier,
+    unreferenced,
+    wrapped,
+)
+from support.equality import difference
+from support.slow_values import Fill
+from support.state_strategies import scrambled, states
 
 import tierstate as ts
+from tierstate.engine.save import capture, leaf_files
 from tierstate.manifest.errors import Damaged
-from tierstate.manifest.log import Log
-from tierstate.manifest.record import Record
-from tierstate.tiers import capture, leaf_files
-from tierstate.tiers.memory import Memory
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
+
+pytestmark = pytest.mark.slow
 
 FORMATS = {"safetensors": ".safetensors", "hdf5": ".h5"}
 MIB = 1 << 20

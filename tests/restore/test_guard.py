@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import difference
-from worlds import arena_of, engine_threads, policy, scratch, tier
+from support.checkpointer_worlds import arena_of, engine_threads, policy, scratch, tier
+from support.equality import difference
 
 import tierstate as ts
+from tierstate.engine.save import capture
 from tierstate.manifest.errors import CaptureError
-from tierstate.tiers import capture
 
 
 class Job:
@@ -58,6 +58,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "memmove", slowly)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow")
 @settings(max_examples=5)
 @given(pauses=st.lists(st.floats(0, 0.03), min_size=6, max_size=6))

@@ -1,4 +1,4 @@
-"""Two processes on one run, in any order of what they ask of a tier: who wins is told, and nothing is lost."""
+"""Two processes on one run in any interleaving: one wins, the other gets an error, nothing is lost."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from handing import handed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import tried
-from worlds import alike, policy, scratch, tensors, unreferenced
+from support.checkpointer_worlds import alike, policy, scratch, tensors, unreferenced
+from support.given_tiers import handed
+from support.storage_sites import tried
 
 import tierstate as ts
-from tierstate.manifest.leases import pin
+from tierstate.engine.maintain.sweep import DAY
+from tierstate.manifest.history.leases import pin_version
 from tierstate.tiers.base import Tier
-from tierstate.tiers.memory import Memory
-from tierstate.tiers.nvme import Nvme
-from tierstate.tiers.sweep import DAY
-from tierstate.tiers.testing import Interleaved, Said, Turns, random_bytes
+from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.posix.directory import Nvme
+from tierstate.tiers.testing import ActorResults, Interleaved, Turns, random_bytes
 
 STRETCHES = st.lists(st.integers(0, 12), max_size=25)
 KINDS = st.sampled_from(["memory", "nvme"])
@@ -114,7 +114,7 @@ def world(kind: str) -> Iterator[World]:
         yield World(Memory() if kind == "memory" else Nvme(path=place / "nvme"))
 
 
-def play(it: World, stretches: list[int], actors: dict[str, tuple[Actor, dict[str, Any]]]) -> Said:
+def play(it: World, stretches: list[int], actors: dict[str, tuple[Actor, dict[str, Any]]]) -> ActorResults:
     """Let the actors, each by a policy of its own, take turns."""
     turns = Turns(stretches)
     with handed(*(Interleaved(it.tier, turns, name) for name in actors)) as keys:
@@ -125,7 +125,7 @@ def play(it: World, stretches: list[int], actors: dict[str, tuple[Actor, dict[st
         return turns.run(acts)
 
 
-def results(said: Said) -> dict[str, Any]:
+def results(said: ActorResults) -> dict[str, Any]:
     for error in said.errors.values():
         raise error
     return said.results
@@ -219,7 +219,7 @@ def test_a_fork_where_a_dead_one_left_its_pin_beside_prunes_that_take_that_away(
     with world("nvme") as it, plain(it) as spec:
         it.saver(1)(spec)
         assert isinstance(it.tier, Nvme)
-        left = Path(it.tier.path) / pin(it.tier, "run", 1, "other")
+        left = Path(it.tier.path) / pin_version(it.tier, "run", 1, "other")
         os.utime(left, (left.stat().st_mtime - 2 * DAY,) * 2)
 
         def fork(own: ts.Policy) -> int | None:

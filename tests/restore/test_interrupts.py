@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from filling import Fill
-from worlds import arena_of, faulty, opened, policy, tensors, tier, unreferenced, wrapped
+from support.checkpointer_worlds import arena_of, faulty, opened, policy, tensors, tier, unreferenced, wrapped
+from support.slow_values import Fill
 
 import tierstate as ts
 from tierstate.manifest.chunk import Buffer
-from tierstate.tiers.memory import Memory
+from tierstate.tiers.memory.host import Memory
 
 
 def test_a_state_that_cannot_be_copied_leaves_nothing(place):
@@ -122,7 +125,7 @@ def test_a_forked_child_cannot_save_and_harms_nothing(place):
 def test_a_submit_that_is_interrupted_holds_up_nobody(place, monkeypatch, begun):
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
         ckpt.save(tensors(9000), step=0).wait()
-        queue, put = ckpt._flow._capturing, []
+        queue, put = ckpt._pipeline._capturing, []
 
         class Interrupted:
             def put(self, work):
@@ -133,11 +136,117 @@ def test_a_submit_that_is_interrupted_holds_up_nobody(place, monkeypatch, begun)
                     raise KeyboardInterrupt
                 queue.put(work)
 
-        monkeypatch.setattr(ckpt._flow, "_capturing", Interrupted())
+        monkeypatch.setattr(ckpt._pipeline, "_capturing", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(tensors(9000, seed=1), step=1)
         monkeypatch.undo()
         ckpt.save(tensors(9000, seed=2), step=2).wait(timeout=30)
         assert arena_of(ckpt).in_flight == 0
         assert [v.step for v in ckpt.versions()][-1] == 2
-        ckpt._flow.failures()
+        ckpt._pipeline.failures()
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """In this block SIGALRM is as Ctrl-C. A function that has another thread than the main one get it; it returns when
+    the main one has handled it, or else, after a while, False."""
+    handled = threading.Event()
+
+    def handle(_number: int, _frame: Any) -> None:
+        handled.set()
+        raise KeyboardInterrupt
+
+    def interrupt() -> bool:
+        time.sleep(0.05)  # so that the main thread most likely waits by now; if not, it is interrupted before
+        signal.raise_signal(signal.SIGALRM)
+        return handled.wait(20)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_that_does_not_wake_a_save_ends_it_all_the_same(place):
+    """As one that comes between the interpreter's last look for signals and the wait for the capture."""
+    noticed: list[bool] = []
+    with interrupts() as interrupt, ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.save(tensors(9000), step=1).wait()
+
+        def fill(out: Buffer) -> None:
+            if not noticed:
+                noticed.append(interrupt())
+                assert ckpt._pipeline._ledger.save_states()[-1].cancelled.wait(20)
+            out.zero_()
+
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save({"slow": Fill(4096 * 100, fill)}, step=2)
+        assert noticed == [True]
+        ckpt.save(tensors(9000, seed=3), step=3).wait()
+        assert [v.step for v in ckpt.versions()] == [1, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["wait_captured", "step", "wait", "close"])
+def test_an_interrupt_that_does_not_wake_a_wait_ends_it_all_the_same(moment):
+    weight = torch.nn.Parameter(torch.zeros(50_000))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    noticed: list[bool] = []
+    with interrupts() as interrupt, wrapped(Memory()) as keys:
+        # The capture waits for the arena, and that for the tier.
+        ckpt = ts.Checkpointer(policy({"only": keys}, arena={"size": "16KiB"}), "run")
+        ckpt.guard(optimizer)
+        gate = faulty(keys).shut("writer")
+        save = ckpt.save({"weight": weight}, step=1)
+
+        def interrupted() -> None:
+            noticed.append(interrupt())
+            gate.set()
+
+        thread = threading.Thread(target=interrupted)
+        waits = {"wait_captured": save.wait_captured, "step": optimizer.step, "wait": save.wait, "close": ckpt.close}
+
+        def waited() -> None:
+            thread.start()
+            waits[moment]()
+
+        with pytest.raises(KeyboardInterrupt):
+            waited()
+        thread.join()
+        assert noticed == [True]
+        if moment != "close":
+            optimizer.step()  # which waits for what was being copied
+            ckpt.close()
+            with ts.Checkpointer(policy({"only": keys}), "run") as ckpt:
+                assert torch.equal(ckpt.load()["weight"], torch.zeros(50_000))
+
+
+def test_an_interrupt_between_a_submit_and_the_wait_for_it_cancels_the_save(place, monkeypatch):
+    began, reads = threading.Event(), [0]
+
+    def fill(out: Buffer) -> None:
+        began.set()
+        reads[0] += 1
+        time.sleep(0.01)
+        out.zero_()
+
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.save(tensors(9000), step=1).wait()
+        submit = ckpt._pipeline.submit
+
+        def interrupted(*args: Any) -> None:
+            submit(*args)
+            began.wait(60)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ckpt._pipeline, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save({"slow": Fill(4096 * 1000, fill)}, step=2)
+        before = reads[0]
+        monkeypatch.undo()
+        ckpt.save(tensors(9000, seed=3), step=3).wait()
+        assert reads[0] == before < 1000
+        assert [v.step for v in ckpt.versions()] == [1, 3]
+        assert ckpt._pipeline.failures() == []

@@ -11,29 +11,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import policy, scratch, tier
+from support.checkpointer_worlds import policy, scratch, tier
 
 import tierstate as ts
-from tierstate.info import VersionInfo
-from tierstate.manifest.box import Box
+from tierstate.engine.info import VersionInfo
+from tierstate.engine.placement import Routes
+from tierstate.engine.save.backlog import PendingVersion, missed_versions
+from tierstate.engine.store.catalog import RunCatalog, VersionCopies
+from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import TierUnavailable
-from tierstate.manifest.head import Head
-from tierstate.manifest.layout import Layout, Place
-from tierstate.manifest.leaf import Leaf, Spec
-from tierstate.manifest.log import Log, commit_id
-from tierstate.manifest.record import Record
-from tierstate.manifest.version import ShardRow, Version
-from tierstate.tiers.catalog import Catalog, Entry
-from tierstate.tiers.owing import Due, missed
-from tierstate.tiers.policy import TierPolicy
-from tierstate.tiers.routes import Routes
+from tierstate.manifest.format.layout import ChunkPlace, Layout
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import Head, ShardRow, Version
+from tierstate.manifest.history.log import Log, commit_id
+from tierstate.tiers.policy.policy import TierPolicy
 from tierstate.tiers.testing import Fault, Faulty
 
 TIERS = ("nvme", "lustre", "file")
 
 
-def by_records(catalog: Catalog, spec: ts.Policy) -> list[VersionInfo]:
+def by_records(catalog: RunCatalog, spec: ts.Policy) -> list[VersionInfo]:
     """What is to be told, from every record of every tier, read whole."""
     entries = [entry for place in catalog.newest_first() for entry in place.entries][::-1]
     late: dict[int, list[str]] = {}
@@ -44,17 +43,17 @@ def by_records(catalog: Catalog, spec: ts.Policy) -> list[VersionInfo]:
     return [replace(VersionInfo.of(e), late=tuple(late.get(e.version.head.seq, ()))) for e in entries]
 
 
-def lacking(one: TierPolicy, entries: Sequence[Entry], spec: ts.Policy) -> list[int]:
+def lacking(one: TierPolicy, entries: Sequence[VersionCopies], spec: ts.Policy) -> list[int]:
     heads = [entry.version.head for entry in entries if one.name in entry.tiers]
     newest = max(heads, key=lambda head: head.seq, default=None)
     routes = Routes(spec)
     newer = [
-        Due.of(entry.version.head, entry.version.nbytes)
+        PendingVersion.of(entry.version.head, entry.version.nbytes)
         for entry in entries
         if (newest is None or entry.version.head.seq > newest.seq)
         and routes.of(entry.version.leaves)[one.name].leaves.any()
     ]
-    return [due.seq for due in missed(one.every, (newest.step, newest.time) if newest else None, newer)]
+    return [due.seq for due in missed_versions(one.every, (newest.step, newest.time) if newest else None, newer)]
 
 
 def version(seq: int, writer: int, leaves: Sequence[str]) -> Version:
@@ -67,7 +66,7 @@ def version(seq: int, writer: int, leaves: Sequence[str]) -> Version:
 
 def record(made: Version, absent: bool) -> Record:
     key = f"packs/run/{made.head.seq}-0-0-x"
-    places = [None if absent and i == 0 else Place(key, 16 * i, 16, "raw") for i in range(len(made.digests))]
+    places = [None if absent and i == 0 else ChunkPlace(key, 16 * i, 16, "raw") for i in range(len(made.digests))]
     return Record(made, Layout.build(places, {key: 160}), {"id": commit_id()})
 
 
@@ -95,9 +94,9 @@ def test_it_tells_what_the_records_tell(
         rules = [{"match": "a", "tiers": ["nvme", "file"]}] if parted else []
         tiers = {name: tier(name, place, **(cadence if name != "nvme" else {})) for name in TIERS}
         with ts.Checkpointer(policy(tiers, rules=rules), "run") as ckpt:
-            shelves = {shelf.name: shelf for shelf in ckpt._shelves}
+            tier_runs = {tier_run.name: tier_run for tier_run in ckpt._tier_runs}
             for seq, name, writer, leaves, how in made:
-                log = Log(shelves[name].tier, "run")
+                log = Log(tier_runs[name].tier, "run")
                 if how == "damaged":
                     log.tier.put(log.key(seq), as_buffer(b"junk"))
                     continue
@@ -107,7 +106,7 @@ def test_it_tells_what_the_records_tell(
             told = by_records(ckpt._catalog(), ckpt.policy)
             assert ckpt.versions() == told
             for name in indexed:
-                shelves[name].summaries.write()
+                tier_runs[name].summaries.write()
         with ts.Checkpointer(policy(tiers, rules=rules), "run") as ckpt:
             assert ckpt.versions() == told
 
@@ -119,25 +118,25 @@ def test_a_tier_that_cannot_be_listed_is_told_and_not_said_to_lack_anything(
     with ts.Checkpointer(spec, "run") as ckpt:
         ckpt.save({"a": 1}, step=1).wait("lustre")
     with ts.Checkpointer(spec, "run") as ckpt:
-        shelf = ckpt._shelves[1]
-        away = Faulty(shelf.tier, Fault("list", 0, TierUnavailable("no answer")))
+        tier_run = ckpt._tier_runs[1]
+        away = Faulty(tier_run.tier, Fault("list", 0, TierUnavailable("no answer")))
         away.name = "lustre"
-        monkeypatch.setattr(shelf.summaries._log, "tier", away)
+        monkeypatch.setattr(tier_run.summaries._log, "tier", away)
         (found,) = ckpt.versions()
     assert (found.tiers, found.late) == (("nvme",), ())
     assert "lustre: its log cannot be listed: no answer" in caplog.text
 
 
 def test_a_plain_table_for_many_rows_has_the_same_cells(capsys: pytest.CaptureFixture[str]) -> None:
-    from tierstate import tables
+    from tierstate.cli import output as tables
 
-    rows = [(n, "x" * (n % 5), f"{n}:") for n in range(tables.MANY + 1)]
+    rows = [(n, "x" * (n % 5), f"{n}:") for n in range(tables.PLAIN_ABOVE + 1)]
     tables.table([">seq", "text", "last"], rows)
     many = [line.split() for line in capsys.readouterr().out.splitlines()]
     tables.table([">seq", "text", "last"], rows[:-1])
     few = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert many[:-1] == few
-    assert many[-1] == [str(tables.MANY), f"{tables.MANY}:"]
+    assert many[-1] == [str(tables.PLAIN_ABOVE), f"{tables.PLAIN_ABOVE}:"]
 
 
 @pytest.mark.soak
@@ -157,6 +156,6 @@ def test_ten_thousand_versions(place: Path, record_property: Callable[[str, obje
             told = f"{time.perf_counter() - start:.3f} s, of the processor {time.process_time() - cpu:.3f} s"
             record_property(what, told)
             print(f"{what}: {told}")
-            ckpt._shelves[0].summaries.write()
+            ckpt._tier_runs[0].summaries.write()
     assert found[0] == found[1]
     assert [v.seq for v in found[1]] == list(range(1, 10_001))

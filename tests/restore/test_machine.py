@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from claims import Claim, Look, Tops, claimed, globs, newest, number, unmended, whole
-from hierarchies import MIXES, PLANS, Plan
-from hypothesis import event, settings
+import torch
+from hypothesis import currently_in_test_context, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,16 +20,23 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from leftovers import temporary
-from places import Power, sites, tried
-from strategies import difference, scrambled
-from training import CHANGES, Changes, Training
-from worlds import scratch
+from support.checkpointer_worlds import scratch
+from support.equality import difference
+from support.leaks import idle, temporary
+from support.scaled_thresholds import MOSTLY, Crossings, expected
+from support.state_strategies import scrambled
+from support.storage_sites import Power, sites, tried
+from support.tier_claims import Claim, Look, Tops, claimed, globs, newest, number, unmended, whole
+from support.tier_strategies import KINDS, MIXES, PLANS, Plan
+from support.training_state import CHANGES, Change, Changes, Training
 
 import tierstate as ts
-from tierstate.manifest.log import Log
-from tierstate.tiers import patience
-from tierstate.tiers.packs import is_mend
+from tierstate.engine.packs.keys import is_mend
+from tierstate.manifest.history.log import Log
+from tierstate.tiers import backoff
+from tierstate.tiers.backoff import Backoff
+
+pytestmark = pytest.mark.slow
 
 TOPS = ("model", "optimizer", "leaves", "steps")
 ONLY = [None, None, ("model",), ("optimizer", "steps"), ("leaves",)]
@@ -66,6 +74,7 @@ class Hierarchy(RuleBasedStateMachine):
         durable: by tier, what a save said to be durable there: number of the save, and of the version.
         tags: by name, what may have it; only one where nothing is amiss.
         forks: by run, what it began with.
+        emptied: packs whose chunks a prune has put into another one: the next prune sweeps them.
         calm: nothing has been damaged, lost, away or killed so far, so that nothing may fail.
     """
 
@@ -80,13 +89,17 @@ class Hierarchy(RuleBasedStateMachine):
         self.tags: dict[str, set[int]] = {}
         self.forks: dict[str, int] = {}
         self.calm, self.step = True, 0
+        self.emptied: set[str] = set()
         self.in_parts = False  # whether some versions are, by the rules of this policy or an earlier one
 
     # Processes
 
     @initialize(mix=MIXES, plan=PLANS, saves=st.integers(1, 3))
     def begin(self, mix: list[str], plan: Plan, saves: int) -> None:
-        self.sites = self.stack.enter_context(sites(mix, self.place))
+        self._begin(mix, plan, saves)
+
+    def _begin(self, mix: list[str], plan: Plan, saves: int, **keys: Mapping[str, Any]) -> None:
+        self.sites = self.stack.enter_context(sites(mix, self.place, **keys))
         self.durable = {name: {} for name in mix}
         self.keeps: dict[str, list[Any]] = {name: [] for name in mix}
         self._open(plan)
@@ -175,7 +188,7 @@ class Hierarchy(RuleBasedStateMachine):
             tried(save.wait_captured)
         self._wait(list(self.sites))
         end = time.monotonic() + SECONDS
-        while not all(map(idle, self.ckpt._flow.lanes.values())):
+        while not all(map(idle, self.ckpt._pipeline.queues.values())):
             assert time.monotonic() < end, "it never gets quiet"
             time.sleep(0.0005)
 
@@ -263,8 +276,10 @@ class Hierarchy(RuleBasedStateMachine):
         for name, site in self.sites.items():
             look = site.look()
             told = next(one for one in report.tiers if one.tier == name)
+            self.emptied |= set(told.repacked.packs)
             if not (site.away or look.unread or told.problems):
                 left = {key for key in look.packs - look.named() if key.startswith("packs/run/") and not is_mend(key)}
+                left -= set(told.repacked.packs)
                 assert left == set(), f"{name}: {left} are named by no version, and were not swept: {told}"
 
     @rule(which=st.integers(0, 3), version=st.integers(0, 30))
@@ -364,11 +379,11 @@ class Hierarchy(RuleBasedStateMachine):
 
     def _looks(self) -> list[Look]:
         """At every tier, also those that are away."""
-        mine = [Look(shelf.tier, {}) for shelf in self.ckpt._shelves if shelf.name == "mine"]
+        mine = [Look(tier_run.tier, {}) for tier_run in self.ckpt._tier_runs if tier_run.name == "mine"]
         return mine + [site.look() for site in self.sites.values()]
 
     def _reached(self) -> list[Look]:
-        mine = [Look(shelf.tier, {}) for shelf in self.ckpt._shelves if shelf.name == "mine"]
+        mine = [Look(tier_run.tier, {}) for tier_run in self.ckpt._tier_runs if tier_run.name == "mine"]
         return mine + [site.look() for site in self.sites.values() if not site.away]
 
     def _load_newest(self, ckpt: ts.Checkpointer, looks: list[Look], only: Tops, older: bool) -> None:
@@ -380,7 +395,7 @@ class Hierarchy(RuleBasedStateMachine):
             self._same(n, out, only)
         else:
             assert right is None, f"save {right} is whole, and was not restored: {error}"
-            event(f"newest: {type(error).__name__}")
+            told(f"newest: {type(error).__name__}")
 
     def _load(self, ckpt: ts.Checkpointer, looks: list[Look], version: str, only: Tops, fresh: bool) -> None:
         claims = [c for look in looks for c in claimed(look) if c.record.version.id == version]
@@ -396,7 +411,7 @@ class Hierarchy(RuleBasedStateMachine):
             self._same(n, out, only)
         else:
             assert right is None, f"save {right} is whole, and was not restored: {error}"
-            event(f"version: {type(error).__name__}")
+            told(f"version: {type(error).__name__}")
 
     def _restored(self, ckpt: ts.Checkpointer) -> int:
         assert ckpt.restored is not None
@@ -434,7 +449,7 @@ class Hierarchy(RuleBasedStateMachine):
         self.verify()
         if self.calm:
             for look in map(Look, (site.raw for site in self.sites.values()), ({} for _ in self.sites)):
-                assert look.packs == look.named()
+                assert look.packs - self.emptied == look.named()
         for names in [*([name] for name in self.sites), list(self.sites)]:
             with self._reader(names) as reader:
                 looks = [self.sites[name].look() for name in names]
@@ -445,27 +460,113 @@ class Hierarchy(RuleBasedStateMachine):
         assert temporary(self.place) == []
 
 
-def idle(lane: Any) -> bool:
-    """Whether a lane does nothing, and will not before the next save."""
-    with lane._changed:
-        busy = lane._running or lane._intakes or lane._backlog._waiting
-        return not busy and (not lane._backlog.owed or lane._patience.left > 0)
+class Long(Hierarchy):
+    """The same where what is short counts as long, and with the engines of direct I/O.
+
+    Every history has what crosses most thresholds: a disk that takes bytes raw, and a save of what has hardly changed.
+    """
+
+    @initialize(
+        mix=MIXES,
+        plan=PLANS,
+        engines=st.sampled_from([("auto", "threads"), ("threads", "buffered"), ("auto", "auto")]),
+        changes=CHANGES,
+    )
+    def begin_with_a_disk(self, mix: list[str], plan: Plan, engines: tuple[str, str], changes: Changes) -> None:
+        mix = ["nvme", *(kind for kind in mix if kind != "nvme")]
+        nvme, lustre = ({"io": io} for io in engines)
+        self._begin(mix, raw(plan), 1, nvme=nvme, lustre=lustre)
+        for what in ([], changes):
+            self._quiet()
+            self.change_and_save_and_change(what, 1, [], True)
+        self.load_from_some_tiers_alone(1, 0, None)
+
+    begin = None  # type: ignore[assignment]
+
+
+def raw(plan: Plan, **keys: Any) -> Plan:
+    """The plan with a disk that gets everything as it is, in long chunks, and more keys of it."""
+    tiers = {**plan.tiers, "nvme": {"codec": "raw", **keys}}
+    return replace(plan, tiers=tiers, whole={**plan.whole, "chunk": 8192, "arena": {"size": 8 * 8192}}, parted=None)
+
+
+def told(what: str) -> None:
+    """Count it in the statistics of the test, if hypothesis runs it."""
+    if currently_in_test_context():
+        event(what)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is down is not tried again by itself, so that time decides nothing."""
-    monkeypatch.setattr(patience, "FIRST", 600.0)
-    monkeypatch.setattr(patience, "MOST", 600.0)
+    monkeypatch.setattr(backoff, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
 
 
-def run(examples: int, steps: int) -> None:
-    run_state_machine_as_test(Hierarchy, settings=settings(max_examples=examples, stateful_step_count=steps))
+PLAIN = Plan({kind: {} for kind in KINDS}, None, {"chunk": 8192, "arena": {"size": 8 * 8192}}, None, None, False)
+
+
+def over_all_thresholds(machine: Long) -> None:
+    """A history that crosses each of them, whatever hypothesis finds."""
+    gpu = {"type": "gpu", "device": "cpu", "keep": {"last": 2}}
+    files = {**PLAIN.tiers, "lustre": {"format": "safetensors"}, "file": {"codec": "auto", "keep": {"last": 1}}}
+    plan = raw(replace(PLAIN, tiers=files), keep={"last": 2})
+    machine._begin([*KINDS], plan, 1, nvme={"io": "auto"}, lustre={"io": "threads"})
+    machine.training.change([Change(name, "tensor", 9000, torch.float32, i) for i, name in enumerate("cde")])
+    for some in ("", "", "a", "acde", "b"):
+        machine._quiet()
+        machine.training.train(1) if len(some) > 1 else None
+        changes = [Change(name, "one" if some == "a" else "add", 0, torch.uint8, 5) for name in some]
+        machine.change_and_save_and_change(changes, 1, [], True)
+        machine.load_the_newest(None, False)
+    # Of the first pack only ``b`` is still wanted, and not by the newest version.
+    machine.prune()
+    for n in range(5):
+        machine.load_a_version(n, None, True)
+        machine.load_from_some_tiers_alone(15, n, None)
+    # Longer chunks than a slab of the next process, which also keeps versions in the memory of a device.
+    short = {"chunk": 4096, "arena": {"size": 8 * 4096}}
+    machine.reopen_with_another_policy(replace(PLAIN, volatile=gpu, whole=short))
+    machine.save(1, 1)
+    machine.load_from_some_tiers_alone(2, 0, None)
+    # All that the disk has: it is read in place, and healed from the other tiers; then damage everywhere.
+    machine.damage_packs(0, [Hit(i, "flip", part / 16, 0) for i in range(12) for part in range(16)])
+    for n in range(3):
+        machine.load_from_some_tiers_alone(15, n, None)
+    for which in range(1, len(machine.sites)):
+        machine.damage_packs(which, [Hit(i, "flip", i / 9, 0) for i in range(9)])
+    machine.load_the_newest(None, True)
+    machine.verify()
+    machine.what_was_durable_is_there()
+
+
+@pytest.fixture
+def crossings(monkeypatch: pytest.MonkeyPatch) -> Crossings:
+    """Thresholds are scaled down."""
+    return Crossings(monkeypatch)
+
+
+def run(examples: int, steps: int, machine: type[Hierarchy] = Hierarchy) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps))
 
 
 @pytest.mark.usefixtures("patient")
 def test_any_history_of_a_hierarchy() -> None:
-    run(max(10, settings().max_examples // 2), 15)
+    run(max(10, settings().max_examples // 3), 15)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_history_that_crosses_every_threshold(crossings: Crossings, place: Path) -> None:
+    machine = Long()
+    with machine.stack:
+        over_all_thresholds(machine)
+        machine._close()
+    assert expected(place) - set(+crossings.counts) == set(), crossings.counts
+
+
+@pytest.mark.usefixtures("patient")
+def test_any_history_where_the_short_counts_as_long(crossings: Crossings, place: Path) -> None:
+    run(max(6, settings().max_examples // 8), 8, Long)
+    assert (MOSTLY & expected(place)) - set(+crossings.counts) == set(), crossings.counts
 
 
 @pytest.mark.soak
@@ -473,3 +574,11 @@ def test_any_history_of_a_hierarchy() -> None:
 @pytest.mark.usefixtures("patient")
 def test_long_histories_of_a_hierarchy() -> None:
     run(max(500, settings().max_examples), 30)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.usefixtures("patient")
+def test_long_histories_where_the_short_counts_as_long(crossings: Crossings, place: Path) -> None:
+    run(max(500, settings().max_examples), 30, Long)
+    assert expected(place) - set(+crossings.counts) == set(), crossings.counts

@@ -6,14 +6,15 @@ import threading
 import time
 
 import pytest
-from strategies import difference
-from worlds import arena_of, engine_threads, faulty, policy, tensors, tier, wrapped
+from support.checkpointer_worlds import arena_of, engine_threads, faulty, policy, tensors, tier, wrapped
+from support.equality import difference
 
 import tierstate as ts
-from tierstate.tiers.jobs import Copy
-from tierstate.tiers.memory import Memory
+from tierstate.engine.save.publish import CascadeJob
+from tierstate.tiers.memory.host import Memory
 
 
+@pytest.mark.slow
 def test_a_state_longer_than_the_arena_goes_through_it(place):
     spec = policy({k: tier(k, place) for k in ("nvme", "lustre", "file", "bucket")}, arena={"size": "8KiB"})
     with ts.Checkpointer(spec, "run") as ckpt:
@@ -26,9 +27,9 @@ def test_a_state_longer_than_the_arena_goes_through_it(place):
 
 @pytest.mark.timeout(60)
 def test_a_cascade_goes_on_behind_which_a_later_save_waits(place, monkeypatch):
-    """One lane copies an old save, and the slabs of a new one, which fill the arena, wait behind it."""
-    gate, found = threading.Event(), Copy._found
-    monkeypatch.setattr(Copy, "_found", lambda self, *coming: gate.wait(30) and found(self, *coming))
+    """One tier queue copies an old save, and the slabs of a new one, which fill the arena, wait behind it."""
+    gate, found = threading.Event(), CascadeJob._found
+    monkeypatch.setattr(CascadeJob, "_found", lambda self, *coming: gate.wait(30) and found(self, *coming))
     tiers = {"nvme": tier("nvme", place, every=2), "file": tier("file", place)}
     spec = policy(tiers, arena={"size": "16KiB"})
     ckpt = ts.Checkpointer(spec, "run")

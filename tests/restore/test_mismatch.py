@@ -1,4 +1,4 @@
-"""States that do not fit a version are told, and left as they are."""
+"""States that do not fit a version: an error lists the differences, and the state is not changed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from damaging import STATE, saved, two
-from strategies import difference
-from worlds import tensors
+from support.checkpointer_worlds import tensors
+from support.damage import STATE, saved, two
+from support.equality import difference
 
 import tierstate as ts
 

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from worlds import alike, names, policy, scratch, wrapped
+from support.checkpointer_worlds import alike, names, policy, scratch, wrapped
 
 import tierstate as ts
-from tierstate.manifest.log import Log, commit_id
-from tierstate.manifest.record import Record
-from tierstate.tiers import leasing
+from tierstate.engine.maintain.repack import _relaid
+from tierstate.engine.packs.pack import PackWriter
+from tierstate.engine.store import catalog
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.history.log import Log, commit_id
 from tierstate.tiers.base import Range, Tier, Traits
-from tierstate.tiers.memory import Memory
-from tierstate.tiers.packs import PackWriter
-from tierstate.tiers.repack import _relaid
+from tierstate.tiers.memory.host import Memory
 
 
 class Busy(Memory):
@@ -97,10 +97,31 @@ def test_one_that_is_dropped_is_told_unless_any_newest_will_do() -> None:
         assert alike(ckpt.load(), STATES[1])
 
 
+def test_a_version_is_held_where_a_cascade_reads_it() -> None:
+    """While it does, another process saves, and drops all versions but its own."""
+    tier, slow = Busy(), Memory()
+    with scratch(), wrapped(tier) as keys, wrapped(slow) as more:
+        other = policy({"only": {**keys, "keep": {"last": 1}}})
+
+        def saves() -> None:
+            with ts.Checkpointer(other, "run") as ckpt:
+                ckpt.save(STATES[1], step=1).wait()
+
+        with ts.Checkpointer(policy({"only": keys, "slow": more}), "run") as ckpt:
+            tier.meanwhile = saves
+            ckpt.save(STATES[0], step=0).wait("slow")
+            assert tier.meanwhile is None, "it was read from there"
+            assert [key.startswith("leases/run/000000000001-read-") for key in tier.leases] == [True]
+            assert Log(tier, "run").seqs() == [1, 2]
+            assert names(tier, "leases/") == []
+            assert Log(slow, "run").seqs() == [1]
+            assert ckpt.verify(deep=True).ok
+
+
 def test_a_long_restore_holds_what_it_reads_and_a_short_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with saved() as (tier, spec), ts.Checkpointer(spec, "run") as ckpt:
         for long in (False, True):
-            monkeypatch.setattr(leasing, "LONG", 1 if long else 1 << 30)
+            monkeypatch.setattr(catalog, "LEASE_FROM", 1 if long else 1 << 30)
             tier.meanwhile = lambda: None
             ckpt.load(step=1)
             assert [key.startswith("leases/run/000000000002-read-") for key in tier.leases] == [True] * long

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from strategies import difference
-from worlds import arena_of, opened, policy, tensors, tier, unreferenced
+from support.checkpointer_worlds import arena_of, opened, policy, tensors, tier, unreferenced
+from support.equality import difference
 
 import tierstate as ts
 
@@ -28,6 +28,7 @@ def small_disk(path: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.root
 def test_a_disk_that_is_full_keeps_what_it_has(place, tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         spec = policy({"host": tier("host", place), "nvme": tier("nvme", disk), "file": tier("file", place)})
@@ -57,6 +58,7 @@ def test_a_capacity_is_full_too(place):
         ckpt.save(tensors(30_000, seed=3), step=4).wait()
 
 
+@pytest.mark.root
 def test_a_read_only_place_is_read_and_not_written(place, tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         spec = policy({"host": tier("host", place), "nvme": tier("nvme", disk), "file": tier("file", place)})

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from flipping import flip
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from strategies import Point, difference, scrambled, states
-from worlds import ELSEWHERE, KINDS, alike, alone, names, opened, policy, scratch, tensors, tier
+from support.checkpointer_worlds import ELSEWHERE, KINDS, alike, alone, names, opened, policy, scratch, tensors, tier
+from support.equality import difference
+from support.mutate_state import flip
+from support.state_strategies import Point, scrambled, states
 
 import tierstate as ts
-from tierstate.manifest.log import Log
+from tierstate.manifest.history.log import Log
 
 CHUNKS = st.sampled_from([4096, 4112, 8192, 65536])
 CODECS = st.sampled_from(["raw", "fast", "small", "delta", "auto"])
@@ -41,6 +42,7 @@ def reopened(kind: str, spec: ts.Policy, ckpt: ts.Checkpointer) -> Iterator[ts.C
             yield fresh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(state=ANY, chunk=CHUNKS, codec=CODECS, digest=DIGESTS)
 @settings(max_examples=max(10, settings().max_examples // 2))
@@ -72,13 +74,14 @@ def test_what_changes_after_save_returned_is_not_in_the_version(state: Any, chun
             event(f"bytes: {ckpt.info().nbytes > 0}")
 
 
+@pytest.mark.slow
 @given(state=ANY, chunk=CHUNKS, codec=CODECS, kind=st.sampled_from(KINDS))
 def test_an_unchanged_state_is_not_written_again(state: Any, chunk: int, codec: str, kind: str) -> None:
     with scratch() as place:
         spec = alone(kind, place, chunk=chunk, codec=codec)
         with ts.Checkpointer(spec, "run") as ckpt:
             ckpt.save(state, step=1).wait("only")
-            handle = ckpt._shelves[0].tier
+            handle = ckpt._tier_runs[0].tier
             packs, stored = names(handle, "packs/"), ckpt.stats().tiers["only"].stored
             ckpt.save(state, step=2).wait("only")
             for reader in reopened(kind, spec, ckpt):
@@ -141,6 +144,7 @@ def test_ties_and_equal_chunks_are_written_once(place) -> None:
         assert difference(state, out) == ""
 
 
+@pytest.mark.slow
 @given(
     history=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=6),
     chunks=st.lists(CHUNKS, min_size=2, max_size=6),

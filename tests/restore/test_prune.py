@@ -8,15 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import alike, faulty, names, opened, policy, scratch, tensors, tier, unreferenced, wrapped
+from support.checkpointer_worlds import (
+    alike,
+    faulty,
+    names,
+    opened,
+    policy,
+    scratch,
+    tensors,
+    tier,
+    unreferenced,
+    wrapped,
+)
 
 import tierstate as ts
+from tierstate.engine.save import publish
+from tierstate.engine.save.publish import TierWrite
+from tierstate.engine.store import catalog
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import TierUnavailable
-from tierstate.manifest.leases import Leases, pin
-from tierstate.tiers import leasing, publication
-from tierstate.tiers.memory import Memory
-from tierstate.tiers.publication import Publication
+from tierstate.manifest.history.leases import Leases, pin_version
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
 
 
@@ -142,13 +154,14 @@ def test_a_pin_that_no_fork_needs_is_taken_away_once_and_the_version_the_next_ti
         filled(place, 3)
         keep = spec(place, keep={"last": 1})
         where = opened(keep, "nvme")
-        pin(where, "run", 1, "fork")
+        pin_version(where, "run", 1, "fork")
         with ts.Checkpointer(keep, "run") as ckpt:
             first = ckpt.prune(grace=0).tiers[0]
             assert (first.drop, first.pins, first.keep[1]) == ((2,), ((1, "fork"),), ("forked by fork",))
             assert ckpt.prune(grace=0).tiers[0].drop == (1,)
 
 
+@pytest.mark.slow
 def test_packs_that_are_mostly_dead_are_repacked() -> None:
     """One leaf of many stays as it was for as long as an old version is kept."""
     big, small = 12 << 20, 64 << 10
@@ -187,7 +200,7 @@ def test_a_run_that_is_not_there_has_nothing_to_prune() -> None:
 def test_a_restore_leaves_no_lease_behind_and_a_folder_that_cannot_be_written_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leasing, "LONG", 0)
+    monkeypatch.setattr(catalog, "LEASE_FROM", 0)
     with scratch() as place:
         states = filled(place, 1)
         with ts.Checkpointer(spec(place), "run") as ckpt:
@@ -201,17 +214,17 @@ def test_a_restore_leaves_no_lease_behind_and_a_folder_that_cannot_be_written_is
 
 def test_a_save_that_took_longer_than_the_grace_does_not_commit_what_was_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     with scratch() as place:
-        one, real = spec(place), Publication._written_sizes
+        one, real = spec(place), TierWrite._written_sizes
         where = opened(one, "nvme")
 
-        def swept(self: Publication) -> dict[str, int]:
+        def swept(self: TierWrite) -> dict[str, int]:
             found = real(self)
             for key in found:
                 where.delete(key)
             return found
 
-        monkeypatch.setattr(Publication, "_written_sizes", swept)
-        monkeypatch.setattr(publication, "LONG", 0.0)
+        monkeypatch.setattr(TierWrite, "_written_sizes", swept)
+        monkeypatch.setattr(publish, "LONG_SAVE", 0.0)
         with ts.Checkpointer(one, "run") as ckpt:
             handle = ckpt.save(tensors(20_000), step=1)
             with pytest.raises(ts.NotFound, match="which this save wrote, was deleted before its record was created"):

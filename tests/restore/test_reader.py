@@ -1,4 +1,4 @@
-"""The reader that stands beside the format's description, which imports nothing of ours."""
+"""The independent reader beside the format's description, which imports nothing of tierstate."""
 
 import json
 import subprocess
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import tierstate as ts
+
+pytestmark = pytest.mark.slow
 
 READER = Path(__file__).resolve().parents[2] / "examples" / "read_version.py"
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from damaging import FOLDER, STATE, objects, saved, two
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import alike, opened, policy, scratch, tensors, tier
+from support.checkpointer_worlds import alike, opened, policy, scratch, tensors, tier
+from support.damage import FOLDER, STATE, objects, saved, two
 
 import tierstate as ts
+from tierstate.engine.maintain.repack import repack
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.log import Log
-from tierstate.tiers.repack import repack
+from tierstate.manifest.history.log import Log
 
 LOSSES = st.lists(
     st.tuples(
@@ -43,6 +43,7 @@ def lose_all(place: Path, name: str, prefix: str = "versions") -> None:
         path.unlink()
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(losses=LOSSES, again=st.booleans())
 def test_whatever_records_are_lost_come_back_from_the_packs(losses: list[tuple[str, int, str]], again: bool) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from damaging import FOLDER, STATE, objects, saved, two
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import difference
-from worlds import opened, policy, scratch, tensors, tier
+from support.checkpointer_worlds import opened, policy, scratch, tensors, tier
+from support.damage import FOLDER, STATE, objects, saved, two
+from support.equality import difference
 
 import tierstate as ts
-from tierstate.manifest import columns as col
-from tierstate.manifest.layout import Layout
-from tierstate.manifest.log import Log
-from tierstate.manifest.record import FORMAT, Record, frame, unframe
-from tierstate.manifest.version import Version
+from tierstate.manifest.format import table as col
+from tierstate.manifest.format.layout import Layout
+from tierstate.manifest.format.record import RECORD_FORMAT, Record, decode_sections, encode_sections
+from tierstate.manifest.format.version import Version
+from tierstate.manifest.history.log import Log
 
 
 def rewritten(place: Path, change: Any) -> None:
@@ -28,10 +28,10 @@ def rewritten(place: Path, change: Any) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-def sections(data: bytes, number: int = FORMAT, **changed: Any) -> bytes:
+def sections(data: bytes, number: int = RECORD_FORMAT, **changed: Any) -> bytes:
     """A sound frame around sections of which some were changed."""
-    found = {name: bytes(part) for name, part in unframe(memoryview(data)).items()}
-    return frame({**found, **{name: change(found[name]) for name, change in changed.items()}}, number)
+    found = {name: bytes(part) for name, part in decode_sections(memoryview(data)).items()}
+    return encode_sections({**found, **{name: change(found[name]) for name, change in changed.items()}}, number)
 
 
 def hostile(attribute: str, value: Any) -> Any:
@@ -49,8 +49,8 @@ def hostile(attribute: str, value: Any) -> Any:
 
 def requiring(section: bytes) -> bytes:
     """A section that a later program wrote, and of which it said that older ones must not read it."""
-    head, columns = col.decode(memoryview(section), "section")
-    return col.encode({**head, "requires": ["erasure-codes"]}, columns)
+    head, columns = col.decode_table(memoryview(section), "section")
+    return col.encode_table({**head, "requires": ["erasure-codes"]}, columns)
 
 
 RECORDS = {
@@ -74,6 +74,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_that_is_none_of_ours_is_refused(place, name):
     spec = policy({"nvme": tier("nvme", place)})
@@ -164,7 +165,7 @@ def test_a_version_of_the_same_id_is_the_same_everywhere(place):
     spec = two(place)
     saved(spec, 1)
     found = {
-        bytes(unframe(memoryview(path.read_bytes()))["version"])
+        bytes(decode_sections(memoryview(path.read_bytes()))["version"])
         for name in FOLDER
         for path in objects(place, name, "versions")
     }

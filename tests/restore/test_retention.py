@@ -8,16 +8,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import difference
-from worlds import alike, arena_of, faulty, names, opened, policy, scratch, tensors, tier, unreferenced, wrapped
+from support.checkpointer_worlds import (
+    alike,
+    arena_of,
+    faulty,
+    names,
+    opened,
+    policy,
+    scratch,
+    tensors,
+    tier,
+    unreferenced,
+    wrapped,
+)
+from support.equality import difference
 
 import tierstate as ts
-from tierstate.manifest.retention import Best, Keep
-from tierstate.tiers.memory import Memory
-from tierstate.tiers.nvme import Nvme
+from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
+from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import Fault
 
 
+@pytest.mark.slow
 @given(
     last=st.integers(1, 4),
     every=st.one_of(st.none(), st.integers(2, 6)),
@@ -44,11 +57,11 @@ def test_what_is_kept_restores_and_nothing_else_is_left(
             # Waited for, since what a slower tier still reads is not dropped yet.
             ckpt.save(state, step=step).wait("all")
         with ckpt:
-            ckpt._flow.close()
+            ckpt._pipeline.close()
             steps = range(len(changes))
             kept = [s for s in steps if s in steps[-last:] or (every is not None and s % every == 0)]
             assert [v.step for v in ckpt.versions() if kind in v.tiers] == kept
-            assert unreferenced(ckpt._shelves[0].tier, "run") == set()
+            assert unreferenced(ckpt._tier_runs[0].tier, "run") == set()
             assert ckpt.verify(deep=True).ok
             for step, was in enumerate(truth):
                 assert alike(was, ckpt.load(step=step))
@@ -76,7 +89,7 @@ def test_packs_that_could_not_be_deleted_are_deleted_later(place):
             where.add(Fault("delete", 2, ts.TierUnavailable("no answer")))
             ckpt.save(tensors(5000, seed=1), step=1).wait()
             ckpt.save(tensors(5000, seed=2), step=2).wait()
-            ckpt._flow.close()
+            ckpt._pipeline.close()
             assert unreferenced(where.inner, "run") == set()
             assert ckpt.verify(deep=True).ok
 
@@ -120,7 +133,7 @@ def test_a_host_tier_lets_go_of_its_slabs(place):
     with ts.Checkpointer(spec, "run") as ckpt:
         for step in range(6):
             ckpt.save(tensors(80_000, seed=step), step=step)
-        ckpt._flow.close()
+        ckpt._pipeline.close()
         arena = arena_of(ckpt)
         assert arena.in_flight == 0
         assert 0 < arena.kept <= 2 * 20
@@ -171,6 +184,7 @@ def keeping(last: int, every: int | None) -> dict[str, int]:
     return {"last": last} if every is None else {"last": last, "every": every}
 
 
+@pytest.mark.slow
 @settings(max_examples=max(10, settings().max_examples // 2))
 @given(
     keep=st.builds(keeping, LAST, EVERY),
@@ -198,8 +212,8 @@ def test_each_version_restores_what_is_kept_of_it_and_says_what_is_not(
             state = {part: {n: leaves[n] for n in names} for part, names in parts.items()}
             ckpt.save({**state, "optimizer": {**state["optimizer"], "step": step}}, step=step).wait("only")
         with ckpt:
-            ckpt._flow.close()
-            where, steps = ckpt._shelves[0].tier, len(changes)
+            ckpt._pipeline.close()
+            where, steps = ckpt._tier_runs[0].tier, len(changes)
             promised = {
                 step: {part for part, said in (("model", keep), ("optimizer", rule)) if kept_by(said, step, steps)}
                 for step in range(steps)
@@ -338,8 +352,8 @@ def test_tags_count_on_tiers_that_last_and_for_rules_unless_the_policy_says_othe
         {"match": "c", "keep": {"last": 2, "tags": False}},
     ]
     with ts.Checkpointer(policy(tiers, rules=rules), "run") as ckpt:
-        host, sure, nvme, file = ckpt._shelves
-    assert [shelf.keep.tags for shelf in (host, sure, nvme, file)] == [False, True, True, False]
-    promised = Keep(within=172800.0, best=Best("loss", "max", 1), tags=True)
-    assert dict(nvme.rules) == {"b": promised, "c": Keep(last=2)}
-    assert dict(host.rules) == {"b": replace(promised, tags=False), "c": Keep(last=2)}
+        host, sure, nvme, file = ckpt._tier_runs
+    assert [tier_run.keep.tags for tier_run in (host, sure, nvme, file)] == [False, True, True, False]
+    promised = RetentionPolicy(within=172800.0, best=BestVersions("loss", "max", 1), tags=True)
+    assert dict(nvme.rules) == {"b": promised, "c": RetentionPolicy(last=2)}
+    assert dict(host.rules) == {"b": replace(promised, tags=False), "c": RetentionPolicy(last=2)}

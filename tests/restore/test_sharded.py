@@ -15,31 +15,30 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sharding import Cuts, Held, along, keep, merged, meshes, volume
-from strategies import ARRAY_DTYPES, DTYPES, bits, difference, make
-from worlds import opened, policy, tier
+from support.checkpointer_worlds import opened, policy, tier
+from support.equality import bits, difference
+from support.sharded_versions import Cuts, Held, along, keep, merged, meshes, volume
+from support.state_strategies import ARRAY_DTYPES, DTYPES, make
 
 import tierstate as ts
-from tierstate.exporting import export
-from tierstate.finding import Wanted, restore
-from tierstate.importing import read
-from tierstate.leaf_table import show_leaves
-from tierstate.locating import locate
-from tierstate.manifest.box import Box
+from tierstate.cli.output import show_leaves
+from tierstate.engine.maintain.leaf_locations import locate_leaves
+from tierstate.engine.restore.restore import RestoreSpec, restore
+from tierstate.engine.store.catalog import RunCatalog
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.files.export import export
+from tierstate.files.importing import open_source
+from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import Damaged, FormatError, StateMismatch
-from tierstate.manifest.head import Head
-from tierstate.manifest.layout import Layout
-from tierstate.manifest.record import Record
-from tierstate.manifest.version import ShardRow, Version
-from tierstate.providers.target import NEW
-from tierstate.tiers.arena import Arena
+from tierstate.manifest.format.layout import Layout
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import Head, ShardRow, Version
+from tierstate.providers.tree.unflatten import NEW
 from tierstate.tiers.base import Range, Tier
-from tierstate.tiers.catalog import Catalog
-from tierstate.tiers.measured import Measured
-from tierstate.tiers.memory import Memory
-from tierstate.tiers.nvme import Nvme
-from tierstate.tiers.pages import PAGE
-from tierstate.tiers.shelf import Shelf
+from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.posix.directory import Nvme
+from tierstate.tiers.wrappers.measure import Measured
 
 shapes = st.lists(st.sampled_from([3, 2, 5, 1, 7, 4, 0]), max_size=4).map(tuple)
 
@@ -47,7 +46,7 @@ shapes = st.lists(st.sampled_from([3, 2, 5, 1, 7, 4, 0]), max_size=4).map(tuple)
 def restored(tier: Tier, into: Any = NEW, **wanted: Any) -> Any:
     """The state of the newest version in a tier."""
     with arena() as room:
-        return restore(Catalog([Shelf(tier, "run")]), room, "run", Wanted(into=into, **wanted)).state
+        return restore(RunCatalog([TierRun(tier, "run")]), room, "run", RestoreSpec(into=into, **wanted)).state
 
 
 @contextmanager
@@ -122,6 +121,7 @@ def _other(value: Any) -> Any:
     return turned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (8, 2), (3, 8)])
 def test_row_wise_resharding_reads_what_is_needed_and_the_edges_of_chunks(
     before: int, after: int, tmp_path: Path
@@ -133,13 +133,13 @@ def test_row_wise_resharding_reads_what_is_needed_and_the_edges_of_chunks(
     there.name = "nvme"
     keep(there, state, {name: rows(t.shape, before) for name, t in state.items()}, chunk=chunk)
     figures: list[str] = []
-    record = there.size(Shelf(there, "run").log.key(1))
+    record = there.size(TierRun(there, "run").log.key(1))
     for rank in range(after):
         mine = {name: rows(t.shape, after)[rank] for name, t in state.items()}
         into = {n: Held(t.dtype, t.shape, [(mine[n], torch.zeros(mine[n].shape))]) for n, t in state.items()}
         had = there.operations["read"].nbytes if "read" in there.operations else 0
         with arena(16 * chunk) as room:
-            restore(Catalog([Shelf(there, "run")]), room, "run", Wanted(into=into))
+            restore(RunCatalog([TierRun(there, "run")]), room, "run", RestoreSpec(into=into))
         asked = there.operations["read"].nbytes - had - record
         needed = sum(volume(box, 4) for box in mine.values())
         edges = 2 * chunk * sum(1 for box in mine.values() if box.volume)
@@ -171,7 +171,7 @@ def test_chunks_that_lie_in_one_run_are_read_straight_into_it() -> None:
         into = Held(torch.float32, shape, [(box, torch.zeros(box.shape))])
         there.told.clear()
         with arena(chunk) as room:
-            restore(Catalog([Shelf(there, "run")]), room, "run", Wanted(into={"w": into}))
+            restore(RunCatalog([TierRun(there, "run")]), room, "run", RestoreSpec(into={"w": into}))
         tensor = into.parts[0][1]
         assert torch.equal(tensor, state["w"][box.slices()])
         end = tensor.data_ptr() + volume(box, 4)
@@ -233,7 +233,7 @@ def kept(
 def flip(spec: ts.Policy, place: Path, name: str, leaf: str, *, seq: int = 1) -> None:
     """Damage a byte of the last chunk of a leaf in one tier."""
     there = opened(spec, name)
-    record = Shelf(there, "run").log.read(seq)
+    record = TierRun(there, "run").log.read(seq)
     there.close()
     index = next(i for i, found in enumerate(record.version.leaves) if found.name == leaf)
     lies = record.layout.place(int(record.version.rows_of([index])[-1]))
@@ -244,6 +244,7 @@ def flip(spec: ts.Policy, place: Path, name: str, leaf: str, *, seq: int = 1) ->
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaf", ["rows", "columns", "both", "array"])
 def test_a_damaged_chunk_comes_from_the_next_tier_and_is_mended(place: Path, leaf: str) -> None:
     spec = kept(place)
@@ -301,7 +302,7 @@ def test_files_of_other_formats_hold_the_whole_tensors(place: Path) -> None:
         assert np.array_equal(file["array"][()], STATE["array"])
     other = policy({"there": tier("nvme", place / "there")})
     with ts.Checkpointer(other, "run") as ckpt:
-        with read(place / "out.h5") as found_again:
+        with open_source(place / "out.h5") as found_again:
             ckpt.save(found_again.state, step=1).wait()
         assert difference(STATE, ckpt.load()) == ""
 
@@ -320,9 +321,9 @@ def test_copies_are_in_the_same_shards(place: Path, format: str) -> None:
         assert difference(STATE, ckpt.load()) == ""
         assert ckpt.verify(deep=True).ok
     there = opened(other, "there")
-    boxes = Shelf(there, "run").log.read(made.version.seq).version.boxes
+    boxes = TierRun(there, "run").log.read(made.version.seq).version.boxes
     near = opened(spec, "near")
-    assert tuple(boxes) == tuple(Shelf(near, "run").log.read(1).version.boxes)
+    assert tuple(boxes) == tuple(TierRun(near, "run").log.read(1).version.boxes)
     there.close()
     near.close()
 
@@ -362,7 +363,7 @@ def test_the_leaves_say_in_how_many_shards_they_are(place: Path, capsys: pytest.
     spec = kept(place)
     with ts.Checkpointer(spec, "run") as ckpt:
         info, entry = ckpt.info(), ckpt._find(None, None, None)
-    located = locate(entry)
+    located = locate_leaves(entry)
     assert {one.leaf.name: one.shards for one in located if one.leaf and one.path} == {
         "rows": 4, "columns": 4, "both": 4, "array": 4, "bias": 4, "text": 1
     }  # fmt: skip
@@ -375,7 +376,7 @@ def test_the_leaves_say_in_how_many_shards_they_are(place: Path, capsys: pytest.
 
 
 def publish(there: Tier, version: Version) -> None:
-    Shelf(there, "run").publish(Record(version, Layout.build([None] * len(version.digests), {}), {"id": "x"}))
+    TierRun(there, "run").publish(Record(version, Layout.build([None] * len(version.digests), {}), {"id": "x"}))
 
 
 def hostile(change: str) -> Version:
@@ -415,7 +416,7 @@ def test_a_deep_look_tells_of_shards_that_are_no_whole(place: Path) -> None:
     spec = two_tiers(place)
     there = opened(spec, "near")
     keep(there, STATE, CUTS, chunk=512)
-    record = Shelf(there, "run").log.read(1)
+    record = TierRun(there, "run").log.read(1)
     number = next(i for i, leaf in enumerate(record.version.leaves) if leaf.name == "rows")
     shards = zip(
         record.version.shard_leaf.tolist(), record.version.shard_rank.tolist(), record.version.boxes, strict=True
@@ -427,8 +428,8 @@ def test_a_deep_look_tells_of_shards_that_are_no_whole(place: Path) -> None:
         for s, (leaf, rank, box) in enumerate(shards)
     ]
     version = Version.build(record.version.head, record.version.leaves, moved, record.version.digests)
-    there.delete(Shelf(there, "run").log.key(1))
-    Shelf(there, "run").publish(Record(version, record.layout, {"id": "other"}))
+    there.delete(TierRun(there, "run").log.key(1))
+    TierRun(there, "run").publish(Record(version, record.layout, {"id": "other"}))
     there.close()
     with ts.Checkpointer(spec, "run") as ckpt:
         (problem,) = ckpt.verify(deep=True).problems
@@ -452,4 +453,4 @@ def test_a_rank_that_holds_nothing_of_a_leaf_reads_nothing_of_it() -> None:
     memory.name = "memory"
     keep(memory, {"w": torch.zeros(64, 64)}, {"w": rows((64, 64), 4)})
     restored(memory, {"w": Held(torch.float32, (64, 64), [])})
-    assert memory.operations["read"].nbytes == memory.size(Shelf(memory, "run").log.key(1))
+    assert memory.operations["read"].nbytes == memory.size(TierRun(memory, "run").log.key(1))

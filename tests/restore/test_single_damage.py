@@ -1,4 +1,4 @@
-"""Single damages, ten thousand of them at random: each is found, or mended, or hits what no version has."""
+"""Ten thousand random single damages: each is found, or repaired, or in bytes that no version uses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from damaging import objects, touches
-from strategies import difference
-from worlds import policy, scratch, tensors, tier
+from support.checkpointer_worlds import policy, scratch, tensors, tier
+from support.damage import objects, touches
+from support.equality import difference
 
 import tierstate as ts
+
+pytestmark = pytest.mark.slow
 
 HOW = ("flip", "overwrite", "truncate", "grow", "delete", "swap")
 TIERS = ("nvme", "file")

@@ -15,20 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from flipping import flip
 from hypothesis import given, settings
-from strategies import difference, states
-from worlds import alike, arena_of, engine_threads, policy, scratch, tensors, tier, unreferenced
+from support.checkpointer_worlds import alike, arena_of, engine_threads, policy, scratch, tensors, tier, unreferenced
+from support.equality import difference
+from support.mutate_state import flip
+from support.state_strategies import states
 
 import tierstate as ts
-from tierstate import filling
+from tierstate.engine.restore import restore
+from tierstate.engine.save import capture
 from tierstate.manifest.errors import CaptureError, Damaged, TierError
-from tierstate.manifest.leaf import Spec
-from tierstate.tiers import capture
-from tierstate.tiers.arena import Arena
+from tierstate.manifest.format.leaf import Spec
 from tierstate.tiers.base import Range
-from tierstate.tiers.gpu import DeviceObject, Gpu, gpu_in
-from tierstate.tiers.sums import BLOCK
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.memory.cuda import SUM_BLOCK
+from tierstate.tiers.memory.gpu import DeviceObject, Gpu, gpu_in
 
 SIZES = (30_000, 500, 8192, 60)
 
@@ -40,7 +41,7 @@ def ring(place: Path, keep: int = 2, capacity: str | None = None, **keys: Any) -
 
 
 def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
-    found = gpu_in(ckpt._shelves[0].tier)
+    found = gpu_in(ckpt._tier_runs[0].tier)
     assert found is not None
     return found
 
@@ -78,7 +79,7 @@ def no_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     read = Gpu.read
     with monkeypatch.context() as patch:
         patch.setattr(Gpu, "read", refused)
-        patch.setattr(filling.Fetch, "_one", lambda *_: pytest.fail("something was read by way of the host"))
+        patch.setattr(restore.Fetch, "_one", lambda *_: pytest.fail("something was read by way of the host"))
         yield
 
 
@@ -132,9 +133,10 @@ def test_the_copy_is_what_the_tier_keeps_and_nothing_is_written_to_it(place: Pat
         nbytes = sum(SIZES)
         assert ckpt.stats().tiers["gpu"].stored == nbytes
         assert ckpt.stats().tiers["gpu"].raw == nbytes
-        assert gpu_of(ckpt).used < 2 * BLOCK
+        assert gpu_of(ckpt).used < 2 * SUM_BLOCK
 
 
+@pytest.mark.slow
 def test_the_ring_keeps_the_newest_versions_within_its_capacity(place: Path) -> None:
     state, truth = tensors(100_000, 300), {}
     with ts.Checkpointer(ring(place, keep=3, capacity="420KiB"), "run") as ckpt:
@@ -229,6 +231,7 @@ def test_a_rollback_reads_nothing_by_way_of_the_host(place: Path, monkeypatch: p
         assert ckpt.restored.step == 0
 
 
+@pytest.mark.slow
 def test_values_and_modules_come_back_from_the_ring_too(place: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -399,7 +402,7 @@ def test_an_interrupted_save_keeps_no_memory_and_the_next_one_goes_on(
     with ts.Checkpointer(ring(place), "run") as ckpt:
         for name in ("_copy", "_rows", "_from"):
             with monkeypatch.context() as patch:
-                patch.setattr(f"tierstate.tiers.snapshot.{name}", interrupted)
+                patch.setattr(f"tierstate.engine.save.snapshot.{name}", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     ckpt.save(state, step=1)
         save = ckpt.save(state, step=2)
@@ -407,7 +410,7 @@ def test_an_interrupted_save_keeps_no_memory_and_the_next_one_goes_on(
         save.wait()
         (info,) = ckpt.versions()
         assert (info.step, len(packs(ckpt))) == (2, 1)
-        assert gpu_of(ckpt).used < 4 * BLOCK
+        assert gpu_of(ckpt).used < 4 * SUM_BLOCK
         assert arena_of(ckpt).in_flight == 0
 
 
@@ -467,7 +470,7 @@ def test_with_a_host_tier_and_one_of_files_each_has_its_own_ring(place: Path) ->
             for name in spec.tiers:
                 save.wait(name.name)
         # The tiers retire after they have committed.
-        ckpt._flow.close()
+        ckpt._pipeline.close()
         assert {i.step: i.tiers for i in ckpt.versions()} == {
             2: ("nvme",),
             3: ("host", "nvme"),

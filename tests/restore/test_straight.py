@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import policy, tier
+from support.checkpointer_worlds import policy, tier
 
 import tierstate as ts
-from tierstate.tiers.pages import map_pages
+from tierstate.tiers.memory.arena import map_pages
 
 MIB = 1 << 20
 
@@ -79,6 +79,7 @@ def hurt(folder: Path) -> None:
         path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("io", ["auto", "uring", "threads", "buffered"])
 @pytest.mark.parametrize("shift", [0, 64, 512])
 def test_in_place_and_fresh_by_every_engine(tmp_path: Path, io: str, shift: int) -> None:
@@ -94,6 +95,7 @@ def test_in_place_and_fresh_by_every_engine(tmp_path: Path, io: str, shift: int)
         assert ckpt.stats().arena_peak <= 8 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0, 64])
 def test_what_is_damaged_after_it_was_read_in_place_is_healed_and_mended(tmp_path: Path, shift: int) -> None:
     spec = two(tmp_path)
@@ -108,6 +110,7 @@ def test_what_is_damaged_after_it_was_read_in_place_is_healed_and_mended(tmp_pat
         assert same(state, ckpt.restore(into=empty_like(state, shift))), "it was mended"
 
 
+@pytest.mark.slow
 def test_damage_that_nobody_heals_is_told_with_what_it_means_for_the_given_state(tmp_path: Path) -> None:
     spec = two(tmp_path)
     state = saved(spec)
@@ -122,6 +125,7 @@ def test_damage_that_nobody_heals_is_told_with_what_it_means_for_the_given_state
             ckpt.load()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("shift", [0, 64])
 def test_the_smallest_arena_and_chunks_of_an_earlier_policy(tmp_path: Path, shift: int) -> None:
@@ -133,6 +137,7 @@ def test_the_smallest_arena_and_chunks_of_an_earlier_policy(tmp_path: Path, shif
         assert ckpt.stats().arena_peak <= 128 << 10
 
 
+@pytest.mark.slow
 def test_loaded_leaves_have_storages_of_their_own_and_give_their_memory_back(tmp_path: Path) -> None:
     spec = policy({"nvme": tier("nvme", tmp_path)}, chunk="16MiB", arena={"size": "64MiB"})
     g = torch.Generator().manual_seed(0)

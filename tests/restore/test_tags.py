@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import alike, names, policy, tensors, tier
+from support.checkpointer_worlds import alike, names, policy, scratch, tensors, tier
 
 import tierstate as ts
-from tierstate import tagging
+from tierstate.engine.maintain import tags as tags_module
+from tierstate.engine.maintain.tags import Tags
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierUnavailable
-from tierstate.manifest.tags import MAX_NUMBER, Tag, tags_of, write_tag
-from tierstate.tagging import Tagged, Tags
+from tierstate.manifest.history.tags import MAX_TAG_NUMBER, TaggedVersion, TagTarget, tags_by_version, write_tag
 from tierstate.tiers.base import Traits
-from tierstate.tiers.memory import Memory
-from tierstate.tiers.shelf import Shelf
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault, Faulty
 
 NAMES = ("best", "last-good", "x")
@@ -61,13 +61,13 @@ def three() -> list[Lasting]:
 def tags(tiers: list[Lasting], ticks: Iterator[int] | None = None) -> Tags:
     """Another process's view; its clock goes on by a second each time that it is asked."""
     clock = itertools.count(1000) if ticks is None else ticks
-    return Tags([Shelf(one, "run") for one in tiers], lambda: float(next(clock)))
+    return Tags([TierRun(one, "run") for one in tiers], lambda: float(next(clock)))
 
 
 steps = st.lists(
     st.tuples(
         st.sampled_from(NAMES),
-        st.none() | st.builds(Tag, st.integers(1, 9), st.just("ff")),
+        st.none() | st.builds(TagTarget, st.integers(1, 9), st.just("ff")),
         st.sets(st.integers(0, 2)),
     ),
     max_size=12,
@@ -75,10 +75,10 @@ steps = st.lists(
 
 
 @given(steps)
-def test_the_last_word_counts(said: list[tuple[str, Tag | None, set[int]]]) -> None:
+def test_the_last_word_counts(said: list[tuple[str, TagTarget | None, set[int]]]) -> None:
     """Any names given, given anew and taken back, with any tiers away: with all back it is as was said last."""
     tiers = [Lasting(name) for name in "abc"]
-    ticks, model = itertools.count(1000), dict[str, Tag]()
+    ticks, model = itertools.count(1000), dict[str, TagTarget]()
     for name, tag, gone in said:
         with away(*(tiers[i] for i in gone)):
             if len(gone) == 3:
@@ -91,9 +91,9 @@ def test_the_last_word_counts(said: list[tuple[str, Tag | None, set[int]]]) -> N
             model[name] = tag
         assert tags(tiers).current() == dict(sorted(model.items()))
     # One more word said to all, and every tier knows every name by itself: what retention asks.
-    tags(tiers, ticks).give("all", Tag(1, "ff"))
+    tags(tiers, ticks).give("all", TagTarget(1, "ff"))
     for one in tiers:
-        there = {name: seq for seq, names in tags_of(one, "run").items() for name in names}
+        there = {name: seq for seq, names in tags_by_version(one, "run").items() for name in names}
         assert there == {**{name: tag.seq for name, tag in model.items()}, "all": 1}
         told = {name for name, _, gone in said if len(gone) < 3}
         assert len(list(one.list("tags/"))) == len(told) + 1, "one object for each name"
@@ -102,7 +102,7 @@ def test_the_last_word_counts(said: list[tuple[str, Tag | None, set[int]]]) -> N
 def test_only_the_newest_number_of_each_name_is_left(three: list[Lasting]) -> None:
     ours = tags(three)
     for seq in range(1, 6):
-        ours.give("best", Tag(seq, "ff"))
+        ours.give("best", TagTarget(seq, "ff"))
     for one in three:
         assert len(list(one.list("tags/"))) == 1
     ours.give("best", None)
@@ -113,7 +113,7 @@ def test_only_the_newest_number_of_each_name_is_left(three: list[Lasting]) -> No
 
 def test_tiers_that_do_not_take_it_are_told(three: list[Lasting], caplog: pytest.LogCaptureFixture) -> None:
     with away(three[1]):
-        tags(three).give("best", Tag(1, "ff"))
+        tags(three).give("best", TagTarget(1, "ff"))
     assert "b: tag 'best' is not up to date there: b is away" in caplog.text
 
 
@@ -124,7 +124,7 @@ def test_writers_that_race_agree(three: list[Lasting]) -> None:
     def give(seq: int) -> None:
         try:
             start.wait()
-            tags(three, itertools.repeat(0)).give("best", Tag(seq, "ff"))
+            tags(three, itertools.repeat(0)).give("best", TagTarget(seq, "ff"))
         except AlreadyExists:
             pass  # the others were always faster
         except BaseException as error:
@@ -143,7 +143,7 @@ def test_writers_that_race_agree(three: list[Lasting]) -> None:
 
 def test_a_lost_answer_is_no_race(three: list[Lasting]) -> None:
     three[0].add(Fault("put", 1, AlreadyExists("by the first try"), after=True))
-    tags(three).give("best", Tag(1, "ff"))
+    tags(three).give("best", TagTarget(1, "ff"))
     for one in three:
         assert len(list(one.list("tags/"))) == 1
 
@@ -152,19 +152,19 @@ def test_a_tag_that_cannot_be_read_is_told_and_can_be_given_again(
     three: list[Lasting], caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = tags(three)
-    ours.give("best", Tag(1, "ff"))
+    ours.give("best", TagTarget(1, "ff"))
     for one in three[:2]:
         (key,) = one.list("tags/")
         one.delete(key)
         one.put(key, as_buffer(b"junk"))
-    assert ours.resolve("best") == Tagged("best", 1, "ff"), "the third tier has it"
+    assert ours.resolve("best") == TaggedVersion("best", 1, "ff"), "the third tier has it"
     three[2].delete(key)
     assert ours.current() == {}
     assert "tag 'best' of run run cannot be read" in caplog.text
     with pytest.raises(FormatError, match="give or delete the tag again"):
         ours.resolve("best")
-    ours.give("best", Tag(2, "ff"))
-    assert ours.current() == {"best": Tag(2, "ff")}
+    ours.give("best", TagTarget(2, "ff"))
+    assert ours.current() == {"best": TagTarget(2, "ff")}
 
 
 # Through a Checkpointer
@@ -193,7 +193,7 @@ def test_a_version_is_found_by_its_name(spec: ts.Policy) -> None:
         assert alike(ckpt.restore(state, tag="best"), tensors(9000, seed=2))
         assert ckpt.info(tag="best").tags == ("best", "good")
         assert [leaf.name for leaf in ckpt.leaves(tag="best")][-1] == "a"
-        assert {name: v.step for name, v in ckpt.tags().items() if not isinstance(v, Tag)} == {
+        assert {name: v.step for name, v in ckpt.tags().items() if not isinstance(v, TagTarget)} == {
             "best": 2, "good": 2, "newest": 3,
         }  # fmt: skip
         ckpt.tag("best", 3)
@@ -205,6 +205,49 @@ def test_a_version_is_found_by_its_name(spec: ts.Policy) -> None:
             ckpt.untag("best")
     with ts.Checkpointer(spec, "empty") as ckpt, pytest.raises(NotFound, match="known tags: there are none"):
         ckpt.load(tag="best")
+
+
+@pytest.mark.slow
+@settings(max_examples=max(8, settings().max_examples // 4))
+@given(st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_a_name_is_of_one_version_whatever_others_have_its_number(one: int, two: int, turned: bool) -> None:
+    """Two processes that each saw one tier alone have used the same numbers: every version is found by its own name."""
+    with scratch() as place:
+        tiers = {"nvme": tier("nvme", place), "lustre": tier("lustre", place)}
+        step = 0
+        for name, count in (("nvme", one), ("lustre", two)):
+            with ts.Checkpointer(policy({name: tiers[name]}), "run") as ckpt:
+                for _ in range(count):
+                    ckpt.save(tensors(9000, seed=step), step=step).wait()
+                    step += 1
+        both = policy(dict(reversed(tiers.items())) if turned else tiers)
+        with ts.Checkpointer(both, "run") as ckpt:
+            versions = {v.step: v for v in ckpt.versions()}
+            assert [versions[i].seq for i in range(step)] == [*range(1, one + 1), *range(1, two + 1)]
+            for i, version in versions.items():
+                ckpt.tag(f"step{i}", version=version.id)
+            for i, version in versions.items():
+                assert alike(ckpt.load(tag=f"step{i}"), tensors(9000, seed=i))
+                assert ckpt.restored is not None
+                assert ckpt.restored.id == version.id
+                assert alike(ckpt.restore(tensors(9000, seed=99), tag=f"step{i}"), tensors(9000, seed=i))
+                found = ckpt.info(tag=f"step{i}")
+                assert (found.id, found.tags) == (version.id, (f"step{i}",))
+
+
+def test_a_name_is_not_that_of_a_later_version_with_its_number(spec: ts.Policy, place: Path) -> None:
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1, 2)
+        ckpt.tag("best", 2)
+    for name in ("nvme", "lustre"):
+        (place / name / "versions/run/000000000002").unlink()
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 3)
+        assert ckpt.info(step=3).seq == 2
+        for find in (ckpt.load, ckpt.info):
+            with pytest.raises(NotFound, match="which is not there any more"):
+                find(tag="best")
+        assert ckpt.info(step=3).tags == ()
 
 
 def test_what_is_wrong_with_a_name_is_told(spec: ts.Policy) -> None:
@@ -226,7 +269,7 @@ def test_the_name_of_a_version_that_is_gone(spec: ts.Policy, place: Path) -> Non
     for name in ("nvme", "lustre"):
         (place / name / "versions/run/000000000001").unlink()
     with ts.Checkpointer(spec, "run") as ckpt:
-        assert ckpt.tags() == {"best": Tag(1, was.id)}
+        assert ckpt.tags() == {"best": TagTarget(1, was.id)}
         with pytest.raises(
             NotFound, match=f"tag 'best': it names version 1 .{was.id[:12]}., which is not there any more"
         ):
@@ -281,7 +324,7 @@ def test_a_version_that_is_dropped_while_it_is_named_gets_no_tag(place: Path, be
             ckpt.save(tensors(9000, seed=step), step=step).wait()
         if before is not None:
             ckpt.tag("good", before)
-        patch.setattr(tagging, "write_tag", dropping(ckpt, 2))
+        patch.setattr(tags_module, "write_tag", dropping(ckpt, 2))
         with pytest.raises(NotFound, match=r"version 2 \(step 2\) of run 'run' was dropped while it was named 'good'"):
             ckpt.tag("good", 2)
         now = ckpt.tags()
@@ -296,7 +339,7 @@ def dropping(ckpt: ts.Checkpointer, seq: int) -> Callable[..., None]:
 
     def write(*args: Any) -> None:
         write_tag(*args)
-        ckpt._shelves[0].log.forget(seq)
+        ckpt._tier_runs[0].log.forget(seq)
 
     return write
 
@@ -305,7 +348,7 @@ def test_a_version_that_one_of_its_tiers_drops_meanwhile_keeps_its_tag(place: Pa
     spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)})
     with ts.Checkpointer(spec, "run") as ckpt, pytest.MonkeyPatch.context() as patch:
         ckpt.save(tensors(9000), step=1).wait("lustre")
-        patch.setattr(tagging, "write_tag", dropping(ckpt, 1))
+        patch.setattr(tags_module, "write_tag", dropping(ckpt, 1))
         ckpt.tag("good", 1)
         assert ckpt.info(tag="good").step == 1
 
@@ -314,27 +357,31 @@ def test_a_version_that_one_of_its_tiers_drops_meanwhile_keeps_its_tag(place: Pa
 
 
 @given(
-    used=st.lists(st.integers(0, 10**18 - 1) | st.integers(MAX_NUMBER - 2, MAX_NUMBER + 2), max_size=4, unique=True),
-    tag=st.none() | st.builds(Tag, st.integers(1, 9), st.just("new")),
+    used=st.lists(
+        st.integers(0, 10**18 - 1) | st.integers(MAX_TAG_NUMBER - 2, MAX_TAG_NUMBER + 2), max_size=4, unique=True
+    ),
+    tag=st.none() | st.builds(TagTarget, st.integers(1, 9), st.just("new")),
 )
-def test_whatever_numbers_are_there_a_tag_that_was_given_counts_or_it_is_told(used: list[int], tag: Tag | None) -> None:
+def test_whatever_numbers_are_there_a_tag_that_was_given_counts_or_it_is_told(
+    used: list[int], tag: TagTarget | None
+) -> None:
     tier = Lasting("a")
     for number in used:
         tier.put(f"tags/run/best@{number:06d}", as_buffer(b'{"seq": 7, "id": "old"}'))
     before = names(tier, "tags/")
-    counted = max((n for n in used if n <= MAX_NUMBER), default=0)
-    assert tags([tier]).current() == ({"best": Tag(7, "old")} if [n for n in used if n <= MAX_NUMBER] else {})
-    if counted == MAX_NUMBER:
+    counted = max((n for n in used if n <= MAX_TAG_NUMBER), default=0)
+    assert tags([tier]).current() == ({"best": TagTarget(7, "old")} if [n for n in used if n <= MAX_TAG_NUMBER] else {})
+    if counted == MAX_TAG_NUMBER:
         with pytest.raises(TierError, match="has the highest number there is; delete its objects and give it again"):
             tags([tier]).give("best", tag)
         assert names(tier, "tags/") == before, "nothing was changed"
         return
     tags([tier]).give("best", tag)
     assert tags([tier]).current() == ({} if tag is None else {"best": tag})
-    assert tags_of(tier, "run") == ({} if tag is None else {tag.seq: ("best",)})
+    assert tags_by_version(tier, "run") == ({} if tag is None else {tag.seq: ("best",)})
 
 
 def test_a_number_that_is_too_high_is_told(three: list[Lasting], caplog: pytest.LogCaptureFixture) -> None:
     three[0].put("tags/run/best@" + "9" * 18, as_buffer(b'{"seq": 7, "id": "ff"}'))
     assert tags(three).current() == {}
-    assert f"a: tags/run/best@{'9' * 18}: a tag's number is {MAX_NUMBER} at most, so this is none" in caplog.text
+    assert f"a: tags/run/best@{'9' * 18}: a tag's number is {MAX_TAG_NUMBER} at most, so this is none" in caplog.text

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import difference
-from worlds import arena_of, faulty, opened, policy, scratch, tensors, tier, unreferenced, wrapped
+from support.checkpointer_worlds import arena_of, faulty, opened, policy, scratch, tensors, tier, unreferenced, wrapped
+from support.equality import difference
 
 import tierstate as ts
-from tierstate.manifest.log import Log
-from tierstate.tiers.memory import Memory
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.memory.host import Memory
 
 FOUR = ("host", "nvme", "lustre", "file")
 
@@ -44,6 +44,7 @@ def test_a_save_reaches_every_tier_and_is_the_same_version_everywhere(place):
         assert Log(opened(spec, name), "run").read(1).version.id == info.id
 
 
+@pytest.mark.slow
 @given(
     every=st.lists(st.integers(1, 7), min_size=2, max_size=3),
     steps=st.lists(st.integers(0, 30), min_size=1, max_size=12),
@@ -94,6 +95,7 @@ def parted(place: Path, **late: Any) -> ts.Policy:
     return policy(tiers, rules=rules)
 
 
+@pytest.mark.slow
 def test_rules_part_a_state_and_restore_joins_it(place):
     state = {"model": tensors(30_000), "optimizer": tensors(60_000, 8000, seed=1), "step": 3}
     spec = parted(place)
@@ -137,6 +139,7 @@ def test_the_newest_whole_version_is_restored_and_the_newest_part_where_that_is_
             ckpt.load(step=9)
 
 
+@pytest.mark.slow
 def test_versions_are_found_by_step_and_by_the_beginning_of_their_id(place):
     with ts.Checkpointer(four(place), "run") as ckpt:
         for step in range(3):

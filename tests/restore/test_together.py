@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import threading
 
 import numpy as np
 import pytest
 import torch
-from clusters import Cluster, bytes_read
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import alike, scratch, tensors
+from support.checkpointer_worlds import alike, scratch, tensors
+from support.thread_ranks import Cluster, bytes_read
 
 import tierstate as ts
+from tierstate.engine.ranks.exchange import PeerConnection
 from tierstate.manifest.errors import Damaged, NotFound, RankFailed, StateMismatch
 
 STATE = tensors(40_000, 4_000, 12_000)
@@ -49,6 +51,7 @@ def presences(draw):
     return hosts, there, {place: sorted(rows & set(np.flatnonzero(there[place]))) for place, rows in spoilt.items()}
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(presences(), st.sampled_from(["raise", "older"]))
 def test_what_is_whole_somewhere_gets_everywhere_and_else_all_go_back_together(world, on_damage):
@@ -70,6 +73,7 @@ def test_what_is_whole_somewhere_gets_everywhere_and_else_all_go_back_together(w
         assert kinds(found) == [Damaged] * len(hosts)
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=2, max_size=4), st.booleans())
 @settings(max_examples=6)
 def test_each_gets_what_it_wants(only, one_host):
@@ -82,6 +86,7 @@ def test_each_gets_what_it_wants(only, one_host):
         assert alike(got, {name: STATE[name]})
 
 
+@pytest.mark.slow
 def test_replicas_are_read_once_a_host(place):
     big = tensors(2 << 20)
     cluster = Cluster(place, [0, 0, 1, 1], chunk=65536, arena={"size": 1 << 20})
@@ -97,6 +102,7 @@ def test_replicas_are_read_once_a_host(place):
         assert max(host) < 1.2 * (1 << 20)
 
 
+@pytest.mark.slow
 def test_a_replaced_host_fetches_what_it_lacks_while_others_read_at_home(place):
     big = tensors(2 << 20)
     cluster = Cluster(place, [0, 0, 1, 1], {}, chunk=65536, arena={"size": 1 << 20})
@@ -113,6 +119,7 @@ def test_a_replaced_host_fetches_what_it_lacks_while_others_read_at_home(place):
     assert all(n < small for n in [read[0][1], read[1][1], read[2][0], read[3][0]])
 
 
+@pytest.mark.slow
 def test_what_the_site_gives_slowly_is_read_once_in_all(place):
     big = tensors(2 << 20)
     cluster = Cluster(place, [0, 1], {"bandwidth": "100MiB/s"}, chunk=65536, arena={"size": 1 << 20})
@@ -143,6 +150,66 @@ def test_parts_of_hosts_are_one_version(place):
     assert all("rank 0 lacks 3 leaves, a the first; rank 1 lacks 3 leaves" in str(one) for one in found)
 
 
+class Flipping:
+    """The connections between the ranks turn a bit of some chunks on their way, as memory or a network may.
+
+    Args:
+        bits: by row, the bit.
+        times: for how many sendings of each row.
+    """
+
+    def __init__(self, monkeypatch, bits, times):
+        self.bits, self.left, self.turned = bits, dict.fromkeys(bits, times), 0
+        send, lock = PeerConnection.send, threading.Lock()
+
+        def flipping(line, row, data):
+            with lock:
+                turns = data is not None and self.left.get(row, 0) > 0
+                if turns:
+                    self.left[row] -= 1
+                    self.turned += 1
+            send(line, row, memoryview(flipped(bytes(data), self.bits[row] % (8 * len(data)))) if turns else data)
+
+        monkeypatch.setattr(PeerConnection, "send", flipping)
+
+
+def flipped(data, bit):
+    return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
+
+
+def scattered():
+    """A state in which no chunk has one place in memory."""
+    return {name: torch.zeros(2 * len(value))[::2] for name, value in STATE.items()}
+
+
+BITS = st.dictionaries(st.integers(0, ROWS - 1), st.integers(0, 8 * 4096 - 1), min_size=1, max_size=3)
+
+
+@pytest.mark.slow
+@given(BITS, st.integers(1, 3), st.sampled_from([blank, scattered]), st.sampled_from([[0, 1], [0, 1, 1]]))
+@settings(max_examples=8)
+def test_chunks_that_change_on_their_way_are_verified_where_they_arrive(bits, times, state, hosts):
+    """What one rank passes on to the others, who pass it on to their host's, is what was saved or is sent again."""
+    with scratch() as place, pytest.MonkeyPatch.context() as patch:
+        cluster = Cluster(place, hosts)
+        cluster.save(STATE)
+        shutil.rmtree(cluster.folder(1))
+        flipping = Flipping(patch, bits, times)
+        found = cluster.together(lambda ckpt, _rank: alike(ckpt.restore(state()), STATE))
+        assert flipping.turned
+    assert found == [True] * len(hosts)
+
+
+def test_a_chunk_that_never_arrives_as_it_was_saved_is_told(place, monkeypatch):
+    cluster = Cluster(place, [0, 1])
+    cluster.save(STATE)
+    shutil.rmtree(cluster.folder(1))
+    Flipping(monkeypatch, {3: 77}, 1 << 30)
+    found = cluster.together(lambda ckpt, _rank: ckpt.restore(blank()))
+    assert kinds(found) == [RankFailed, Damaged]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [{"step": 2}, {"tag": "best"}, {"version": ...}])
 def test_a_named_version_that_one_lacks_is_no_other(place, which):
     cluster = Cluster(place, [0, 1])
@@ -172,6 +239,18 @@ def test_ranks_that_ask_for_different_versions_are_told_so(place, one, other):
     assert str(found[0]) == str(found[1])
     assert "on rank 0" in str(found[0])
     assert "on rank 1" in str(found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_tag_is_of_one_version_where_hosts_have_others_of_its_number(place, host):
+    cluster = Cluster(place, [0, 1])
+    for one, state in enumerate([STATE, OTHER]):
+        with ts.Checkpointer(cluster.policy(one), "run") as ckpt:
+            ckpt.save(state, step=one + 1).wait()
+            if one == host:
+                ckpt.tag("best")
+    assert cluster.together(lambda ckpt, rank: restored(ckpt, rank, tag="best")) == [host + 1] * 2
 
 
 @pytest.mark.parametrize("which", [{"step": 7}, {"version": "ffff"}, {"tag": "none"}])

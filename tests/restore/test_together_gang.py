@@ -8,8 +8,10 @@ import signal
 import time
 
 import pytest
-from clusters import Cluster, save_for_gang
-from gang import Gang
+from support.processes import Gang
+from support.thread_ranks import Cluster, save_for_gang
+
+pytestmark = pytest.mark.slow
 
 SIZE = 8 << 20
 
@@ -17,7 +19,7 @@ SIZE = 8 << 20
 def gang(place, hosts, site=None, size=SIZE, how="restore"):
     args = [json.dumps(hosts), json.dumps(site), size, how]
     env = [{"TIERSTATE_HOST": f"host-{host}"} for host in hosts]
-    return Gang(len(hosts), "clusters:restore_in_gang", place, *args, per_rank=env)
+    return Gang(len(hosts), "support.thread_ranks:restore_in_gang", place, *args, per_rank=env)
 
 
 def cluster(place, hosts, site=None, size=SIZE):

@@ -1,4 +1,4 @@
-"""When errors are told (docs/decisions/0004), and what close does."""
+"""When errors are raised (docs/decisions/0004), and what close does."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from worlds import engine_threads, faulty, policy, tensors, tier, wrapped
+from support.checkpointer_worlds import engine_threads, faulty, policy, tensors, tier, wrapped
 
 import tierstate as ts
-from tierstate.manifest.log import Log
-from tierstate.tiers.memory import Memory
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
 
 
@@ -29,7 +29,7 @@ def fails(keys: dict[str, Any]) -> None:
 
 def settled(save: ts.Save) -> None:
     """Wait without being told of errors."""
-    for future in save._ticket.tiers.values():
+    for future in save._save_state.tiers.values():
         future.exception()
 
 
@@ -84,6 +84,7 @@ def test_the_block_s_own_error_comes_first(failing):
     assert "no room at all" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_close_waits_no_longer_than_it_is_told_and_says_what_is_late(place):
     with wrapped(Memory()) as slow, wrapped(Memory()) as bad:
         spec = policy({"nvme": tier("nvme", place), "slow": slow, "bad": bad})

@@ -10,21 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from damaging import objects, saved, two
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import alike, opened, policy, scratch, tensors, tier
+from support.checkpointer_worlds import alike, opened, policy, scratch, tensors, tier
+from support.damage import objects, saved, two
 
 import tierstate as ts
-from tierstate.manifest.box import Box
+from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Chunk
-from tierstate.manifest.layout import Layout
-from tierstate.manifest.leaf import Leaf, Spec
-from tierstate.manifest.log import Log
-from tierstate.manifest.record import Record
-from tierstate.manifest.version import ShardRow, Version
+from tierstate.manifest.format.layout import Layout
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import ShardRow, Version
+from tierstate.manifest.history.log import Log
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(hits=st.lists(st.tuples(st.sampled_from(["nvme", "file"]), st.integers(0, 9), st.floats(0, 1)), max_size=4))
 def test_what_is_whole_in_one_tier_is_mended_in_the_other(hits: list[tuple[str, int, float]]) -> None:
@@ -86,6 +87,7 @@ def test_damage_is_told_of_every_version_and_leaf_that_it_concerns(place: Path) 
         assert [(bad.seq, bad.leaves) for bad in ckpt.verify().lost] == [(3, 2), (2, 0), (1, 3)], "by lengths alone"
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(share=st.floats(0.01, 1), seed=st.integers(0, 2**32))
 def test_a_sample_is_of_the_share_and_the_same_for_the_same_seed(share: float, seed: int) -> None:

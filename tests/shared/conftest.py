@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from servers.ceph import NotInstallable
-from servers.cephfs import CephFs, install_all
+from support.servers.ceph import NotInstallable
+from support.servers.cephfs import CephFs, install_all
 
 
 class Mounts(NamedTuple):
@@ -23,7 +23,7 @@ class Mounts(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def cephfs_once() -> Iterator[CephFs]:
+def cephfs_once(root: None) -> Iterator[CephFs]:
     """The file system; its programs are installed where they are missing and can be."""
     try:
         install_all()

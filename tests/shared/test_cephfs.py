@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from worlds import alike, policy, tensors
+from support.checkpointer_worlds import alike, policy, tensors
 
 import tierstate as ts
 from tierstate.tiers.base import Tier
-from tierstate.tiers.lustre import Lustre
+from tierstate.tiers.posix.lustre import Lustre
 from tierstate.tiers.testing import TierContract, random_bytes
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
@@ -75,7 +75,7 @@ def test_a_run_goes_on_on_another_host(mounts):
 WRITER = """
     import sys, torch
     from pathlib import Path
-    from tierstate.tiers.lustre import Lustre
+    from tierstate.tiers.posix.lustre import Lustre
     writer = Lustre(path=Path(sys.argv[1])).writer("run/half")
     writer.append(torch.ones(1_000_000, dtype=torch.uint8))
     print("ready", flush=True)

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from leftovers import at_rest
-from worlds import alike, arena_of, engine_threads, policy, tensors
+from support.checkpointer_worlds import alike, arena_of, engine_threads, policy, tensors
+from support.leaks import at_rest
 
 import tierstate as ts
 
@@ -30,8 +30,8 @@ def until(holds: Callable[[], object]) -> float:
 
 
 def hangs(ckpt: ts.Checkpointer) -> bool:
-    (shelf,) = [s for s in ckpt._shelves if s.name == "shared"]
-    return any(note.startswith("hangs") for note in shelf.tier.traits.notes)
+    (tier_run,) = [s for s in ckpt._tier_runs if s.name == "shared"]
+    return any(note.startswith("hangs") for note in tier_run.tier.traits.notes)
 
 
 def spec(shared: Path, local: Path | None = None, deadline: float = DEADLINE) -> ts.Policy:

@@ -1,0 +1,42 @@
+"""NumPy columns: the array type, and arithmetic of ragged arrays (rows of different length in one flat column)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import FormatError
+
+Array = NDArray[Any]
+
+
+def check_rising(ends: Array, what: str) -> Array:
+    """Check that cumulative ends do not decrease; returns them.
+
+    Raises:
+        FormatError: an end is smaller than the one before.
+    """
+    if len(ends) and bool(np.any(ends[1:] < ends[:-1])):
+        raise FormatError(f"{what} has cumulative ends that fall")
+    return ends
+
+
+def starts_of(ends: Array) -> Array:
+    """The start of each row, from the ends: 0, then the end of the row before."""
+    return np.concatenate([np.zeros(1, ends.dtype), ends[:-1]]) if len(ends) else ends
+
+
+def expand_runs(starts: Array, lengths: Array) -> Array:
+    """The indices of all rows, concatenated: ``starts[i] : starts[i] + lengths[i]`` for each i."""
+    lengths = lengths.astype("i8", copy=False)
+    ends = np.cumsum(lengths)
+    shift = starts.astype("i8", copy=False) - starts_of(ends)
+    found: Array = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(shift, lengths)
+    return found
+
+
+def digest_array(digests: list[bytes]) -> Array:
+    """Digests of 16 bytes as ``(n, 2)`` of uint64."""
+    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)

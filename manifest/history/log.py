@@ -1,0 +1,252 @@
+"""The log: the records (commits) of one run in one tier, in the order of their sequence numbers.
+
+A record has the key ``versions/<run>/<seq>``, and its creation is the commit. A later record of the same version, after
+chunks were moved or leaves dropped, is a new *generation* with the key ``versions/<run>/<seq>.<n>``. It is created
+before the older one is deleted, so that the version always has a record. After an interruption both may exist, and both
+are valid. The keys of records are made and parsed only here.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierstate.manifest.chunk import Buffer, as_buffer, view
+from tierstate.manifest.errors import (
+    AlreadyExists,
+    CommitUnknown,
+    FormatError,
+    NotFound,
+    TierstateError,
+    TierUnavailable,
+)
+from tierstate.manifest.format.record import MAX_RECORD, Record
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,99}")
+
+
+_RECORD = re.compile(r"([0-9]{12})(?:\.([1-9][0-9]{0,5}))?")
+
+
+RACE_RETRIES = 3
+"""How often a read is tried again if another process replaces the record in the meantime."""
+
+
+class KeyValueStore(Protocol):
+    """The part of a tier's interface that the history of a run uses: objects of bytes by key."""
+
+    name: str
+
+    def put(self, key: str, data: Buffer) -> None: ...
+    def get(self, key: str) -> Buffer: ...
+    def list(self, prefix: str) -> Iterator[str]: ...
+    def size(self, key: str) -> int: ...
+    def delete(self, key: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """The result of reading one version of the log: its record, or the error of the read."""
+
+    seq: int
+    record: Record | None
+    error: TierstateError | None = None
+
+
+def check_run(run: str) -> str:
+    """Check that a name can be the name of a run; returns it.
+
+    Raises:
+        ValueError: anything but letters, digits, ``.``, ``_``, ``-``, starting with a letter or digit.
+    """
+    if not _RUN.fullmatch(run):
+        raise ValueError(f"{run[:80]!r} cannot name a run; use up to 100 letters, digits, '.', '_' and '-'")
+    return run
+
+
+def commit_id() -> str:
+    """A unique id for a new commit. By it the writer recognises its own record if the answer of the tier was lost."""
+    return uuid.uuid4().hex
+
+
+def list_runs(tier: KeyValueStore) -> list[str]:
+    """Names of all runs with records in a tier."""
+    names = (key.split("/") for key in tier.list("versions/"))
+    return sorted({p[1] for p in names if len(p) == 3 and _RUN.fullmatch(p[1]) and _RECORD.fullmatch(p[2])})
+
+
+class Log:
+    """The records of one run in one tier, under ``versions/<run>/<seq>``."""
+
+    def __init__(self, tier: KeyValueStore, run: str) -> None:
+        self.tier, self.run = tier, check_run(run)
+        self._prefix = f"versions/{run}/"
+
+    def key(self, seq: int, generation: int = 0) -> str:
+        """The key of a record."""
+        return f"{self._prefix}{seq:012d}" + (f".{generation}" if generation else "")
+
+    def generations(self) -> dict[int, list[int]]:
+        """Sequence numbers of all versions, ascending, each with its generations; from the keys, without a read."""
+        return self._listed(self._prefix)
+
+    def _listed(self, prefix: str) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for key in self.tier.list(prefix):
+            if match := _RECORD.fullmatch(key.removeprefix(self._prefix)):
+                found.setdefault(int(match[1]), []).append(int(match[2] or 0))
+        return {seq: sorted(found[seq]) for seq in sorted(found)}
+
+    def keys(self) -> dict[str, tuple[int, int]]:
+        """Every key of the log with its number and generation, for garbage collection.
+
+        Raises:
+            FormatError: a key cannot be parsed; it may be a record of a later program.
+        """
+        found = {}
+        for key in self.tier.list(self._prefix):
+            match = _RECORD.fullmatch(key.removeprefix(self._prefix))
+            if match is None:
+                raise FormatError(f"{self.tier.name}: {key}: is not the key of a record that this program knows")
+            found[key] = int(match[1]), int(match[2] or 0)
+        return found
+
+    def holds(self, record: Record) -> bool:
+        """Whether a record that was read from this log still exists; one small request, unless it was replaced.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+        seq = record.version.head.seq
+        try:
+            self.tier.size(self.key(seq))  # generation 0 is never created again: it was the one that was read
+            return True
+        except NotFound:
+            pass
+        try:
+            return bool(self.read(seq).commit["id"] == record.commit["id"])
+        except (NotFound, FormatError):
+            return False
+
+    def seqs(self) -> list[int]:
+        """Sequence numbers of all versions, ascending; from the keys, without a read."""
+        return list(self.generations())
+
+    def read(self, seq: int) -> Record:
+        """The record of one version.
+
+        Raises:
+            NotFound: there is no version with this number.
+            FormatError: each of its generations is damaged, not a record, too large, or of another run or number.
+            TierError: the tier could not be read.
+        """
+        try:
+            return self.read_generation(seq, 0)  # nearly every version has only this one: one request
+        except (FormatError, NotFound) as error:
+            failure: TierstateError = error
+        for _ in range(RACE_RETRIES):
+            others = self._listed(f"{self.key(seq)}.").get(seq, [])
+            for generation in reversed(others):
+                try:
+                    return self.read_generation(seq, generation)
+                except (FormatError, NotFound) as error:
+                    # A format error is more useful than the error of a record that was replaced meanwhile.
+                    failure = failure if isinstance(failure, FormatError) else error
+            if not others or isinstance(failure, FormatError):
+                break
+        raise failure
+
+    def read_generation(self, seq: int, generation: int) -> Record:
+        """One generation of one version.
+
+        Raises: as `read`.
+        """
+        key = self.key(seq, generation)
+        size = self.tier.size(key)
+        if size > MAX_RECORD:
+            raise FormatError(f"{self.tier.name}: {key}: {size} bytes are too many for a record")
+        try:
+            record = Record.decode(view(self.tier.get(key)).toreadonly())
+        except FormatError as error:
+            raise FormatError(f"{self.tier.name}: {key}: {error}") from error
+        head = record.version.head
+        if (head.run, head.seq) != (self.run, seq):
+            raise FormatError(f"{self.tier.name}: {key}: holds version {head.seq} of run {head.run!r}")
+        return record
+
+    def look(self, seq: int) -> LogEntry:
+        """Like `read`, with the error as a value."""
+        try:
+            return LogEntry(seq, self.read(seq))
+        except TierstateError as error:
+            return LogEntry(seq, None, error)
+
+    def newest_first(self) -> Iterator[LogEntry]:
+        """All versions of the log, newest first; each is read when the iterator reaches it."""
+        return (self.look(seq) for seq in reversed(self.seqs()))
+
+    def latest(self) -> Record | None:
+        """The newest record, or None if the log is empty.
+
+        Raises:
+            FormatError: the newest record cannot be read.
+        """
+        seqs = self.seqs()
+        return self.read(seqs[-1]) if seqs else None
+
+    def commit(self, record: Record, generation: int = 0) -> None:
+        """Create the record: from then on the version is committed to the tier.
+
+        If the answer is lost, the record is read back: its commit id shows whether it is ours.
+
+        Raises:
+            AlreadyExists: another writer committed this number; nothing was changed.
+            CommitUnknown: the tier did not answer, or the key was taken, and then the object under the key could not
+                be read; the caller must delete nothing.
+            FormatError: the record is of another run, or its bytes could not be decoded again; nothing was sent.
+            TierError: the commit did not take effect.
+        """
+        seq = record.version.head.seq
+        if record.version.head.run != self.run:
+            raise FormatError(f"a record of run {record.version.head.run!r} has no place in the log of {self.run!r}")
+        try:
+            self.tier.put(self.key(seq, generation), as_buffer(record.encode()))
+        except (AlreadyExists, TierUnavailable) as error:
+            if not self._is_ours(seq, generation, record, error):
+                raise
+
+    def _is_ours(self, seq: int, generation: int, record: Record, error: TierstateError) -> bool:
+        try:
+            return bool(self.read_generation(seq, generation).commit["id"] == record.commit["id"])
+        except NotFound:
+            return False
+        except TierstateError as second:
+            # Also for a FormatError: it may be our record, damaged in transfer, and its packs must not be deleted.
+            raise CommitUnknown(
+                f"{self.tier.name}: the commit of version {seq} of run {self.run!r} was not confirmed ({error}), "
+                f"and reading it back failed too ({second}); nothing was deleted"
+            ) from error
+
+    def stands(self, record: Record) -> bool:
+        """Whether a record that was read from this log or committed to it still exists: neither dropped nor replaced.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+        seq = record.version.head.seq
+        try:
+            return self.tier.size(self.key(seq)) > 0  # if generation 0 exists, it is the one that was read
+        except NotFound:
+            pass
+        try:
+            return bool(self.read(seq).commit["id"] == record.commit["id"])
+        except NotFound:
+            return False
+
+    def forget(self, seq: int, generations: Iterable[int] = (0,)) -> None:
+        """Delete records of a version. Without any record the version is gone; a sweep deletes its packs later."""
+        for generation in sorted(generations):
+            self.tier.delete(self.key(seq, generation))

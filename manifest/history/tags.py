@@ -1,0 +1,183 @@
+"""Tags: names of versions of a run, as objects of a tier; and forks of a version into another run.
+
+A tag has the key ``tags/<run>/<name>@<number>``; these keys are made and parsed only here. Of all objects with one name
+the highest number over all tiers is valid: a tier that was unavailable when the tag was moved or removed has a lower
+one. The removal of a tag is an object too (a tombstone).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from tierstate.manifest.chunk import as_buffer, to_bytes
+from tierstate.manifest.errors import FormatError, NotFound
+from tierstate.manifest.format import table as col
+from tierstate.manifest.format.layout import ChunkPlace, Layout, LayoutBuilder
+from tierstate.manifest.format.version import MAX_SEQ, WHAT, Head, Version
+
+from .log import RACE_RETRIES, KeyValueStore, check_run
+
+MAX_TAG_BYTES = 4096
+"""Largest size of a tag's object, in bytes."""
+
+
+MAX_TAG_NUMBER = 10**17
+"""The highest valid number of a tag. Numbers are at least milliseconds since 1970; this is three million years."""
+
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._\-]{0,63}")
+
+
+_KEY = re.compile(rf"({_NAME.pattern})@([0-9]{{6,18}})")
+
+
+class TaggedVersion(NamedTuple):
+    """A tag: its name, and the sequence number and id of its version."""
+
+    name: str
+    seq: int
+    id: str
+
+
+def fork_version(version: Version, head: Head) -> Version:
+    """The same leaves and chunks with another head; unknown fields of later programs are kept."""
+    fields, columns = col.decode_table(memoryview(version.data), WHAT)
+    return Version.decode(memoryview(col.encode_table({**fields, **head.encode()}, columns)))
+
+
+def move_rows(layout: Layout, places: Mapping[int, ChunkPlace], sizes: Mapping[str, int]) -> Layout:
+    """The layout with some chunks at new places.
+
+    Args:
+        places: row of a moved chunk -> its new place.
+        sizes: key -> length of every object that is named there.
+    """
+    if not places:
+        return layout
+    draft = LayoutBuilder(len(layout.object))
+    here = np.flatnonzero(layout.present)
+    draft.put_like(here, layout, here)
+    for row, place in places.items():
+        draft.put(row, place)
+    before = dict(zip(layout.objects, layout.object_sizes.tolist(), strict=True))
+    return draft.build({**before, **sizes})
+
+
+class TagTarget(NamedTuple):
+    """The version that a tag names: its sequence number and its id."""
+
+    seq: int
+    id: str
+
+
+def check_tag(name: str) -> str:
+    """Check that a name can be a tag; returns it.
+
+    Raises:
+        ValueError: it is not up to 64 letters, digits, ``.``, ``_``, ``-``, starting with a letter, a digit or ``_``.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name[:80]!r} cannot be a tag; use up to 64 letters, digits, '.', '_' and '-', and no '.' or '-' first"
+        )
+    return name
+
+
+def tag_numbers(
+    tier: KeyValueStore, run: str, odd: Callable[[str], object] = lambda _key: None
+) -> dict[str, list[int]]:
+    """The tags in a tier, each with its numbers, ascending; from the keys, without a read.
+
+    Args:
+        odd: called with each key whose number is above `MAX_TAG_NUMBER`. No program writes such numbers; they are
+            ignored.
+
+    Raises:
+        TierError: the tier could not be listed.
+    """
+    prefix = f"tags/{check_run(run)}/"
+    found: dict[str, list[int]] = {}
+    for key in tier.list(prefix):
+        if match := _KEY.fullmatch(key.removeprefix(prefix)):
+            number = int(match[2])
+            if number > MAX_TAG_NUMBER:
+                odd(key)
+            else:
+                found.setdefault(match[1], []).append(number)
+    return {name: sorted(found[name]) for name in sorted(found)}
+
+
+def read_tag(tier: KeyValueStore, run: str, name: str, number: int) -> TagTarget | None:
+    """The version that one object of a tag names; None if the object is a removal.
+
+    Raises:
+        NotFound: there is no such object.
+        FormatError: it is not a tag.
+        TierError: it could not be read.
+    """
+    key = _key(run, name, number)
+    what = f"{tier.name}: {key}"
+    if (size := tier.size(key)) > MAX_TAG_BYTES:
+        raise FormatError(f"{what}: {size} bytes are too many for a tag")
+    try:
+        found = json.loads(to_bytes(tier.get(key)))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what}: a tag is a JSON object, and this is none; give or delete the tag again") from error
+    if isinstance(found, dict) and "seq" in found and found["seq"] is None:
+        return None
+    if not (isinstance(found, dict) and type(found.get("seq")) is int and isinstance(found.get("id"), str)):
+        raise FormatError(f"{what}: a tag has a number `seq` and an `id`; give or delete the tag again")
+    if not 0 <= found["seq"] <= MAX_SEQ:
+        raise FormatError(f"{what}: no version has the number {found['seq'] % 10**15}; give or delete the tag again")
+    return TagTarget(found["seq"], found["id"])
+
+
+def write_tag(tier: KeyValueStore, run: str, name: str, number: int, tag: TagTarget | None) -> None:
+    """Write one object of a tag: it names this version, or with ``tag=None`` removes the tag.
+
+    Raises:
+        AlreadyExists: another writer has used the number.
+        FormatError: the number is out of range.
+        TierError: it could not be written.
+    """
+    if number > MAX_TAG_NUMBER:
+        text = f"tag {name!r} of run {run!r} has the highest number there is; delete its objects and give it again"
+        raise FormatError(f"{tier.name}: {text}")
+    said = {"seq": None} if tag is None else tag._asdict()
+    tier.put(_key(run, check_tag(name), number), as_buffer(json.dumps(said, sort_keys=True).encode()))
+
+
+def drop_tag(tier: KeyValueStore, run: str, name: str, number: int) -> None:
+    """Delete one object of a tag, which an object with a higher number has replaced."""
+    tier.delete(_key(run, name, number))
+
+
+def tags_by_version(tier: KeyValueStore, run: str) -> dict[int, tuple[str, ...]]:
+    """Sequence numbers of the versions that have tags in one tier, each with its tags.
+
+    Raises:
+        FormatError: a tag cannot be read, so that its version is not known.
+        TierError: the tier could not be read.
+    """
+    for left in reversed(range(RACE_RETRIES)):
+        found: dict[int, tuple[str, ...]] = {}
+        try:
+            for name, used in tag_numbers(tier, run).items():
+                tag = read_tag(tier, run, name, used[-1])
+                if tag is not None:
+                    found[tag.seq] = (*found.get(tag.seq, ()), name)
+        except NotFound:  # the tag was moved meanwhile
+            if not left:
+                raise
+        else:
+            break
+    return found
+
+
+def _key(run: str, name: str, number: int) -> str:
+    return f"tags/{check_run(run)}/{name}@{number:06d}"

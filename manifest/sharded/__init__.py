@@ -1,0 +1,1 @@
+"""Versions of many ranks: each rank's part, the merge of all parts, and which rank saves a replicated shard."""

@@ -1,0 +1,347 @@
+"""Merges the parts of all ranks into the whole version before the commit; a version with missing shards is refused.
+
+Leaves are united by path, replicated shards are kept once, and their copies must have equal digests. `merge_parts`
+checks that the shards of every leaf cover it exactly. `join_layouts` merges the parts' layouts of one tier by the row
+of each chunk in the whole version (`MergeResult.rows`); `rows_in_merged` finds these rows for a part again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tierstate.manifest.arrays import Array, expand_runs, starts_of
+from tierstate.manifest.boxes import Boxes
+from tierstate.manifest.digest import checksum
+from tierstate.manifest.errors import FormatError, StateMismatch, format_ranks
+from tierstate.manifest.format.layout import Layout, LayoutBuilder
+from tierstate.manifest.format.leaf import Leaf, LeafTable
+from tierstate.manifest.format.version import Head, Shards, Version
+from tierstate.manifest.reshard.coverage import check_complete
+
+from .ownership import ONE_OWNER
+
+_SAME = ("run", "seq", "step", "chunk", "digest")
+"""Fields of the head that must be equal in all parts of one version."""
+
+
+_TOLD = 20
+"""Most leaves that an error message names."""
+
+
+def join_layouts(version: Version, parts: Sequence[tuple[Array, Layout]]) -> Layout:
+    """The layout of a whole version, from the layouts of the parts; rows that no part has are `ABSENT`.
+
+    Args:
+        parts: for each part its rows in the whole version, from `merge_parts` or `rows_in_merged` (-1: another rank's
+            copy was kept, so that this part's place is not used), and its layout.
+
+    Raises:
+        FormatError: rows and layout of a part have different lengths, or two parts give a pack different lengths.
+    """
+    draft = LayoutBuilder(len(version.digests))
+    sizes: dict[str, int] = {}
+    for rows, layout in parts:
+        if len(rows) != len(layout.object) or (len(rows) and int(rows.max()) >= len(version.digests)):
+            raise FormatError(f"a part of {len(rows)} rows has a layout of {len(layout.object)}, or is another's")
+        here = np.flatnonzero((rows >= 0) & layout.present)
+        draft.put_like(rows[here], layout, here)
+        for key, size in zip(layout.objects, layout.object_sizes.tolist(), strict=True):
+            if sizes.setdefault(key, size) != size:
+                raise FormatError(f"{key} is {sizes[key]} bytes long by one rank's part and {size} by another's")
+    return draft.build(sizes)
+
+
+class UnitedLeaves(NamedTuple):
+    """The union of leaf tables in order of first appearance, and for each table its leaves' indices in the union."""
+
+    catalog: LeafTable
+    places: list[Array]
+
+
+def unite_leaves(catalogs: Sequence[LeafTable], ranks: Sequence[int]) -> UnitedLeaves:
+    """The union of the leaf tables of these ranks. Pieces that tables share are processed once.
+
+    Raises:
+        StateMismatch: ranks disagree on a leaf.
+    """
+    union = _UnionBuilder()
+    places = [union.place(catalog, rank) for catalog, rank in zip(catalogs, ranks, strict=True)]
+    first = catalogs[0]
+    # Usually no rank has a leaf that the first does not have; then the first table is reused with its columns.
+    return UnitedLeaves(first if len(union.leaves) == len(first.leaves) else LeafTable.of(union.leaves), places)
+
+
+class _UnionBuilder:
+    """Builds the union of leaf tables."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self._at: dict[str, int] = {}
+        self._first_rank: list[int] = []
+        self._seen: dict[int, Array] = {}
+
+    def place(self, catalog: LeafTable, rank: int) -> Array:
+        """Add the leaves of a table; returns their indices in the union."""
+        found = self._seen.get(id(catalog))
+        if found is None:
+            if catalog.joined:
+                found = np.concatenate([self.place(piece, rank) for piece in catalog.joined])
+            else:
+                found = self._add(catalog, rank)
+            self._seen[id(catalog)] = found
+        return found
+
+    def _add(self, catalog: LeafTable, rank: int) -> Array:
+        numbers = []
+        for path, leaf in zip(catalog.paths, catalog.leaves, strict=True):
+            number = self._at.setdefault(path, len(self.leaves))
+            if number == len(self.leaves):
+                self.leaves.append(leaf)
+                self._first_rank.append(rank)
+            elif self.leaves[number] is not leaf and self.leaves[number].spec != leaf.spec:
+                raise StateMismatch(
+                    f"ranks disagree on {leaf.name}: "
+                    f"{format_ranks([self._first_rank[number]])} {self.leaves[number].spec}, "
+                    f"{format_ranks([rank])} {leaf.spec}"
+                )
+            numbers.append(number)
+        return np.array(numbers, "i8")
+
+
+def rows_in_merged(version: Version, part: Version) -> Array:
+    """For each chunk of a part its row in the merged version; -1 if another rank's copy was kept.
+
+    Raises:
+        StateMismatch: the part does not belong to the version.
+    """
+    for name, mine, right in zip(_SAME, _identity(part.head), _identity(version.head), strict=True):
+        if mine != right:
+            raise StateMismatch(f"a part of {name} {mine!r} is none of a version of {name} {right!r}")
+    leaf = _leaves(version, part)[part.shard_leaf]
+    there = _find(version, leaf, part.boxes)
+    if (lost := np.flatnonzero(there < 0)).size:
+        name = part.leaves[int(part.shard_leaf[lost[0]])].name
+        raise _mismatch(part, f"{part.boxes[int(lost[0])]} of {name} is no shard of it")
+    counts = np.diff(part.chunk_end.astype("i8"), prepend=0)
+    rows = expand_runs(starts_of(version.chunk_end)[there], counts)
+    other = np.any(version.digests[rows] != part.digests, axis=1)
+    if other.any():
+        name = part.leaves[int(part.chunk_leaf[int(np.argmax(other))])].name
+        raise _mismatch(part, f"{name} has other bytes in it")
+    kept = version.shard_rank[there] == part.shard_rank
+    rows[~np.repeat(kept, counts)] = -1
+    return rows
+
+
+def _mismatch(part: Version, why: str) -> StateMismatch:
+    ranks = format_ranks(np.unique(part.shard_rank).tolist())
+    return StateMismatch(f"the part of {ranks} does not belong to the version of step {part.head.step}: {why}")
+
+
+def _leaves(version: Version, part: Version) -> Array:
+    """``(leaves,)``: for each leaf of the part its index in the whole version."""
+    if version.catalog is part.catalog:
+        return np.arange(len(part.leaves))
+    index, found = version.leaf_index, []
+    for path, leaf in zip(part.catalog.paths, part.leaves, strict=True):
+        number = index.get(path, -1)
+        if number < 0 or (version.leaves[number] is not leaf and version.leaves[number].spec != leaf.spec):
+            raise _mismatch(part, f"{leaf.name} is {'another leaf' if number >= 0 else 'no leaf'} of it")
+        found.append(number)
+    return np.array(found, "i8")
+
+
+def _find(version: Version, leaf: Array, boxes: Boxes) -> Array:
+    """``(shards,)``: for each leaf and box the index of that shard in the version; -1 if there is none.
+
+    The version may have a million shards and the part a few, so the part's shards are sorted, by a hash of leaf and
+    box, and those of the version are looked up among them.
+    """
+    seed = np.frombuffer(os.urandom(16), "u8")
+    theirs, mine = version.boxes.hashes(version.shard_leaf, seed), boxes.hashes(leaf, seed)
+    order = np.argsort(mine)
+    ordered = np.append(mine[order], mine[:1])  # one more row, so that each index from searchsorted is valid
+    spot = np.searchsorted(ordered[:-1], theirs)
+    near = np.flatnonzero(ordered[spot] == theirs) if len(mine) else np.zeros(0, "i8")
+    shard = order[np.minimum(spot[near], len(mine) - 1)]
+    same = (version.shard_leaf[near] == leaf[shard]) & version.boxes[near].equal(boxes[shard])
+    found = np.full(len(leaf), -1, "i8")
+    found[shard[same]] = near[same]
+    return found
+
+
+class MergeResult(NamedTuple):
+    """A whole version, and for each part the rows of its chunks in it (-1: another rank's copy was kept)."""
+
+    version: Version
+    rows: tuple[Array, ...]
+
+
+class _AllShards(NamedTuple):
+    """The shards of all parts, concatenated, with leaf indices of the whole version.
+
+    Attributes:
+        shards: leaf, rank and box of each shard.
+        start, chunks: ``(shards,)``: index of the shard's first digest, and number of its chunks.
+        digests: ``(chunks, 2)``: the digests of all parts.
+    """
+
+    shards: Shards
+    start: Array
+    chunks: Array
+    digests: Array
+
+
+def merge_parts(parts: Sequence[Version], *, parent: str = "", ranks: Sequence[int] | None = None) -> MergeResult:
+    """Merge the parts of all ranks. A part is a version with the shards of one rank.
+
+    Leaves are united by path, in order of first appearance from the lowest rank on. Of shards with the same box
+    (replicated leaves) the lowest rank's is kept; all copies must have the same digests. Metadata and time are also the
+    lowest rank's. The order of the given parts does not matter.
+
+    Args:
+        parent: id of the previous version of the run.
+        ranks: the rank of each part. By default the rank of its shards; parts without shards come last.
+
+    Raises:
+        StateMismatch: parts disagree on a leaf or on the version's head, copies differ, shards overlap, or elements
+            are missing; the message names leaves and ranks.
+    """
+    order, owners = _in_order(parts, ranks)
+    ordered = [parts[p] for p in order]
+    _check_heads(ordered, owners)
+    union = unite_leaves([p.catalog for p in ordered], owners)
+    every = _concat(ordered, union)
+    kept, twin = _distinct(every)
+    _check_copies(every, twin, union.catalog)
+    rows, digests = _gather(every, kept)
+    # A rank that holds only copies may have a part without shards; it still counts as a participant.
+    world = max(len(parts), len(np.unique(every.shards.rank)))
+    head = dataclasses.replace(ordered[0].head, world=world, parent=parent)
+    shards = Shards(every.shards.leaf[kept], every.shards.rank[kept], every.shards.boxes[kept])
+    version = Version.build(head, union.catalog, shards, digests)
+    check_complete(version)
+    ends = np.cumsum([len(p.digests) for p in ordered]).tolist()
+    cut = [rows[end - len(p.digests) : end] for end, p in zip(ends, ordered, strict=True)]
+    return MergeResult(version, tuple(cut[place] for place in np.argsort(order)))
+
+
+def _in_order(parts: Sequence[Version], ranks: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """The indices of the parts in order of rank, and their ranks; -1 if the rank is not known.
+
+    Parts with the same or no rank are ordered by their content, so that the result is deterministic.
+    """
+    if not parts:
+        raise StateMismatch("no rank gave a part")
+    found = [int(p.shard_rank.min()) if len(p.shard_rank) else -1 for p in parts] if ranks is None else list(ranks)
+    often = Counter(found)
+    # Ascending ranks; parts without a rank come last.
+    keys = [(r < 0, r, _content(p) if often[r] > 1 else b"") for r, p in zip(found, parts, strict=True)]
+    order = sorted(range(len(parts)), key=keys.__getitem__)
+    return order, [found[p] for p in order]
+
+
+def _content(part: Version) -> bytes:
+    """A sort key for parts with the same rank, without encoding them."""
+    numbers = (part.shard_leaf, part.shard_rank, part.boxes.offset, part.boxes.shape, part.digests)
+    head = json.dumps(part.head.encode(), sort_keys=True).encode()
+    return part.catalog.digest + checksum(head + b"".join(n.tobytes() for n in numbers))
+
+
+def _check_heads(parts: Sequence[Version], owners: list[int]) -> None:
+    first = _identity(parts[0].head)
+    for part, rank in zip(parts, owners, strict=True):
+        if _identity(part.head) != first:
+            told = ", ".join(
+                f"{name} {theirs!r} where {mine!r} is right"
+                for name, mine, theirs in zip(_SAME, first, _identity(part.head), strict=True)
+                if mine != theirs
+            )
+            raise StateMismatch(f"ranks saved different versions: {format_ranks([rank])} has {told}")
+
+
+def _identity(head: Head) -> tuple[object, ...]:
+    return tuple(getattr(head, name) for name in _SAME)
+
+
+def _concat(parts: Sequence[Version], union: UnitedLeaves) -> _AllShards:
+    counts = [len(p.shard_leaf) for p in parts]
+    leaves = [place[p.shard_leaf] for p, place in zip(parts, union.places, strict=True)]
+    chunks = [len(p.digests) for p in parts]
+    ends = np.concatenate([p.chunk_end for p in parts]).astype("i8")
+    starts = np.concatenate([starts_of(p.chunk_end) for p in parts]).astype("i8")
+    return _AllShards(
+        Shards(
+            np.concatenate(leaves).astype("<u4"),
+            np.concatenate([p.shard_rank for p in parts]),
+            Boxes.concat([p.boxes for p in parts]),
+        ),
+        starts + np.repeat(starts_of(np.cumsum(chunks)), counts),
+        ends - starts,
+        np.concatenate([p.digests for p in parts]),
+    )
+
+
+def _distinct(every: _AllShards) -> tuple[Array, Array]:
+    """Removes duplicates: the indices of the first shard of each leaf and box, ordered by leaf and box; and for each
+    shard the index of the one that is kept instead of it."""
+    leaf, rank, boxes = every.shards
+    twin = np.arange(len(leaf))
+    kept = [np.zeros(0, "i8")]
+    for rows, offset, shape in boxes.groups():
+        keys = [*shape.T[::-1], *offset.T[::-1], leaf[rows]]
+        falls = bool(np.any(rank[rows][1:] < rank[rows][:-1]))
+        order = np.lexsort([rank[rows], *keys] if falls else keys)  # stable, so that the lower rank comes first
+        fresh = np.ones(len(rows), bool)
+        fresh[1:] = False
+        for key in keys:
+            fresh[1:] |= key[order][1:] != key[order][:-1]
+        mine = rows[order]
+        twin[mine] = mine[fresh][np.cumsum(fresh) - 1]
+        kept.append(mine[fresh])
+    # All boxes of one leaf have the same number of axes, so that they are sorted now.
+    every_kept = np.concatenate(kept)
+    return every_kept[np.argsort(leaf[every_kept], kind="stable")], twin
+
+
+def _check_copies(every: _AllShards, twin: Array, catalog: LeafTable) -> None:
+    """Raises StateMismatch if several ranks have different digests for the same box."""
+    copies = np.flatnonzero(twin != np.arange(len(twin)))
+    kept, counts = twin[copies], every.chunks[copies]
+    mine = expand_runs(every.start[copies], counts)
+    theirs = expand_runs(every.start[kept], counts)
+    differ = np.any(every.digests[mine] != every.digests[theirs], axis=1)
+    if not differ.any():
+        return
+    wrong = np.unique(np.repeat(np.arange(len(copies)), counts)[differ])
+    leaves = every.shards.leaf[copies[wrong]]
+    names = np.unique(leaves).tolist()
+    told = []
+    for leaf in names[:_TOLD]:
+        pairs = wrong[leaves == leaf]
+        ranks = every.shards.rank[np.concatenate([kept[pairs], copies[pairs]])]
+        found = catalog.leaves[leaf]
+        told.append(f"\n  {found.name}: {format_ranks(np.unique(ranks).tolist())}{_remedy(found.spec.kind)}")
+    more = f"\n  and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    raise StateMismatch(f"ranks have different values for the same leaves:{''.join(told)}{more}")
+
+
+def _remedy(kind: str) -> str:
+    if kind in ONE_OWNER:
+        return ""
+    return "; a value that each rank has its own of is wrapped as ts.PerRank(value)"
+
+
+def _gather(every: _AllShards, kept: Array) -> tuple[Array, Array]:
+    """For each chunk of all parts its row in the whole version, or -1; and the digests of the whole version."""
+    chunks = expand_runs(every.start[kept], every.chunks[kept])
+    rows = np.full(len(every.digests), -1, "i8")
+    rows[chunks] = np.arange(len(chunks))
+    return rows, every.digests[chunks]

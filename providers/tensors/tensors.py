@@ -1,0 +1,301 @@
+"""The provider of torch tensors of any dtype, stride and device.
+
+Bytes are read and written in place. Copies from host memory to a CUDA device run on a separate stream, concurrently
+with the work of the caller's stream.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cached_property, lru_cache, partial
+from typing import Any, ClassVar, Self
+
+import torch
+
+from tierstate.manifest.boxes import Box
+from tierstate.manifest.chunk import Buffer, Chunk, Event, spans
+from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
+from tierstate.manifest.format.leaf import Spec
+from tierstate.providers.base import Provider
+
+from .dtypes import torch_dtype, torch_name
+from .host_memory import HostAllocator
+from .strided import INT_DTYPES, Strided, copy_box
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""Tensor types that have one storage and no further state."""
+
+
+MAX_TENSOR_BYTES = 1 << 56
+
+
+MAX_TENSOR_DIMS = 64
+
+
+CPU = torch.device("cpu")
+
+
+_GATHERING = threading.Lock()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or the local tensor of a DTensor: the one whose memory this rank has."""
+    if type(tensor) in PLAIN_TENSORS:
+        return tensor
+    local: Any = getattr(tensor, "_local_tensor", tensor)
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()
+    return local  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=64)
+def upload_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream for all copies from the host to this device."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def uploads_wait_for_caller(device: torch.device) -> None:
+    """Make all later uploads wait for the work that is queued on the caller's stream now."""
+    if device.type == "cuda":
+        upload_stream(device).wait_stream(torch.cuda.current_stream(device))
+
+
+def caller_waits_for_uploads(device: torch.device) -> None:
+    """Make all later work of the caller's stream wait for the uploads that are queued now."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(upload_stream(device))
+
+
+def upload(device: torch.device, copy: Callable[[], None]) -> Event:
+    """Start a copy of host bytes to a device. From pinned memory the copy is asynchronous.
+
+    Args:
+        copy: queues the copy on the current stream.
+
+    Returns:
+        The event to wait for before the source may be reused.
+    """
+    stream = upload_stream(device)
+    with torch.cuda.stream(stream):
+        copy()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+    return event
+
+
+class TensorProvider(Provider):
+    """A strided tensor, streamed out of and into its own memory.
+
+    The bytes are the elements in row-major order, with a lazy conjugate or negative applied. A capture from CUDA runs
+    on the current stream.
+
+    Raises:
+        CaptureError: a sparse, nested, quantized or meta tensor, or a tensor subclass that is not part of torch.
+    """
+
+    kind: ClassVar[str] = "tensor"
+
+    def __init__(self, value: torch.Tensor) -> None:
+        reason = _refusal(value)
+        if reason:
+            raise CaptureError(reason)
+        self._value = value
+        self._strided = Strided(value)
+        self._saved: Spec | None = None  # set if the value was created for a restore
+        self._gathered: Buffer | None = None
+
+    @cached_property
+    def spec(self) -> Spec:
+        if self._saved is not None:
+            return self._saved
+        return tensor_spec(self._value, tuple(self._value.shape), self.kind)
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor itself."""
+        return self._value
+
+    @cached_property
+    def alias(self) -> Hashable:
+        """Equal for tensors that are the same view of the same memory; None for one without elements."""
+        value = self._value
+        if value.numel() == 0:
+            return None
+        strides = tuple(s if n > 1 else 0 for s, n in zip(value.stride(), value.shape, strict=True))
+        lazy = (value.is_conj(), value.is_neg())
+        return (self.kind, value.device, value.data_ptr(), value.dtype, tuple(value.shape), strides, lazy)
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        for start, nbytes in spans(self._strided.nbytes, size):
+            yield Chunk(start, nbytes, partial(self._fill, start))
+
+    def _fill(self, start: int, out: Buffer) -> Event | None:
+        self._strided.read(start, out)
+        device = self._strided.device
+        if device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def memory(self) -> Buffer | None:
+        strided = self._strided
+        return strided.bytes() if strided.dense and strided.device == CPU else None
+
+    @classmethod
+    def fresh(cls, spec: Spec, device: torch.device | None = None, blocks: HostAllocator | None = None) -> Self:
+        """A provider that creates a tensor from a saved spec; on the host from ``blocks``, if given."""
+        provider = cls(allocate(spec, device or CPU, blocks))
+        provider._saved = spec
+        uploads_wait_for_caller(provider._strided.device)
+        return provider
+
+    def receiver(self, spec: Spec) -> Provider:
+        uploads_wait_for_caller(self._strided.device)
+        return self
+
+    def load(self, start: int, data: Buffer) -> Event | None:
+        strided = self._strided
+        if strided.direct and strided.device.type == "cuda" and data.device in (CPU, strided.device):
+            return upload(strided.device, partial(strided.write, start, data))
+        if strided.direct:
+            strided.write(start, data)
+            if data.is_cuda:  # the caller may reuse its buffer as soon as this returns
+                torch.cuda.current_stream(data.device).synchronize()
+            return None
+        self._gather()[start : start + data.numel()].copy_(data)
+        return None
+
+    def scatter(self, at: Box, data: Buffer, part: Box) -> Event | None:
+        strided, origin = self._strided, self.box.offset
+        at, part = at.relative_to(origin), part.relative_to(origin)
+        if strided.direct and strided.device.type == "cuda" and data.device in (CPU, strided.device):
+            return upload(strided.device, partial(strided.write_box, at, data, part))
+        if strided.direct:
+            strided.write_box(at, data, part)
+        else:
+            gathered = strided.as_elements(self._gather())
+            copy_box(gathered, at, data.cpu().clone().view(gathered.dtype), part)
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()
+        return None
+
+    def _gather(self) -> Buffer:
+        """A buffer that collects all bytes, where they cannot be written in place (`Strided.direct` is False)."""
+        with _GATHERING:
+            if self._gathered is None:
+                self._gathered = torch.empty(self._strided.nbytes, dtype=torch.uint8, device=CPU)
+            return self._gathered
+
+    def done(self) -> torch.Tensor:
+        caller_waits_for_uploads(self._strided.device)
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None and not self._strided.write_all(gathered):
+            raise StateMismatch(
+                f"elements of the given tensor share memory (strides {self._value.stride()}), "
+                "but are not equal in the version; give a tensor with memory for each element, as after .clone()"
+            )
+        if self._saved is not None:
+            return with_autograd_flags(self._value, self._saved.attrs)
+        if not self._value.is_inference():  # so that autograd notices a restore between forward and backward
+            torch.autograd.graph.increment_version(self._value)
+        return self._value
+
+
+class StorageProvider(TensorProvider):
+    """The raw bytes that several overlapping tensors are views of: a leaf of kind ``storage``."""
+
+    kind: ClassVar[str] = "storage"
+
+
+def tensor_spec(value: torch.Tensor, shape: tuple[int, ...], kind: str = TensorProvider.kind) -> Spec:
+    """The spec of a tensor with this shape: the global shape, if the tensor is a shard."""
+    attrs = {}
+    if value.requires_grad:
+        attrs["requires_grad"] = True
+    if isinstance(value, torch.nn.Parameter):
+        attrs["parameter"] = True
+    return Spec(kind, torch_name(value.dtype), value.dtype.itemsize, shape, attrs)
+
+
+def allocate(spec: Spec, device: torch.device, blocks: HostAllocator | None = None) -> torch.Tensor:
+    """A contiguous, uninitialised tensor of a spec that may be untrusted.
+
+    Args:
+        blocks: the allocator for host memory; None for torch's own.
+
+    Raises:
+        FormatError: the spec does not describe a tensor.
+        MemoryError: the allocator has not enough memory.
+    """
+    dtype, shape = check_tensor(spec), spec.shape
+    unit = INT_DTYPES.get(dtype.itemsize, dtype)
+    if blocks is not None and device.type == "cpu":
+        return blocks.take(math.prod(shape) * dtype.itemsize).view(unit).view(shape).view(dtype).detach()
+    # Through integers: torch warns about making a complex32 tensor, and knows no empty() of some rare dtypes.
+    return torch.empty(shape, dtype=unit, device=device).view(dtype).detach()
+
+
+def check_tensor(spec: Spec) -> torch.dtype:
+    """Check the spec of a tensor, which may be untrusted; returns its dtype.
+
+    Raises:
+        FormatError: the dtype is unknown, itemsize or attributes do not fit the dtype, or the shape is not valid.
+    """
+    dtype = torch_dtype(spec.dtype)
+    if spec.itemsize != dtype.itemsize:
+        raise FormatError(f"a tensor of {spec.dtype} has {dtype.itemsize} bytes per element, not {spec.itemsize!r:.20}")
+    check_shape(spec.shape, dtype.itemsize)
+    if spec.kind == StorageProvider.kind and (dtype != torch.uint8 or len(spec.shape) != 1):
+        raise FormatError(f"a storage is a run of uint8, not {spec.dtype} of shape {spec.shape}")
+    if spec.attrs.get("requires_grad") is True and not (dtype.is_floating_point or dtype.is_complex):
+        raise FormatError(f"a tensor of {spec.dtype} cannot require a gradient")
+    return dtype
+
+
+def check_shape(shape: tuple[int, ...], itemsize: int) -> None:
+    """Raises FormatError if a shape is not valid, or too large for any memory."""
+    sane = len(shape) <= MAX_TENSOR_DIMS and all(type(n) is int and n >= 0 for n in shape)
+    if not sane or math.prod(max(n, 1) for n in shape) * max(itemsize, 1) > MAX_TENSOR_BYTES:
+        raise FormatError(
+            f"{shape!r:.80} is not a shape of at most {MAX_TENSOR_DIMS} dimensions and {MAX_TENSOR_BYTES} bytes"
+        )
+
+
+def with_autograd_flags(tensor: torch.Tensor, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor as a Parameter, or requiring a gradient, where the attributes say so."""
+    grad = attrs.get("requires_grad") is True
+    if attrs.get("parameter") is True:
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    return tensor.requires_grad_() if grad else tensor
+
+
+def _refusal(value: torch.Tensor) -> str:
+    """Why a tensor cannot be saved; empty where it can."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return f"a tensor subclass {kind} is not known; register a provider for it, or save a plain tensor"
+    if getattr(value, "_is_flat_param", False):
+        return (
+            "a flat parameter of FSDP1 is one rank's piece of many parameters; save the wrapped module itself, under "
+            "FSDP.set_state_dict_type(module, StateDictType.SHARDED_STATE_DICT)"
+        )
+    if value.is_nested:
+        return "a nested tensor has no strides; save its parts, as from unbind()"
+    if value.layout is not torch.strided:
+        return f"a tensor of layout {value.layout} has no strides; save its parts, as indices() and values(), or dense"
+    if value.is_quantized:
+        return "a quantized tensor also has scales; save int_repr() with its scales and zero points"
+    if value.device.type == "meta":
+        return "a meta tensor has no bytes; give it memory first, as with to_empty(device=...)"
+    return ""
+
+
+def empty_like_dtensor(tensor: torch.Tensor, spec: Spec) -> torch.Tensor | None:
+    """A new, uninitialised DTensor of a saved spec with the mesh and placements of this DTensor; None if the saved
+    tensor has another shape.
+    """
+    fits = spec.kind == TensorProvider.kind and spec.shape == tuple(tensor.shape) and local_of(tensor) is not tensor
+    return torch.empty_like(tensor, dtype=check_tensor(spec), requires_grad=False) if fits else None

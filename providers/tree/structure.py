@@ -1,0 +1,198 @@
+"""The tree of a version's leaves: it is checked, searched by glob, and turned into containers again by a restore.
+
+`drop_other_ranks` removes the leaves that other ranks restore.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, namedtuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from tierstate.manifest.errors import FormatError
+from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf, Path, encode_path, matches_any
+from tierstate.manifest.format.version import Version
+
+from .walk import MAX_PATH_DEPTH, StateNode, TypedKey, typed_key
+
+
+@dataclass(slots=True, eq=False)
+class VersionNode:
+    """A leaf of a version as a node of the tree.
+
+    Attributes:
+        index: the leaf's index in the version.
+        children: the items of a container, in order.
+    """
+
+    index: int
+    leaf: Leaf
+    children: dict[TypedKey, VersionNode] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """A container's kind; empty for a leaf."""
+        return self.leaf.spec.kind if self.leaf.spec.kind in CONTAINERS else ""
+
+    @property
+    def key(self) -> Any:
+        """The last key of the path."""
+        return self.leaf.path[-1]
+
+    def walk(self) -> Iterator[VersionNode]:
+        """This node and all below it, each container before its items."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += reversed(node.children.values())
+
+
+def version_tree(leaves: Sequence[Leaf]) -> tuple[VersionNode, dict[str, int]]:
+    """The root of the tree, and the index of each encoded path. The leaves may be untrusted.
+
+    Raises:
+        FormatError: the leaves do not form a tree: the first is not the root, a path occurs twice, a parent is missing
+            or is not a container, or a container cannot have such keys.
+    """
+    if not leaves or leaves[0].path or leaves[0].spec.kind == STORAGE:
+        raise FormatError(f"a version starts with the leaf of the whole state, not {_first(leaves)}")
+    root, index = VersionNode(0, leaves[0]), {encode_path(()): 0}
+    for i, leaf in enumerate(leaves[1:], 1):
+        if len(leaf.path) > MAX_PATH_DEPTH + 1:
+            raise FormatError(f"leaf {i} lies {len(leaf.path)} keys deep; at most {MAX_PATH_DEPTH} can be")
+        text = encode_path(leaf.path)
+        if index.setdefault(text, i) != i:
+            raise FormatError(f"leaf {leaf.name} is there twice, as number {index[text]} and {i}")
+        if leaf.spec.kind != STORAGE:  # a storage only has the bytes of tied leaves
+            parent = _parent(root, leaf)
+            parent.children[typed_key(leaf.path[-1])] = VersionNode(i, leaf)
+    for node in root.walk():
+        _check_keys(node)
+    return root, index
+
+
+def _first(leaves: Sequence[Leaf]) -> str:
+    return f"{leaves[0].name} of kind {leaves[0].spec.kind!r:.20}" if leaves else "nothing"
+
+
+def _parent(root: VersionNode, leaf: Leaf) -> VersionNode:
+    node: VersionNode | None = root
+    for key in leaf.path[:-1]:
+        node = node.children.get(typed_key(key)) if node is not None else None
+    if node is None:
+        raise FormatError(f"leaf {leaf.name} comes without, or before, the container that holds it")
+    if not node.kind:
+        raise FormatError(
+            f"leaf {leaf.name} lies in {node.leaf.name}, which is {node.leaf.spec.kind!r:.20} and no container"
+        )
+    return node
+
+
+def _check_keys(node: VersionNode) -> None:
+    kind, keys = node.kind, list(node.children)
+    if kind in ("list", "tuple"):
+        right: list[TypedKey] = [(int, i) for i in range(len(keys))]
+    elif kind == "namedtuple":
+        _check_named(node)
+        right = [(str, name) for name in node.leaf.spec.attrs["fields"]]
+    else:
+        return
+    if keys != right:
+        found = ", ".join(repr(key[-1]) for key in keys[:8])
+        raise FormatError(f"{node.leaf.name}: the {kind} has other keys than it can have: {found}")
+
+
+def _check_named(node: VersionNode) -> None:
+    attrs = node.leaf.spec.attrs
+    fields = attrs.get("fields")
+    if (
+        not isinstance(fields, list)
+        or not all(isinstance(f, str) for f in fields)
+        or type(attrs.get("type")) is not str
+    ):
+        raise FormatError(f"{node.leaf.name}: the namedtuple has no type and fields: {dict(attrs)!r:.80}")
+
+
+def select_leaves(root: VersionNode, only: Sequence[str] | None) -> set[int]:
+    """Indices of the leaves that the globs select. A glob that matches a container selects everything in it."""
+    chosen: set[int] = set()
+
+    def visit(node: VersionNode, hit: bool) -> None:
+        hit = hit or only is None or matches_any(only, node.leaf.path)
+        if hit and not node.children:
+            chosen.add(node.index)
+        for child in node.children.values():
+            visit(child, hit)
+
+    visit(root, False)
+    return chosen
+
+
+def build_container(node: VersionNode, items: dict[Any, Any]) -> Any:
+    """A container of a node's kind with these items, in the order of the version.
+
+    A list, tuple or namedtuple of which some items are missing becomes a dict from index (or field) to value.
+
+    Raises:
+        FormatError: the type of a namedtuple cannot be created.
+    """
+    kind = node.kind
+    if kind == "odict":
+        return OrderedDict(items)
+    if kind == "dict" or len(items) < len(node.children):
+        return items
+    if kind == "list":
+        return list(items.values())
+    if kind == "tuple":
+        return tuple(items.values())
+    try:
+        named = named_type(node.leaf.spec.attrs["type"], tuple(node.leaf.spec.attrs["fields"]))
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"{node.leaf.name}: no such namedtuple can be made: {error}") from error
+    return tuple.__new__(named, items.values())
+
+
+def named_type(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    """The namedtuple type of that name (``module:qualname``) if its module is imported, otherwise a new equal type.
+
+    Nothing is imported and no code of the class is run.
+    """
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields:
+        return found
+    return _equivalent(module, qualname, fields)
+
+
+@lru_cache(maxsize=1024)
+def _equivalent(module: str, qualname: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    made = namedtuple(qualname.rpartition(".")[2], fields, module=module)  # type: ignore[misc]
+    made.__qualname__ = qualname  # so that a later save writes the same name
+    return made
+
+
+def drop_other_ranks(node: VersionNode, place: StateNode) -> None:
+    """Remove from the tree the leaves that stateful objects of the given state leave to other ranks."""
+    if place.stateful is not None and place.stateful.takes is not None:
+        takes = place.stateful.takes(place.value)
+        pending: list[tuple[VersionNode, Path]] = [(node, ())]
+        while pending:
+            at, path = pending.pop()
+            at.children = {mark: below for mark, below in at.children.items() if takes((*path, below.key))}
+            pending += [(below, (*path, below.key)) for below in at.children.values()]
+    for mark, below in node.children.items():
+        if mark in place.children:
+            drop_other_ranks(below, place.children[mark][1])
+
+
+def selected_paths(version: Version, only: Sequence[str] | None) -> set[str]:
+    """Encoded paths of the leaves that the globs select, with all leaves of selected containers; all without globs."""
+    if only is None:
+        return set(version.leaf_index)
+    return {encode_path(version.leaves[i].path) for i in select_leaves(version_tree(version.leaves)[0], only)}

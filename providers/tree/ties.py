@@ -1,0 +1,438 @@
+"""Tied tensors (leaves that share memory: tied weights, views of one storage): saved once, tied again by a restore.
+
+`find_ties` finds them in a state that is saved. `read_ties` reads and checks the tied leaves of a version. In a restore
+`OverlapStaging` loads shards that may overlap in memory into separate buffers first and compares them, so that one
+never silently overwrites another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tierstate.manifest.chunk import CHUNK_GRAIN, empty_buffer
+from tierstate.manifest.errors import FormatError, StateMismatch
+from tierstate.manifest.format.leaf import STORAGE, TIED, Leaf, Path, Spec, encode_path
+from tierstate.providers.base import Provider
+from tierstate.providers.sharded.shards import ShardProvider, ShardsProvider, local_boxes_of, shard_provider
+from tierstate.providers.tensors.strided import INT_DTYPES, Strided
+from tierstate.providers.tensors.tensors import (
+    MAX_TENSOR_BYTES,
+    StorageProvider,
+    TensorProvider,
+    check_tensor,
+    with_autograd_flags,
+)
+
+_TIE_ATTRS = frozenset({"to", "offset", "strides", "conj", "neg"})
+
+
+_COPY = 1 << 22
+
+
+_MAX_EXACT = 256
+
+
+_MAX_WORK = 10_000
+"""Steps of NumPy's overlap solver, after which two views count as overlapping. Tying leaves that do not overlap is
+never wrong; it only saves more bytes."""
+
+
+PathProvider = tuple[Path, Provider]
+
+
+@dataclass(frozen=True, slots=True)
+class TiedLeaf:
+    """A tied leaf.
+
+    Attributes:
+        root: index of the leaf that has the bytes.
+        spec: the spec that the tied value would have if it were saved by itself.
+        offset: bytes from the root's first byte; None where the value is the same as the root's.
+        strides: in elements of the value's own dtype, if there is an offset.
+        conj, neg: whether the view is a lazy conjugate, a lazy negative (torch's ``conj`` and ``neg`` bits).
+    """
+
+    root: int
+    spec: Spec
+    offset: int | None = None
+    strides: tuple[int, ...] = ()
+    conj: bool = False
+    neg: bool = False
+
+    def view(self, root: torch.Tensor) -> torch.Tensor:
+        """This view of the loaded root. A root that is not contiguous is copied first."""
+        dtype, size = check_tensor(self.spec), self.spec.itemsize
+        if not Strided(root).dense:
+            root = _compact(root)
+        first = root.storage_offset() * root.element_size() + (self.offset or 0)
+        unit = INT_DTYPES.get(size, dtype)
+        view = torch.empty(0, dtype=unit, device=root.device)
+        view.set_(root.untyped_storage(), first // size, self.spec.shape, self.strides)
+        view = view.view(dtype).detach()
+        view = view.conj() if self.conj else view
+        return torch._neg_view(view) if self.neg else view
+
+    def of(self, root: Any, saved: Spec) -> Any:
+        """The tied value for a newly built state: the root itself where possible, otherwise a view of it."""
+        if self.offset is None and (not isinstance(root, torch.Tensor) or _flags(saved) == _flags(self.spec)):
+            return root
+        view = root.detach() if self.offset is None else self.view(root)
+        return with_autograd_flags(view, self.spec.attrs)
+
+
+def read_ties(leaves: Sequence[Leaf], index: Mapping[str, int]) -> dict[int, TiedLeaf]:
+    """The tied leaves of a version, by index; the version may be untrusted.
+
+    Raises:
+        FormatError: the root does not exist, is tied itself or has no bytes, or the view reaches beyond its bytes.
+    """
+    ties = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.spec.kind == TIED:
+            try:
+                ties[i] = _read(leaf.spec, leaves, index)
+            except FormatError as error:
+                raise FormatError(f"{leaf.name}: {error}") from error
+    return ties
+
+
+def _read(tied: Spec, leaves: Sequence[Leaf], index: Mapping[str, int]) -> TiedLeaf:
+    to = tied.attrs.get("to")
+    at = index.get(to) if isinstance(to, str) else None
+    if at is None or not leaves[at].spec.has_bytes:
+        raise FormatError(f"is tied to {to!r:.80}, which is no leaf with bytes")
+    root = leaves[at].spec
+    attrs = {key: value for key, value in tied.attrs.items() if key not in _TIE_ATTRS}
+    if root.kind not in (TensorProvider.kind, STORAGE) or "offset" not in tied.attrs:
+        if (tied.dtype, tied.itemsize, tied.shape) != (root.dtype, root.itemsize, root.shape) or root.kind == STORAGE:
+            raise FormatError(f"is {tied.dtype} {tied.shape}, but tied to {leaves[at].name}, {root.dtype} {root.shape}")
+        return TiedLeaf(at, Spec(root.kind, tied.dtype, tied.itemsize, tied.shape, attrs))
+    spec = Spec(TensorProvider.kind, tied.dtype, tied.itemsize, tied.shape, attrs)
+    conj, neg = tied.attrs.get("conj") is True, tied.attrs.get("neg") is True
+    dtype = check_tensor(spec)
+    if (conj and not dtype.is_complex) or (neg and not (dtype.is_complex or dtype.is_floating_point)):
+        raise FormatError(f"a tensor of {tied.dtype} is no lazy conjugate or negative")
+    offset, strides = tied.attrs["offset"], tied.attrs.get("strides")
+    return TiedLeaf(at, spec, offset, _extent(spec, offset, strides, root.nbytes), conj, neg)
+
+
+def _extent(spec: Spec, offset: Any, strides: Any, nbytes: int) -> tuple[int, ...]:
+    """The strides, after a check that the view stays within the root's bytes."""
+    numbers = [offset, *strides] if isinstance(strides, list) else []
+    if len(numbers) != len(spec.shape) + 1 or not all(type(n) is int and 0 <= n <= MAX_TENSOR_BYTES for n in numbers):
+        raise FormatError(f"offset {offset!r:.40} and strides {strides!r:.40} are no place in {nbytes} bytes")
+    reach = sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True))
+    end = 0 if 0 in spec.shape else offset + (reach + 1) * spec.itemsize
+    if offset % spec.itemsize or end > nbytes:
+        raise FormatError(f"ends at byte {end} of {nbytes}, from {offset} on; that is outside, or not aligned")
+    return tuple(strides)
+
+
+class ViewLayout(NamedTuple):
+    """Where a leaf's elements are in its root: two leaves with the same root share the bytes that both address."""
+
+    root: Any
+    offset: int
+    strides: tuple[int, ...]
+    lazy: tuple[bool, bool]
+
+
+def view_layout(root: Any, spec: Spec, attrs: Mapping[str, Any]) -> ViewLayout:
+    """The layout of a leaf by the attributes of its tie; contiguous from the first byte, if they have no offset."""
+    strides = attrs["strides"] if "offset" in attrs else _dense(spec.shape)
+    in_bytes = tuple(s * spec.itemsize if n > 1 else 0 for s, n in zip(strides, spec.shape, strict=True))
+    return ViewLayout(root, attrs.get("offset", 0), in_bytes, (bool(attrs.get("conj")), bool(attrs.get("neg"))))
+
+
+def copy_value(source: Provider, sink: Provider) -> None:
+    """Copy one value's bytes into another value of the same spec, chunk by chunk."""
+    for start, nbytes, fill in source.chunks(_COPY):
+        piece = empty_buffer(nbytes)
+        event = fill(piece)
+        if event is not None:
+            event.synchronize()
+        loaded = sink.load(start, piece)
+        if loaded is not None:
+            loaded.synchronize()
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def _flags(spec: Spec) -> tuple[bool, bool]:
+    return spec.attrs.get("parameter") is True, spec.attrs.get("requires_grad") is True
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, bit for bit."""
+    spec = TensorProvider(tensor).spec
+    copy = TensorProvider.fresh(Spec(spec.kind, spec.dtype, spec.itemsize, spec.shape), tensor.device)
+    copy_value(TensorProvider(tensor), copy)
+    return copy.value
+
+
+class _Place(NamedTuple):
+    """The memory extent of a leaf's value: addresses in bytes."""
+
+    lo: int
+    hi: int
+    leaf: int
+
+
+class OverlapStaging:
+    """Loads shards whose memory may overlap that of other leaves into staging buffers, and then copies them back.
+
+    Plain tensors that share memory must be tied in the version. Shards need not be tied, since their leaves may be cut
+    into different boxes. The restore is correct if overlapping shards have equal bytes where they overlap, and this is
+    known only after all of them are loaded.
+
+    Args:
+        wanted: index of a leaf -> the provider that receives its bytes; changed here.
+    """
+
+    def __init__(self, wanted: dict[int, Provider]) -> None:
+        self._real: dict[int, tuple[Any, torch.Tensor]] = {}
+        for index in _doubtful(wanted) if any(local_boxes_of(provider) for provider in wanted.values()) else ():
+            provider: Any = wanted[index]
+            buffer = torch.empty(provider.value.shape, dtype=provider.value.dtype, device=provider.value.device)
+            frame = local_boxes_of(provider)
+            wanted[index] = TensorProvider(buffer) if frame is None else shard_provider(frame, buffer, provider.spec)
+            self._real[index] = provider, buffer
+
+    def copy_back(self, leaves: Sequence[Leaf]) -> dict[int, Any]:
+        """Copy the staged bytes into the shards; returns the filled values by leaf index.
+
+        Raises:
+            StateMismatch: leaves that share memory in the state have different bytes for it in the version.
+        """
+        for provider, buffer in self._real.values():
+            provider.value.detach().copy_(buffer)
+        for index, (provider, buffer) in self._real.items():
+            if not torch.equal(_bytes(provider.value), _bytes(buffer)):
+                raise StateMismatch(
+                    f"{leaves[index].name}: shares memory with another leaf here, and they are not equal there in the "
+                    "version; give each a tensor of its own, as after .clone()"
+                )
+        return {index: provider.done() for index, (provider, _) in self._real.items()}
+
+
+def _doubtful(wanted: Mapping[int, Provider]) -> Iterator[int]:
+    """Indices of shards, and of leaves whose memory extents overlap a shard's, directly or through other leaves."""
+    extents: dict[torch.device, list[_Place]] = defaultdict(list)
+    for index, provider in wanted.items():
+        if type(provider) in (TensorProvider, ShardProvider, ShardsProvider):
+            value: Any = provider.value  # type: ignore[attr-defined]
+            # A tensor that overlaps itself is staged by its own provider already.
+            if value is not None and value.numel() and 0 not in value.stride():
+                extents[value.device].append(_place(value, index))
+    for places in extents.values():
+        yield from (
+            at for run in _memory_touching(sorted(places)) if any(local_boxes_of(wanted[i]) for i in run) for at in run
+        )
+
+
+def _place(value: torch.Tensor, index: int) -> _Place:
+    reach = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    return _Place(value.data_ptr(), value.data_ptr() + (reach + 1) * value.element_size(), index)
+
+
+def _memory_touching(places: Sequence[_Place]) -> Iterator[list[int]]:
+    """Groups of leaves whose extents overlap, directly or through others; groups of one are left out."""
+    run: list[int] = []
+    end = 0
+    for lo, hi, index in places:
+        if lo >= end:
+            if len(run) > 1:
+                yield run
+            run = []
+        run.append(index)
+        end = max(end, hi)
+    if len(run) > 1:
+        yield run
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+class _View(NamedTuple):
+    """A view of memory: addresses in bytes, and the indices of the items that are exactly this view."""
+
+    tensor: torch.Tensor
+    lo: int
+    hi: int
+    items: list[int]
+
+
+@dataclass(slots=True)
+class Ties:
+    """How the leaves that share memory are saved.
+
+    Attributes:
+        specs: index of an item -> its spec of kind ``tied``.
+        storages: index of an item -> the leaf of kind ``storage`` that is saved right after it.
+    """
+
+    specs: dict[int, Spec] = field(default_factory=dict)
+    storages: dict[int, PathProvider] = field(default_factory=dict)
+
+
+def find_ties(items: Sequence[PathProvider]) -> Ties:
+    """Find the leaves that share memory, and decide how they are saved.
+
+    A provider takes part by its attribute ``alias``: a hashable that is equal for leaves that are the same value in
+    the same memory, or None. Tensors that only overlap within one storage are tied too: to a contiguous tensor that
+    contains all others, if there is one, otherwise to an additional leaf of kind ``storage`` for the raw bytes.
+    """
+    ties = Ties()
+    same: dict[Hashable, list[int]] = defaultdict(list)
+    for index, (_, provider) in enumerate(items):
+        alias = getattr(provider, "alias", None)
+        if alias is not None:
+            same[alias].append(index)
+    for group in _groups(items, same.values()):
+        if len(group) > 1:
+            _tie_views(ties, items, sorted(group, key=lambda view: view.items[0]))
+    for first, *others in same.values():
+        for index in others:
+            if first not in ties.specs and index not in ties.specs:
+                ties.specs[index] = _tied(items[index][1].spec, items[first][0])
+    return ties
+
+
+def _groups(items: Sequence[PathProvider], same: Iterable[list[int]]) -> Iterator[list[_View]]:
+    """Groups of views of one storage that overlap, directly or through others."""
+    storages: dict[Hashable, list[_View]] = defaultdict(list)
+    for indices in same:
+        provider = items[indices[0]][1]
+        if type(provider) is TensorProvider:
+            tensor = provider.value
+            storages[tensor.device, tensor.untyped_storage().data_ptr()].append(_view(tensor, indices))
+    for views in storages.values():
+        for run in _touching(sorted(views, key=lambda view: view.lo)):
+            yield from _overlapping(run)
+
+
+def _view(tensor: torch.Tensor, items: list[int]) -> _View:
+    lo = tensor.data_ptr()
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return _View(tensor, lo, lo + (reach + 1) * tensor.element_size(), items)
+
+
+def _touching(views: list[_View]) -> Iterator[list[_View]]:
+    """Groups of views whose extents overlap; the views are given in order of their first byte."""
+    run, end = views[:1], views[0].hi
+    for view in views[1:]:
+        if view.lo >= end:
+            yield run
+            run = []
+        run.append(view)
+        end = max(end, view.hi)
+    yield run
+
+
+def _overlapping(run: list[_View]) -> Iterator[list[_View]]:
+    """The subsets of a group that really share bytes: columns of a matrix do not, though their extents overlap."""
+    if len(run) > _MAX_EXACT:
+        yield run
+        return
+    groups: list[list[_View]] = []
+    for view in run:
+        apart, merged = [], [view]
+        for group in groups:
+            if any(_share(view, other) for other in group):
+                merged += group
+            else:
+                apart.append(group)
+        groups = [*apart, merged]
+    yield from groups
+
+
+class _Address:
+    """Memory in the form that NumPy's overlap solver needs. It is never read, so a device's address works too."""
+
+    def __init__(self, view: _View) -> None:
+        size = view.tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (view.lo, False),
+            "typestr": f"|V{size}",
+            "shape": tuple(view.tensor.shape),
+            "strides": tuple(s * size for s in view.tensor.stride()),
+        }
+
+
+def _share(one: _View, other: _View) -> bool:
+    if one.lo >= other.hi or other.lo >= one.hi:
+        return False
+    try:
+        memories = np.asarray(_Address(one)), np.asarray(_Address(other))
+        return np.shares_memory(*memories, max_work=_MAX_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _tie_views(ties: Ties, items: Sequence[PathProvider], views: list[_View]) -> None:
+    root = next((view for view in views if _holds_all(view, views)), None)
+    if root is not None:
+        index, origin, path = root.items[0], root.lo, items[root.items[0]][0]
+    else:
+        index, origin, path = -1, *_add_storage(ties, items, views)
+    for view in views:
+        for item in view.items:
+            if item != index:
+                attrs = {} if view is root else _position(view, origin)
+                ties.specs[item] = _tied(items[item][1].spec, path, attrs)
+
+
+def _holds_all(root: _View, views: list[_View]) -> bool:
+    """Whether a view is contiguous, not lazy, and contains all others at offsets that suit their dtypes."""
+    lazy = root.tensor.is_conj() or root.tensor.is_neg()
+    return (
+        root.tensor.is_contiguous()
+        and not lazy
+        and all(
+            root.lo <= view.lo and view.hi <= root.hi and (view.lo - root.lo) % view.tensor.element_size() == 0
+            for view in views
+        )
+    )
+
+
+def _add_storage(ties: Ties, items: Sequence[PathProvider], views: list[_View]) -> tuple[int, Path]:
+    """Add a leaf for the bytes that the views span. Returns its first address and its path."""
+    storage = views[0].tensor.untyped_storage()
+    base = storage.data_ptr()
+    first = min(view.lo for view in views) - base
+    first -= first % CHUNK_GRAIN  # aligned for views of every dtype
+    nbytes = max(view.hi for view in views) - base - first
+    raw = torch.empty(0, dtype=torch.uint8, device=views[0].tensor.device).set_(storage, first, (nbytes,), (1,))
+    index = views[0].items[0]
+    path = (*items[index][0], STORAGE)
+    ties.storages[index] = (path, StorageProvider(raw))
+    return base + first, path
+
+
+def _position(view: _View, origin: int) -> dict[str, Any]:
+    """The attributes of a tie: offset in bytes from the root's first byte, strides in elements, conj and neg bits."""
+    tensor = view.tensor
+    attrs: dict[str, Any] = {"offset": view.lo - origin, "strides": list(tensor.stride())}
+    if tensor.is_conj():
+        attrs["conj"] = True
+    if tensor.is_neg():
+        attrs["neg"] = True
+    return attrs
+
+
+def _tied(spec: Spec, root: Path, attrs: Mapping[str, Any] = {}) -> Spec:
+    return Spec(TIED, spec.dtype, spec.itemsize, spec.shape, {**spec.attrs, "to": encode_path(root), **attrs})

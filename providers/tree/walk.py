@@ -1,0 +1,234 @@
+"""A walk through a state: the value at each path, and the provider that saves it or restores into it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tierstate.manifest.errors import CaptureError, FormatError
+from tierstate.manifest.format.leaf import Path, decode_path, encode_path, format_path
+from tierstate.providers.base import Provider
+from tierstate.providers.registry import Registry
+from tierstate.providers.values.stateful import PerRank, Stateful, per_rank_stateful, stateful
+from tierstate.providers.values.values import ObjectProvider, ValueProvider
+
+MAX_PATH_DEPTH = 200
+"""Largest number of keys in a path."""
+
+
+PickleAllowed: TypeAlias = Callable[[Path], bool]
+"""Path of a leaf -> whether it may be pickled or unpickled."""
+
+
+TypedKey: TypeAlias = tuple[Any, ...]
+"""A key together with its type, so that 1, True and 1.0 are three different keys."""
+
+
+_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
+
+
+_REMEDY = "allow pickle for this leaf, or register a provider for its type"
+
+
+def no_pickle(path: Path) -> bool:
+    """The rule that allows pickle for no leaf."""
+    return False
+
+
+@dataclass(slots=True, eq=False)
+class StateNode:
+    """One node of a state: a container, or a leaf with its provider.
+
+    Attributes:
+        path: its keys from the root.
+        value: the value in its parent; for a stateful object the object itself, not its state.
+        tree: the value that was walked: ``value`` itself, or the state of a stateful object.
+        kind: a container's kind; empty for a leaf.
+        attrs: a container's attributes.
+        children: the items of a container, in order, each with its key.
+        provider: a leaf's provider.
+        stateful: how the state of a stateful object is set.
+        problem: why a lenient walk found no provider.
+    """
+
+    path: Path
+    value: Any
+    tree: Any
+    kind: str = ""
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    children: dict[TypedKey, tuple[Any, StateNode]] = field(default_factory=dict)
+    provider: Provider | None = None
+    stateful: Stateful | None = None
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """The path as printed."""
+        return format_path(self.path)
+
+    def walk(self) -> Iterator[StateNode]:
+        """This node and all below it, each container before its items."""
+        stack = [self]
+        while stack:
+            place = stack.pop()
+            yield place
+            stack += [child for _, child in reversed(place.children.values())]
+
+
+class StateWalk:
+    """Walks states.
+
+    Args:
+        registry: where providers are looked up.
+        allow_pickle: which leaves without a provider may be pickled.
+        lenient: store the reason why a value cannot be saved in the node's ``problem`` instead of raising. Used for a
+            state that is restored into: its present values need not be ones that can be saved.
+        rank: this process's rank, under which its `PerRank` values are.
+    """
+
+    def __init__(
+        self, registry: Registry, allow_pickle: PickleAllowed = no_pickle, *, lenient: bool = False, rank: int = 0
+    ) -> None:
+        self._registry, self._allow_pickle, self._lenient, self._rank = registry, allow_pickle, lenient, rank
+        self._open: dict[int, Path] = {}
+
+    def take(self, state: Any, path: Path = ()) -> StateNode:
+        """The root node of a state, with all nodes below it.
+
+        Raises:
+            CaptureError: a value has no provider, a cycle, a key that cannot be saved, or a value that raised an error
+                while it was read; the message names the path.
+        """
+        try:
+            return self._visit(state, path)
+        except RecursionError as error:
+            raise CaptureError("the state is nested deeper than Python's recursion limit allows here") from error
+
+    def _visit(self, value: Any, path: Path) -> StateNode:
+        if len(path) > MAX_PATH_DEPTH:
+            raise CaptureError(f"{format_path(path[:8])}...: the state is nested deeper than {MAX_PATH_DEPTH}")
+        kind = container_kind(value)
+        provider, problem = self._provider(value, path, kind)
+        if provider is not None:
+            return StateNode(path, value, value, provider=provider)
+        if kind or not problem:
+            return self._descend(value, path, kind)
+        if self._allow_pickle(path):
+            return StateNode(path, value, value, provider=ObjectProvider(value))
+        if self._lenient:
+            return StateNode(path, value, value, problem=problem)
+        raise CaptureError(f"{format_path(path)}: {problem}")
+
+    def _provider(self, value: Any, path: Path, kind: str) -> tuple[Provider | None, str]:
+        """A provider, or the reason why there is none; neither if the value is a container or stateful object."""
+        try:
+            found = self._registry.exact(value)
+            if found is None and kind in ("list", "tuple"):
+                found = _plain(value)
+            if found is None and not kind:
+                found = self._registry.inherited(value)
+        except CaptureError as error:
+            return None, f"{error}; or {_REMEDY}"
+        except Exception as error:
+            raise CaptureError(f"{format_path(path)}: {_type(value)} failed while it was read: {error!r}") from error
+        if found is not None or kind or self._how(value) is not None:
+            return found, ""
+        return None, f"a {_type(value)} has no provider; {_REMEDY}"
+
+    def _how(self, value: Any) -> Stateful | None:
+        return per_rank_stateful(self._rank) if type(value) is PerRank else stateful(value)
+
+    def _descend(self, value: Any, path: Path, kind: str) -> StateNode:
+        if id(value) in self._open:
+            raise CaptureError(
+                f"{format_path(path)}: is the same object as {format_path(self._open[id(value)])}, which holds it; "
+                "a state cannot hold itself"
+            )
+        self._open[id(value)] = path
+        try:
+            return self._container(value, path, kind) if kind else self._state_of(value, path)
+        finally:
+            del self._open[id(value)]
+
+    def _container(self, value: Any, path: Path, kind: str) -> StateNode:
+        place = StateNode(path, value, value, kind, _named(value) if kind == "namedtuple" else {})
+        for key, item in _items(value, kind):
+            mark = typed_key(key)
+            if mark in place.children or not _faithful(key):
+                raise CaptureError(
+                    f"{format_path(path)}: the key {key!r:.60} of type {type(key).__qualname__} cannot be saved, or "
+                    "looks like another when saved; use str, int, bool, float, bytes, None or a tuple of these"
+                )
+            place.children[mark] = (key, self._visit(item, (*path, key)))
+        return place
+
+    def _state_of(self, value: Any, path: Path) -> StateNode:
+        how = self._how(value)
+        assert how is not None  # otherwise _provider returned a problem
+        try:
+            tree = how.get(value)
+        except RecursionError:
+            raise
+        except CaptureError as error:
+            raise CaptureError(f"{format_path(path)}: {error}") from error
+        except Exception as error:
+            raise CaptureError(f"{format_path(path)}: the state of {_type(value)} failed: {error!r}") from error
+        place = self._visit(tree, path)
+        if place.stateful is not None:
+            raise CaptureError(f"{format_path(path)}: the state of {_type(value)} is {_type(tree)}, no tree of values")
+        place.value, place.stateful = value, how
+        return place
+
+
+def container_kind(value: Any) -> str:
+    """The kind of a container whose items become leaves; empty for all else, also for subclasses of containers."""
+    found = _KINDS.get(type(value), "")
+    if not found and isinstance(value, tuple):
+        fields = getattr(type(value), "_fields", None)
+        named = isinstance(fields, tuple) and len(fields) == len(value) and all(isinstance(f, str) for f in fields)
+        return "namedtuple" if named else ""
+    return found
+
+
+def typed_key(key: Any) -> TypedKey:
+    """The key with its type, so that it differs from every other key."""
+    if type(key) is float:
+        return (float, key.hex())
+    if type(key) is tuple:
+        return (tuple, *map(typed_key, key))
+    return (type(key), key)
+
+
+def _items(value: Any, kind: str) -> Any:
+    if kind in ("dict", "odict"):
+        return value.items()
+    return zip(value._fields, value, strict=True) if kind == "namedtuple" else enumerate(value)
+
+
+def _faithful(key: Any) -> bool:
+    """Whether the key can be saved, and is exactly the same after a restore."""
+    if (type(key) is str and key.isascii()) or type(key) in (bool, type(None)):
+        return True
+    try:
+        (again,) = decode_path(encode_path((key,)))
+    except (CaptureError, FormatError, ValueError, RecursionError):
+        return False
+    return typed_key(again) == typed_key(key)
+
+
+def _plain(value: Any) -> Provider | None:
+    try:
+        return ValueProvider(value)
+    except CaptureError:
+        return None
+
+
+def _named(value: Any) -> dict[str, Any]:
+    kind = type(value)
+    return {"type": f"{kind.__module__}:{kind.__qualname__}", "fields": list(kind._fields)}
+
+
+def _type(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

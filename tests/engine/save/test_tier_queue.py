@@ -1,0 +1,221 @@
+"""Tier queues: whatever a tier does at whichever call, every slab comes back, and nothing durable is lost."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import event, example, given
+from hypothesis import strategies as st
+from support.checkpointer_worlds import (
+    Wrapped,
+    arena_of,
+    engine_threads,
+    faulty,
+    policy,
+    tensors,
+    unreferenced,
+    wrapped,
+)
+from support.equality import difference
+
+import tierstate as ts
+from tierstate.manifest.errors import TierFull
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.base import Tier
+from tierstate.tiers.memory.host import Host, Memory
+from tierstate.tiers.testing import Fault
+
+OPERATIONS = st.sampled_from(["put", "read", "list", "size", "delete", "writer", "append", "close"])
+ERRORS = st.sampled_from(
+    [
+        ts.TierFull("full"),
+        ts.TierUnavailable("gone"),
+        ts.AccessDenied("no"),
+        ts.AlreadyExists("taken"),
+        ts.NotFound("lost"),
+        ts.TierError("odd"),
+        OSError(5, "foreign"),
+        RuntimeError("a bug of theirs"),
+    ]
+)
+SIZES = (30_000, 500, 8192, 60)
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> Fault:
+    """A call that fails, once or from then on; only an answer can be lost after the call took effect."""
+    operation, at = draw(OPERATIONS), draw(st.integers(0, 12))
+    after = draw(st.booleans())
+    return Fault(operation, at, ts.TierUnavailable("no answer") if after else draw(ERRORS), after)
+
+
+def keys_of(first: bool, host: bool, bad: dict[str, Any], good: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Tiers of a policy: the bad one first or second, perhaps with a host tier before both."""
+    kept = {**bad, "keep": {"last": 2}}
+    tiers = {"bad": kept, "good": good} if first else {"good": good, "bad": kept}
+    return {**({"host": {"type": "host", "keep": {"last": 1}}} if host else {}), **tiers}
+
+
+@pytest.mark.slow
+# The tier fails when it is asked, after the commit, whether the version that was built on is still there.
+@example(fault=Fault("size", 2, TierFull("full")), first=False, host=False, hostlike=False, changed={0})
+@given(
+    fault=faults(), first=st.booleans(), host=st.booleans(), hostlike=st.booleans(), changed=st.sets(st.integers(0, 3))
+)
+def test_a_tier_that_fails_at_any_call_loses_nothing_and_keeps_no_slab(
+    fault: Fault, first: bool, host: bool, hostlike: bool, changed: set[int]
+) -> None:
+    inner: Tier = Host() if hostlike else Memory()
+    with wrapped(inner) as bad, wrapped(Memory()) as good:
+        # A tier that keeps leases, and does not tell the arena so, needs room for all that it keeps.
+        spec = policy(keys_of(first, host, bad, good), arena={"size": "2MiB" if hostlike else "32KiB"})
+        states = [tensors(*SIZES)]
+        for step in (1, 2):
+            one = {n: t + step if i in changed or step == 2 else t for i, (n, t) in enumerate(states[-1].items())}
+            states.append(one)
+        ckpt = ts.Checkpointer(spec, "run")
+        saved(ckpt.save(states[0], step=0), "bad")
+        where = faulty(bad)
+        where.add(fault)
+        # Told at the second save if the first one reached no persistent tier at all: then it is not made.
+        second = save(ckpt, states[1], 1)
+        failed = "" if second is None else outcome(second, "bad")
+        event(f"{fault.operation}: {'failed' if failed else 'saved'}")
+        outcome(second, "good")
+        where.heal()
+        third = save(ckpt, states[2], 2) or save(ckpt, states[2], 2)
+        assert third is not None
+        # A tier that lied about what it has may be caught once more; then it is looked at again.
+        if outcome(third, "bad"):
+            third = save(ckpt, states[2], 2) or save(ckpt, states[2], 2)
+            assert third is not None
+            assert outcome(third, "bad") == ""
+        ckpt._pipeline.close()
+        check(ckpt, where, states, failed, fault)
+        inner.close()
+        assert arena_of(ckpt).in_flight == 0
+        with contextlib.suppress(Exception):
+            ckpt.close()
+        assert engine_threads() == []
+
+
+def save(ckpt: ts.Checkpointer, state: Any, step: int) -> ts.Save | None:
+    """A save; None where it told of an earlier one instead."""
+    try:
+        return ckpt.save(state, step=step)
+    except Exception:
+        return None
+
+
+def saved(made: ts.Save | None, tier: str) -> None:
+    assert made is not None
+    assert outcome(made, tier) == ""
+
+
+def outcome(made: ts.Save | None, tier: str) -> str:
+    """What became of a save on a tier; empty where all is well."""
+    found: BaseException | None = None
+    try:
+        if made is not None:
+            made.wait(tier, timeout=20)
+    except Exception as error:
+        found = error
+    assert "after 20 s" not in str(found), "it hangs"
+    return repr(found) if found is not None else ""
+
+
+def check(ckpt: ts.Checkpointer, where: Wrapped, states: list[Any], failed: str, fault: Fault) -> None:
+    """All that the bad tier lists is whole in it alone; what failed is not listed, and left nothing."""
+    report = ckpt.verify(deep=True)
+    assert report.ok, report
+    log = Log(where.inner, "run")
+    steps = {log.read(seq).version.head.step for seq in log.seqs()}
+    assert 2 in steps
+    assert len(steps) <= 2, "old versions are dropped, if not at once"
+    # A create that was not answered may take effect yet.
+    unknown = "CommitUnknown" in failed or (fault.operation == "put" and "TierUnavailable" in failed)
+    if failed and "CommitUnknown" not in failed:
+        assert (1 in steps) == bool(ckpt.stats().tiers["bad"].brought)
+    for version in ckpt.versions():
+        assert difference(states[version.step], ckpt.load(version=version.id)) == ""
+    # Nobody may delete what an unknown commit may name, nor can what the tier will not delete be deleted.
+    if not unknown and not (failed and fault.operation in ("delete", "list")) and fault.at != 0:
+        assert unreferenced(where.inner, "run") == set()
+
+
+def test_packs_stay_while_a_record_that_was_not_answered_may_still_arrive() -> None:
+    with wrapped(Memory()) as keys, ts.Checkpointer(policy({"bad": keys}), "run") as ckpt:
+        faulty(keys).add(Fault("put", 1, ts.TierUnavailable("no answer")))
+        made = ckpt.save(tensors(*SIZES), step=0)
+        assert "no answer" in outcome(made, "bad")
+        inner = faulty(keys).inner
+        assert list(inner.list("versions/")) == []
+        assert len(list(inner.list("packs/"))) == 1, "deleting it would make the record a lie, should it arrive"
+
+
+@pytest.mark.parametrize("operation", ["put", "writer", "append", "close"])
+def test_a_tier_that_always_fails_is_tried_at_every_save(operation: Any) -> None:
+    with wrapped(Memory()) as bad, wrapped(Memory()) as good:
+        spec = policy({"bad": bad, "good": good})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            faulty(bad).add(Fault(operation, 0, ts.TierFull("full")))
+            made = ckpt.save(tensors(*SIZES), step=0)
+            assert outcome(made, "bad")
+            outcome(made, "good")
+            for step in range(1, 4):
+                made = save(ckpt, tensors(*SIZES, seed=step), step) or save(ckpt, tensors(*SIZES, seed=step), step)
+                assert "full" in outcome(made, "bad")
+                assert outcome(made, "good") == "", "from the second on it is entered directly"
+            assert ckpt.stats().tiers["bad"].failures >= 4
+            assert list(faulty(bad).inner.list("")) == []
+            assert arena_of(ckpt).in_flight == 0
+
+
+def test_tiers_that_were_all_down_come_back_each_by_itself() -> None:
+    with wrapped(Memory()) as one, wrapped(Memory()) as two, wrapped(Memory()) as three:
+        spec = policy({"one": one, "two": two, "three": three})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            made = ckpt.save(tensors(*SIZES), step=0)
+            for name in ("one", "two", "three"):
+                saved(made, name)
+            for keys in (one, two, three):
+                faulty(keys).add(Fault("writer", 0, ts.TierUnavailable("the power is out")))
+            for step in range(1, 4):
+                made = save(ckpt, tensors(*SIZES, seed=step), step)
+                assert made is None or all(outcome(made, name) for name in ("one", "two", "three"))
+            faulty(three).heal()
+            made = save(ckpt, tensors(*SIZES, seed=8), 8) or save(ckpt, tensors(*SIZES, seed=8), 8)
+            saved(made, "three")
+            assert outcome(made, "one")
+            assert outcome(made, "two")
+            faulty(one).heal()
+            faulty(two).heal()
+            made = ckpt.save(tensors(*SIZES, seed=9), step=9)
+            assert [outcome(made, name) for name in ("one", "two", "three")] == ["", "", ""]
+            assert ckpt.verify(deep=True).ok
+
+
+class Tired(Memory):
+    """A tier whose listings fail in a way that no tier should, once packs are asked for."""
+
+    error: BaseException = RuntimeError("worn out")
+
+    def list(self, prefix: str) -> Any:
+        if prefix.startswith("packs/"):
+            raise self.error
+        return super().list(prefix)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("worn out"), SystemExit(3)])
+def test_a_tier_that_fails_after_the_commit_does_not_stop_its_queue(error: BaseException) -> None:
+    tired = Tired()
+    tired.error = error
+    with wrapped(tired) as keys:
+        with ts.Checkpointer(policy({"only": {**keys, "keep": {"last": 1}}}), "run") as ckpt:
+            for step in range(3):
+                ckpt.save(tensors(*SIZES, seed=step), step=step).wait(timeout=30)
+            assert difference(tensors(*SIZES, seed=2), ckpt.load()) == ""
+            assert arena_of(ckpt).in_flight == 0
+        assert engine_threads() == []

@@ -1,0 +1,139 @@
+"""Sharing out: each box that several ranks hold has one owner among them, and the bytes are even."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.manifest_strategies import Table as Bytes
+
+from tierstate.manifest.boxes import Box
+from tierstate.manifest.errors import FormatError, StateMismatch
+from tierstate.manifest.format.leaf import encode_path
+from tierstate.manifest.sharded.ownership import Ownership, SaveCandidates, assign_owners
+
+rows = st.dictionaries(
+    st.tuples(st.sampled_from([("a",), ("a", 0), ("a", True), ("b",)]), st.integers(0, 2)),
+    st.booleans(),
+    max_size=6,
+)
+"""What a rank holds: path and offset of a box; whether one owner is enough."""
+
+
+def nbytes(row):
+    """The same on every rank: sizes that differ by path."""
+    return 10 ** len(row[0]) + row[1]
+
+
+def table(held, order=None):
+    found = list(held) if order is None else order
+    boxes = [Box((offset, 0), (1, 3)) for _, offset in found]
+    return SaveCandidates(
+        [path for path, _ in found], boxes, np.array([nbytes(r) for r in found]), [held[r] for r in found]
+    )
+
+
+def names(held):
+    """The rows, with keys that are equal to Python told apart."""
+    return [(encode_path(path), offset) for path, offset in held]
+
+
+@given(st.lists(rows, min_size=1, max_size=5), st.data())
+def test_each_box_has_one_owner_and_others_all(worlds, data):
+    tables = [table(held) for held in worlds]
+    sharing = assign_owners(tables)
+    sharing = Ownership.decode(sharing.encode())
+    owners = {}
+    for rank, held in enumerate(worlds):
+        mine = sharing.saved_by(rank, tables[rank])
+        assert mine.dtype == bool
+        for row, single, chosen in zip(names(held), held.values(), mine.tolist(), strict=True):
+            assert chosen or single
+            if chosen and single:
+                owners.setdefault(row, []).append(rank)
+    held_single = {row for held in worlds for row, single in zip(names(held), held.values(), strict=True) if single}
+    assert {row: len(ranks) for row, ranks in owners.items()} == dict.fromkeys(held_single, 1)
+    # The order of rows does not matter, nor whether a rank hears only what is for it.
+    orders = [data.draw(st.permutations(list(held))) for held in worlds]
+    turned = [table(held, order) for held, order in zip(worlds, orders, strict=True)]
+    again = assign_owners([SaveCandidates.decode(t.encode()) for t in turned])
+    for rank, (held, order) in enumerate(zip(worlds, orders, strict=True)):
+        heard = Ownership.decode(again.of([rank]).encode()).saved_by(rank, turned[rank]).tolist()
+        mine = sharing.saved_by(rank, tables[rank]).tolist()
+        assert dict(zip(names(order), heard, strict=True)) == dict(zip(names(held), mine, strict=True))
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 1000), min_size=1, max_size=40))
+def test_bytes_of_replicas_are_even(ranks, sizes):
+    """No rank has more than its share and the largest box; so it is with any order of largest first."""
+    paths = [("w", i) for i in range(len(sizes))]
+    one = SaveCandidates(paths, [Box.whole((n,)) for n in sizes], np.array(sizes), np.ones(len(sizes), bool))
+    sharing = assign_owners([one] * ranks)
+    loads = [int(one.nbytes[sharing.saved_by(rank, one)].sum()) for rank in range(ranks)]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) <= math.ceil(sum(sizes) / ranks) + max(sizes)
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_what_a_rank_alone_holds_counts():
+    shared, own = Box.whole((8,)), Box.whole((100,))
+    tables = [
+        SaveCandidates([("a",), ("own",)], [shared, own], np.array([8, 100]), [True, True]),
+        SaveCandidates([("a",)], [shared], np.array([8]), [True]),
+    ]
+    sharing = assign_owners(tables)
+    assert sharing.saved_by(0, tables[0]).tolist() == [False, True]
+    assert sharing.saved_by(1, tables[1]).tolist() == [True]
+
+
+def test_many_replicas_are_told_little():
+    """Groups of eight that hold the same: each hears of its own table."""
+    groups = [
+        SaveCandidates([("w", i) for i in range(50)], [Box((g, 0), (1, 4))] * 50, np.full(50, 4), np.ones(50, bool))
+        for g in range(20)
+    ]
+    sharing = assign_owners([groups[r // 8] for r in range(160)])
+    saved = [int(sharing.saved_by(r, groups[r // 8]).sum()) for r in range(160)]
+    assert (min(saved), max(saved), sum(saved)) == (6, 7, 1000)
+    assert len(sharing.of([17]).encode()) < 1000
+
+
+def test_another_table_is_refused():
+    one, other = table({(("a",), 0): True}), table({(("b",), 0): True})
+    sharing = assign_owners([one])
+    for rank, given_ in ((0, other), (1, one)):
+        with pytest.raises(StateMismatch, match=f"rank {rank} holds is not what was shared out"):
+            sharing.saved_by(rank, given_)
+    with pytest.raises(ValueError, match="1 paths, 0 boxes"):
+        SaveCandidates([("a",)], [], np.zeros(1), [True])
+    assert assign_owners([]).encode() == Ownership({}, {}).encode()
+
+
+@pytest.mark.parametrize(
+    ("what", "column", "numbers", "words"),
+    [
+        (SaveCandidates, "nbytes", [-1], "fewer than no bytes"),
+        (SaveCandidates, "key", [1], "rows where 2 are right"),
+        (Ownership, "rank.table", [1], "not listed"),
+        (Ownership, "table.end", [2], "rows where 2 are right"),
+        (Ownership, "table.digest", [2], "rows where 2 are right"),
+        (Ownership, "rank.table", [0, 0], "rows where 1 are right"),
+    ],
+)
+def test_bytes_are_checked(what, column, numbers, words):
+    one = table({(("a",), 0): True})
+    found = Bytes(one.encode() if what is SaveCandidates else assign_owners([one]).encode())
+    found.columns[column] = np.array(numbers, found.columns[column].dtype)
+    next(item for item in found.listed if item[0] == column)[2] = len(numbers)
+    with pytest.raises(FormatError, match=words):
+        what.decode(found.encode())
+
+
+@given(st.binary(max_size=100))
+def test_other_bytes_are_refused(data):
+    for what in (SaveCandidates, Ownership):
+        with pytest.raises(FormatError, match="sharing"):
+            what.decode(data)

@@ -1,0 +1,241 @@
+"""Modules, optimizers and schedules resume bit for bit, and nothing is cast on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.equality import difference, same
+from support.transfer import restore, transfer
+from torch import nn
+
+from tierstate.manifest.errors import StateMismatch
+from tierstate.providers.tree.flatten import flatten
+
+
+class Tied(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, dtype=dtype)
+        self.norm = nn.BatchNorm1d(4, dtype=dtype)
+        self.head = nn.Linear(4, 7, dtype=dtype)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(x)))
+
+
+def training(seed: int, lr: Any = 1e-2) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Tied()
+    lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3]),
+        ],
+        milestones=[2],
+    )
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "data": torch.Generator().manual_seed(seed)}
+
+
+def train(state: dict[str, Any], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        x = torch.randint(0, 7, (8,), generator=state["data"])
+        loss = nn.functional.cross_entropy(state["model"](x).float(), x)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        state["schedule"].step()
+        losses.append(loss.item())
+    return losses
+
+
+def plain(state: dict[str, Any]) -> Any:
+    return restore(*transfer(flatten(state)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)])
+@pytest.mark.parametrize("before", [0, 2])
+def test_training_resumes_bit_for_bit(before: int, lr: Any) -> None:
+    """Into fresh objects, and back into objects that have gone on."""
+    state = training(1, lr)
+    train(state, 3)
+    leaves, data = transfer(flatten(state))
+    saved = plain(state)
+    expected = train(state, 4)
+    other = training(2, lr)
+    train(other, before)
+    weight = other["model"].embed.weight
+    assert restore(leaves, data, into=other) is other
+    assert other["model"].embed.weight is other["model"].head.weight is weight
+    assert same(plain(other), saved)
+    assert train(other, 4) == expected
+    assert difference(plain(other), plain(state)) == ""
+
+
+def test_a_version_without_optimizer_state_empties_it() -> None:
+    leaves, data = transfer(flatten(training(1)))
+    other = training(2)
+    train(other, 2)
+    restore(leaves, data, into=other)
+    assert other["optimizer"].state_dict()["state"] == {}
+    assert same(plain(other), plain(training(1)))
+
+
+def test_a_plain_state_dict_restores_into_a_module_and_back() -> None:
+    model, other = Tied(), Tied()
+    leaves, data = transfer(flatten({"m": model.state_dict()}))
+    restore(leaves, data, into={"m": other})
+    assert same(restore(*transfer(flatten(other))), restore(*transfer(flatten(model))))
+    leaves, data = transfer(flatten({"m": dict(model.state_dict())}))
+    restore(leaves, data, into={"m": other})
+    leaves, data = transfer(flatten(model))
+    assert restore(leaves, data, into=other) is other
+
+
+def test_a_module_with_other_leaves_is_a_mismatch() -> None:
+    leaves, _ = transfer(flatten({"m": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))}))
+    target = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 2), nn.PReLU())
+    with pytest.raises(StateMismatch) as error:
+        restore(leaves, {}, into={"m": target})
+    text = str(error.value)
+    assert 'm."1.bias"' in text
+    assert 'm."2.weight"' in text
+    assert 'm."0.weight": has shape (3, 2) here, (2, 2) in the version' in text
+    assert "differ in 4 leaves" in text
+
+
+def test_ties_of_a_module_that_the_version_does_not_have() -> None:
+    untied = Tied()
+    untied.head.weight = nn.Parameter(torch.zeros(7, 4, dtype=torch.bfloat16))
+    leaves, data = transfer(flatten(untied))
+    with pytest.raises(StateMismatch, match="shares memory with"):
+        restore(leaves, data, into=Tied())
+    leaves, data = transfer(flatten(Tied()))
+    out = restore(leaves, data, into=untied)
+    assert torch.equal(out.head.weight, out.embed.weight)
+
+
+class Extra(nn.Module):
+    def __init__(self, note: Any) -> None:
+        super().__init__()
+        self.weight, self.note, self.loads = nn.Parameter(torch.ones(2)), note, 0
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+        self.loads += 1
+
+
+@pytest.mark.parametrize("note", ["text", {"t": torch.arange(3)}])
+def test_extra_state_is_set(note: Any) -> None:
+    leaves, data = transfer(flatten({"m": nn.Sequential(Extra(note))}))
+    target = nn.Sequential(Extra("other" if note == "text" else {"t": torch.zeros(3, dtype=torch.int64)}))
+    restore(leaves, data, into={"m": target})
+    assert same(target[0].note, note)
+    assert target[0].loads == 1
+    with torch.no_grad():
+        target[0].weight.zero_()
+    restore(leaves, data, into={"m": target}, only=["m.*weight"])
+    assert target[0].loads == 1
+    assert target[0].weight.tolist() == [1, 1]
+
+
+def test_hooks_on_loading_are_called_and_plain_modules_are_filled_alone() -> None:
+    calls = []
+    leaves, data = transfer(flatten(nn.Linear(2, 2)))
+    target = nn.Linear(2, 2)
+    target.register_load_state_dict_post_hook(lambda module, keys: calls.append(module))
+    restore(leaves, data, into=target)
+    assert calls == [target]
+
+
+class Casting:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"].to(torch.bfloat16)
+
+
+def test_a_cast_is_no_restore() -> None:
+    leaves, data = transfer(flatten({"c": [Casting(torch.ones(3)), 1]}))
+    with pytest.raises(StateMismatch, match=r"c\.0\.value: .*dtype bfloat16 here, float32 in the version: it was cast"):
+        restore(leaves, data, into={"c": [Casting(torch.zeros(3)), 1]})
+
+
+def test_an_optimizer_that_casts_its_state() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    leaves, data = transfer(flatten(optimizer))
+    with pytest.raises(StateMismatch, match=r"state\.0\.exp_avg: .* it was cast"):
+        restore(leaves, data, into=torch.optim.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]))
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([weight])
+    leaves, data = transfer(flatten({"o": optimizer}))
+    with pytest.raises(StateMismatch, match="o: the AdamW does not take the saved state: loaded state dict"):
+        restore(leaves, data, into={"o": torch.optim.AdamW([weight, nn.Parameter(torch.ones(1))])})
+    weight.sum().backward()
+    optimizer.step()
+    leaves, data = transfer(flatten({"o": optimizer}))
+    other = nn.Parameter(torch.zeros(4))
+    wrong = torch.optim.AdamW([other])
+    other.sum().backward()
+    wrong.step()
+    with pytest.raises(StateMismatch, match=r"o\.state\.0\.exp_avg: has shape \(4,\) here, \(3,\) in the version"):
+        restore(leaves, data, into={"o": wrong})
+
+
+def test_only_a_part_of_an_optimizer() -> None:
+    state, other = training(1), training(2)
+    train(state, 2)
+    train(other, 3)
+    leaves, data = transfer(flatten(state))
+    restore(leaves, data, into=other, only=["optimizer.state.*.exp_avg"])
+    mine, theirs = other["optimizer"].state_dict()["state"], state["optimizer"].state_dict()["state"]
+    assert all(same(mine[i]["exp_avg"], theirs[i]["exp_avg"]) for i in mine)
+    assert mine[0]["step"] == 3
+    assert other["schedule"].last_epoch == 3
+
+
+def test_things_get_their_state_last_and_in_order() -> None:
+    order = []
+
+    class Told:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"name": self.name}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            order.append((state["name"], tensor.tolist()))
+
+    tensor = torch.zeros(1)
+    leaves, data = transfer(flatten([Told("a"), Told("b"), torch.ones(1)]))
+    restore(leaves, data, into=[Told("c"), Told("d"), tensor])
+    assert order == [("a", [1.0]), ("b", [1.0])]
+
+
+def test_a_generator_of_another_kind() -> None:
+    import numpy as np
+
+    leaves, data = transfer(flatten({"g": np.random.default_rng(1)}))
+    with pytest.raises(StateMismatch, match="g: the Generator does not take the saved state"):
+        restore(leaves, data, into={"g": np.random.Generator(np.random.Philox(1))})

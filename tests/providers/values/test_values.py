@@ -1,0 +1,155 @@
+"""Plain values: exact, canonical, and safe to read from anybody."""
+
+from __future__ import annotations
+
+import enum
+import pickle
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.equality import difference
+from support.state_strategies import PLAIN
+from support.transfer import feed, stream
+
+from tierstate.manifest.errors import CaptureError, FormatError
+from tierstate.manifest.format.leaf import Spec
+from tierstate.providers.values.encoding import MAX_VALUE_DEPTH, decode_value, encode_value
+from tierstate.providers.values.values import ObjectProvider, ValueProvider
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@given(PLAIN, st.integers(1, 70))
+@settings(deadline=None, max_examples=300)
+def test_any_plain_value_comes_back(value: Any, piece: int) -> None:
+    provider = ValueProvider(value)
+    receiver = ValueProvider(None).receiver(provider.spec)
+    feed(receiver, stream(provider, 16), piece)
+    assert difference(receiver.done(), value) == ""
+
+
+@given(PLAIN)
+@settings(deadline=None)
+def test_equal_values_have_equal_bytes(value: Any) -> None:
+    assert encode_value(decode_value(encode_value(value))) == encode_value(value)
+
+
+@given(st.sets(st.one_of(st.integers(), st.text())))
+def test_sets_have_no_order(value: set[Any]) -> None:
+    assert encode_value(set(sorted(value, key=repr))) == encode_value(set(sorted(value, key=repr, reverse=True)))
+
+
+def test_types_are_told_apart() -> None:
+    values = [1, True, 1.0, 1 + 0j, "1", b"1", bytearray(b"1"), [1], (1,), {1}, frozenset({1}), {1: 1}, np.int64(1)]
+    values += [OrderedDict({1: 1}), Counter({1: 1}), torch.Size([1]), range(1), np.longlong(1), 0.0, -0.0, None, False]
+    assert len({encode_value(value) for value in values}) == len(values)
+
+
+@given(st.binary(max_size=60))
+@example(b"")
+@example(b"\x01l\xff\xff\xff\xff\xff\xff\xff\x7f")
+@example(b"\x01d\x01lN")
+@example(b"\x01" + b"l\x01" * 500 + b"N")
+@settings(max_examples=500)
+def test_any_bytes_are_a_value_or_a_format_error(data: bytes) -> None:
+    for candidate in (data, b"\x01" + data):
+        try:
+            decode_value(candidate)
+        except FormatError:
+            continue
+
+
+@given(PLAIN, st.data())
+@settings(deadline=None, max_examples=300)
+def test_damaged_bytes_are_a_value_or_a_format_error(value: Any, data: st.DataObject) -> None:
+    raw = bytearray(encode_value(value))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] = data.draw(st.integers(0, 255))
+    for candidate in (raw, raw[:at], raw + b"N"):
+        try:
+            decode_value(bytes(candidate))
+        except FormatError:
+            continue
+
+
+def test_cut_and_extended_bytes_are_refused() -> None:
+    raw = encode_value([1, "two", {3: 4.0}])
+    for at in range(len(raw)):
+        with pytest.raises(FormatError):
+            decode_value(raw[:at])
+    with pytest.raises(FormatError, match="has"):
+        decode_value(raw + b"N")
+
+
+def test_repeated_keys_and_elements_are_refused() -> None:
+    with pytest.raises(FormatError, match="equal keys"):
+        decode_value(b"\x01d\x02NTNF")
+    with pytest.raises(FormatError, match="equal elements"):
+        decode_value(b"\x01S\x02NN")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Colour.RED,
+        defaultdict(int),
+        namedtuple("P", "x")(1),
+        object(),
+        [1, {2: Colour.RED}],
+        int,
+        slice(1),
+        ...,
+        np.zeros(1, [("a", "i4")])[0],
+    ],
+)
+def test_subclasses_are_not_turned_into_their_base(value: Any) -> None:
+    with pytest.raises(CaptureError, match="not a plain value"):
+        encode_value(value)
+
+
+def test_nesting_is_limited() -> None:
+    value: Any = None
+    for _ in range(MAX_VALUE_DEPTH):
+        value = [value]
+    assert decode_value(encode_value(value)) == value
+    with pytest.raises(CaptureError, match="nested"):
+        encode_value([value])
+
+
+def test_padding_of_long_doubles_is_no_content() -> None:
+    raw = np.frombuffer(bytes(10) + b"abcdef", np.longdouble)
+    assert encode_value(raw[0]) == encode_value(np.longdouble(0))
+
+
+@pytest.mark.parametrize(
+    "spec", [Spec("value", "int8", 1, (2,)), Spec("value", "uint8", 2, (2,)), Spec("value"), Spec("value", shape=(-1,))]
+)
+@pytest.mark.parametrize("cls", [ValueProvider, ObjectProvider])
+def test_specs_from_anybody(cls: type[ValueProvider], spec: Spec) -> None:
+    with pytest.raises(FormatError):
+        cls.fresh(spec)
+
+
+def test_objects_come_back() -> None:
+    provider = ObjectProvider(Colour.RED)
+    assert provider.spec.attrs["type"].endswith("Colour")
+    receiver = provider.receiver(provider.spec)
+    feed(receiver, stream(provider), 3)
+    assert receiver.done() is Colour.RED
+    with pytest.raises(CaptureError, match="cannot be pickled"):
+        _ = ObjectProvider(lambda: None).spec
+
+
+def test_a_broken_pickle_is_a_format_error() -> None:
+    raw = pickle.dumps([1, 2, 3], 5)[:-1]
+    fresh = ObjectProvider.fresh(Spec("object", shape=(len(raw),)))
+    feed(fresh, raw)
+    with pytest.raises(FormatError, match="pickle"):
+        fresh.done()

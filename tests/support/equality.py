@@ -1,0 +1,117 @@
+"""Exact equality of two states: bit for bit, with types, order and shared memory."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal bit for bit: types, order, dtypes, shapes, NaN payloads, -0.0 and shared memory."""
+    return difference(one, other) == ""
+
+
+def difference(one: Any, other: Any) -> str:
+    """What tells two states apart; empty where nothing does."""
+    found: tuple[list[Any], list[Any]] = ([], [])
+    found_here = _difference(one, other, "state", found)
+    if found_here:
+        return found_here
+    pairs = [pair for pair in zip(*found, strict=True) if not any(map(_repeats, pair))]
+    alike = _sharing([a for a, _ in pairs]) == _sharing([b for _, b in pairs])
+    return "" if alike else "other leaves share memory"
+
+
+def _difference(one: Any, other: Any, at: str, found: tuple[list[Any], list[Any]]) -> str:
+    if type(one) is not type(other):
+        return f"{at}: {type(one)} and {type(other)}"
+    if isinstance(one, (torch.Tensor, np.ndarray)):
+        found[0].append(one)
+        found[1].append(other)
+        alike = _tensor(one) == _tensor(other) if isinstance(one, torch.Tensor) else _array(one) == _array(other)
+        return "" if alike else f"{at}: {one} and {other}"
+    if isinstance(one, dict):
+        if [_exact(k) for k in one] != [_exact(k) for k in other]:
+            return f"{at}: keys {list(one)} and {list(other)}"
+        pairs = zip(one.values(), other.values(), strict=True)
+        return next(filter(None, (_difference(a, b, f"{at}.x", found) for a, b in pairs)), "")
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return f"{at}: {len(one)} and {len(other)} items"
+        pairs = zip(one, other, strict=True)
+        return next(filter(None, (_difference(a, b, f"{at}.{i}", found) for i, (a, b) in enumerate(pairs))), "")
+    return "" if _exact(one) == _exact(other) else f"{at}: {one!r} and {other!r}"
+
+
+def _tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    return (t.dtype, t.shape, t.requires_grad, bits(t))
+
+
+def _array(a: np.ndarray) -> tuple[Any, ...]:
+    cells = a.view(np.dtype((np.void, a.itemsize)))  # as a structure, NumPy would not copy the padding
+    return (a.dtype, a.dtype.isalignedstruct, a.shape, cells.tobytes())
+
+
+def _exact(value: Any) -> Any:
+    """What two equal values have in common, type and bits."""
+    if isinstance(value, (set, frozenset)):
+        return (type(value), sorted(repr(_exact(item)) for item in value))
+    if type(value) is tuple:
+        return (tuple, *map(_exact, value))
+    return (type(value), _content(value))
+
+
+def _content(value: Any) -> Any:
+    if type(value) in (float, complex):
+        return struct.pack("<dd", value.real, value.imag)
+    if isinstance(value, (str, np.bytes_)):  # NumPy's own == takes "a" for "a\0"
+        return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+    if isinstance(value, np.generic):
+        return value.dtype, value.tobytes()[: 10 if isinstance(value, np.longdouble) else None]
+    return value
+
+
+def _repeats(leaf: Any) -> bool:
+    """Whether elements share memory: alone, such a tensor is saved with memory for each element."""
+    return isinstance(leaf, torch.Tensor) and len(np.unique(positions(leaf))) < leaf.numel() * leaf.element_size()
+
+
+def _sharing(found: list[Any]) -> list[int]:
+    """For each byte of all leaves, the first byte that lies at the same address."""
+    addresses: list[np.ndarray] = [np.zeros(0, np.int64)]
+    for leaf in found:
+        if isinstance(leaf, torch.Tensor):
+            addresses.append(positions(leaf) + leaf.untyped_storage().data_ptr())
+        elif leaf.nbytes:
+            addresses.append(leaf.__array_interface__["data"][0] + np.arange(leaf.nbytes))
+    _, first, inverse = np.unique(np.concatenate(addresses), return_index=True, return_inverse=True)
+    return first[inverse].tolist()
+
+
+def raw(storage: torch.UntypedStorage) -> np.ndarray:
+    """The bytes of a storage, without a copy."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+
+def positions(tensor: torch.Tensor) -> np.ndarray:
+    """``(numel * itemsize,)``: where each byte of the row-major order lies in the tensor's storage."""
+    size = tensor.element_size()
+    index = np.full((), tensor.storage_offset() * size, dtype=np.int64)
+    for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        index = index[..., None] + np.arange(n) * stride * size
+    return (index[..., None] + np.arange(size)).reshape(-1)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The elements' bytes in row-major order, with lazy conjugates and negatives applied to the sign bits."""
+    found = raw(tensor.untyped_storage())[positions(tensor)].copy()
+    part = tensor.element_size() // (2 if tensor.is_complex() else 1)
+    signs = found.reshape(-1, part)[:, -1]
+    if tensor.is_conj():
+        signs[1::2] ^= 0x80
+    if tensor.is_neg():
+        signs ^= 0x80
+    return found.tobytes()

@@ -1,0 +1,59 @@
+"""Calls functions that may fail, in this or another thread, and distinguishes our error types from all others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import NotFound, TierstateError
+from tierstate.tiers.base import Tier
+
+
+def tried(call: Callable[[], object]) -> TierstateError | None:
+    """The typed error of a call, or None where it went well. Any other error is raised."""
+    try:
+        call()
+    except TierstateError as error:
+        return error
+    return None
+
+
+class Background:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._outcome: TierstateError | BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome = tried(self._call)
+        except BaseException as error:
+            self._outcome = error
+
+    def outcome(self) -> TierstateError | None:
+        """Wait for it; as `tried`."""
+        self._thread.join()
+        if self._outcome is None or isinstance(self._outcome, TierstateError):
+            return self._outcome
+        raise self._outcome
+
+
+def write(tier: Tier, key: str, data: Buffer, step: int = 3 << 20) -> None:
+    """An object written in pieces."""
+    with tier.writer(key, data.numel()) as writer:
+        for at in range(0, data.numel(), step):
+            writer.append(data[at : at + step])
+
+
+def is_there(observer: Tier, key: str, data: Buffer) -> bool:
+    """Whether another client finds the object; it finds all of it, or nothing anywhere."""
+    if key in list(observer.list("")):
+        assert observer.size(key) == data.numel()
+        assert observer.get(key).equal(data)
+        return True
+    assert isinstance(tried(lambda: observer.size(key)), NotFound)
+    return False

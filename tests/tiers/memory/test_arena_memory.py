@@ -1,0 +1,327 @@
+"""The arena's memory: given back when it is closed, and shared with a process that is handed it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tierstate.manifest.errors import TierstateError
+from tierstate.tiers.memory import arena as arena_module
+from tierstate.tiers.memory import arena as arena_room
+from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.host import Host
+
+MIB = 1 << 20
+BIG = 4 * MIB
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "private"])
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether big slabs are shared, whatever this system does."""
+    monkeypatch.setattr(arena_module, "shares_huge_pages", lambda: request.param)
+    return bool(request.param)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has, by the kernel's own count."""
+    gc.collect()
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel does not say")
+
+
+@pytest.fixture(autouse=True)
+def no_arenas_of_earlier_tests() -> None:
+    """Those in cycles of references keep their descriptors until they are collected, at any moment of a later test."""
+    gc.collect()
+
+
+def descriptors() -> list[str]:
+    """The open files in memory of this process."""
+    return [n for n in os.listdir("/proc/self/fd") if "tierstate-arena" in _target(n)]
+
+
+def _target(number: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except FileNotFoundError:
+        return ""
+
+
+def holds(buffer: torch.Tensor, value: int) -> bool:
+    """Whether all bytes are this value; told without memory of its own, and without threads."""
+    array = buffer.numpy()
+    return bool(array.min() == array.max() == value)
+
+
+def preparing() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "tierstate-arena"]
+
+
+@pytest.mark.slow
+def test_close_gives_memory_back_at_once_and_the_rest_when_it_comes_back(shared: bool) -> None:
+    before, files = resident(), len(descriptors())
+    arena = Arena(16 * BIG, BIG)
+    assert (arena.shared is not None) == shared
+    slabs = [arena.acquire() for _ in range(12)]
+    for slab in slabs:
+        slab.buffer.fill_(7)
+    views = [slab.buffer[PAGE:] for slab in slabs[:4]]
+    assert resident() - before >= 12 * BIG
+    for slab in slabs[4:]:
+        slab.release()
+    arena.close()
+    assert BIG * 4 <= resident() - before <= BIG * 5
+    assert all(holds(view, 7) for view in views), "what is on loan is left alone"
+    views.clear()
+    for slab in slabs[:4]:
+        slab.release()
+    assert resident() - before <= BIG
+    assert len(descriptors()) == files
+    assert (arena.in_flight, arena.kept, arena.peak) == (0, 0, 12)
+
+
+@pytest.mark.slow
+def test_a_kept_slab_is_given_back_when_its_tier_lets_go(shared: bool) -> None:
+    arena = Arena(4 * BIG, BIG)
+    host = Host(arena=arena)
+    for i in range(6):
+        slab = arena.acquire()
+        slab.buffer.fill_(i)
+        with host.writer(f"packs/{i}") as writer:
+            slab.lease()
+            writer.append(slab.buffer, slab.release)
+        slab.release()
+    assert (arena.in_flight, arena.kept, arena.peak) == (0, 6, 6)
+    before = resident()
+    arena.close()
+    assert before - resident() < BIG
+    assert holds(host.get("packs/5"), 5), "a closed arena takes nothing from a tier"
+    host.delete("packs/5")
+    assert arena.kept == 5
+    host.close()
+    # The writer has the last piece, and reading it back took memory too.
+    del writer
+    assert before - resident() > 4 * BIG
+    assert (arena.in_flight, arena.kept, arena.peak) == (0, 0, 6)
+
+
+@pytest.mark.slow
+def test_more_slabs_than_slots_are_given_back_without_a_close(shared: bool) -> None:
+    arena = Arena(4 * BIG, BIG)
+    slabs = []
+    for _ in range(9):
+        slab = arena.acquire()
+        slab.buffer.fill_(1)
+        arena.keep(slab.buffer)
+        slabs.append(slab)
+    before = resident()
+    for slab in slabs:
+        slab.release()
+    assert BIG * 4 < before - resident() < BIG * 6
+    again = [arena.acquire(last=True) for _ in range(4)]
+    more = Arena(4 * BIG, BIG)
+    assert all(holds(slab.buffer, 1) for slab in again), "these were kept for the next save"
+    for slab in again:
+        arena.keep(slab.buffer)
+    fresh = arena.acquire()
+    assert not fresh.buffer.any(), "a hole in the file is zeroed memory"
+    more.close()
+    arena.close()
+
+
+@pytest.mark.slow
+def test_closing_while_memory_is_prepared_leaves_no_thread_and_no_memory() -> None:
+    before = resident()
+    for _ in range(5):
+        arena = Arena(64 * BIG, BIG)
+        arena.prepare(64 * BIG)
+        assert len(preparing()) == 1
+        arena.close()
+        assert preparing() == []
+        arena.prepare(64 * BIG)
+        assert preparing() == []
+    assert resident() - before < 4 * BIG
+
+
+def test_who_waits_for_a_slab_is_told_of_the_close() -> None:
+    arena, told = Arena(2 * PAGE, PAGE), []
+    held = arena.acquire()
+
+    def wait() -> None:
+        try:
+            arena.acquire()
+        except TierstateError as error:
+            told.append(str(error))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.02)
+    arena.close()
+    waiter.join(10)
+    assert told == ["this arena is closed, as its Checkpointer is; make a new Checkpointer"]
+    held.release()
+
+
+def test_memory_that_cannot_be_prepared_is_logged_and_had_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(_buffer: torch.Tensor) -> None:
+        raise OSError(12, "no memory")
+
+    arena = Arena(4 * PAGE, PAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_room, "fault_in", none)
+        arena.prepare(4 * PAGE)
+        for thread in preparing():
+            thread.join(10)
+    assert "memory could not be prepared" in caplog.text
+    arena.prepare(4 * PAGE)
+    for thread in preparing():
+        thread.join(10)
+    assert len(arena._free) == 4
+    arena.close()
+
+
+OTHER = """
+import mmap, sys
+descriptor, offset, length = map(int, sys.argv[1:])
+memory = mmap.mmap(descriptor, length, offset=offset)
+print(memory[0], memory[length - 1], flush=True)
+sys.stdin.readline()
+print(memory[0], memory[length - 1], flush=True)
+memory[1] = 99
+"""
+
+
+@pytest.mark.parametrize("slab_size", [PAGE, BIG, BIG + PAGE])
+def test_another_process_sees_the_bytes_by_the_descriptor(slab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "shares_huge_pages", lambda: True)
+    arena = Arena(4 * slab_size, slab_size)
+    first, slab = arena.acquire(), arena.acquire()
+    assert arena.shared is not None
+    assert slab.offset not in (None, first.offset)
+    first.buffer.fill_(200)
+    slab.buffer.fill_(5)
+    number = arena.shared.descriptor
+    command = [sys.executable, "-c", OTHER, *map(str, (number, slab.offset, arena.slab_size))]
+    with subprocess.Popen(command, pass_fds=[number], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == "5 5\n"
+        slab.buffer.fill_(6)
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "6 6\n"
+    assert slab.buffer[:3].tolist() == [6, 99, 6]
+    assert bool((first.buffer == 200).all())
+    arena.close()
+    assert arena.shared.descriptor == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+def test_an_arena_that_is_dropped_closes_its_descriptor() -> None:
+    before = descriptors()
+    arena = Arena(4 * PAGE, PAGE)
+    slab = arena.acquire()
+    assert len(descriptors()) == len(before) + 1
+    slab.release()
+    del slab, arena
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_there_is_one_descriptor_however_many_slabs() -> None:
+    before = os.listdir("/proc/self/fd")
+    arena = Arena(5000 * PAGE, PAGE)
+    slabs = [arena.acquire() for _ in range(4000)]
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    for slab in slabs:
+        slab.release()
+    arena.close()
+
+
+def child(work: object) -> int:
+    """Exit status of a forked child that does some work."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            assert callable(work)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    end = time.monotonic() + 60
+    while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+    return os.waitstatus_to_exitcode(found[1])
+
+
+@pytest.fixture
+def loaned(shared: bool) -> Iterator[Arena]:
+    """An arena with a free slab and one on loan that is all sevens."""
+    arena = Arena(16 * BIG, BIG)
+    slabs = [arena.acquire() for _ in range(8)]
+    for slab in slabs:
+        slab.buffer.fill_(7)
+    for slab in slabs[1:]:
+        slab.release()
+    yield arena
+    assert holds(slabs[0].buffer, 7)
+    slabs[0].release()
+    arena.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_closes_takes_nothing_from_its_parent(loaned: Arena) -> None:
+    def close() -> None:
+        loaned.close()
+        loaned._free[0].discard()
+        for slab in list(loaned._out.values()):
+            slab.release()
+
+    assert child(close) == 0
+    assert holds(loaned.acquire().buffer, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_drops_what_it_inherited_keeps_its_own_memory(loaned: Arena) -> None:
+    """Were the ranges not inherited, the child's own arrays would lie there and be unmapped."""
+
+    def drop() -> None:
+        mine = [np.full(BIG - 5000, i, "u1") for i in range(12)]
+        loaned._free.clear()
+        loaned._out.clear()
+        gc.collect()
+        assert all(bool((array == i).all()) for i, array in enumerate(mine))
+
+    assert child(drop) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_private_memory_is_not_inherited() -> None:
+    memory = arena_module.map_pages(BIG)
+    memory.fill_(3)
+
+    def look() -> None:
+        assert holds(memory, 0)
+
+    assert child(look) == 0
+    assert holds(memory, 3)

@@ -1,0 +1,137 @@
+"""Pinning: every slab on loan is known to CUDA once this process uses it, and forgotten before its memory goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tierstate.providers.tensors.tensors import TensorProvider
+from tierstate.tiers.memory import arena as arena_room
+from tierstate.tiers.memory.arena import PAGE, Arena
+
+MIB = 1 << 20
+BIG = 4 * MIB
+
+
+class Pinned:
+    """Stands in for CUDA: which memory is pinned, and by whom."""
+
+    def __init__(self) -> None:
+        self.addresses: set[int] = set()
+        self.devices: list[int | None] = []
+        self.free = threading.Event()
+        self.free.set()
+        self.answer: bool | None = True
+
+    def pin(self, buffer: torch.Tensor, device: int | None = None) -> bool | None:
+        assert self.free.wait(10)
+        self.devices.append(device)
+        if self.answer:
+            assert buffer.data_ptr() not in self.addresses
+            self.addresses.add(buffer.data_ptr())
+        return self.answer
+
+    def unpin(self, buffer: torch.Tensor, device: int | None = None) -> None:
+        self.addresses.remove(buffer.data_ptr())
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Pinned:
+    made = Pinned()
+    monkeypatch.setattr(arena_room, "pin_memory", made.pin)
+    monkeypatch.setattr(arena_room, "unpin_memory", made.unpin)
+    monkeypatch.setattr(arena_room, "current_device", lambda: 3)
+    return made
+
+
+def test_every_slab_on_loan_is_pinned_and_unpinned_once(cuda: Pinned) -> None:
+    arena = Arena(6 * PAGE, PAGE)
+    arena.prepare(2 * PAGE)
+    for thread in threading.enumerate():
+        if thread.name == "tierstate-arena":
+            thread.join(10)
+    slabs = [*(arena.acquire() for _ in range(4)), arena.try_acquire(), arena.acquire(last=True)]
+    assert cuda.addresses == {slab.buffer.data_ptr() for slab in slabs if slab is not None}
+    assert set(cuda.devices) == {3}, "in the context of the device that the saving thread works on"
+    for slab in slabs:
+        assert slab is not None
+        slab.release()
+    again = arena.acquire()
+    assert len(cuda.devices) == 6, "what is pinned stays pinned for the next save"
+    arena.close()
+    assert cuda.addresses == {again.buffer.data_ptr()}, "never unpinned under a copy"
+    again.release()
+    assert cuda.addresses == set()
+
+
+def test_a_slab_made_before_cuda_was_used_is_pinned_once_it_is(cuda: Pinned) -> None:
+    arena = Arena(4 * PAGE, PAGE)
+    cuda.answer = None
+    slab = arena.acquire()
+    slab.release()
+    assert cuda.addresses == set()
+    cuda.answer = True
+    slab = arena.acquire()
+    assert cuda.addresses == {slab.buffer.data_ptr()}
+    slab.release()
+    arena.close()
+    assert cuda.addresses == set()
+
+
+def test_pinning_that_is_refused_is_tried_once_and_the_slab_is_used_all_the_same(cuda: Pinned) -> None:
+    arena = Arena(4 * PAGE, PAGE)
+    cuda.answer = False
+    for _ in range(3):
+        arena.acquire().release()
+    assert len(cuda.devices) == 1
+    arena.close()
+
+
+def test_pinning_holds_up_nobody_else(cuda: Pinned) -> None:
+    arena = Arena(4 * PAGE, PAGE)
+    held = arena.acquire()
+    cuda.free.clear()
+    other = threading.Thread(target=lambda: arena.acquire().release())
+    other.start()
+    while arena.in_flight < 2:
+        time.sleep(0.001)
+    held.release()
+    assert not arena.lacks(PAGE)
+    cuda.free.set()
+    other.join(10)
+    assert arena.in_flight == 0
+    arena.close()
+
+
+def test_a_slab_whose_pinning_fails_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_buffer: torch.Tensor, _device: int | None) -> bool:
+        raise RuntimeError("the driver is gone")
+
+    arena = Arena(4 * PAGE, PAGE)
+    monkeypatch.setattr(arena_room, "pin_memory", fail)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        arena.acquire()
+    assert arena.in_flight == 0
+    arena.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_knows_every_slab_until_it_is_given_back() -> None:
+    tensor = torch.arange(MIB, device="cuda", dtype=torch.float32)
+    arena = Arena(4 * BIG, BIG)
+    arena.prepare(2 * BIG)
+    slabs = [arena.acquire() for _ in range(3)]
+    assert all(slab.pinned and slab.buffer.is_pinned() for slab in slabs)
+    for chunk in TensorProvider(tensor).chunks(BIG):
+        event = chunk.fill(slabs[2].buffer[: chunk.nbytes])
+        assert event is not None
+        event.synchronize()
+    assert torch.equal(slabs[2].buffer.view(torch.float32), tensor.cpu())
+    arena.close()
+    memory = slabs[2].buffer
+    slabs[2].release()
+    assert not memory.is_pinned()

@@ -1,0 +1,217 @@
+"""Invalid requests to a keeper: it goes on serving, and allocates no memory for them."""
+
+import json
+import socket
+import struct
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpointer_worlds import scratch
+from support.peer_hosts import Hosts
+
+from tierstate.manifest.chunk import empty_buffer
+from tierstate.manifest.errors import AlreadyExists, Damaged, FormatError, NotFound, TierError, TierUnavailable
+from tierstate.tiers.base import Range
+from tierstate.tiers.peer.client import RemoteMemory
+from tierstate.tiers.peer.members import (
+    HostReport,
+    Member,
+    Membership,
+    decode_member,
+    decode_membership,
+    encode_membership,
+    read_member,
+)
+from tierstate.tiers.peer.protocol import (
+    LENGTH,
+    MAGIC,
+    MAX_BODY,
+    MAX_READ,
+    NONCE,
+    SPAN,
+    Connection,
+    ProtocolError,
+    RequestKind,
+    checksum_of,
+    client_handshake,
+)
+from tierstate.tiers.testing import random_bytes
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with pytest.MonkeyPatch.context() as patch, scratch() as place:
+        patch.setenv("TIERSTATE_ADDRESS", "127.0.0.1")
+        with Hosts(place, 1) as found:
+            found.tiers[0].put("a/b", random_bytes(1000))
+            yield found
+
+
+@pytest.fixture
+def member(hosts: Hosts) -> Member:
+    found = read_member(hosts.path(0))
+    assert found is not None
+    return found
+
+
+def plug(member: Member) -> socket.socket:
+    return socket.create_connection((member.address, member.port), 5)
+
+
+def admitted(member: Member) -> Connection:
+    line = Connection(plug(member), 5)
+    client_handshake(line, bytes.fromhex(member.token))
+    return line
+
+
+def works(member: Member) -> None:
+    far = RemoteMemory(member, 5, lambda: "test")
+    assert far.size("a/b") == 1000
+    far.close()
+
+
+def is_closed(wire: socket.socket) -> bool:
+    wire.settimeout(5)
+    try:
+        while wire.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+@given(st.binary(max_size=300))
+def test_noise_before_the_proof(hosts: Hosts, noise: bytes) -> None:
+    member = read_member(hosts.path(0))
+    assert member is not None
+    with plug(member) as wire:
+        wire.sendall(noise + bytes(2 * NONCE))
+        assert is_closed(wire)
+    works(member)
+
+
+@given(st.binary(min_size=11, max_size=300))
+def test_noise_after_the_proof(hosts: Hosts, noise: bytes) -> None:
+    member = read_member(hosts.path(0))
+    assert member is not None
+    with admitted(member) as line:
+        line.wire.sendall(noise)
+        with suppress(OSError):  # closed at the other end already
+            line.wire.shutdown(socket.SHUT_WR)
+        assert is_closed(line.wire)
+    works(member)
+
+
+def test_a_wrong_token_opens_nothing(member: Member) -> None:
+    other = Member(member.id, member.address, member.port, "ab" * 32)
+    with pytest.raises(TierUnavailable, match="does not answer") as caught:
+        RemoteMemory(other, 5, lambda: "test").size("a/b")
+    assert member.token not in str(caught.value) + repr(member) + repr(other)
+    works(member)
+
+
+@pytest.mark.parametrize(("key", "body"), [(0xFFFF, 0), (1, 0xFFFFFFFF), (0, MAX_BODY + 1)])
+def test_huge_lengths_are_refused_before_any_memory_is_had(member: Member, key: int, body: int) -> None:
+    with admitted(member) as line:
+        tracemalloc.start()
+        try:
+            line.wire.sendall(struct.pack("!4sBHI", MAGIC, RequestKind.PIECE, key, body))
+            assert is_closed(line.wire)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+    works(member)
+
+
+def test_a_message_that_changed_on_its_way_is_refused(member: Member) -> None:
+    with admitted(member) as line:
+        head = struct.pack("!4sBHI", MAGIC, RequestKind.SIZE, 3, 0)
+        line.wire.sendall(head + b"a/b" + checksum_of(head, b"a/c"))
+        assert is_closed(line.wire)
+
+
+@pytest.mark.parametrize(
+    ("ask", "key", "body", "error"),
+    [
+        (RequestKind.SIZE, "../../etc/passwd", b"", TierError),
+        (RequestKind.READ, "a/b", SPAN.pack(-1, 2), Damaged),
+        (RequestKind.READ, "a/b", SPAN.pack(999, 2), Damaged),
+        (RequestKind.READ, "a/b", SPAN.pack(0, 1 << 60), TierError),
+        (RequestKind.READ, "a/c", SPAN.pack(0, 1), NotFound),
+        (RequestKind.DELETE, "", b"../x", TierError),
+        (RequestKind.STAGE, "a/x", b"short", TierError),
+        (RequestKind.STAGE, "a/b", LENGTH.pack(1), AlreadyExists),
+        (RequestKind.PIECE, "a/x", b"unasked", TierError),
+        (RequestKind.COMMIT, "a/x", b"", TierError),
+        (RequestKind.UNDO, "a/x", b"", TierError),
+        (RequestKind.TERMS, "", b"", TierError),
+    ],
+)
+def test_what_cannot_be_done_is_answered(
+    hosts: Hosts, member: Member, ask: RequestKind, key: str, body: bytes, error: type[Exception]
+) -> None:
+    with admitted(member) as line:
+        with pytest.raises(error):
+            line.ask(ask, key, body)
+        assert line.ask(RequestKind.SIZE, "a/b") == LENGTH.pack(1000)
+    assert list(hosts.tiers[0].list("")) == ["a/b"]
+
+
+@pytest.mark.parametrize("sent", [b"ab", b"abcdef"])
+def test_another_length_than_announced_makes_no_object(hosts: Hosts, member: Member, sent: bytes) -> None:
+    with admitted(member) as line:
+        line.ask(RequestKind.STAGE, "a/x", LENGTH.pack(4))
+        if len(sent) < 4:
+            line.ask(RequestKind.PIECE, "a/x", sent)
+            sent = b""
+        with pytest.raises(TierError, match="announced"):
+            line.ask(RequestKind.PIECE if sent else RequestKind.COMMIT, "a/x", sent)
+    assert list(hosts.tiers[0].list("")) == ["a/b"]
+
+
+def test_an_impostor_without_the_token_is_told_nothing(member: Member) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wire = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+        with theirs, Connection(wire, 5) as line:
+            theirs.sendall(MAGIC + bytes(NONCE) + bytes(NONCE))
+            with pytest.raises(ProtocolError, match="does not know the token"):
+                client_handshake(line, bytes.fromhex(member.token))
+            assert bytes.fromhex(member.token) not in theirs.recv(1000)
+
+
+_JSON = st.recursive(st.none() | st.integers() | st.text(max_size=8), st.lists, max_leaves=4)
+_KEYS = st.sampled_from(["id", "token", "port", "address", "domain", "written", "confirmed", "members", "group"])
+
+
+@given(st.binary(max_size=200) | st.dictionaries(_KEYS, _JSON).map(json.dumps).map(str.encode))
+def test_members_that_are_none(data: bytes) -> None:
+    for decode in (decode_member, decode_membership, HostReport.decode):
+        try:
+            found = decode(data)
+        except FormatError:
+            continue
+        assert isinstance(found, Membership)  # one of nobody, which may be
+        assert found.members == ()
+
+
+def test_members_come_back(member: Member) -> None:
+    assert decode_member(encode_membership(member)) == member
+    said = HostReport(member, trouble="none")
+    assert HostReport.decode(said.encode()) == said
+
+
+def test_reads_longer_than_a_message(hosts: Hosts, member: Member) -> None:
+    data = random_bytes(MAX_READ + MAX_BODY + 12345)
+    hosts.tiers[0].put("long", data)
+    out = empty_buffer(data.numel())
+    far = RemoteMemory(member, 5, lambda: "test")
+    far.read("long", [Range(5, out[: MAX_BODY + 7]), Range(0, out[MAX_BODY + 7 :])])
+    assert out[: MAX_BODY + 7].equal(data[5 : MAX_BODY + 12])
+    assert out[MAX_BODY + 7 :].equal(data[: MAX_READ + 12338])
+    far.close()
+    hosts.tiers[0].delete("long")

@@ -1,0 +1,163 @@
+"""Directory tiers on file systems that are full, read-only, failing, or not what they should be."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tierstate.manifest.chunk import empty_buffer
+from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierError, TierFull, TierUnavailable
+from tierstate.tiers.posix.directory import Nvme
+from tierstate.tiers.testing import Lease, random_bytes
+
+needs_root = pytest.mark.root
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Nvme:
+    tier = Nvme(path=tmp_path / "tier")
+    tier.name = "nvme"
+    return tier
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a tmpfs with the given options, and unmounts it."""
+    mounted: list[Path] = []
+
+    def make(options: str) -> Path:
+        path = tmp_path / f"mount{len(mounted)}"
+        path.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no mounts here: {done.stderr.strip()}")
+        mounted.append(path)
+        return path
+
+    yield make
+    for path in mounted:
+        subprocess.run(["umount", path], check=True)
+
+
+def files(path: Path) -> list[str]:
+    return sorted(str(found.relative_to(path)) for found in path.rglob("*") if not found.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, TierFull),
+        (errno.EDQUOT, TierFull),
+        (errno.EACCES, AccessDenied),
+        (errno.EPERM, AccessDenied),
+        (errno.EROFS, AccessDenied),
+        (errno.EIO, TierUnavailable),
+        (errno.ESTALE, TierUnavailable),
+        (errno.ETIMEDOUT, TierUnavailable),
+        (errno.EHOSTDOWN, TierUnavailable),
+        (errno.EXDEV, TierError),
+    ],
+)
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "link"])
+def test_each_errno_has_its_class(
+    tier: Nvme, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[TierError], call: str
+) -> None:
+    lease = Lease(random_bytes(100))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def write() -> None:
+        with tier.writer("run/a") as writer:
+            writer.append(lease.buffer, lease.release)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(TierError) as found:
+            write()
+    assert type(found.value) is kind
+    assert (found.value.tier, found.value.key) == ("nvme", "run/a")
+    assert str(found.value).startswith("nvme: run/a: cannot write ")
+    assert str(tier.path) in str(found.value)
+    assert errno.errorcode[number] in str(found.value)
+    assert isinstance(found.value.__cause__, OSError)
+    assert files(tier.path) == []
+    assert lease.releases == 1
+
+
+@needs_root
+def test_a_full_file_system(mount: Callable[[str], Path]) -> None:
+    tier = Nvme(path=mount("size=1m") / "ckpt")
+    tier.put("small", random_bytes(1000))
+    with pytest.raises(TierFull, match="ENOSPC"):
+        tier.put("big", random_bytes(2 << 20))
+    assert files(tier.path) == ["small"]
+    tier.put("other", random_bytes(500_000))
+    assert torch.equal(tier.get("small"), random_bytes(1000))
+
+
+@needs_root
+def test_a_read_only_file_system_can_be_read(mount: Callable[[str], Path]) -> None:
+    path = mount("size=1m")
+    Nvme(path=path).put("a", random_bytes(10))
+    subprocess.run(["mount", "-o", "remount,ro", path], check=True)
+    tier = Nvme(path=path)
+    assert (list(tier.list("")), tier.size("a")) == (["a"], 10)
+    assert torch.equal(tier.get("a"), random_bytes(10))
+    with pytest.raises(AccessDenied, match="EROFS"):
+        tier.put("b", empty_buffer(1))
+    with pytest.raises(AccessDenied, match="EROFS"):
+        tier.delete("a")
+
+
+def test_a_missing_root_is_empty_and_made_by_the_first_write(tmp_path: Path) -> None:
+    tier = Nvme(path=tmp_path / "not" / "there")
+    assert list(tier.list("")) == []
+    tier.delete("a")
+    for call in (tier.size, tier.get):
+        with pytest.raises(NotFound):
+            call("a")
+    assert files(tmp_path) == []
+    assert not tier.path.exists()
+    tier.put("a", empty_buffer(1))
+    assert files(tmp_path) == ["not/there/a"]
+
+
+def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("something")
+    tier = Nvme(path=path)
+    for call in (lambda: list(tier.list("")), lambda: tier.put("a", empty_buffer(1))):
+        with pytest.raises(TierError, match="is not a folder; give a folder"):
+            call()
+    assert path.read_text() == "something"
+
+
+def test_a_folder_that_vanishes_is_made_again(tier: Nvme) -> None:
+    tier.put("run/a", empty_buffer(1))
+    os.unlink(tier.path / "run" / "a")
+    os.rmdir(tier.path / "run")
+    tier.put("run/a", random_bytes(3))
+    assert torch.equal(tier.get("run/a"), random_bytes(3))
+
+
+def test_an_object_is_no_folder(tier: Nvme) -> None:
+    tier.put("a", empty_buffer(1))
+    tier.put("b/c", empty_buffer(1))
+    for key in ("a/b", "b"):
+        with pytest.raises(AlreadyExists):
+            tier.put(key, empty_buffer(1))
+        with pytest.raises(NotFound):
+            tier.get(key)
+    assert list(tier.list("")) == ["a", "b/c"]
+
+
+def test_names_longer_than_file_systems_allow(tier: Nvme) -> None:
+    tier.put("n" * 255, empty_buffer(1))
+    with pytest.raises(ValueError, match="255 characters at most"):
+        tier.put("n" * 256, empty_buffer(1))

@@ -1,0 +1,495 @@
+"""The arena: a fixed budget of page-aligned host memory slabs, through which all saves and restores pass.
+
+`Arena` leases `Slab`s by reference counting. If the arena is full, the next caller waits; the arena never grows.
+Slabs are page-aligned (for direct I/O), use huge pages if the system has them, are in a memfd if another process must
+map them, and are pinned (page-locked) once this process uses CUDA.
+
+Direct I/O is twice as fast from huge pages as from small ones (docs/benchmarks.md): the kernel pins and translates
+each page of a transfer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from tierstate.manifest.chunk import Buffer, empty_buffer
+from tierstate.manifest.errors import CaptureError, TierstateError
+
+log = logging.getLogger("tierstate")
+
+
+PAGE = 4096
+"""Bytes of a memory page, and of the blocks of direct I/O."""
+
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+
+
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, Linux 5.14: fault pages in without touching their content."""
+
+
+_WIPE_ON_FORK = 18
+"""MADV_WIPEONFORK, Linux 4.14: a forked child has the address range, but zeroed."""
+
+
+_FIXED = 0x10
+"""MAP_FIXED: map exactly at the given address, in place of the existing mapping."""
+
+
+_THP = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+RESERVED_SLABS = 1
+"""Slabs that captures leave free for reads (see `Arena.acquire`)."""
+
+
+def map_pages(nbytes: int) -> Buffer:
+    """New zeroed private memory, unmapped when its last view is deleted. Nothing is faulted in yet.
+
+    Memory of 2 MiB or more starts at a huge page. In a forked child the range is mapped but empty, so that
+    copy-on-write never affects a transfer in flight. The child must have the range: without it (``MADV_DONTFORK``) it
+    could map other memory at these addresses, and would unmap that when it deletes the inherited object.
+    """
+    memory, offset = _map(nbytes)
+    _advise(memory, mmap.MADV_HUGEPAGE if nbytes >= HUGE else None, _WIPE_ON_FORK)
+    return _view(memory, nbytes, offset)
+
+
+def _map(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Private memory for ``nbytes`` bytes, and the aligned offset at which they start."""
+    align = HUGE if nbytes >= HUGE else PAGE
+    memory = mmap.mmap(-1, nbytes + align - PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % align
+
+
+def _view(memory: mmap.mmap, nbytes: int, offset: int) -> Buffer:
+    # A view from the mapping itself, so that each slab is a storage of its own.
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+class SharedPages:
+    """A file in memory (memfd), mapped slab by slab: a process that receives the descriptor can map it too.
+
+    One descriptor for all slabs, since a process may have few; each slab has its offset in the file. The descriptor is
+    closed by `close`, or when this object is deleted; slabs stay mapped until their last view is deleted.
+
+    Args:
+        slab_size: bytes of one slab, whole pages.
+
+    Attributes:
+        descriptor: the file; -1 once closed.
+    """
+
+    def __init__(self, slab_size: int) -> None:
+        self._slab_size = slab_size
+        align = HUGE if slab_size >= HUGE else mmap.ALLOCATIONGRANULARITY
+        self._stride = -(-slab_size // align) * align
+        self._lock = threading.Lock()
+        self._slots = 0
+        self._holes: list[int] = []
+        self.descriptor = os.memfd_create("tierstate-arena")
+        self._closing = weakref.finalize(self, os.close, self.descriptor)
+        self._closing.atexit = False
+
+    def map(self) -> tuple[Buffer, int]:
+        """The memory of one more slab, zeroed, and its offset in the file. Nothing is faulted in yet."""
+        with self._lock:
+            offset = self._holes.pop() if self._holes else self._grow()
+        memory, start = _map(self._slab_size)
+        buffer = _view(memory, self._slab_size, start)
+        # Over pages of a Python mmap, which unmaps them; a Python mmap of the file itself needs one descriptor each.
+        flags = mmap.MAP_SHARED | _FIXED
+        address, protection = buffer.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
+        size, at = ctypes.c_size_t(self._slab_size), ctypes.c_int64(offset)
+        if _mmap()(address, size, protection, flags, self.descriptor, at) != address:
+            number = ctypes.get_errno()
+            raise OSError(number, f"a slab of {self._slab_size} bytes could not be mapped: {os.strerror(number)}")
+        _advise(memory, mmap.MADV_HUGEPAGE if self._slab_size >= HUGE else None)
+        return buffer, offset
+
+    def _grow(self) -> int:
+        offset, self._slots = self._slots * self._stride, self._slots + 1
+        os.ftruncate(self.descriptor, self._slots * self._stride)
+        return offset
+
+    def give_back(self, buffer: Buffer, offset: int) -> None:
+        """Return a slab's memory to the system now, although the file stays open; its data is lost."""
+        if libc().madvise(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(self._slab_size), mmap.MADV_REMOVE) != 0:
+            log.warning("a slab could not be given back: %s", os.strerror(ctypes.get_errno()))
+            return
+        with self._lock:
+            self._holes.append(offset)
+
+    def close(self) -> None:
+        """Close the descriptor. Mapped slabs stay mapped."""
+        self._closing()
+        self.descriptor = -1
+
+
+def _advise(memory: mmap.mmap, *advice: int | None) -> None:
+    for one in advice:
+        if one is not None:
+            try:
+                memory.madvise(one)
+            except OSError as error:
+                log.debug("memory advice %d is not taken: %s", one, error)
+
+
+def is_shared(slab_size: int) -> bool:
+    """Whether slabs of this size use shared memory: not if they would lose huge pages, which matter more."""
+    return slab_size < HUGE or shares_huge_pages()
+
+
+@lru_cache(maxsize=1)
+def shares_huge_pages() -> bool:
+    """Whether the system gives huge pages to shared memory that asks for them."""
+    try:
+        return any(word in (_THP / "shmem_enabled").read_text() for word in ("[always]", "[advise]", "[within_size]"))
+    except OSError:
+        return False
+
+
+def fault_in(buffer: Buffer) -> None:
+    """Prefault the buffer: every page gets its memory now. Other threads run meanwhile."""
+    if not populate(buffer.data_ptr(), buffer.numel()):
+        buffer.fill_(0)
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Prefault pages and keep their content. Returns whether the kernel supports that. ``address`` is page-aligned."""
+    # Called by ctypes and not by mmap, which would hold the GIL during the call.
+    return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0)
+
+
+def pin_memory(buffer: Buffer, device: int | None = None) -> bool | None:
+    """Register the buffer with CUDA (page-lock it), so that copies from devices are asynchronous.
+
+    Args:
+        device: the CUDA device whose context is used; by default the calling thread's. In a new thread that is the
+            first device, so a process that uses another one would create a context there, which takes device memory.
+
+    Returns:
+        Whether it was done; None while this process does not use CUDA.
+    """
+    if not _uses_cuda():
+        return None
+    with torch.cuda.device(device):
+        code = int(
+            torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
+                buffer.data_ptr(), buffer.numel(), 0
+            )
+        )
+    if code != 0:
+        log.warning("a slab could not be pinned for CUDA (error %d): copies from devices will be slower", code)
+    return code == 0
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def current_device() -> int | None:
+    """The current CUDA device of the calling thread; None while this process does not use CUDA."""
+    return torch.cuda.current_device() if _uses_cuda() else None
+
+
+def unpin_memory(buffer: Buffer, device: int | None = None) -> None:
+    """Undo `pin_memory`, before the memory is unmapped."""
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=1)
+def _mmap() -> Callable[..., int | None]:
+    call = libc().mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    return call
+
+
+@lru_cache(maxsize=1)
+def libc() -> ctypes.CDLL:
+    """The C library by ctypes; its calls release the GIL."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+class Slab:
+    """One block of the arena's memory, with a reference count: it returns to the arena with the last `release`.
+
+    Attributes:
+        buffer: the slab's memory, page-aligned.
+        offset: offset in the file of the arena's `shared` memory; None if the memory is private.
+        pinned: whether it is pinned for CUDA; None while that was not tried.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.offset: int | None = None
+        if arena.shared is None:
+            self.buffer = map_pages(arena.slab_size)
+        else:
+            self.buffer, self.offset = arena.shared.map()
+        self.leases = 0
+        self.kept = False
+        self.ready = False
+        self.pinned: bool | None = None
+
+    def prepare(self) -> None:
+        """Prefault the memory, and pin it if this process uses CUDA."""
+        if not self.ready:
+            fault_in(self.buffer)
+            self.ready = True
+        self.pin()
+
+    def pin(self) -> None:
+        """Pin the memory, once this process uses CUDA. Tried once: it takes milliseconds."""
+        if self.pinned is None:
+            self.pinned = pin_memory(self.buffer, self._arena.device)
+
+    def discard(self) -> None:
+        """Unpin the memory and drop it; it is unmapped when its last view is deleted."""
+        if not self._arena.is_ours():
+            return
+        if self.pinned:
+            unpin_memory(self.buffer, self._arena.device)
+        self.pinned = None
+        if self._arena.shared is not None and self.offset is not None:
+            self._arena.shared.give_back(self.buffer, self.offset)
+        self.buffer = empty_buffer(0)
+
+    def lease(self) -> None:
+        """Add a lease."""
+        with self._arena.changed:
+            self.leases += 1
+
+    def release(self) -> None:
+        """End a lease; the last one returns the slab to the arena."""
+        self._arena._release(self)
+
+
+class Arena:
+    """Slabs of one size under one budget; if it is full, the next caller waits. It never grows.
+
+    Slabs that a memory tier keeps (`keep`) leave the budget and count against that tier's capacity instead.
+    Memory is mapped when first needed, and kept for the next save until the arena is closed.
+
+    Args:
+        size: bytes that may be in flight at once.
+        slab_size: bytes of one slab; rounded up to whole pages.
+
+    Attributes:
+        shared: the memfd of the slabs, by which another process can map them; None if they are private.
+        device: the CUDA device of the thread that made the arena or last called `prepare`; None without CUDA.
+
+    Raises:
+        ValueError: fewer than two slabs fit: one is needed for captures and one for reads.
+    """
+
+    def __init__(self, size: int, slab_size: int) -> None:
+        self.slab_size = -(-slab_size // PAGE) * PAGE
+        self.slots = size // self.slab_size
+        if self.slots < 2:
+            raise ValueError(
+                f"an arena of {size} bytes holds {self.slots} slabs of {self.slab_size} bytes; "
+                "it needs two at least: make `arena: size` at least twice `chunk`"
+            )
+        self.shared = SharedPages(self.slab_size) if is_shared(self.slab_size) else None
+        self.device = current_device()
+        self.changed = threading.Condition()
+        self.closed = False
+        self.in_flight = 0
+        self.kept = 0
+        self.peak = 0
+        self._pid = os.getpid()
+        self._free: list[Slab] = []
+        self._out: dict[int, Slab] = {}
+        self._preparing = False
+        self._preparer: threading.Thread | None = None  # the last one, until `close` has seen it end
+
+    def is_ours(self) -> bool:
+        """Whether this process made the arena, and did not inherit it in a fork."""
+        return os.getpid() == self._pid
+
+    def lacks(self, nbytes: int) -> bool:
+        """Whether a capture of ``nbytes`` bytes would have to wait; one longer than the arena needs all slabs free."""
+        with self.changed:
+            slots = self.slots - RESERVED_SLABS
+            return max(0, slots - self.in_flight) * self.slab_size < min(nbytes, slots * self.slab_size)
+
+    def acquire(self, stop: Callable[[], bool] = lambda: False, *, last: bool = False) -> Slab:
+        """Wait for a slab with one lease; pinned if this process uses CUDA.
+
+        Args:
+            stop: polled while waiting.
+            last: take the last free slab too. Captures leave it free for reads, to avoid a deadlock: the slabs of a
+                capture may wait in a tier's queue behind a cascade, which needs a slab to read into.
+
+        Raises:
+            CaptureError: ``stop`` returned true while waiting.
+            TierstateError: the arena is closed.
+        """
+        with self.changed:
+            while self._is_full(last):
+                if stop():
+                    raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
+                self.changed.wait(0.1)
+            slab = self._take()
+        return self._pinned(slab)
+
+    def try_acquire(self) -> Slab | None:
+        """A slab with one lease, if a capture would get one without waiting.
+
+        Raises:
+            TierstateError: the arena is closed.
+        """
+        with self.changed:
+            if self._is_full(last=False):
+                return None
+            slab = self._take()
+        return self._pinned(slab)
+
+    def _is_full(self, last: bool) -> bool:
+        if self.closed:
+            raise TierstateError("this arena is closed, as its Checkpointer is; make a new Checkpointer")
+        return self.in_flight >= self.slots - (0 if last else RESERVED_SLABS)
+
+    def _take(self) -> Slab:
+        slab = self._free.pop() if self._free else Slab(self)
+        slab.leases = 1
+        self._out[_address(slab.buffer)] = slab
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight + self.kept)
+        return slab
+
+    @staticmethod
+    def _pinned(slab: Slab) -> Slab:
+        # Outside the lock: it takes milliseconds, and other threads need slabs meanwhile.
+        try:
+            slab.pin()
+        except BaseException:
+            slab.release()
+            raise
+        return slab
+
+    def prepare(self, nbytes: int) -> None:
+        """Prefault memory for ``nbytes`` bytes in a background thread, within the budget.
+
+        The first touch of memory costs more than all later work with it. Called from the thread that saves: slabs are
+        pinned in the context of its CUDA device.
+        """
+        self.device = current_device()
+        with self.changed:
+            wanted = min(self.slots, -(-nbytes // self.slab_size))
+            if self.closed or self._preparing or self.in_flight + len(self._free) >= wanted:
+                return
+            thread = threading.Thread(target=self._prepare, args=(wanted,), name="tierstate-arena", daemon=True)
+            # Under the lock, so that `close` never misses a thread that it must wait for.
+            self._preparing, self._preparer = True, thread
+            try:
+                thread.start()
+            except RuntimeError:
+                self._preparing, self._preparer = False, None
+                raise
+
+    def _prepare(self, wanted: int) -> None:
+        try:
+            while self._add_prepared(wanted):
+                pass
+        except Exception as error:
+            log.warning("memory could not be prepared, so that saves wait for it: %r", error)
+        finally:
+            with self.changed:
+                self._preparing = False
+
+    def _add_prepared(self, wanted: int) -> bool:
+        """Add one free slab, unless there are enough. Returns whether it was added."""
+        with self.changed:
+            if self.closed or self.in_flight + len(self._free) >= wanted:
+                return False
+        slab = Slab(self)
+        slab.prepare()
+        with self.changed:
+            useful = not self.closed and self.in_flight + len(self._free) < wanted
+            if useful:
+                self._free.append(slab)
+        if not useful:
+            slab.discard()
+        return useful
+
+    def keep(self, buffer: Buffer) -> int:
+        """Take the slab that holds this buffer out of the budget, for a tier that will hold it for long.
+
+        Returns:
+            Bytes that this keeps in addition: 0 if the slab is kept already or is not of this arena.
+        """
+        with self.changed:
+            slab = self._out.get(_address(buffer))
+            if slab is None or slab.kept:
+                return 0
+            slab.kept = True
+            self.kept += 1
+            self.in_flight -= 1
+            self.changed.notify_all()
+            return self.slab_size
+
+    def _release(self, slab: Slab) -> None:
+        with self.changed:
+            slab.leases -= 1
+            if slab.leases > 0:
+                return
+            if slab.leases < 0:
+                raise RuntimeError("a slab was released more often than it was leased")
+            del self._out[_address(slab.buffer)]
+            if slab.kept:
+                slab.kept = False
+                self.kept -= 1
+            else:
+                self.in_flight -= 1
+            slab.ready = True
+            wanted = not self.closed and self.in_flight + len(self._free) < self.slots
+            if wanted:
+                self._free.append(slab)
+            self.changed.notify_all()
+        if not wanted:
+            slab.discard()
+
+    def close(self) -> None:
+        """Return all free memory to the system; a slab that is in use follows when its last lease ends.
+
+        A thread that waits for a slab gets an error, and the background thread ends. In a forked child this does
+        nothing: memory and threads belong to its parent.
+        """
+        if not self.is_ours():
+            return
+        with self.changed:
+            self.closed = True
+            free, self._free = self._free, []
+            preparer = self._preparer
+            self.changed.notify_all()
+        if preparer is not None:
+            preparer.join()
+        while free:
+            free.pop().discard()
+        if self.shared is not None:
+            self.shared.close()
+
+    def wake(self) -> None:
+        """Wake waiting callers, so that they call their ``stop`` again."""
+        with self.changed:
+            self.changed.notify_all()
+
+
+def _address(buffer: Buffer) -> int:
+    return buffer.untyped_storage().data_ptr()

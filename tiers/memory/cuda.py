@@ -1,0 +1,183 @@
+"""CUDA streams and checksums on the device.
+
+`StreamFence` orders this package's copies after the training's work so far; `CopyStream` runs copies on a stream of its
+own in parallel to the caller's kernels; `block_sums` and `unchanged_runs` check, without copying data to the host,
+whether device memory still has the bytes that were copied into it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tierstate.manifest.arrays import Array
+from tierstate.manifest.chunk import Buffer
+
+_STREAMS: dict[int, Any] = {}
+
+
+_MAKING = threading.Lock()
+
+
+SUM_SIDE = 128
+
+
+SUM_BLOCK = 4 * SUM_SIDE * SUM_SIDE
+"""Bytes that are summed together: a square of 32-bit words, 64 KiB."""
+
+
+SUM_PART = 1 << 30
+"""Bytes that are summed at once; the temporary memory is 1/32 of it."""
+
+
+class StreamFence:
+    """A CUDA event on the caller's stream: after it, the state is what it was when save was called.
+
+    Args:
+        device: a CUDA device's index; its current stream is the caller's.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def synchronize(self) -> None:
+        """Wait until the event has happened."""
+        self._event.synchronize()
+
+    def follow(self) -> None:
+        """Make this thread use a side stream that waits for the event, but not for what the caller queues later.
+
+        The default stream would wait for everything that the caller has queued, and delay everything queued later.
+        """
+        stream = _side_stream(self._device)
+        stream.wait_event(self._event)
+        torch.cuda.set_stream(stream)
+
+
+def stream_fences(devices: Iterable[int]) -> tuple[StreamFence, ...]:
+    """A fence for each of these CUDA devices and for the current one; empty if CUDA is not in use.
+
+    Never for all devices: the first use of a device takes hundreds of megabytes of its memory, even if the device
+    belongs to another rank.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ()
+    return tuple(StreamFence(device) for device in sorted({*devices, torch.cuda.current_device()}))
+
+
+class StreamEvent(Protocol):
+    """An event on a stream: it happens when all work queued before it is done."""
+
+    def synchronize(self) -> None:
+        """Wait until it has happened."""
+
+    def wait(self) -> None:
+        """Make all later work of the current stream wait for it."""
+
+
+class _DoneEvent:
+    """The event for the host, where nothing is ever queued."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class CopyStream:
+    """A separate stream of a device; on the host, where work is done when a call returns, it does nothing.
+
+    Args:
+        device: a CUDA device with its index, or the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Make it this thread's current stream in the block; memory allocated there belongs to it."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def follow(self) -> None:
+        """Make this stream wait for all work queued so far on this thread's current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def mark(self) -> StreamEvent:
+        """An event that happens when all work queued so far on this stream is done."""
+        if self._stream is None:
+            return _DoneEvent()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def settle(self) -> None:
+        """Wait until all work queued so far on this stream is done."""
+        self.mark().synchronize()
+
+
+def _side_stream(device: int) -> Any:
+    with _MAKING:
+        if device not in _STREAMS:
+            _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return _STREAMS[device]
+
+
+def block_sums(memory: Buffer) -> torch.Tensor:
+    """Two numbers for each block: the sum of its 32-bit words, and the sum of each word times its place in the block.
+
+    Sums are of signed words modulo 2^64, so that the order of adding does not matter. Any change of one or two words
+    changes them: a change of one word changes the first sum; a change of two words with the same first sum changes the
+    second, since ``(i - j) * d`` is not 0 and below 2^64. So does any exchange of two words. Any other change is missed
+    with a probability below 2^-64. This detects accidental changes, not deliberate ones.
+
+    Each block is a square; its rows and columns are summed, and then those sums are weighted. So the data is read
+    twice, and no temporary memory of its size is needed.
+
+    Args:
+        memory: whole blocks, on any device.
+
+    Returns:
+        ``(blocks, 2)`` of int64, on that device.
+    """
+    parts = [_sum(memory[at : at + SUM_PART]) for at in range(0, memory.numel(), SUM_PART)]
+    return torch.cat(parts)
+
+
+def _sum(memory: Buffer) -> torch.Tensor:
+    squares = memory.view(torch.int32).view(-1, SUM_SIDE, SUM_SIDE)
+    rows, columns = squares.sum(2, dtype=torch.int64), squares.sum(1, dtype=torch.int64)
+    place = torch.arange(SUM_SIDE, device=memory.device)
+    weighted = (rows * place).sum(1) * SUM_SIDE + (columns * place).sum(1)
+    return torch.stack((rows.sum(1), weighted), 1)
+
+
+def sums_on_host(sums: torch.Tensor) -> Array:
+    """Copy the sums to the host as a NumPy array. Waits for them on the current stream."""
+    return sums.cpu().numpy()
+
+
+def unchanged_runs(then: Array, now: Array, start: Array, nbytes: Array) -> Array:
+    """``(n,)`` of bool: which byte ranges are in unchanged blocks.
+
+    Args:
+        then, now: ``(blocks, 2)``: the sums when the bytes were copied, and now.
+        start, nbytes: ``(n,)``: the byte ranges, none of them empty.
+    """
+    changed = np.concatenate([[0], np.cumsum((then != now).any(axis=1))])
+    found: Array = changed[start // SUM_BLOCK] == changed[-(-(start + nbytes) // SUM_BLOCK)]
+    return found

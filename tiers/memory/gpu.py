@@ -1,0 +1,223 @@
+"""The gpu tier: keeps the newest objects in the memory of the training GPU, for a rollback without any I/O.
+
+Data is copied within the device on a stream of its own; block checksums on the device find memory that has changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, TypeAlias
+
+import torch
+from pydantic import AfterValidator
+
+from tierstate.manifest.arrays import Array
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import TierError, TierFull, TierUnavailable
+from tierstate.tiers.base import Range, Release, Tier, check_key, check_ranges, layers
+from tierstate.tiers.units import Size, format_size
+
+from .arena import current_device
+from .cuda import CopyStream, block_sums, sums_on_host
+from .host import HeldBuffer, InMemoryObject, InMemoryTier
+
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+
+
+def _checked(device: str) -> str:
+    if not _DEVICE.fullmatch(device):
+        raise ValueError(f"{device!r} is no device; write 'cuda', a certain one as in 'cuda:1', or 'cpu'")
+    return device
+
+
+Device: TypeAlias = Annotated[str, AfterValidator(_checked)]
+
+
+class DeviceObject(InMemoryObject):
+    """An object whose data was copied within the device, with a footer behind it.
+
+    Attributes:
+        memory: the data, in device memory.
+        sums: block checksums of that memory after the copy (`block_sums`).
+    """
+
+    def __init__(self, data: HeldBuffer, footer: HeldBuffer, sums: Array) -> None:
+        super().__init__([data, footer])
+        self.memory, self.sums = data.buffer, sums
+
+
+class Gpu(InMemoryTier):
+    """Keeps objects in a device's memory; a save that fits is copied within the device (snapshot).
+
+    Only a snapshot waits for the work on the caller's streams; nothing else does. All work of the tier runs on one
+    stream of its own, and has ended before memory is returned or reused.
+
+    Args:
+        capacity: bytes of the device's memory that it may use; None for no limit. A save is a whole copy of the state,
+            and while it is written the previous one still exists.
+        device: ``cuda`` is the current device of the thread that saves first, ``cuda:1`` a certain one. ``cpu`` runs
+            the same code in host memory, to test a policy.
+    """
+
+    def __init__(self, *, capacity: Size | None = None, device: Device = "cuda") -> None:
+        super().__init__(capacity)
+        number = current_device() if _checked(device) == "cuda" else None
+        self._asked = device if number is None else f"cuda:{number}"
+        self._line: CopyStream | None = None
+        self._opening, self._pool = threading.Lock(), threading.Lock()
+        self._spare: list[Buffer] = []
+        self._traits = dataclasses.replace(self._traits, scarce=True, notes=(f"memory of {self._asked}",))
+
+    @property
+    def line(self) -> CopyStream:
+        """The tier's stream, with its device; the first call chooses the device.
+
+        Raises:
+            TierError: there is no such device.
+        """
+        with self._opening:
+            if self._line is None:
+                self._line = CopyStream(self._found())
+            return self._line
+
+    def _found(self) -> torch.device:
+        device = torch.device(self._asked)
+        if device.type == "cpu":
+            return device
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            text = f"{self.name}: there is no device {self._asked} here, of {count} CUDA devices; "
+            raise TierError(text + "name one that is there, write 'device: cpu', or leave the tier out", tier=self.name)
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    def _hold(self, key: str, buffer: Buffer, release: Release | None) -> HeldBuffer:
+        line, nbytes = self.line, buffer.numel()
+        memory = self._allocate(nbytes, key)
+        try:
+            with line.taken():
+                memory.copy_(buffer, non_blocking=True)
+            line.settle()
+        except BaseException:
+            self._gauge.give_back(nbytes)
+            raise
+        return HeldBuffer(memory, partial(self._gauge.give_back, nbytes), leased=False)
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        """As in `Tier`; the destination may also be device memory, without a copy through the host.
+
+        Device memory is written after all work queued so far on the current stream.
+        """
+        line = self.line
+        with self._reading(key) as held:
+            check_ranges(f"{self.name}: {key}", held.nbytes, ranges)
+            if any(out.is_cuda for _, out in ranges):
+                line.follow()
+            try:
+                with line.taken():
+                    for offset, out in ranges:
+                        held.copy(offset, out)
+            finally:
+                # Also after an error: nothing writes into the caller's memory once this has returned.
+                line.settle()
+
+    def reserve(self, nbytes: int, key: str) -> Buffer:
+        """Memory for a snapshot: reused from a deleted object of the same size, or new. Counted until `give_back`.
+
+        Raises:
+            TierFull: the capacity or the device memory does not suffice.
+            TierError: there is no such device.
+        """
+        with self._pool:
+            same = [i for i, memory in enumerate(self._spare) if memory.numel() == nbytes]
+            if same:
+                return self._spare.pop(same[0])
+        while self._drop_spare():  # the size of the state has changed
+            pass
+        return self._allocate(nbytes, key)
+
+    def give_back(self, memory: Buffer) -> None:
+        """Return memory from `reserve` that is no longer used. It is kept for the next save, which needs as much."""
+        with self._pool:
+            if not self._closed:
+                self._spare.append(memory)
+                return
+        self._gauge.give_back(memory.numel())
+
+    def _drop_spare(self) -> bool:
+        """Free one block of memory that was kept for the next save. Returns whether there was any."""
+        with self._pool:
+            if not self._spare:
+                return False
+            nbytes = self._spare.pop().numel()
+        self._gauge.give_back(nbytes)
+        return True
+
+    def _allocate(self, nbytes: int, key: str) -> Buffer:
+        line = self.line
+        while True:
+            try:
+                self._gauge.take(nbytes, self.name, key)
+                break
+            except TierFull:
+                if not self._drop_spare():
+                    raise
+        while True:
+            try:
+                with line.taken():
+                    return torch.empty(nbytes, dtype=torch.uint8, device=line.device)
+            except (RuntimeError, MemoryError) as error:
+                if not self._drop_spare():
+                    self._gauge.give_back(nbytes)
+                    raise self._refused(nbytes, key, error) from error
+
+    def _refused(self, nbytes: int, key: str, error: Exception) -> TierError:
+        place = f"{self.name}: {key}"
+        if isinstance(error, torch.OutOfMemoryError) or self.line.device.type == "cpu":
+            text = f"{place}: {self.line.device} has no room for {format_size(nbytes)} more; keep fewer versions there"
+            return TierFull(text, tier=self.name, key=key)
+        return TierUnavailable(f"{place}: {self.line.device} gave no memory: {error}", tier=self.name, key=key)
+
+    def adopt(self, key: str, memory: Buffer, sums: Array, footer: Buffer) -> None:
+        """Create an object from memory of `reserve`, followed by a footer. On an error the caller keeps the memory.
+
+        Raises:
+            AlreadyExists, TierFull, TierError
+        """
+        tail = self._hold(check_key(key), footer, None)
+        try:
+            self._add_object(key, DeviceObject(HeldBuffer(memory, partial(self.give_back, memory), False), tail, sums))
+        except BaseException:
+            tail.free()
+            raise
+
+    @contextmanager
+    def lent(self, key: str) -> Iterator[tuple[DeviceObject, Array] | None]:
+        """An object that was copied within the device, with its present checksums; it is not freed within the block.
+
+        None for an object that was written from host memory.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+        with self._reading(key) as held:
+            if not isinstance(held, DeviceObject):
+                yield None
+                return
+            with self.line.taken():
+                now = sums_on_host(block_sums(held.memory))
+            yield held, now
+
+    def close(self) -> None:
+        super().close()
+        while self._drop_spare():
+            pass
+
+
+def gpu_in(tier: Tier) -> Gpu | None:
+    """The gpu tier that this tier is, or wraps. Copies within the device bypass the wrappers."""
+    return next((layer for layer in layers(tier) if isinstance(layer, Gpu)), None)

@@ -1,0 +1,340 @@
+"""A bucket: objects under a URL, in any store of fsspec, with conditional creates and parallel range reads.
+
+Whether the store really creates an object only once is probed before the first write: several threads race to create
+the same key, and one may win (`probe_conditional_create`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from tierstate.manifest.chunk import Buffer, view
+from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierError, TierUnavailable
+from tierstate.tiers.base import ObjectWriter, Range, Tier, Traits, check_key, check_ranges, is_key
+from tierstate.tiers.capacity import CapacityCounter
+from tierstate.tiers.clock import RemoteClock
+
+from .filesystem import MemoryClient, ObjectClient, open_store, scrub, secrets_in, store_errors_translated
+
+PROBE_WRITERS = 8
+
+
+EXTRA_ROUNDS, EXTRA_SECONDS = 8, 10.0
+"""Most extra rounds of the probe, in place of rounds with lost answers; and seconds in which they may begin."""
+
+
+BARRIER_TIMEOUT = 2.0
+"""Seconds that the threads of the probe wait for each other."""
+
+
+StartBarrier = Callable[[], None]
+
+
+ConditionalCreate = Callable[[str, int, StartBarrier], None]
+"""Creates an object of the given name if it does not exist, with bytes that differ for each racing thread;
+calls the last argument, a barrier, where all threads should wait for each other."""
+
+
+READ_PART = 16 << 20
+"""Most bytes that one request reads."""
+
+
+PARALLEL_READS = 8
+"""Range requests of one read in flight."""
+
+
+def probe_conditional_create(create: ConditionalCreate, delete: Callable[[str], None], rounds: int) -> bool:
+    """Whether each round of several simultaneous conditional creates had exactly one winner.
+
+    A store that ignores the condition lets all win; one that checks and then writes lets several win. True does not
+    prove anything about later races. A create whose answer was lost may have won, so such a round does not count,
+    unless it has several winners anyway.
+
+    Raises:
+        TierUnavailable: no create got an answer, or answers were lost in too many rounds.
+        TierError: a create failed, for another reason than that the name was taken.
+    """
+    told, begun = 0, time.monotonic()
+    outcomes: Sequence[TierError | None] = ()
+    with ThreadPoolExecutor(PROBE_WRITERS) as pool:
+        for n in range(rounds + EXTRA_ROUNDS):
+            if n >= rounds and time.monotonic() - begun > EXTRA_SECONDS:
+                break
+            outcomes = _run(pool, create, delete)
+            if outcomes.count(None) > 1:
+                return False
+            told += outcomes.count(None) == 1 and not any(isinstance(one, TierUnavailable) for one in outcomes)
+            if told == rounds:
+                return True
+    raise _why(outcomes)
+
+
+def _run(pool: ThreadPoolExecutor, create: ConditionalCreate, delete: Callable[[str], None]) -> list[TierError | None]:
+    """One round: the error of each create, None for one that succeeded."""
+    name, start = f".probe-{uuid.uuid4().hex}", _start_barrier()
+
+    def enter(racer: int) -> TierError | None:
+        try:
+            create(name, racer, start)
+        except TierError as error:
+            return error
+        return None
+
+    outcomes = list(pool.map(enter, range(PROBE_WRITERS)))
+    silent = all(isinstance(error, TierUnavailable) for error in outcomes)
+    for error in outcomes:
+        if error is not None and (silent or not isinstance(error, (AlreadyExists, TierUnavailable))):
+            raise error
+    delete(name)
+    return outcomes
+
+
+def _start_barrier() -> StartBarrier:
+    """A barrier for all threads of the probe; a second call of the same thread does not wait."""
+    barrier, gone = threading.Barrier(PROBE_WRITERS, timeout=BARRIER_TIMEOUT), threading.Event()
+
+    def wait() -> None:
+        with suppress(threading.BrokenBarrierError):
+            if not gone.is_set():
+                barrier.wait()
+        gone.set()
+
+    return wait
+
+
+def _why(outcomes: Sequence[TierError | None]) -> TierError:
+    """The error to raise after too many rounds without a result."""
+    lost = next((error for error in outcomes if isinstance(error, TierUnavailable)), None)
+    return lost or TierUnavailable("a race of creates had no winner, again and again")
+
+
+class Bucket(Tier):
+    """Objects under one URL. Listings are never cached; a create is never repeated without a check.
+
+    After a create whose answer was lost (`TierUnavailable`) the object may exist or not.
+
+    Args:
+        url: protocol, bucket and prefix.
+        options: arguments of fsspec's file system for that protocol.
+        capacity: total bytes of the objects. Objects that other processes write meanwhile are not counted.
+        store: the client for that URL, if it is open already.
+    """
+
+    persistent: ClassVar[bool] = True
+    races: ClassVar[int] = 4
+    """Rounds of the probe for conditional creates."""
+
+    def __init__(
+        self, url: str, options: Mapping[str, Any], capacity: int | None = None, store: ObjectClient | None = None
+    ) -> None:
+        self._secrets = secrets_in(url, options)
+        self._store = store or open_store(url, options)
+        self._volatile = isinstance(self._store, MemoryClient)
+        self.gauge = CapacityCounter(capacity)
+        self._conditional: bool | None = True if self._volatile else None
+        self._notes: tuple[str, ...] = ()
+        self._ready = False
+        self._readying = threading.Lock()
+        self._clock = RemoteClock(self._time)
+
+    @property
+    def traits(self) -> Traits:
+        store = self._store
+        bucket = store.root.strip("/").partition("/")[0]
+        return Traits(
+            persistent=not self._volatile,
+            shared="process" if self._volatile else "site",
+            failure_domain=scrub(":".join(filter(None, (store.protocol, store.host, bucket))), self._secrets),
+            part_size=READ_PART,
+            parallelism=PARALLEL_READS,
+            capacity=self.gauge.capacity,
+            conditional_create=self._conditional,
+            notes=self._notes,
+        )
+
+    def explained(self, doing: str, key: str) -> AbstractContextManager[None]:
+        """Raise errors of the store in the block as tier errors, without secrets."""
+        place = f"{self._store.protocol}://{self._store.path(key).lstrip('/')}"
+        return store_errors_translated(doing, self.name, key, place, self._secrets)
+
+    # Reading
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        self.check_odd(key, ranges)
+        pieces = [piece for wanted in ranges for piece in _split(wanted)]
+        for i in range(0, len(pieces), PARALLEL_READS):
+            self._fill(key, pieces[i : i + PARALLEL_READS])
+
+    def check_odd(self, key: str, ranges: Sequence[Range]) -> None:
+        """Check empty and negative ranges, for which no request is sent, so that the store cannot refuse them."""
+        check_key(key)
+        if not ranges or any(offset < 0 or not out.numel() for offset, out in ranges):
+            check_ranges(f"{self.name}: {key}", self.size(key), ranges)
+
+    def _fill(self, key: str, pieces: Sequence[Range]) -> None:
+        with self.explained("read", key):
+            starts, ends = zip(*((offset, offset + out.numel()) for offset, out in pieces), strict=True)
+            answers = self._store.fetch(key, starts, ends)
+        for (offset, out), data in zip(pieces, answers, strict=True):
+            if len(data) != out.numel():
+                check_ranges(f"{self.name}: {key}", self.size(key), pieces)
+                text = f"the store sent {len(data)} bytes from {offset}, {out.numel()} were asked for"
+                raise TierUnavailable(f"{self.name}: {key}: {text}", tier=self.name, key=key)
+            # NumPy releases the GIL meanwhile; assigning to a memoryview does not.
+            np.copyto(out.numpy(), np.frombuffer(data, np.uint8))
+
+    def list(self, prefix: str) -> Iterator[str]:
+        folder = prefix.rpartition("/")[0]
+        if folder and not is_key(folder):
+            return iter(())
+        with self.explained("list", prefix):
+            names = self._store.names(prefix)
+        return iter(sorted(name for name in names if is_key(name)))
+
+    def size(self, key: str) -> int:
+        check_key(key)
+        with self.explained("read", key):
+            return self._store.size(key)
+
+    def age(self, key: str) -> float | None:
+        check_key(key)
+        with self.explained("look at", key):
+            created, now = self._store.times(key)
+        if created is None:
+            return None
+        there = now.timestamp() if now is not None else self._clock.now()
+        return None if there is None else max(0.0, there - created.timestamp())
+
+    def _time(self) -> float | None:
+        """The time of the store, from the creation time of a new object; None if not known."""
+        name = f".probe-{uuid.uuid4().hex}"
+        try:
+            self._send(name, torch.zeros(1, dtype=torch.uint8))
+            with self.explained("look at", name):
+                created, _ = self._store.times(name)
+            self._remove(name)
+        except AccessDenied:
+            return None
+        return None if created is None else created.timestamp()
+
+    def check_free(self, key: str) -> None:
+        """Check that the object does not exist.
+
+        Raises:
+            AlreadyExists
+        """
+        try:
+            self.size(key)
+        except NotFound:
+            return
+        raise AlreadyExists(f"{self.name}: {key}: exists already, nothing was changed", tier=self.name, key=key)
+
+    # Writing
+
+    def put(self, key: str, data: Buffer) -> None:
+        check_key(key)
+        self._prepare()
+        self.gauge.take(data.numel(), self.name, key)
+        try:
+            self.create(key, data)
+        except BaseException:
+            self.gauge.give_back(data.numel())
+            raise
+
+    def create(self, key: str, data: Buffer) -> None:
+        """One conditional create. If the probe found several winners, it first checks that the key is free."""
+        self.look_first(key)
+        self._send(key, data)
+
+    def look_first(self, key: str) -> None:
+        """Call `check_free` if the store does not enforce that an object is created only once."""
+        if self._conditional is False:
+            self.check_free(key)
+
+    def _send(self, name: str, data: Buffer) -> None:
+        with self.explained("create", name):
+            self._store.create(name, view(data))
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        check_key(key)
+        self._prepare()
+        self.check_free(key)
+        return super().writer(key, size_hint)
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        size = 0
+        if self.gauge.capacity is not None:
+            try:
+                size = self.size(key)
+            except NotFound:
+                return
+        self._remove(key)
+        self.gauge.give_back(size)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        if self.gauge.capacity is not None:
+            super().discard(keys)  # which counts the bytes that each one frees
+            return
+        names = [check_key(key) for key in keys]
+        with self.explained("delete", names[0] if names else ""):
+            self._store.remove_all(names)
+
+    def _remove(self, name: str) -> None:
+        with self.explained("delete", name):
+            self._store.remove(name)
+
+    def _prepare(self) -> None:
+        """Before the first write: probe conditional creates, and count the bytes in use if there is a capacity."""
+        with self._readying:
+            if self._ready:
+                return
+            if self._conditional is None:
+                self._notes = tuple(scrub(note, self._secrets) for note in self._findings())
+            if self.gauge.capacity is not None:
+                self.gauge.used = sum(self.size(key) for key in self.list(""))
+            self._ready = True
+
+    def _findings(self) -> Iterator[str]:
+        """Probe what the store supports. Yields notes for users."""
+        notes: list[str] = []
+
+        def remove(name: str) -> None:
+            try:
+                self._remove(name)
+            except AccessDenied as error:
+                notes.append(f"a scratch object could not be deleted: {error}")
+
+        self._conditional = probe_conditional_create(self._enter, remove, self.races)
+        found = (
+            f"one winner in each of {self.races} races of {PROBE_WRITERS}; that is no proof for others"
+            if self._conditional
+            else f"several winners in a race of {PROBE_WRITERS}; racing writers of one key may both succeed"
+        )
+        yield from notes
+        yield f"conditional create: {found}"
+
+    def _enter(self, name: str, racer: int, start: StartBarrier) -> None:
+        """Take part in the probe; no two threads send the same bytes."""
+        start()
+        self._send(name, torch.full((8,), racer, dtype=torch.uint8))
+
+    def room(self) -> int | None:
+        return self.gauge.left
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _split(wanted: Range) -> Iterator[Range]:
+    for at in range(0, wanted.out.numel(), READ_PART):
+        yield Range(wanted.offset + at, wanted.out[at : at + READ_PART])

@@ -1,0 +1,463 @@
+"""Multipart uploads: an S3 object is written as parts that are sent in parallel; short objects as one request.
+
+`PartBuilder` splits and collects appended data into parts; `S3Writer` sends each part when it is full; `S3Upload` is
+the upload itself; `abort_orphans` aborts uploads that dead writers left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any, Protocol
+
+from tierstate.manifest.chunk import Buffer, empty_buffer, view
+from tierstate.manifest.errors import AlreadyExists, TierError
+from tierstate.tiers.base import AtomicWriter, Release
+from tierstate.tiers.capacity import CapacityCounter
+from tierstate.tiers.object.filesystem import store_error_class, store_error_code
+
+from .signing import Checksum
+
+MIN_PART = 5 << 20
+"""Minimal bytes of a part in S3, except the last one."""
+
+
+PART_SIZE = 16 << 20
+"""Initial bytes of a part that collects small pieces."""
+
+
+MAX_LENT_PART = 64 << 20
+"""Initial maximum of the bytes of a part of a leased buffer: longer buffers are split."""
+
+
+MAX_PARTS = 10_000
+
+
+PARTS_PER_SIZE = 2_000
+"""After each so many parts the part size doubles, so that ten thousand parts, the limit of S3, hold 1 TB and more."""
+
+
+S3Call = Callable[..., Any]
+"""Sends a request, given by the name of the operation and its parameters."""
+
+
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
+
+
+MAX_PAGES = 50
+"""Most pages of a listing of uploads that are read."""
+
+
+log = logging.getLogger("tierstate")
+
+
+IN_FLIGHT = 8
+"""Most parts of one object in flight; further appends wait."""
+
+
+class SharedLease:
+    """A reference count on an appended buffer: released when the writer and all parts that use it have finished.
+
+    Args:
+        release: called once.
+
+    Attributes:
+        shared: whether any part uses it.
+    """
+
+    def __init__(self, release: Release) -> None:
+        self._release = release
+        self._users = 1
+        self.shared = False
+        self._lock = threading.Lock()
+
+    def share(self) -> None:
+        """Count one more part that uses the buffer."""
+        with self._lock:
+            self._users += 1
+            self.shared = True
+
+    def done(self) -> None:
+        """Remove one user; the last one releases the buffer."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._release()
+
+    def disown(self) -> None:
+        """Do not call release: after an error the caller of append does."""
+        self._release = _nothing
+
+
+def _nothing() -> None:
+    """Does nothing."""
+
+
+@dataclass
+class UploadPart:
+    """One part: a sequence of pieces of memory.
+
+    Attributes:
+        views: the pieces.
+        after: called once when they are no longer needed.
+    """
+
+    views: list[memoryview] = field(default_factory=list)
+    after: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(map(len, self.views))
+
+    def done(self) -> None:
+        """Release the memory. A second call does nothing."""
+        after, self.after, self.views = self.after, [], []
+        for call in after:
+            call()
+
+
+class PartBuilder:
+    """Builds parts: long leased buffers are sent in place, everything else is copied into the builder's memory.
+
+    So a buffer is held only until its own part has been sent, and never until more data comes. Otherwise there could be
+    a deadlock: the next data may need the memory that is held.
+
+    Args:
+        size_hint: the likely length of the object in bytes.
+    """
+
+    def __init__(self, size_hint: int = 0) -> None:
+        self._least = max(PART_SIZE, -(-size_hint // (MAX_PARTS - 1000)))
+        self._open = UploadPart()
+        self._room = memoryview(b"")
+        self._filled = 0
+        self.count = 0
+        self._spare: list[memoryview] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes of the next part, if it collects copies."""
+        return self._least << min(self.count // PARTS_PER_SIZE, 8)
+
+    def add(self, data: memoryview, lease: SharedLease | None) -> Iterator[UploadPart]:
+        """Add bytes; returns the parts that are full now, to be sent in this order before the next `add`."""
+        if lease is not None and len(data) >= self.size // PART_SIZE * MIN_PART:
+            yield from self._lent(data, lease)
+            return
+        while len(data):
+            if self._filled == len(self._room):
+                yield from self.rest()
+                self._begin()
+            count = min(len(data), len(self._room) - self._filled)
+            _copy(self._room[self._filled : self._filled + count], data[:count])
+            self._filled, data = self._filled + count, data[count:]
+
+    def _lent(self, data: memoryview, lease: SharedLease) -> Iterator[UploadPart]:
+        longest = max(MAX_LENT_PART, self.size)
+        length = -(-len(data) // -(-len(data) // longest))
+        for at in range(0, len(data), length):
+            part = self._take()
+            lease.share()
+            part.views.append(data[at : at + length])
+            part.after.append(lease.done)
+            yield part
+
+    def rest(self) -> Iterator[UploadPart]:
+        """The collected rest, if any, as the last part, which may be short."""
+        if self._filled:
+            yield self._take()
+
+    def _take(self) -> UploadPart:
+        """The unfinished part, with the collected bytes."""
+        part, self._open = self._open, UploadPart()
+        if self._filled:
+            part.views.append(self._room[: self._filled])
+            room = self._room
+            part.after.append(lambda: self._spare.append(room))
+        self._room, self._filled = memoryview(b""), 0
+        self.count += 1
+        return part
+
+    def _begin(self) -> None:
+        while self._spare:
+            room = self._spare.pop()
+            if len(room) == self.size:
+                self._room = room
+                return
+        self._room = view(empty_buffer(self.size))
+
+
+def _copy(out: memoryview, data: memoryview) -> None:
+    import numpy as np
+
+    # NumPy releases the GIL meanwhile; assigning to a memoryview does not.
+    np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
+
+
+class Session(Protocol):
+    """The part of the S3 session that an upload uses."""
+
+    def again(self, method: str, **params: Any) -> Any: ...
+    def briefly(self, method: str, **params: Any) -> Any: ...
+    def once(self, method: str, **params: Any) -> Any: ...
+    def patiently(self, attempt: Callable[[], None]) -> None: ...
+    def send_part(
+        self, where: Mapping[str, str], number: int, body: Sequence[memoryview], sum: Checksum, stop: threading.Event
+    ) -> Future[dict[str, Any]]: ...
+
+
+class S3Upload:
+    """One multipart upload: started by the constructor, visible once completed.
+
+    Args:
+        session: the store.
+        where: bucket and key.
+        checksum: the kind of checksum of every part.
+    """
+
+    def __init__(self, session: Session, where: Mapping[str, str], checksum: Checksum) -> None:
+        self._session, self._object, self._checksum = session, where, checksum
+        algorithm = {"ChecksumAlgorithm": checksum.algorithm} if checksum.algorithm else {}
+        begun = session.again("create_multipart_upload", **where, **algorithm)
+        self._where = {**where, "UploadId": begun["UploadId"]}
+
+    def send(self, number: int, body: Sequence[memoryview], stop: threading.Event) -> Future[dict[str, Any]]:
+        """Send one part, numbered from 1; the future returns its entry for `complete`."""
+        return self._session.send_part(self._where, number, body, self._checksum, stop)
+
+    def complete(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Make the object visible if the name is free: AWS checks that condition here, Ceph does not.
+
+        When an answer is lost, the ETag of the object shows whether this upload created it.
+        """
+        wanted, lost = etag_of([part["ETag"] for part in parts]), False
+
+        def attempt() -> None:
+            nonlocal lost
+            if lost and self._is_complete(wanted):
+                return
+            try:
+                self._session.once(
+                    "complete_multipart_upload", **self._where, MultipartUpload={"Parts": list(parts)}, IfNoneMatch="*"
+                )
+            except Exception as error:
+                # A transient error may hide a success; others mean that the store did nothing.
+                lost = lost or store_error_class(error).transient
+                if lost and store_error_class(error) is AlreadyExists and self._is_complete(wanted):
+                    return
+                raise
+
+        self._session.patiently(attempt)
+
+    def _is_complete(self, wanted: str) -> bool:
+        """Whether the object exists and was made by this upload.
+
+        Raises:
+            FileExistsError: another writer created the object.
+            ConnectionError: the object exists, and its ETag does not show who created it.
+        """
+        try:
+            found = self._session.again("head_object", **self._object)["ETag"].strip('"')
+        except FileNotFoundError:
+            return False
+        if not wanted:
+            raise ConnectionError("an object of this name is there now, and its ETag does not tell whether it is ours")
+        if found != wanted:
+            raise FileExistsError(f"an object with ETag {found[:80]!r} is there, ours would have {wanted!r}")
+        return True
+
+    def abort(self) -> None:
+        """Abort the upload and delete its parts."""
+        abort(self._session.briefly, self._where)
+
+
+def abort(call: S3Call, where: Mapping[str, str]) -> None:
+    """Abort an upload and delete its parts; an upload that no longer exists is no error."""
+    try:
+        call("abort_multipart_upload", **where)
+    except Exception as error:
+        if store_error_code(error) != "NoSuchUpload" and not isinstance(error, FileNotFoundError):
+            raise
+
+
+def etag_of(tags: Sequence[str]) -> str:
+    """The ETag of an object from the ETags of its parts; empty if those are no MD5, as with some encryptions."""
+    found = [_MD5.fullmatch(tag) for tag in tags]
+    if not all(found):
+        return ""
+    joined = b"".join(bytes.fromhex(one[1]) for one in found if one)
+    return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(tags)}"
+
+
+def abort_orphans(call: S3Call, bucket: str, prefix: str, age: float) -> tuple[int, int]:
+    """Abort the uploads below a prefix that are older than ``age`` seconds, by the clock of the store.
+
+    Returns:
+        How many were aborted, and how many are younger.
+    """
+    old = young = 0
+    for upload, now in _uploads(call, bucket, prefix):
+        if now - upload["Initiated"] > timedelta(seconds=age):
+            abort(call, {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
+            old += 1
+        else:
+            young += 1
+    return old, young
+
+
+def _uploads(call: S3Call, bucket: str, prefix: str) -> Iterator[tuple[Mapping[str, Any], datetime]]:
+    """Unfinished uploads, each with the store's current time."""
+    marker: dict[str, str] = {}
+    for _ in range(MAX_PAGES):
+        page = call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
+        now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+        for upload in page.get("Uploads", ()):
+            if upload["Key"].startswith(prefix):
+                yield upload, now
+        if not page.get("IsTruncated"):
+            return
+        marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+class Upload(Protocol):
+    """A multipart upload, started by its constructor."""
+
+    def send(self, number: int, body: Sequence[memoryview], stop: threading.Event) -> Future[dict[str, Any]]: ...
+    def complete(self, parts: Sequence[dict[str, Any]]) -> None: ...
+    def abort(self) -> None: ...
+
+
+class UploadTarget(Protocol):
+    """The part of the tier that the writer uses."""
+
+    name: str
+    gauge: CapacityCounter
+
+    def explained(self, doing: str, key: str) -> AbstractContextManager[None]: ...
+    def create_whole(self, key: str, body: Sequence[memoryview]) -> None: ...
+    def check_free(self, key: str) -> None: ...
+    def upload(self, key: str) -> Upload: ...
+
+
+class S3Writer(AtomicWriter):
+    """Sends each part when it is full. Before the first part is full nothing is sent; before close nothing is visible.
+
+    Args:
+        tier: the tier to write to.
+        key: the key of the object.
+        size_hint: its likely length in bytes: longer objects need longer parts.
+    """
+
+    def __init__(self, tier: UploadTarget, key: str, size_hint: int = 0) -> None:
+        super().__init__(f"{tier.name}: {key}")
+        self._tier, self._key = tier, key
+        self._parts = PartBuilder(size_hint)
+        self._length = 0
+        self._upload: Upload | None = None
+        self._room = threading.BoundedSemaphore(IN_FLIGHT)
+        self._stop = threading.Event()
+        self._sent: list[tuple[Future[dict[str, Any]], threading.Event]] = []
+        self._failed: Future[dict[str, Any]] | None = None
+
+    def _add(self, buffer: Buffer, release: Release | None) -> bool:
+        self._tier.gauge.take(buffer.numel(), self._tier.name, self._key)
+        self._length += buffer.numel()
+        lease = SharedLease(release) if release is not None else None
+        try:
+            for part in self._parts.add(view(buffer), lease):
+                self._send(part)
+        except BaseException:
+            if lease is not None:
+                lease.disown()
+            raise
+        if lease is None or not lease.shared:
+            return False
+        lease.done()
+        return True
+
+    def _send(self, part: UploadPart) -> None:
+        """Send a part as soon as fewer than `IN_FLIGHT` are in flight."""
+        try:
+            if self._parts.count > MAX_PARTS:
+                text = f"{self._place}: is longer than {MAX_PARTS} parts of S3; say its length when it is begun"
+                raise TierError(text, tier=self._tier.name, key=self._key)
+            if self._upload is None:
+                self._upload = self._tier.upload(self._key)
+            sent = self._send_to(self._upload, part)
+        except BaseException:
+            part.done()
+            raise
+        arrived = threading.Event()
+        self._sent.append((sent, arrived))
+        sent.add_done_callback(lambda sent: self._arrived(part, sent, arrived))
+
+    def _send_to(self, upload: Upload, part: UploadPart) -> Future[dict[str, Any]]:
+        self._room.acquire()
+        try:
+            self._check()
+            return upload.send(self._parts.count, part.views, self._stop)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def _arrived(self, part: UploadPart, sent: Future[dict[str, Any]], arrived: threading.Event) -> None:
+        try:
+            part.done()
+        finally:
+            if not sent.cancelled() and sent.exception() is not None:
+                self._failed = sent
+            self._room.release()
+            arrived.set()
+
+    def _check(self) -> None:
+        """Raise the error of a part that has failed."""
+        if self._failed is not None:
+            with self._tier.explained("write", self._key):
+                self._failed.result()
+
+    def _drain(self) -> None:
+        """Wait until all parts have ended and their leases are released: a future's result comes slightly earlier."""
+        for _, arrived in self._sent:
+            arrived.wait()
+
+    def _publish(self) -> None:
+        rest = list(self._parts.rest())
+        if self._upload is None:
+            self._tier.create_whole(self._key, [piece for part in rest for piece in part.views])
+            return
+        for part in rest:
+            self._send(part)
+        self._drain()
+        with self._tier.explained("write", self._key):
+            parts = [sent.result() for sent, _ in self._sent]
+        # Not every store checks the condition when an upload is completed, so also check here, as late as possible.
+        self._tier.check_free(self._key)
+        with self._tier.explained("create", self._key):
+            self._upload.complete(parts)
+        self._sent, self._parts = [], PartBuilder()
+
+    def _discard(self) -> None:
+        self._tier.gauge.give_back(self._length)
+        self._stop.set()
+        for sent, _ in self._sent:
+            sent.cancel()
+        self._drain()
+        self._parts = PartBuilder()
+        if self._upload is not None:
+            upload, self._upload = self._upload, None
+            try:
+                with self._tier.explained("abort the upload of", self._key):
+                    upload.abort()
+            except TierError as error:
+                # The error that aborted the object matters more; remaining parts are found by their age later.
+                log.warning("parts of an upload stay at the store for now: %s", error)

@@ -1,0 +1,239 @@
+"""This host's part in peer memory: its folder, its server process (the keeper), and the agreement on the members.
+
+One rank per host starts the keeper if none runs. Then all hosts of a job agree on the membership, from which each
+computes its partners.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from tierstate.manifest.errors import FormatError, TierError, TierstateError, TierUnavailable
+from tierstate.tiers.base import RankGroup
+from tierstate.tiers.posix.files import BufferedFile
+
+from .client import RemoteMemory
+from .local import DOOR, START, LocalMemory, lock_file, make_folder, removed_memories
+from .members import (
+    HostReport,
+    Member,
+    Membership,
+    is_stale,
+    merge_memberships,
+    read_member,
+    read_membership,
+    write_membership,
+)
+
+WATCH = 5.0
+"""Seconds between two checks whether the keeper still runs, at least."""
+
+
+STARTING = 120.0
+"""Timeout in seconds for starting a keeper; most of the time goes into importing torch."""
+
+
+log = logging.getLogger("tierstate")
+
+
+def default_path() -> Path:
+    """The folder of this host's memory, if the policy names none: one per user."""
+    return Path(f"/dev/shm/tierstate-{os.geteuid()}-peer")
+
+
+class HostMemory:
+    """The folder of this host's memory, and its keeper, as the processes of this host use them.
+
+    Args:
+        kept: the objects in the folder.
+    """
+
+    def __init__(self, kept: LocalMemory) -> None:
+        self.kept, self.root = kept, kept.root
+        self._door: BufferedFile | None = None
+        self._terms: tuple[str, int, float, float] | None = None
+        self._looked = 0.0
+
+    @property
+    def name(self) -> str:
+        """The tier's name, for messages."""
+        return self.kept.name
+
+    def enter(self) -> None:
+        """Hold a shared lock by which the keeper sees that a process uses the memory. Does nothing if none ever ran."""
+        if self.card() is not None:
+            self._hold_door()
+
+    def _hold_door(self) -> None:
+        if self._door is None:
+            with suppress(FileNotFoundError):
+                self._door = lock_file(self.root / DOOR, fcntl.LOCK_SH)
+
+    def leave(self) -> None:
+        """Release the lock: this process does not use the memory any more."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def group(self) -> Membership:
+        """The membership in this host's file.
+
+        Raises:
+            TierError: the file is damaged.
+        """
+        try:
+            return read_membership(self.root)
+        except FormatError as error:
+            raise TierError(
+                f"{self.name}: {self.root}: {error}; 'tierstate peer stop' removes it", tier=self.name
+            ) from (error)
+
+    def remember(self, group: Membership) -> None:
+        """Write the membership to this host's file."""
+        write_membership(self.root, "group", group)
+
+    def card(self) -> Member | None:
+        """This host as a member, as its keeper wrote it when it was last started; None if there is no valid file."""
+        try:
+            return read_member(self.root)
+        except FormatError:
+            return None
+
+    def keeper(self, address: str, port: int, idle: float, seconds: float) -> Member:
+        """Start the keeper if none runs; returns this host as a member.
+
+        Args:
+            address, port: where a new keeper listens; port 0 for any.
+            idle: seconds without use after which it ends.
+            seconds: timeout for its response.
+
+        Raises:
+            AccessDenied: the folder belongs to another user, or is used for something else.
+            TierUnavailable: no keeper can be started.
+        """
+        make_folder(self.root, self.name)
+        self._terms, self._looked = (address, port, idle, seconds), time.monotonic()
+        with closing(lock_file(self.root / START, fcntl.LOCK_EX)):
+            self._hold_door()
+            member = self.card()
+            if member is None or not self._runs(member, seconds, idle):
+                self._start(address, port, idle)
+                member = read_member(self.root)
+            assert member is not None
+            return member
+
+    def watch(self) -> None:
+        """Start the keeper again if it has died; called before each write, checks every `WATCH` seconds at most.
+
+        Does nothing in a process that has never called `keeper`. The new keeper listens on the same port as before, if
+        that is free, so that the other hosts find it again.
+
+        Raises: as `keeper`.
+        """
+        if self._terms and time.monotonic() - self._looked > WATCH and self.card() is not None:
+            self.keeper(*self._terms)
+
+    def _runs(self, member: Member, seconds: float, idle: float) -> bool:
+        far = RemoteMemory(member, seconds, lambda: self.name)
+        with closing(far):
+            try:
+                far.terms(self.kept.capacity, idle)
+            except TierUnavailable:
+                return False
+        return True
+
+    def _start(self, address: str, port: int, idle: float) -> None:
+        command = [sys.executable, "-m", "tierstate.tiers.peer.server", "--path", str(self.root), "--address", address]
+        command += ["--port", str(port), "--idle", str(idle)]
+        if self.kept.capacity is not None:
+            command += ["--capacity", str(self.kept.capacity)]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STARTING, check=False
+            )
+            trouble = done.stderr.strip()[-400:] if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            trouble = f"it did not listen within {STARTING:g} s"
+        if trouble:
+            raise TierUnavailable(
+                f"{self.name}: no keeper could be started at {address}:{port} for {self.root}: {trouble}",
+                tier=self.name,
+            )
+
+
+def wait_gone(root: Path, seconds: float) -> bool:
+    """Wait until a memory is freed to the last page; returns whether it was within ``seconds``."""
+    end = time.monotonic() + seconds
+    while (there := root.exists() or any(removed_memories(root))) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not there
+
+
+def agree_on_members(team: RankGroup, topic: str, home: HostMemory, keeper: Callable[[], Member]) -> Membership:
+    """Agree with all hosts on the membership, in two all-gathers; all ranks call it and get the same membership.
+
+    First the leaders of the hosts report their members; then each writes the new membership to its file; when all have
+    written it, it counts as confirmed. A host that missed an earlier agreement may still keep objects that the others
+    have deleted or saved again under the same names. Its memory is emptied, with a warning: the other hosts have had
+    copies of all its objects.
+
+    Args:
+        team: the ranks.
+        topic: begins the topics of the all-gathers.
+        home: this host's memory.
+        keeper: starts this host's keeper and returns its member; called on one rank per host.
+
+    Raises:
+        TierUnavailable: a host has no keeper or cannot write its file; raised on every rank.
+        RankFailed: a rank is dead or late.
+    """
+    leader = team.leads("host")
+    mine = _introduce(home, keeper) if leader else None
+    heard = team.gather(f"{topic} hosts", mine.encode() if mine else b"")
+    by_host = sorted((team.hosts[rank], rank) for rank, data in enumerate(heard) if data)
+    said = [HostReport.decode(heard[rank]) for _, rank in by_host]
+    _check([one.trouble for one in said])
+    group = merge_memberships(said)
+    trouble = _write(home, mine, group) if mine else ""
+    _check([data.decode(errors="replace") for data in team.gather(f"{topic} written", trouble.encode())])
+    group = replace(group, confirmed=group.written)
+    if leader:
+        home.remember(group)
+    return group
+
+
+def _introduce(home: HostMemory, keeper: Callable[[], Member]) -> HostReport:
+    try:
+        member = keeper()
+        return HostReport(member, home.group())
+    except (TierstateError, OSError) as error:
+        return HostReport(trouble=str(error))
+
+
+def _write(home: HostMemory, mine: HostReport, group: Membership) -> str:
+    """Write the membership to this host's file; returns an error text, empty if all is well."""
+    try:
+        if is_stale(mine, group.confirmed):
+            log.warning(
+                "%s: this host was away when the others last met, so what its memory kept may be out of date: emptied",
+                home.name,
+            )
+            home.kept.clear()
+        home.remember(group)
+    except (TierstateError, OSError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _check(troubles: list[str]) -> None:
+    if found := [trouble for trouble in troubles if trouble]:
+        raise TierUnavailable(f"peer memory: {len(found)} hosts cannot take part: {found[0]}")

@@ -1,0 +1,257 @@
+"""The peer tier: the newest versions in the memory of this host, replicated to other hosts.
+
+An object that a rank writes is kept in the memory (tmpfs) of its own host and of ``copies`` other hosts, in other
+failure domains if there are any. It outlives the processes of the job. On each host a server process, the *keeper*
+(`tierstate.tiers.peer.server`), serves the memory to the other hosts. Ranks read and write the memory of their own host
+directly, as files.
+
+What the contract of tiers means here:
+
+* **whole or absent**: an object is first sent to all hosts that keep it, and then made visible on one host after the
+  other. If this fails on one host, the object is removed from the hosts before it, and the writer's ``close`` raises; a
+  reader may have seen the whole object meanwhile. If a host is lost in between, or the writer is killed, the whole
+  object may remain on some hosts, as in any tier whose response is lost.
+* **create-only**: before an object is made visible, all hosts are asked whether they have one of that name. Then each
+  host that gets it creates it or refuses. Of two ranks of one host, or of hosts that share all copies, only one can
+  create a name. Other ranks that create the same name at the same moment may both succeed
+  (``traits.conditional_create`` is False then). Each record of a run is created by one rank only.
+* **exact**: objects never change, so any copy is right. The copy of the own host is read first, then those of partners,
+  then any other. Written bytes are sent with checksums; read bytes are verified by their chunk digests, as from any
+  tier. If hosts do not answer, an object counts as absent, and a list as complete, only if so few hosts are away that
+  every object still has a copy on a host that answers; else `TierUnavailable` is raised.
+* **durable**: no. It survives the job and, with copies, the loss of some hosts, but not of all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import NotFound, TierUnavailable
+from tierstate.tiers.address import own_address
+from tierstate.tiers.base import MAX_KEY, ObjectWriter, Range, RankGroup, Tier, Traits, check_key
+from tierstate.tiers.units import Rate, Seconds, Size
+from tierstate.tiers.wrappers.limit import BURST, TokenBucket
+
+from .client import PeerHosts, RemoteMemory
+from .host import HostMemory, agree_on_members, default_path, wait_gone
+from .local import SENT, LocalMemory, PeerWriter, remove_memory
+from .members import Member, Membership
+
+STOPPING = 30.0
+"""Seconds that a keeper may take to end and free its memory."""
+
+
+class Peer(Tier):
+    """The memory of this host and of its peers, as one tier. The module's text has the guarantees.
+
+    Args:
+        capacity: bytes of this host's memory, for its own objects and copies of others'; None for as many as tmpfs has.
+        copies: number of other hosts that keep each object.
+        domain: failure domain of this host, such as the name of its rack or switch; empty if it shares none.
+        exchange: bytes per second that this process sends to other hosts, at most; None for no limit.
+        port: port of this host's keeper; 0 for any free one.
+        path: folder of this host's memory, on tmpfs; None for one below ``/dev/shm`` for this user. Jobs that run on
+            the same hosts at the same time need different ones.
+        idle: seconds without use after which a keeper frees its memory and ends.
+        deadline: timeout in seconds for a message of up to 4 MiB from or to another host.
+    """
+
+    persistent: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        capacity: Size | None = None,
+        copies: int = 1,
+        domain: str = "",
+        exchange: Rate | None = None,
+        port: int = 0,
+        path: Path | None = None,
+        idle: Seconds = 3600.0,
+        deadline: Seconds = 30.0,
+    ) -> None:
+        if copies < 0:
+            raise ValueError(f"copies: {copies} is not a count; write 0 for none with other hosts, 1, 2, ...")
+        if not 0 <= port < 1 << 16:
+            raise ValueError(f"port: {port} is not a port; write 0 for any, or 1 to 65535")
+        self._copies, self._domain, self._port = copies, domain, port
+        self._idle, self._deadline = idle, deadline
+        self._kept = LocalMemory(Path(path or default_path()).expanduser().absolute(), capacity)
+        self._home = HostMemory(self._kept)
+        self._pacer = TokenBucket(exchange) if exchange else None
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._found: PeerHosts | None = None
+
+    @property
+    def name(self) -> str:
+        """The tier's name in the policy."""
+        return self._kept.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._kept.name = name
+
+    @property
+    def traits(self) -> Traits:
+        peers = self._peers
+        members = peers.group.members
+        return Traits(
+            persistent=False,
+            shared="site" if members else "host",
+            failure_domain=f"peers:{min(m.id for m in members)}" if members else self._kept.traits.failure_domain,
+            capacity=self._kept.capacity,
+            conditional_create=peers.certain,
+            notes=peers.notes(),
+        )
+
+    # Membership
+
+    def meet(self, team: RankGroup) -> None:
+        """Start this host's keeper if none runs, and agree with the other hosts on the members. All ranks call it.
+
+        Raises:
+            TierUnavailable: a host has no keeper; raised on every rank.
+            RankFailed: a rank is dead or late.
+        """
+        group = agree_on_members(team, f"peer {self.name}", self._home, self._keeper)
+        self._home.enter()
+        with self._lock:
+            before, self._found = self._found, self._circle(group)
+        if before is not None:
+            before.close()
+
+    def _keeper(self) -> Member:
+        found = self._home.keeper(own_address(), self._port, self._idle, self._deadline)
+        return Member(found.id, found.address, found.port, found.token, self._domain)
+
+    def _circle(self, group: Membership) -> PeerHosts:
+        return PeerHosts(group, self._home.card(), self._copies, self._deadline, lambda: self.name)
+
+    @property
+    def _peers(self) -> PeerHosts:
+        """The other hosts: as agreed in `meet`, or else as this host's file of the membership has them."""
+        with self._lock:
+            if self._found is None:
+                if not self._closed.is_set():
+                    self._home.enter()
+                self._found = self._circle(self._home.group())
+            return self._found
+
+    # Reading
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        try:
+            self._kept.read(key, ranges)
+        except NotFound:
+            self._peers.first(key, lambda far: far.read(key, ranges))
+
+    def list(self, prefix: str) -> Iterator[str]:
+        peers = self._peers
+        if not prefix.isascii() or len(prefix) > MAX_KEY:
+            return iter(())
+        mine = self._kept.list(prefix)
+        return mine if peers.alone else iter(sorted(peers.list(prefix).union(mine)))
+
+    def size(self, key: str) -> int:
+        try:
+            return self._kept.size(key)
+        except NotFound:
+            return self._peers.first(key, lambda far: far.size(key))
+
+    def age(self, key: str) -> float | None:
+        try:
+            return self._kept.age(key)
+        except NotFound:
+            return self._peers.first(key, lambda far: far.age(key))
+
+    def firm(self, key: str) -> bool:
+        peers = self._peers
+        try:
+            self._kept.size(key)
+        except NotFound:
+            return peers.copies(key) > len(peers.partners)
+        return peers.copies(key) >= len(peers.partners)
+
+    # Writing
+
+    def put(self, key: str, data: Buffer) -> None:
+        with self.writer(key, data.numel()) as writer:
+            writer.append(data)
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        peers = self._peers
+        self._home.watch()
+        piece = max(1, int(self._pacer.rate * BURST)) if self._pacer else SENT
+        return PeerWriter(self.name, key, self._kept.writer(key, size_hint), peers, self._pace, piece)
+
+    def _pace(self, nbytes: int) -> None:
+        if self._pacer and self._closed.wait(self._pacer.turn(nbytes)):
+            raise TierUnavailable(f"{self.name}: was closed while an object waited to be sent on", tier=self.name)
+
+    def delete(self, key: str) -> None:
+        self.discard([key])
+
+    def discard(self, keys: Iterable[str]) -> None:
+        some = [check_key(key) for key in keys]
+        peers = self._peers
+        self._kept.discard(some)
+        if some:
+            peers.discard(some)
+
+    def room(self) -> int | None:
+        return self._kept.room()
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            found = self._found
+        if found is not None:
+            found.close()
+        self._home.leave()
+        self._kept.close()
+
+    # For the command line
+
+    def members(self) -> Sequence[tuple[Member, dict[str, Any] | TierUnavailable]]:
+        """Every member, this host included, with the status of its keeper, or the error if it does not answer."""
+        card = self._home.card()
+        members = self._peers.group.members or ((card,) if card else ())
+        return [(member, self._status(member)) for member in members]
+
+    def _status(self, member: Member) -> dict[str, Any] | TierUnavailable:
+        with closing(RemoteMemory(member, self._deadline, lambda: self.name)) as far:
+            try:
+                return far.status()
+            except TierUnavailable as error:
+                return error
+
+    def stop(self) -> bool:
+        """End this host's keeper, and free its memory with all objects in it; returns whether there was any.
+
+        Raises:
+            TierUnavailable: the keeper does not end within `STOPPING` seconds.
+        """
+        card, root = self._home.card(), self._kept.root
+        if not root.exists():
+            return False
+        self._home.leave()
+        if card is not None and self._asked_to_stop(card):
+            if not wait_gone(root, STOPPING):
+                raise TierUnavailable(f"{self.name}: the keeper of {root} has not ended in {STOPPING:g} s")
+        else:
+            remove_memory(root)
+        return True
+
+    def _asked_to_stop(self, member: Member) -> bool:
+        with closing(RemoteMemory(member, self._deadline, lambda: self.name)) as far:
+            try:
+                far.stop()
+            except TierUnavailable:
+                return False
+        return True

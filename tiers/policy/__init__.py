@@ -1,0 +1,1 @@
+"""Policies: from YAML to checked models to opened tiers."""

@@ -1,0 +1,325 @@
+"""The keys of a policy file as frozen pydantic models, also those of ``keep``.
+
+The options of a tier type are not listed here: they are the keyword parameters of its class's constructor, of which
+`keys_of` makes a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
+from pydantic.errors import PydanticUserError
+
+from tierstate.manifest.chunk import CHUNK_GRAIN, CHUNK_SIZE, MAX_CHUNK_SIZE
+from tierstate.manifest.format.leaf import check_glob
+from tierstate.tiers.base import Tier
+from tierstate.tiers.units import DURATION_PATTERN, Rate, Seconds, Size, Times, format_size, parse_seconds
+
+from .yaml import show_value
+
+MIN_CHUNK_SIZE = 4096
+
+
+ARENA_SIZE = 2 << 30
+
+
+MAX_RETRIES = 100
+
+
+Codec: TypeAlias = Literal["raw", "fast", "small", "delta", "auto"]
+
+
+_OPTION = "option_"
+
+
+def no_bool(value: object) -> object:
+    """The value, unless it is a boolean."""
+    # Python, and pydantic with it, takes true for 1.
+    if isinstance(value, bool):
+        raise ValueError(f"{show_value(value)} is not a number; write one, as in 8")
+    return value
+
+
+def _has_unit(value: object) -> object:
+    # Beside `last` and `every`, which count versions and steps, a bare number could mean anything.
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise ValueError(f"{show_value(value)} has no unit; write a number and s, min, h or d, as in '2d'")
+    return value
+
+
+Count: TypeAlias = Annotated[int, Field(ge=1), BeforeValidator(no_bool)]
+
+
+Within: TypeAlias = Annotated[
+    Seconds,
+    BeforeValidator(_has_unit),
+    WithJsonSchema(
+        {"description": "a time, as in 2d", "type": "string", "pattern": rf"^\s*(?:{DURATION_PATTERN})\s*$|\$\{{"}
+    ),
+]
+
+
+class Frozen(BaseModel):
+    """A model that does not change and has no keys but its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BestKeys(Frozen):
+    """``best``: the best versions by a number in their metadata.
+
+    Attributes:
+        metric: the number's name; dots lead into nested mappings.
+        mode: ``min`` if less is better, ``max`` if more is better.
+        count: how many versions to keep.
+    """
+
+    metric: Annotated[str, Field(min_length=1)]
+    mode: Literal["min", "max"]
+    count: Count = 1
+
+
+class KeepKeys(Frozen):
+    """``keep``: the retention of a tier. A version stays if any of the keys keeps it.
+
+    Attributes:
+        last: keeps the newest so many versions.
+        every: keeps the first version at or after each multiple of so many steps.
+        within: keeps the versions of the last so many seconds.
+        best: keeps the best versions by a metric.
+        tags: keeps the versions that have a tag; None means yes on a tier that survives the host, else no.
+        all: keeps every version.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
+
+    last: Count | None = None
+    every: Count | None = None
+    within: Within | None = None
+    best: BestKeys | None = None
+    tags: bool | None = None
+    all: bool = False
+
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> Self:
+        if not (self.last or self.every or self.within or self.best or self.tags or self.all):
+            raise ValueError("keeps nothing; write 'last: N', 'every: N', 'within: 2d', 'best: ...' or 'all: true'")
+        return self
+
+
+def _no_tilde(value: object) -> object:
+    if isinstance(value, str) and value.startswith("~"):
+        raise ValueError(f"{value!r} starts with '~', which only shells know; write '${{HOME}}'")
+    return value
+
+
+def _check_chunk(nbytes: int) -> int:
+    if nbytes % CHUNK_GRAIN or not MIN_CHUNK_SIZE <= nbytes <= MAX_CHUNK_SIZE:
+        least, most = format_size(MIN_CHUNK_SIZE), format_size(MAX_CHUNK_SIZE)
+        raise ValueError(
+            f"{format_size(nbytes)} is no length of a chunk; write a multiple of {CHUNK_GRAIN} bytes "
+            f"from {least} to {most}, as in '16MiB'"
+        )
+    return nbytes
+
+
+def _parse_every(value: object) -> int | timedelta:
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    try:
+        time = value if isinstance(value, timedelta) else timedelta(seconds=parse_seconds(str(value)))
+    except ValueError:
+        time = timedelta(0)
+    if time <= timedelta(0):
+        raise ValueError(
+            f"{show_value(value)} is neither steps nor a time; write a number of steps, or a time as in '30min'"
+        )
+    return time
+
+
+Every: TypeAlias = Annotated[
+    int | timedelta,
+    BeforeValidator(_parse_every),
+    WithJsonSchema(
+        {
+            "description": "steps, or a time as in 30min",
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": rf"^\s*(?:[0-9]+|{DURATION_PATTERN})\s*$|\$\{{"},
+            ],
+        }
+    ),
+]
+"""A cadence: an int counts steps, a timedelta is a time."""
+
+
+class ArenaKeys(Frozen):
+    """``arena``: the host memory into which saves copy the state.
+
+    Attributes:
+        size: bytes.
+        on_full: what a save does while the arena is full: ``block`` waits for room; ``skip`` leaves the save out.
+    """
+
+    size: Size = ARENA_SIZE
+    on_full: Literal["block", "skip"] = "block"
+
+
+class RanksKeys(Frozen):
+    """``ranks``: how long the ranks of a job wait for each other.
+
+    Attributes:
+        timeout: seconds that a rank may be behind the others before their save fails.
+        silence: seconds without a heartbeat after which a rank counts as dead.
+    """
+
+    timeout: Seconds = 1800.0
+    silence: Seconds = 60.0
+
+
+class RuleKeys(Frozen):
+    """One of the ``rules``: settings for the leaves that match a glob.
+
+    For each key the first rule counts that matches a leaf and has the key. None means: this rule does not have the key.
+
+    Attributes:
+        match: glob over leaf paths.
+        tiers: names of the tiers that get the leaves.
+        codec: how their chunks are encoded.
+        pickle: whether an object of an unknown type may be pickled.
+        lossy: how floating-point tensors are saved with fewer bits, in every tier.
+        keep: the retention of these leaves, on every tier, in place of the tier's own ``keep``.
+    """
+
+    match: Annotated[str, AfterValidator(check_glob)]
+    tiers: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    codec: Codec | None = None
+    pickle: bool | None = None
+    lossy: Literal["bf16", "int8"] | None = None
+    keep: KeepKeys | None = None
+
+
+class TierKeys(Frozen):
+    """The keys that every tier has, whatever its type.
+
+    Attributes:
+        type: name of the tier's class in the entry points.
+        every: steps or time between two saves to this tier; None for every save.
+        keep: the retention of this tier.
+        codec: how chunks are encoded in this tier.
+        format: the file format of packs in this tier.
+        bandwidth: most bytes per second that this process reads and writes; None for no limit.
+        operations: most calls per second; None for no limit.
+        retries: how often a call is repeated after a transient error.
+        on_lag: if several saves wait to be copied to this tier: ``queue`` copies all of them, ``skip`` only the newest.
+    """
+
+    type: str
+    every: Every | None = None
+    keep: KeepKeys = KeepKeys(all=True)
+    codec: Codec = "raw"
+    format: Literal["native", "safetensors", "hdf5"] = "native"
+    bandwidth: Rate | None = None
+    operations: Times | None = None
+    retries: Annotated[int, Field(ge=0, le=MAX_RETRIES), BeforeValidator(no_bool)] = 0
+    on_lag: Literal["queue", "skip"] = "queue"
+
+
+class PolicyKeys(Frozen):
+    """The top-level keys of a policy, except ``tiers``; see `tierstate.tiers.policy.policy.Policy`."""
+
+    version: Annotated[Literal[1], BeforeValidator(no_bool)] = 1
+    chunk: Annotated[Size, AfterValidator(_check_chunk)] = CHUNK_SIZE
+    digest: Literal["xxh3-128", "blake3"] = "xxh3-128"
+    arena: ArenaKeys = ArenaKeys()
+    ranks: RanksKeys = RanksKeys()
+    durable: str | None = None
+    rules: tuple[RuleKeys, ...] = ()
+
+
+@lru_cache(maxsize=256)
+def keys_of(tier: type[Tier]) -> type[TierKeys]:
+    """A model of a tier type's keys: those that every tier has, and the constructor's keyword-only parameters.
+
+    Raises:
+        TypeError: a parameter has the name of a common key, or an annotation that pydantic cannot validate.
+    """
+    where = f"{tier.__module__}.{tier.__qualname__}"
+    try:
+        hints = get_type_hints(tier.__init__, include_extras=True)
+        fields = {
+            # The prefix keeps an option such as `copy` or `schema` from hiding a method of the model.
+            f"{_OPTION}{p.name}": (_checked(hints.get(p.name, Any)), _field(p))
+            for p in inspect.signature(tier.__init__).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name != "arena"
+        }
+        model: type[TierKeys] = create_model(tier.__name__, __base__=TierKeys, **fields)  # type: ignore[call-overload]
+    except (AttributeError, NameError, TypeError, PydanticUserError) as error:
+        what = str(error).splitlines()[0]
+        raise TypeError(f"the constructor of {where} cannot be read as keys of a policy: {what}") from error
+    if taken := sorted(TierKeys.model_fields.keys() & {name.removeprefix(_OPTION) for name in fields}):
+        raise TypeError(f"the constructor of {where} has the parameter {taken[0]!r}, which is a key of every tier")
+    return model
+
+
+def options_of(keys: TierKeys) -> dict[str, Any]:
+    """The keyword arguments for the tier's constructor: those of its own keys that the file has, validated."""
+    fields = type(keys).model_fields
+    return {str(fields[f].alias): getattr(keys, f) for f in fields if f in keys.model_fields_set and _is_option(f)}
+
+
+def key_names(model: type[BaseModel]) -> list[str]:
+    """The keys of a model, as a policy file writes them."""
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _is_option(field: str) -> bool:
+    return field.startswith(_OPTION)
+
+
+def _field(parameter: inspect.Parameter) -> Any:
+    default = parameter.default
+    if default is parameter.empty:
+        return Field(alias=parameter.name)
+    if default is None or isinstance(default, (bool, int, float, str)):
+        return Field(default, alias=parameter.name)
+    # A default that JSON does not know is kept out of the schema.
+    return Field(default_factory=lambda: default, alias=parameter.name)
+
+
+def _checked(annotation: Any) -> Any:
+    """The annotation, with checks that pydantic does not make: no boolean as a number, no ``~`` in a path."""
+    parts = _alternatives(annotation)
+    check: Callable[[object], object] | None = None
+    if parts & {int, float} and not parts & {bool, object}:
+        check = no_bool
+    elif Path in parts:
+        check = _no_tilde
+    return Annotated[annotation, BeforeValidator(check)] if check else annotation
+
+
+def _alternatives(annotation: Any) -> set[Any]:
+    """The types that a value of this annotation may have."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_alternatives, get_args(annotation)))
+    return {annotation} if isinstance(annotation, type) else {object}

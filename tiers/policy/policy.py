@@ -1,0 +1,268 @@
+"""Policies: one YAML file says which state goes to which tier, how often, in which codec, and how long it is kept.
+
+`Policy` loads, validates and dumps such a file. `open_policy_tier` opens one of its tiers, wrapped with the limits,
+retries and measurements that the policy asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from mmap import PAGESIZE
+from typing import Any, Self
+
+import yaml
+from pydantic import Field, PrivateAttr
+
+from tierstate.manifest.errors import NotFound, PolicyError, TierstateError
+from tierstate.tiers.base import Tier
+from tierstate.tiers.registry import open_tier, tier_class
+from tierstate.tiers.units import format_size
+from tierstate.tiers.wrappers.limit import Limited
+from tierstate.tiers.wrappers.measure import Measured
+from tierstate.tiers.wrappers.retry import Retried
+
+from .errors import unknown_name, validate_keys
+from .models import PolicyKeys, TierKeys, keys_of, options_of
+from .yaml import MAX_POLICY_BYTES, KeyPath, PolicyErrors, escape_variables, expand_variables, read_yaml, show_value
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
+
+
+class TierPolicy(TierKeys):
+    """One tier of a policy.
+
+    Attributes:
+        name: its name in the policy.
+        persistent: whether its objects survive the host, as its class declares; True if the class declares nothing.
+        options: keyword arguments for the class's constructor, validated. They may hold secrets, so no repr shows them.
+    """
+
+    name: str
+    persistent: bool = True
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)
+
+
+class Policy(PolicyKeys):
+    """A policy, made by `load`, `parse` or `default`.
+
+    Attributes:
+        version: of the file's format.
+        chunk: length of a chunk, in bytes.
+        digest: name of the digest algorithm.
+        arena: the host memory into which saves copy the state.
+        ranks: how long the ranks of a job wait for each other.
+        durable: name of the tier that `Save.wait` waits for; persistent.
+        tiers: fastest first: a save enters at the first ones and is copied down to the others.
+        rules: in the order in which they are tried.
+    """
+
+    durable: str
+    tiers: tuple[TierPolicy, ...]
+
+    _document: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The policy in a YAML file.
+
+        Raises:
+            PolicyError: the file cannot be read or used; the message has one line for each error in it.
+        """
+        name = os.fspath(path)
+        try:
+            with open(name, "rb") as file:
+                # One byte more than allowed, so that `parse` sees that it is too long.
+                text = file.read(MAX_POLICY_BYTES + 1).decode("utf-8-sig")
+        except OSError as error:
+            raise PolicyError(f"{name}: cannot be read ({error.strerror}); name a YAML file") from error
+        except UnicodeDecodeError as error:
+            raise PolicyError(f"{name}: is not UTF-8 at byte {error.start}; save it as UTF-8 text") from error
+        return cls.parse(text, name)
+
+    @classmethod
+    def parse(cls, text: str, name: str = "<policy>") -> Self:
+        """The policy in a YAML text.
+
+        Args:
+            name: name of the text in messages.
+
+        Raises:
+            PolicyError: as for `load`.
+        """
+        findings = PolicyErrors(name)
+        document = read_yaml(text, findings)
+        data = expand_variables(document, os.environ, findings)
+        tiers = _read_tiers(data.get("tiers"), findings)
+        keys = validate_keys(PolicyKeys, {k: v for k, v in data.items() if k != "tiers"}, (), findings, also=["tiers"])
+        if keys:
+            _check_arena(keys, findings)
+        durable = _check_durable(data, tiers, findings)
+        _check_rules(data, findings)
+        findings.raise_any()
+        policy = cls(**{**dict(keys or {}), "durable": durable, "tiers": tiers})
+        policy._document = document
+        return policy
+
+    @classmethod
+    def default(cls, path: str | os.PathLike[str]) -> Self:
+        """A policy for one machine: it keeps the newest version in memory, and the newest three in a directory.
+
+        Args:
+            path: the directory; created at the first save.
+        """
+        return cls.parse(
+            yaml.safe_dump(
+                {
+                    "version": 1,
+                    "arena": {"size": "512MiB"},
+                    "tiers": {
+                        "host": {"type": "host", "capacity": "1GiB", "keep": {"last": 1}},
+                        "nvme": {"type": "nvme", "path": escape_variables(os.fspath(path)), "keep": {"last": 3}},
+                    },
+                },
+                sort_keys=False,
+            ),
+            "<default policy>",
+        )
+
+    def dump(self) -> str:
+        """YAML text that parses to an equal policy in the same environment.
+
+        Variables are written as in the file, not their values, so that a printed policy shows no secret.
+
+        Raises:
+            PolicyError: the policy was not parsed from a text.
+        """
+        if not self._document:
+            raise PolicyError("this policy was not made of a text, so it has none; make it by Policy.parse")
+        return yaml.safe_dump(self._document, sort_keys=False, allow_unicode=True, width=120)
+
+    def tier(self, name: str) -> TierPolicy:
+        """The tier of that name.
+
+        Raises:
+            NotFound: the policy has no such tier.
+        """
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise NotFound(unknown_name(name, (tier.name for tier in self.tiers), f"{name!r} is no tier of this policy"))
+
+    def __eq__(self, other: object) -> bool:
+        # Two texts may mean the same policy, so `_document` is not compared.
+        return isinstance(other, Policy) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _read_tiers(data: object, findings: PolicyErrors) -> tuple[TierPolicy, ...]:
+    if not isinstance(data, dict) or not data:
+        found = "is missing" if data is None else "is empty" if data == {} else f"{show_value(data)} is not a mapping"
+        findings.add(("tiers",), f"{found}; write at least one tier, as in 'nvme: {{type: nvme, path: ckpt}}'")
+        return ()
+    tiers = (_read_tier(name, tier, findings) for name, tier in data.items())
+    return tuple(tier for tier in tiers if tier)
+
+
+def _read_tier(name: str, data: object, findings: PolicyErrors) -> TierPolicy | None:
+    at = ("tiers", name)
+    if not _NAME.fullmatch(name):
+        findings.add(at, f"{name!r} is no name of a tier; write at most 64 letters, digits, - and _")
+    if not isinstance(data, dict):
+        findings.add(
+            at, f"{show_value(data)} is not a mapping; write keys and values, as in '{{type: nvme, path: ckpt}}'"
+        )
+        return None
+    try:
+        cls = tier_class(data["type"]) if isinstance(data.get("type"), str) else None
+        model = keys_of(cls) if cls else None
+    except (TierstateError, ImportError, TypeError) as error:
+        findings.add((*at, "type"), str(error))
+        cls = model = None
+    if cls is None or model is None:
+        # The tier type's own keys are not known, so only the common keys are validated.
+        validate_keys(TierKeys, {k: v for k, v in data.items() if k in TierKeys.model_fields}, at, findings)
+        return None
+    keys = validate_keys(model, data, at, findings)
+    if keys is None:
+        return None
+    if keys.format != "native" and keys.codec != "raw":
+        findings.add(
+            (*at, "codec"),
+            f"{keys.codec!r} cannot be with 'format: {keys.format}', whose files hold raw bytes; leave the codec out",
+        )
+        return None
+    common = {field: getattr(keys, field) for field in TierKeys.model_fields}
+    return TierPolicy(name=name, persistent=_is_persistent(cls), options=options_of(keys), **common)
+
+
+def _is_persistent(cls: type[Tier]) -> bool:
+    declared = getattr(cls, "persistent", True)
+    return declared if isinstance(declared, bool) else True
+
+
+def _check_arena(keys: PolicyKeys, findings: PolicyErrors) -> None:
+    # Slabs are whole pages, and two are needed, so that copying in and writing out can overlap.
+    least = 2 * -(-keys.chunk // PAGESIZE) * PAGESIZE
+    if keys.arena.size < least:
+        found = f"{format_size(keys.arena.size)} is less than two chunks of {format_size(keys.chunk)}"
+        findings.add(("arena", "size"), f"{found}; write at least '{format_size(least)}', or a shorter chunk")
+
+
+def _names(data: Mapping[str, Any]) -> list[str]:
+    tiers = data.get("tiers")
+    return list(tiers) if isinstance(tiers, dict) else []
+
+
+def _check_durable(data: Mapping[str, Any], tiers: Sequence[TierPolicy], findings: PolicyErrors) -> str:
+    names, persistent = _names(data), [tier.name for tier in tiers if tier.persistent]
+    wanted = data.get("durable")
+    read = {tier.name for tier in tiers}
+    if wanted is None:
+        if not persistent and len(read) == len(names) > 0:
+            findings.add(("tiers",), "no tier survives the host; add one whose type is nvme, lustre or object")
+        return persistent[0] if persistent else ""
+    if not isinstance(wanted, str):
+        return ""
+    if wanted not in names:
+        findings.add(("durable",), unknown_name(wanted, names, f"{wanted!r} is no tier of this policy"))
+    elif wanted in read and wanted not in persistent:
+        others = f"; name one that does: {', '.join(persistent)}" if persistent else "; add a tier that does"
+        findings.add(("durable",), f"what {wanted!r} keeps does not survive the host{others}")
+    return wanted
+
+
+def _check_rules(data: Mapping[str, Any], findings: PolicyErrors) -> None:
+    names, rules = _names(data), data.get("rules")
+    for i, rule in enumerate(rules if isinstance(rules, list) else []):
+        tiers = rule.get("tiers") if isinstance(rule, dict) else None
+        if isinstance(tiers, list):
+            _check_rule_tiers(tiers, names, ("rules", i, "tiers"), findings)
+
+
+def _check_rule_tiers(tiers: Sequence[object], names: Sequence[str], at: KeyPath, findings: PolicyErrors) -> None:
+    for i, name in enumerate(tiers):
+        if isinstance(name, str) and name not in names:
+            findings.add((*at, i), unknown_name(name, names, f"{name!r} is no tier of this policy"))
+        elif name in tiers[:i]:
+            findings.add((*at, i), f"{show_value(name)} is named twice; keep one")
+
+
+def open_policy_tier(spec: TierPolicy, arena: object | None = None) -> Tier:
+    """Open a tier, and wrap it with measurement, rate limits and retries as the policy says.
+
+    Measurement is innermost: it times the tier itself, without the waiting of the rate limit. Retries are outermost:
+    a call that is repeated counts again for the rate limit.
+
+    Args:
+        spec: the tier in the policy.
+        arena: the engine's arena, for a class whose constructor has a parameter of that name.
+
+    Raises: as `tierstate.tiers.registry.open_tier`.
+    """
+    tier: Tier = Measured(open_tier(spec.name, spec.type, spec.options, arena))
+    if spec.bandwidth or spec.operations:
+        tier = Limited(tier, bandwidth=spec.bandwidth, operations=spec.operations)
+    return Retried(tier, spec.retries) if spec.retries else tier

@@ -1,0 +1,403 @@
+"""Directory tiers: each object is one file below a folder, created atomically and once (`Directory`, and `Nvme` on it).
+
+`FileWriter` works in these steps: write a temporary file, fdatasync it, ``link(2)`` it to the object's name (which
+fails if the name exists), fsync the folder, and unlink the temporary name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
+
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError
+from tierstate.tiers.base import (
+    DEFAULT_PART_SIZE,
+    AtomicWriter,
+    Range,
+    Release,
+    Tier,
+    Traits,
+    check_key,
+    check_ranges,
+    is_key,
+)
+from tierstate.tiers.capacity import CapacityCounter
+from tierstate.tiers.clock import RemoteClock
+from tierstate.tiers.memory.arena import PAGE
+from tierstate.tiers.units import Size
+
+from .direct import AppendStream, DirectIo, IoMode
+from .files import (
+    TEMP,
+    BufferedFile,
+    create_temp,
+    file_size,
+    file_status,
+    open_file,
+    os_errors_translated,
+    remove_leftover,
+    sync_folder,
+    translate_os_error,
+    walk,
+)
+
+MAX_NAME = 255
+"""Longest file name in bytes that file systems allow."""
+
+
+SCRATCH_PREFIX = "scratch/"
+"""Prefix of keys for short-lived test objects; their empty folders are removed."""
+
+
+_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class FolderClock(RemoteClock):
+    """The clock of a file system, read from the modification time of a new file. None if no file can be created.
+
+    Args:
+        folder: a folder that exists when the clock is read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(self._touch)
+        self._folder = folder
+
+    def _touch(self) -> float | None:
+        try:
+            with closing(create_temp(self._folder)) as made:
+                os.unlink(made.path)
+                return made.status().st_mtime
+        except OSError as error:
+            if error.errno in _FULL:  # garbage collection needs the clock when the disk is full: this needs no space
+                os.utime(self._folder)
+                return os.stat(self._folder).st_mtime
+            if error.errno in _READ_ONLY:
+                return None
+            raise
+
+
+class Folder(Protocol):
+    """The part of a directory tier that its writers use."""
+
+    name: str
+
+    @property
+    def gauge(self) -> CapacityCounter: ...
+
+
+class FileWriter(AtomicWriter):
+    """Writes a temporary file, and links it to the object's name when closed."""
+
+    def __init__(self, tier: Folder, key: str, path: Path, file: BufferedFile, stream: AppendStream) -> None:
+        super().__init__(f"{tier.name}: {key}")
+        self._tier, self._key, self._path, self._file, self._stream = tier, key, path, file, stream
+        self._length = 0
+
+    def _add(self, buffer: Buffer, release: Release | None) -> bool:
+        nbytes = buffer.numel()
+        self._tier.gauge.take(nbytes, self._tier.name, self._key)
+        self._length += nbytes
+        with os_errors_translated("write", self._tier.name, self._key, self._file.path):
+            return self._stream.append(buffer, release)
+
+    def _publish(self) -> None:
+        with os_errors_translated("write", self._tier.name, self._key, self._path):
+            self._stream.finish()
+            self._file.sync()
+            self._link()
+            try:
+                sync_folder(self._path.parent)
+            except OSError:
+                # The name is visible but a crash could lose it: the object must not stay.
+                os.unlink(self._path)
+                raise
+        self._clear()
+
+    def _link(self) -> None:
+        try:
+            os.link(self._file.path, self._path, follow_symlinks=False)
+        except FileExistsError as error:
+            # On a network file system the answer may be lost, and the repeated call then finds our own link.
+            with suppress(FileNotFoundError):  # the name was taken all the same: whoever took it has undone that since
+                if os.path.samestat(os.lstat(self._path), self._file.status()):
+                    return
+            raise translate_os_error(error, "create", self._tier.name, self._key, self._path) from error
+
+    def _discard(self) -> None:
+        self._stream.give_up()
+        self._tier.gauge.give_back(self._length)
+        self._clear()
+
+    def _clear(self) -> None:
+        # A file that cannot be removed now is removed as a leftover when the tier is opened next.
+        with suppress(OSError):
+            os.unlink(self._file.path)
+        self._file.close()
+
+
+class Directory(Tier):
+    """Files under a folder, in a way that is correct on every POSIX file system, also between hosts.
+
+    Bytes go to a temporary file in the object's own folder. It is synced, then linked to its name (``link(2)`` fails if
+    the name exists, so one writer wins), then the folder is synced, then the temporary name is removed. Temporary files
+    are locked while their writer runs; leftovers of dead writers are removed before the first write.
+
+    A folder that does not exist is created by the first write; for readers it is empty. Since an object is a file, a
+    key cannot also be a folder of another key (``a`` and ``a/b``): creating the second one raises `AlreadyExists`.
+
+    Args:
+        path: the folder; a relative one is resolved against the present working directory.
+        capacity: total bytes of the objects. Objects that other processes write meanwhile are not counted.
+        io: how long objects are moved: by direct I/O with io_uring or threads, or through the page cache.
+        part: stripe size in bytes, a multiple of a page, at which long transfers are split; 0 for none.
+    """
+
+    persistent: ClassVar[bool] = True
+    shared: ClassVar[Literal["process", "host", "site"]] = "host"
+    leftover_age: ClassVar[float] = 0.0
+    """Seconds for which a temporary file is left alone even if its lock is free."""
+    file_writer: ClassVar[type[FileWriter]] = FileWriter
+    """The class of its writers."""
+
+    def __init__(self, path: Path, capacity: int | None = None, io: IoMode = "auto", *, part: int = 0) -> None:
+        self._io = DirectIo(io)
+        self._part = part
+        self.path = Path(path).expanduser().absolute()
+        self.gauge = CapacityCounter(capacity)
+        self._notes: tuple[str, ...] = ()
+        self._ready = False
+        self._readying = threading.Lock()
+        self._synced: set[Path] = set()
+        self._clock = FolderClock(self.path)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            persistent=True,
+            shared=self.shared,
+            failure_domain=self._failure_domain(),
+            alignment=PAGE,
+            memory_alignment=self._io.memory_alignment,
+            part_size=self._part or DEFAULT_PART_SIZE,
+            capacity=self.gauge.capacity,
+            conditional_create=True,
+            io=self._io.note,
+            notes=self._notes,
+        )
+
+    def _failure_domain(self) -> str:
+        return f"host:{socket.gethostname()}"
+
+    def file(self, key: str) -> Path:
+        """The path of an object's file.
+
+        Raises:
+            ValueError: the key is not valid, or a name in it is too long for a file system.
+        """
+        for name in check_key(key).split("/"):
+            if len(name) > MAX_NAME:
+                raise ValueError(f"{key[:80]!r} is not a key for files: a name may have {MAX_NAME} characters at most")
+        return self.path / key
+
+    def _check_folders(self, path: Path) -> None:
+        """Check that no folder between the root and ``path`` is a symbolic link, which could lead out of the tier."""
+        for folder in path.relative_to(self.path).parents:
+            if folder.parts and os.path.islink(self.path / folder):
+                raise AccessDenied(
+                    f"{self.name}: {self.path / folder} is a link; the folders of a tier must be real", tier=self.name
+                )
+
+    def _check_root(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise TierError(
+                f"{self.name}: {self.path} is not a folder; give a folder, or a path where one can be made",
+                tier=self.name,
+            )
+
+    # Reading
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        path = self.file(key)
+        self._check_folders(path)
+        with os_errors_translated("read", self.name, key, path), closing(open_file(path)) as file:
+            check_ranges(f"{self.name}: {key}", file.status().st_size, ranges)
+            self._io.read(path, file, ranges)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        folder, _, stem = prefix.rpartition("/")
+        if folder and not is_key(folder):
+            return iter(())
+        top = self.path / folder
+        self._check_folders(top / "any")
+        with os_errors_translated("list", self.name, prefix, top), suppress(NotADirectoryError):
+            self._check_root()
+            root = os.path.join(self.path, "")
+            keys = (entry.path.removeprefix(root) for entry in walk(top, stem))
+            return iter(sorted(key for key in keys if key.startswith(prefix) and is_key(key)))
+        return iter(())
+
+    def size(self, key: str) -> int:
+        path = self.file(key)
+        self._check_folders(path)
+        with os_errors_translated("read", self.name, key, path):
+            return file_size(path)
+
+    def age(self, key: str) -> float | None:
+        path = self.file(key)
+        self._check_folders(path)
+        with os_errors_translated("look at", self.name, key, path):
+            written = file_status(path).st_mtime
+            now = self._clock.now()
+        return None if now is None else max(0.0, now - written)
+
+    def room(self) -> int | None:
+        with os_errors_translated("look at", self.name, "", self.path):
+            disk = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
+        free, left = disk.f_bavail * disk.f_frsize, self.gauge.left
+        return free if left is None else min(free, left)
+
+    def close(self) -> None:
+        self._io.close()
+
+    # Writing
+
+    def put(self, key: str, data: Buffer) -> None:
+        with self.writer(key, data.numel()) as writer:
+            writer.append(data)
+
+    def writer(self, key: str, size_hint: int | None = None) -> FileWriter:
+        path = self.file(key)
+        self._prepare()
+        self._check_folders(path)
+        if os.path.lexists(path):
+            raise AlreadyExists(f"{self.name}: {key}: {path} exists, nothing was changed", tier=self.name, key=key)
+        with os_errors_translated("write", self.name, key, path):
+            try:
+                self._make_folder(path.parent)
+                file = create_temp(path.parent)
+            except FileNotFoundError:
+                # Another process removed a folder that this one had created or seen: create it again.
+                self._synced.clear()
+                self._make_folder(path.parent)
+                file = create_temp(path.parent)
+        stream = AppendStream(file, lambda: self._io.engine(file.descriptor), self._part)
+        return self.file_writer(self, key, path, file, stream)
+
+    def delete(self, key: str) -> None:
+        self.discard([key])
+
+    def discard(self, keys: Iterable[str]) -> None:
+        paths = {key: self.file(key) for key in keys}
+        folders: set[Path] = set()
+        try:
+            for key, path in paths.items():
+                if self._unlink(key, path):
+                    folders.add(path.parent)
+        finally:
+            # A deleted object must not come back after a crash, when objects that it refers to are already gone.
+            for folder in folders:
+                with os_errors_translated("delete", self.name, "", folder), suppress(FileNotFoundError):
+                    sync_folder(folder)
+        for key, path in paths.items():
+            if key.startswith(SCRATCH_PREFIX):
+                self._tidy(path.parent)
+
+    def _unlink(self, key: str, path: Path) -> bool:
+        """Remove an object's file; returns whether it existed."""
+        self._check_folders(path)
+        with os_errors_translated("delete", self.name, key, path), suppress(FileNotFoundError, NotADirectoryError):
+            status = os.lstat(path)
+            if not stat.S_ISDIR(status.st_mode):
+                os.unlink(path)
+                self.gauge.give_back(status.st_size)
+                return True
+        return False
+
+    def _tidy(self, folder: Path) -> None:
+        """Remove empty folders. A writer that needs one creates it again."""
+        with suppress(OSError):  # not empty, or already removed
+            while folder != self.path:
+                os.rmdir(folder)
+                folder = folder.parent
+
+    def _prepare(self) -> None:
+        """Before the first write: create the root, remove leftovers of dead writers, and count the bytes in use."""
+        with self._readying:
+            if self._ready:
+                return
+            with os_errors_translated("write", self.name, "", self.path):
+                self._check_root()
+                self._make_root()
+                self._sweep()
+                if self.gauge.capacity is not None:
+                    self.gauge.used = sum(entry.stat(follow_symlinks=False).st_size for entry in walk(self.path))
+            self._ready = True
+
+    def _sweep(self) -> None:
+        # Ages are measured with the file system's clock, since the clocks of hosts differ.
+        with closing(create_temp(self.path)) as clock:
+            now = clock.status().st_mtime
+            os.unlink(clock.path)
+        for entry in walk(self.path):
+            if entry.name.startswith(TEMP):
+                try:
+                    remove_leftover(Path(entry.path), now, self.leftover_age)
+                except PermissionError as error:
+                    self._notes += (f"a dead writer's file could not be removed: {error}",)
+
+    def _make_root(self) -> None:
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        for path in reversed(missing):
+            self._make_and_sync(path)
+        self._synced.add(self.path)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Create a folder under the root, with its parents. Each is synced once, also if another process created it."""
+        if folder in self._synced:
+            return
+        if folder == self.path:
+            self._make_root()
+            return
+        self._make_folder(folder.parent)
+        self._make_and_sync(folder)
+        self._synced.add(folder)
+
+    def _make_and_sync(self, folder: Path) -> None:
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            self._met(folder)
+        else:
+            self._made(folder)
+        sync_folder(folder.parent)
+
+    def _made(self, folder: Path) -> None:
+        """Called for each new folder, before anything is in it."""
+
+    def _met(self, folder: Path) -> None:
+        """Called for each existing folder, before this tier first writes into it."""
+
+
+class Nvme(Directory):
+    """A folder on a local disk: it survives the process, and is lost with the host.
+
+    Args:
+        path: the folder.
+        capacity: total bytes of its objects; None for no limit but the disk.
+        io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
+    """
+
+    def __init__(self, *, path: Path, capacity: Size | None = None, io: IoMode = "auto") -> None:
+        super().__init__(path, capacity, io)

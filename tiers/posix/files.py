@@ -1,0 +1,257 @@
+"""File operations of directory tiers: reads and writes at offsets, locked temporary files, fsync of folders.
+
+Also translates an OSError, by its errno, into the error classes of a tier.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from tierstate.manifest.chunk import Buffer, view
+from tierstate.manifest.errors import (
+    AccessDenied,
+    AlreadyExists,
+    Damaged,
+    NotFound,
+    TierError,
+    TierFull,
+    TierUnavailable,
+)
+
+TEMP = ".tmp-"
+"""Prefix of the names of temporary files; no name in a key starts with a dot."""
+
+
+UNLOCKED_AGE = 3600.0
+"""Seconds after which a temporary file counts as a leftover of a dead writer, if the file system has no locks."""
+
+
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF})
+
+
+_REMEDIES: dict[type[TierError], str] = {
+    AlreadyExists: "nothing was changed",
+    TierFull: "free some space, raise the quota, or keep fewer versions",
+    AccessDenied: "check the owner and mode of the path, the options it is mounted with, and that no part is a link",
+}
+
+
+class BufferedFile:
+    """One open file, read and written through the page cache.
+
+    Owns the descriptor. All sizes and offsets are bytes.
+    """
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        # A file object rather than a bare descriptor: if it is never closed, Python closes it with a warning.
+        self._file = open(descriptor, "rb", buffering=0)  # noqa: SIM115
+        self.path = path
+
+    @property
+    def descriptor(self) -> int:
+        """The file descriptor."""
+        return self._file.fileno()
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Write all of ``data`` at ``offset``, however many calls that takes."""
+        rest = view(data)
+        while rest:
+            n = os.pwrite(self._file.fileno(), rest, offset)
+            if n == 0:
+                raise OSError(errno.EIO, "a write of nothing", str(self.path))
+            rest, offset = rest[n:], offset + n
+
+    def read(self, offset: int, out: Buffer) -> None:
+        """Fill all of ``out`` from ``offset``, without a copy.
+
+        Raises:
+            Damaged: the file ends before that.
+        """
+        rest = view(out)
+        while rest:
+            n = os.preadv(self._file.fileno(), [rest], offset)
+            if n == 0:
+                raise Damaged(f"{self.path}: the file ends at {offset}, {len(rest)} bytes before it should")
+            rest, offset = rest[n:], offset + n
+
+    def status(self) -> os.stat_result:
+        """The result of fstat(2)."""
+        return os.fstat(self._file.fileno())
+
+    def sync(self) -> None:
+        """Wait until the bytes and the length are on stable storage (fdatasync)."""
+        os.fdatasync(self._file.fileno())
+
+    def lock(self) -> bool:
+        """Take the lock that marks a file as in use; False if the file system has no locks.
+
+        Raises:
+            BlockingIOError: another process has the lock.
+        """
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the descriptor, which releases the lock."""
+        self._file.close()
+
+
+def open_file(path: Path, flags: int = 0) -> BufferedFile:
+    """Open a regular file for reading; does not follow a symbolic link or block on a pipe.
+
+    Args:
+        flags: more flags for open(2).
+
+    Raises:
+        OSError: ENOENT if there is no regular file, ELOOP if it is a symbolic link.
+    """
+    file = BufferedFile(os.open(path, flags | os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), path)
+    if not stat.S_ISREG(file.status().st_mode):
+        file.close()
+        raise OSError(errno.ENOENT, "not a regular file", str(path))
+    return file
+
+
+def create_temp(folder: Path) -> BufferedFile:
+    """Create a file with a temporary name in ``folder``; locked if the file system has locks."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        path = folder / f"{TEMP}{uuid.uuid4().hex}"
+        file = BufferedFile(os.open(path, flags, 0o666), path)
+        try:
+            file.lock()
+            if file.status().st_nlink:
+                return file
+        except BlockingIOError:
+            pass  # a sweep has locked the file first and is about to remove it: make another one
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def remove_leftover(path: Path, now: float, min_age: float) -> None:
+    """Remove a temporary file if its writer is dead; holds the lock meanwhile, so that no writer starts to use it.
+
+    Args:
+        now: the file system's own time, in seconds.
+        min_age: a file changed less than this many seconds ago is not removed, even if its lock is free.
+    """
+    # NFS emulates these locks by byte-range locks, which require that the file is open for writing.
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(FileNotFoundError, BlockingIOError), closing(BufferedFile(os.open(path, flags), path)) as file:
+        age = min_age if file.lock() else max(min_age, UNLOCKED_AGE)
+        if not age or now - file.status().st_mtime >= age:
+            os.unlink(path)
+
+
+def file_size(path: Path) -> int:
+    """Length of a regular file in bytes.
+
+    Raises:
+        OSError: as for `open_file`.
+    """
+    return file_status(path).st_size
+
+
+def file_status(path: Path) -> os.stat_result:
+    """The result of lstat(2) for a regular file.
+
+    Raises:
+        OSError: as for `open_file`.
+    """
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.ENOENT, "not a regular file", str(path))
+    return status
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on stable storage (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def walk(folder: Path, stem: str = "") -> Iterator[os.DirEntry[str]]:
+    """Every file below a folder, in no order; links are not followed; folders that are removed meanwhile are skipped.
+
+    Args:
+        stem: prefix of the names at the top level.
+    """
+    try:
+        entries = os.scandir(folder)
+    except FileNotFoundError:
+        return
+    with entries:
+        for entry in entries:
+            if not entry.name.startswith(stem):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                if not entry.name.startswith("."):
+                    yield from walk(Path(entry.path))
+            elif entry.is_file(follow_symlinks=False):
+                yield entry
+
+
+def _numbers(names: str) -> frozenset[int]:
+    return frozenset(getattr(errno, name) for name in names.split() if hasattr(errno, name))
+
+
+_KINDS: tuple[tuple[frozenset[int], type[TierError]], ...] = (
+    (_numbers("EEXIST"), AlreadyExists),
+    (_numbers("ENOENT EISDIR"), NotFound),
+    (_numbers("ENOSPC EDQUOT EFBIG"), TierFull),
+    (_numbers("EACCES EPERM EROFS ELOOP"), AccessDenied),
+    (
+        _numbers(
+            "EIO ESTALE ETIMEDOUT EAGAIN EBUSY EINTR ENXIO ENODEV ENOMEM EMFILE ENFILE ENOLCK EREMOTEIO EREMCHG "
+            "EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ENOTCONN ENOLINK ECOMM EPROTO "
+            "ECONNABORTED ECONNREFUSED ECONNRESET EPIPE ESHUTDOWN EREMOTE ENODATA ECANCELED"
+        ),
+        TierUnavailable,
+    ),
+)
+
+
+def errno_class(number: int | None) -> type[TierError]:
+    """The error class for an errno; `TierError` for those that say nothing about a tier."""
+    return next((kind for numbers, kind in _KINDS if number in numbers), TierError)
+
+
+def translate_os_error(error: OSError, doing: str, tier: str, key: str, path: Path) -> TierError:
+    """An OSError as an error of the tier: what failed, where, with which errno, and what may help."""
+    kind = errno_class(error.errno)
+    if error.errno == errno.ENOTDIR:
+        # A part of the key is an object. For a reader the object does not exist; for a writer the name is taken.
+        kind = NotFound if doing == "read" else AlreadyExists
+    name = errno.errorcode.get(error.errno or 0, "no errno")
+    where = ": ".join(filter(None, (tier, key)))
+    text = f"{where}: cannot {doing} {path}: {error.strerror or error} ({name})"
+    remedy = _REMEDIES.get(kind)
+    return kind(f"{text}; {remedy}" if remedy else text, tier=tier, key=key)
+
+
+@contextmanager
+def os_errors_translated(doing: str, tier: str, key: str, path: Path) -> Iterator[None]:
+    """Raise an OSError of the block as an error of the tier."""
+    try:
+        yield
+    except OSError as error:
+        raise translate_os_error(error, doing, tier, key, path) from error

@@ -1,0 +1,1 @@
+"""Wrapper tiers: retries, rate limits, measurement, deadlines, and the watchdog that deadlines use."""

@@ -1,0 +1,440 @@
+"""The watchdog: runs calls in threads, and gives up those that make no progress before a deadline.
+
+A system call on a dead network file system cannot be interrupted. `Watchdog` runs each call in a thread of
+`CallThreads`; one thread watches them all. When a call is overdue, all waiting callers get `Hung`, and new calls are
+refused until every call that was given up has returned, every leased buffer is released, and the cleanup is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import TierUnavailable
+from tierstate.tiers.base import KeepingArena, Release
+from tierstate.tiers.latch import Latch
+
+log = logging.getLogger("tierstate")
+
+
+T = TypeVar("T")
+
+
+THREAD_IDLE = 5.0
+"""Seconds after which a thread without work ends."""
+
+
+_Calls = SimpleQueue["Callable[[], None] | None"]
+
+
+LINGER = 1.0
+"""Seconds after which the watchdog thread ends if there is nothing to watch."""
+
+
+THREAD_CLOSE_WAIT = 1.0
+"""Seconds that closing waits for a thread that is about to end."""
+
+
+class Hung(TierUnavailable):
+    """A call has not returned in time, or was not started since an earlier one has not returned yet."""
+
+
+class Activity:
+    """Calls whose progress counts together: a single call, or one writer with all its calls and leased buffers.
+
+    Attributes:
+        underway: number of its calls that have not returned and of its buffers that are not released.
+        last: monotonic time of the last return or release, or of the first start.
+    """
+
+    def __init__(self) -> None:
+        self.underway = 0
+        self.last = 0.0
+
+
+class Pending:
+    """A call that has not returned, or a leased buffer that is not released.
+
+    Attributes:
+        what: description for messages.
+        given_up: the watchdog no longer waits for it.
+    """
+
+    def __init__(self, what: str, effort: Activity) -> None:
+        self.what, self.effort = what, effort
+        self.given_up = False
+
+
+class LentBuffer(Pending):
+    """A buffer that a writer has under a lease, until it is released."""
+
+    def __init__(self, what: str, effort: Activity, buffer: Buffer) -> None:
+        super().__init__(what, effort)
+        self.buffer = buffer
+
+
+class WatchedCall(Pending, Generic[T]):
+    """A call in another thread.
+
+    Attributes:
+        refusal: the error that is raised instead of a result, once the call was given up.
+    """
+
+    def __init__(self, what: str, effort: Activity, call: Callable[[], T], late: Callable[[T], object]) -> None:
+        super().__init__(what, effort)
+        self._call, self._late = call, late
+        self._over = Latch()
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self.refusal: Hung | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it returned without an error, in time or late."""
+        return bool(self._result)
+
+    def run(self) -> None:
+        """Run the call and keep its result or error."""
+        try:
+            self._result.append(self._call())
+        except BaseException as error:
+            self._error = error
+        del self._call
+
+    def tell(self) -> None:
+        """Wake the waiting caller."""
+        self._over.set()
+
+    def discard(self) -> None:
+        """Undo the result of a call that was given up (``late``)."""
+        if self._error is not None:
+            log.info("%s came back after it was given up: %r", self.what, self._error)
+            return
+        try:
+            self._late(self._result[0])
+        except Exception as error:
+            log.warning("%s came back after it was given up, and could not be undone: %r", self.what, error)
+
+    def result(self) -> T:
+        """Wait for the result.
+
+        Raises:
+            Hung: it has not returned in time.
+            BaseException: the error of the call.
+        """
+        try:
+            self._over.wait()
+        except BaseException:
+            self.given_up = True  # interrupted: nothing waits for the result any more
+            raise
+        if self.refusal is not None:
+            raise self.refusal
+        if self._error is not None:
+            # Not kept here: its traceback refers to this call, and the call refers to buffers of the caller.
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error
+        return self._result[0]
+
+
+class CallThreads:
+    """A pool of threads for calls. A call that never returns blocks only its own thread."""
+
+    def __init__(self) -> None:
+        # Reentrant: a finalizer may take it in any thread, at any moment of garbage collection.
+        self._lock = threading.RLock()
+        self._idle: list[_Calls] = []
+        self._threads: set[threading.Thread] = set()
+        self._ended = False
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Start a call, which must not raise.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        with self._lock:
+            calls = self._idle.pop() if self._idle else None
+        if calls is None:
+            calls = SimpleQueue()
+            # A daemon, or the interpreter would wait for it at exit.
+            thread = threading.Thread(target=self._work, args=(calls,), name="tierstate-call", daemon=True)
+            with self._lock:
+                self._threads.add(thread)
+            try:
+                thread.start()
+            except BaseException:
+                self._forget(thread)
+                raise
+        calls.put(call)
+
+    def _work(self, calls: _Calls) -> None:
+        try:
+            while (call := self._next(calls)) is not None:
+                call()
+                del call
+                with self._lock:
+                    if self._ended:
+                        return
+                    self._idle.append(calls)
+        finally:
+            self._forget(threading.current_thread())
+
+    def _forget(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._threads.discard(thread)
+
+    def _next(self, calls: _Calls) -> Callable[[], None] | None:
+        try:
+            return calls.get(timeout=THREAD_IDLE)
+        except Empty:
+            with self._lock:
+                if calls in self._idle:
+                    self._idle.remove(calls)
+                    return None
+            return calls.get()  # another thread has just chosen it, and is about to put a call into its queue
+
+    def end(self, patience: float) -> None:
+        """End every thread after its call, and wait for them at most ``patience`` seconds."""
+        with self._lock:
+            self._ended = True
+            idle, self._idle = self._idle, []
+            threads = list(self._threads)
+        for calls in idle:
+            calls.put(None)
+        end = time.monotonic() + patience
+        for thread in threads if patience else ():
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+class Watchdog:
+    """Runs calls, and gives them up after too long without progress.
+
+    Then the tier counts as hung: waiting callers get an error, and no call is started until all calls that were given
+    up have returned and their buffers are released. Then the deferred cleanup runs, and the tier is used as before.
+
+    Args:
+        seconds: a call is given up after this many seconds without progress.
+        arena: its in-flight budget no longer counts leased buffers that were given up.
+        name: returns the tier's name, for messages.
+
+    Attributes:
+        trouble: message that says which call hangs; empty if none.
+    """
+
+    def __init__(self, seconds: float, arena: KeepingArena | None, name: Callable[[], str]) -> None:
+        self.seconds, self._arena, self._name = seconds, arena, name
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._threads = CallThreads()
+        self._underway: set[Pending] = set()
+        self._deferred: list[Callable[[], object]] = []
+        self._watching: threading.Thread | None = None
+        self._closed = False
+        self.trouble = ""
+
+    # Calls and leased buffers
+
+    def begin(
+        self,
+        what: str,
+        call: Callable[[], T],
+        effort: Activity | None = None,
+        late: Callable[[T], object] = lambda _result: None,
+    ) -> WatchedCall[T]:
+        """Start a call.
+
+        Args:
+            what: description for messages.
+            effort: the activity that the call belongs to; by default one of its own.
+            late: called with the result if it comes after the call was given up.
+
+        Raises:
+            Hung: it was not started, since the tier hangs.
+        """
+        if os.getpid() != self._pid:
+            self._start_over()  # a forked child has no threads of its parent, and does not wait for its calls
+        made = WatchedCall(what, effort or Activity(), call, late)
+        with self._changed:
+            if self.trouble:
+                raise self._refusal()
+            self._add(made)
+        try:
+            self._threads.run(lambda: self._run(made))
+        except BaseException:
+            self._remove(made)
+            raise
+        return made
+
+    def run(self, what: str, call: Callable[[], T], late: Callable[[T], object] = lambda _result: None) -> T:
+        """Run a call and wait for its result.
+
+        Raises:
+            Hung: the tier hangs; the call was not started, or was given up.
+            BaseException: what the call raised.
+        """
+        return self.begin(what, call, late=late).result()
+
+    def lend(self, what: str, effort: Activity, buffer: Buffer, release: Release) -> Release:
+        """Watch a buffer that is about to be passed to a writer. Returns what to call instead of ``release``."""
+        loan = LentBuffer(what, effort, buffer)
+        with self._changed:
+            self._add(loan)
+
+        def release_and_remove() -> None:
+            try:
+                release()
+            finally:
+                self._remove(loan)
+
+        return release_and_remove
+
+    def _add(self, one: Pending) -> None:
+        if self._watching is None and not self._closed:
+            watching = threading.Thread(target=self._look, name="tierstate-watch", daemon=True)
+            watching.start()  # it waits for the lock that we hold
+            self._watching = watching
+        if not one.effort.underway:
+            one.effort.last = time.monotonic()
+        one.effort.underway += 1
+        self._underway.add(one)
+
+    def _remove(self, one: Pending) -> None:
+        with self._changed:
+            self._drop(one)
+            back = one.given_up and not self._has_given_up()
+        if back:
+            self._clear_up()
+
+    def _drop(self, one: Pending) -> None:
+        self._underway.discard(one)
+        one.effort.underway -= 1
+        one.effort.last = time.monotonic()
+
+    def _run(self, call: WatchedCall[Any]) -> None:
+        call.run()
+        with self._changed:
+            in_time = not call.given_up
+            if in_time:
+                self._drop(call)
+        if in_time:
+            call.tell()
+        else:
+            call.discard()
+            self._remove(call)
+
+    # Giving up, and recovery
+
+    def _look(self) -> None:
+        """The watchdog thread: sleeps until something may be overdue."""
+        with self._changed:
+            while not self._closed and (self._waited() or self._lingered()):
+                waited = self._waited()
+                left = min((one.effort.last for one in waited), default=time.monotonic()) + self.seconds
+                left -= time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                else:
+                    self._give_up(waited)
+            self._watching = None
+
+    def _lingered(self) -> bool:
+        """Wait while there is nothing to watch, up to `LINGER`; returns whether there is something to watch again."""
+        self._changed.wait(min(self.seconds, LINGER))
+        return bool(self._waited())
+
+    def _waited(self) -> list[Pending]:
+        return [one for one in self._underway if not one.given_up]
+
+    def _has_given_up(self) -> bool:
+        return any(one.given_up for one in self._underway)
+
+    def _give_up(self, waited: list[Pending]) -> None:
+        """Give up everything that is pending: calls that started later will hardly return sooner."""
+        slowest = min(waited, key=lambda one: one.effort.last)
+        silence = time.monotonic() - slowest.effort.last
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - silence))
+        self.trouble = f"hangs since {since}: {slowest.what} has not come back in {self.seconds:g} s"
+        log.error("%s: %s; it is not used until that has come back", self._name(), self.trouble)
+        for one in waited:
+            one.given_up = True
+            if isinstance(one, LentBuffer) and self._arena is not None:
+                self._arena.keep(one.buffer)
+        for one in waited:
+            if isinstance(one, WatchedCall):
+                one.refusal = self._refusal()
+                one.tell()
+
+    def _refusal(self) -> Hung:
+        return Hung(f"{self._name()}: {self.trouble}; it is used again once that has come back", tier=self._name())
+
+    def afterwards(self, call: Callable[[], object]) -> None:
+        """Defer a call until everything that was given up has returned; if nothing was given up, it runs soon."""
+        with self._changed:
+            self._deferred.append(call)
+            ready = not self._has_given_up()
+        if ready:
+            self._clear_up()
+
+    def _clear_up(self) -> None:
+        """Run the deferred calls in a thread; until they have ended the tier counts as hung."""
+        with self._changed:
+            calls, self._deferred = self._deferred, []
+            if calls:
+                clearing = WatchedCall("clearing up", Activity(), lambda: _all(calls), lambda _result: None)
+                clearing.given_up = True
+                self._add(clearing)
+            elif self.trouble and not self._has_given_up():
+                self.trouble = ""
+                log.warning("%s: answers again", self._name())
+        if calls:
+            self._threads.run(lambda: self._run(clearing))
+
+    def close(self, last: Callable[[], object]) -> None:
+        """Call ``last`` when nothing is pending, and end the threads. Hung calls are not waited for."""
+        try:
+            self._finally(last)
+        finally:
+            self.end(0.0 if self.trouble else THREAD_CLOSE_WAIT)
+
+    def end(self, patience: float = 0.0) -> None:
+        """End the threads as soon as they are idle; waits for them at most ``patience`` seconds."""
+        if os.getpid() != self._pid:
+            return  # a forked child has none of them, and may never get the lock
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            watching = self._watching
+        self._threads.end(patience)
+        if watching is not None and patience:
+            watching.join(patience)
+
+    def _finally(self, last: Callable[[], object]) -> None:
+        try:
+            call = self.begin("closing", last)
+        except Hung:
+            self.afterwards(last)
+            return
+        try:
+            call.result()
+        except Hung as error:
+            log.warning("%s", error)
+
+
+def _all(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            log.warning("clearing up after what was given up failed: %r", error)

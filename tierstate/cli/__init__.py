@@ -1,0 +1,85 @@
+"""The command line ``tierstate``: the operations of a Checkpointer, for people and, with ``--json``, for machines.
+
+Exit status: 0 success; 1 a check found a problem or a difference; 2 the command failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstate.engine.progress import status_line
+from tierstate.manifest.errors import PolicyError, TierstateError
+from tierstate.tiers.policy.policy import Policy
+from tierstate.tiers.policy.schema import policy_schema
+from tierstate.tiers.units import parse_seconds, parse_size
+
+from . import files, output, peer, versions
+from .options import Json
+
+app = typer.Typer(
+    help="Training state on every tier of a cluster.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
+for commands in (versions, files):
+    app.add_typer(commands.app)
+policy_app = typer.Typer(help="Policies: check one, or print their schema.", no_args_is_help=True)
+app.add_typer(policy_app, name="policy")
+app.add_typer(peer.app, name="peer")
+
+
+@policy_app.command("check")
+def check_policy(
+    file: Annotated[Path, typer.Argument(help="The policy file.")],
+    live: Annotated[bool, typer.Option("--live", help="Open each tier and try what it promises.")] = False,
+    limit: Annotated[str, typer.Option(help="With --live: time for each tier, as in 5min.")] = "2min",
+    state: Annotated[str | None, typer.Option(help="With --live: size of the state to be saved, as in 40GiB.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a policy; with --live also its tiers, by the contract, on a scratch prefix that is removed afterwards."""
+    try:
+        policy = Policy.load(file)
+    except PolicyError as error:
+        output.show_policy_errors(str(error), as_json)
+        raise typer.Exit(1) from error
+    if state and not live:
+        raise ValueError("--state is what live tiers are compared with; say --live too")
+    if not live:
+        output.show_policy(policy, as_json)
+        return
+    from tierstate.cluster.advice import advise
+    from tierstate.cluster.process import check_tiers
+
+    seconds, nbytes = parse_seconds(limit), parse_size(state) if state else None
+    with status_line(shown=not as_json) as on_step:
+        findings = check_tiers(policy, seconds, on_step)
+    advise(policy, findings, nbytes)
+    output.show_live(findings, as_json)
+    raise typer.Exit(0 if all(f.ok for f in findings) else 1)
+
+
+@policy_app.command("schema")
+def print_schema() -> None:
+    """Print the JSON schema of policies, with every tier type that is installed; for editors."""
+    output.print_json(policy_schema())
+
+
+@contextmanager
+def _errors_as_exit_status() -> Iterator[None]:
+    """Print an error of tierstate as one message, without a traceback, and exit with status 2."""
+    try:
+        yield
+    except (TierstateError, ValueError, OSError, ImportError) as error:
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"tierstate: {error}{notes}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    """Entry point of the command ``tierstate``."""
+    with _errors_as_exit_status():
+        app()

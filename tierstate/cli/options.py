@@ -1,0 +1,50 @@
+"""Command line options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PolicyFile = Annotated[Path, typer.Option("--policy", "-p", envvar="TIERSTATE_POLICY", help="The policy file.")]
+
+
+Run = Annotated[str, typer.Option("--run", "-r", envvar="TIERSTATE_RUN", help="The run.")]
+
+
+AnyRun = Annotated[str | None, typer.Option("--run", "-r", envvar="TIERSTATE_RUN", help="The run; none: all runs.")]
+
+
+Step = Annotated[int | None, typer.Option(help="The version of this step; none: the newest.")]
+
+
+Id = Annotated[str | None, typer.Option("--version", help="The version whose id begins so.")]
+
+
+TagName = Annotated[str | None, typer.Option("--tag", help="The version that has this name.")]
+
+
+Only = Annotated[list[str] | None, typer.Option(help="Only leaves that match, as in 'model.**'.")]
+
+
+Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
+
+
+Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of a table.")]
+
+
+def parse_share(text: str) -> float:
+    """Parse a share: ``5%`` or ``0.05``.
+
+    Raises:
+        ValueError: it is not above 0 and up to 1.
+    """
+    number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
+    try:
+        share = float(number) / percent
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(f"{text!r} is no share; write one above 0% and up to 100%, as in 5%")
+    return share

@@ -1,0 +1,530 @@
+"""The output of every command: a table or lines for people, or with ``--json`` the same result as JSON for machines.
+
+Commands pass their result, mostly a dataclass, to the ``show_...`` function of its type; no command prints by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierstate.cluster.check import TierFinding
+from tierstate.copy import CopyResult
+from tierstate.engine.info import VersionInfo
+from tierstate.engine.maintain.check_chunks import Problem, VerifyReport
+from tierstate.engine.maintain.leaf_locations import LeafLocation, TierShare, subtotals
+from tierstate.engine.maintain.prune import PruneReport, TierPrune
+from tierstate.engine.maintain.rebuild import RebuildReport
+from tierstate.manifest.errors import TierUnavailable
+from tierstate.manifest.format.leaf import CONTAINERS, format_path
+from tierstate.manifest.history.diff import LeafDiff
+from tierstate.manifest.history.retention import format_duration
+from tierstate.manifest.history.tags import TagTarget
+from tierstate.tiers.peer.members import Member
+from tierstate.tiers.policy.policy import Policy
+from tierstate.tiers.units import rough_size
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from tierstate.files.export import ExportResult
+
+
+PLAIN_ABOVE = 1000
+"""More rows than this are printed without rich and without indentation, which is much faster."""
+
+
+_LIVE_COLUMNS = ["tier", "", "lasts", "races", ">put, list ms", ">write/s", ">read/s", ">room"]
+
+
+_UNREAD_SHOWN = 5
+
+
+def print_json(value: Any) -> None:
+    """Print JSON on standard output; values that JSON does not have, such as paths, are printed as text."""
+    if isinstance(value, list) and len(value) > PLAIN_ABOVE:  # one line for each
+        print("[" + ",\n".join(json.dumps(one, default=str, ensure_ascii=False) for one in value) + "]")
+        return
+    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+
+
+def print_fields(value: DataclassInstance, **more: object) -> None:
+    """The fields of a dataclass, and more beside them, as one JSON object."""
+    print_json({**dataclasses.asdict(value), **more})
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """Print a table on standard output; columns whose name begins with ``>`` are right-aligned."""
+    if len(rows) > PLAIN_ABOVE:  # rich takes half a minute for ten thousand
+        _print_plain([name.lstrip(">") for name in columns], [name.startswith(">") for name in columns], rows)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        made.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(str(cell)) for cell in row))
+    Console(width=None if Console().is_terminal else 160, highlight=False).print(made)
+
+
+def _print_plain(names: Sequence[str], right: Sequence[bool], rows: Sequence[Sequence[object]]) -> None:
+    cells = [list(names), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    row = "  ".join(f"{{:{'>' if flush else '<'}{width}}}" for flush, width in zip(right, widths, strict=True))
+    print("\n".join(row.format(*line).rstrip() for line in cells))
+
+
+def when(seconds: float) -> str:
+    """A time as people write it, in the local time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def show_runs(found: Mapping[str, Sequence[str]], as_json: bool) -> None:
+    """Runs and the tiers that have them."""
+    if as_json:
+        print_json([{"run": run, "tiers": list(tiers)} for run, tiers in sorted(found.items())])
+    else:
+        table(["run", "tiers"], [(run, ", ".join(tiers)) for run, tiers in sorted(found.items())])
+
+
+def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json: bool) -> None:
+    """Versions, oldest first, with a column per tier."""
+    if as_json:
+        names = [field.name for field in dataclasses.fields(VersionInfo)]
+        print_json([{name: getattr(v, name) for name in names} for v in versions])
+        return
+    named = any(v.tags for v in versions)
+    rows = [
+        (
+            v.seq,
+            v.step,
+            v.id[:12],
+            when(v.time),
+            rough_size(v.nbytes),
+            *(_copy(v, t) for t in tiers),
+            *([", ".join(v.tags)] if named else []),
+            _pairs({**v.metadata, **({"lossy": "+".join(v.lossy)} if v.lossy else {})}),
+        )
+        for v in versions
+    ]
+    table([">seq", ">step", "id", "saved", ">size", *tiers, *(["tags"] if named else []), "metadata"], rows)
+    for tier in tiers:
+        _show_lag(tier, versions)
+
+
+def _show_lag(tier: str, versions: Sequence[VersionInfo]) -> None:
+    late = [v for v in versions if tier in v.late]
+    if late:
+        newest = next((f"has step {v.step} as its newest" for v in reversed(versions) if tier in v.tiers), "has none")
+        nbytes = rough_size(sum(v.nbytes for v in late))
+        print(f"{tier} {newest}, and lacks {len(late)} that are due there: {nbytes}, since {when(late[0].time)}")
+
+
+def _copy(version: VersionInfo, tier: str) -> str:
+    if tier not in version.tiers:
+        return "late" if tier in version.late else "-"
+    return "part" if tier in version.partial else "yes"
+
+
+def _pairs(metadata: Mapping[str, Any]) -> str:
+    return " ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in metadata.items())
+
+
+def show_restored(info: VersionInfo, to: Path, as_json: bool) -> None:
+    """The version that was restored, and the file that has it."""
+    if as_json:
+        print_fields(info, file=to)
+    else:
+        print(f"restored step {info.step} ({info.id[:12]}, {rough_size(info.nbytes)}) to {to}")
+
+
+def show_exported(found: ExportResult, as_json: bool) -> None:
+    """The files of an export, and the leaves that were left out."""
+    if as_json:
+        print_fields(found)
+        return
+    info, files = found.version, found.files
+    where = str(files[0]) if len(files) == 1 else f"{len(files) - 1} files, listed in {files[-1]}"
+    print(
+        f"exported step {info.step} ({info.id[:12]}), {found.tensors} tensors, {rough_size(found.nbytes)}, to {where}"
+    )
+    for leaf, root in found.tied.items():
+        print(f"{leaf} is tied to {root} and has no tensor of its own")
+    if found.left_out:
+        print(f"left out: {', '.join(found.left_out)}")
+
+
+def show_imported(info: VersionInfo, source: Path, as_json: bool) -> None:
+    """The version that was imported from a file."""
+    if as_json:
+        print_fields(info, source=source)
+    else:
+        print(f"imported {source} as step {info.step} of run {info.run} ({info.id[:12]}, {rough_size(info.nbytes)})")
+
+
+def show_policy(policy: Policy, as_json: bool) -> None:
+    """A valid policy: its tiers with cadence, retention and codec."""
+    rows = [(t.name, t.type, _every(t.every), _keep(t.keep), t.codec) for t in policy.tiers]
+    columns = ["tier", "type", "every", "keep", "codec"]
+    if as_json:
+        print_json({"ok": True, "durable": policy.durable, "tiers": [dict(zip(columns, r, strict=True)) for r in rows]})
+        return
+    table(columns, rows)
+    print(f"durable: {policy.durable}; {len(policy.rules)} rules; no error found")
+
+
+def _every(every: Any) -> str:
+    return "save" if every is None else f"{every} steps" if isinstance(every, int) else str(every)
+
+
+def _keep(keep: Any) -> str:
+    if keep.all:
+        return "all"
+    within = keep.within and format_duration(keep.within)
+    best = keep.best and f"{keep.best.count} {keep.best.metric} ({keep.best.mode})"
+    said = (("last", keep.last), ("every", keep.every), ("within", within), ("best", best))
+    return ", ".join([*(f"{name} {n}" for name, n in said if n), *(["tags"] if keep.tags else [])])
+
+
+def show_policy_errors(message: str, as_json: bool) -> None:
+    """The errors of a policy, one per line."""
+    if as_json:
+        print_json({"ok": False, "errors": message.splitlines()})
+    else:
+        print(message)
+
+
+def show_diff(found: Sequence[LeafDiff], values: bool, as_json: bool) -> None:
+    """Leaves that differ; as JSON all leaves."""
+    if as_json:
+        print_json([_diff_as_json(leaf) for leaf in found])
+        return
+    rows = [_diff_row(leaf, values) for leaf in found if leaf.change != "same"]
+    if rows:
+        columns = ["leaf", "change", ">size", ">changed", *([">elements", ">max", ">rms", "values"] if values else [])]
+        table(columns, rows)
+    counts = Counter(leaf.change for leaf in found)
+    nbytes = rough_size(sum(leaf.changed_nbytes for leaf in found))
+    told = ", ".join(f"{counts[change]} {change}" for change in ("added", "removed", "changed", "same"))
+    print(f"{len(found)} leaves: {told}; {nbytes} differ")
+
+
+def _diff_row(leaf: LeafDiff, values: bool) -> tuple[object, ...]:
+    cells = (leaf.name, leaf.change, rough_size(leaf.nbytes), rough_size(leaf.changed_nbytes))
+    return (*cells, *_numbers(leaf)) if values else cells
+
+
+def _numbers(leaf: LeafDiff) -> tuple[str, str, str, str]:
+    found = leaf.numbers
+    if found is None:
+        return "-", "-", "-", " -> ".join(leaf.values) if leaf.values else leaf.note
+    told = [f"{name} {a} -> {b}" for name, (a, b) in (("NaN", found.nan), ("Inf", found.inf)) if a or b]
+    if found.largest is None:
+        return f"{found.changed}/{found.elements} bytes", "-", "-", ""
+    return f"{found.changed}/{found.elements}", f"{found.largest:.6g}", f"{found.rms:.6g}", ", ".join(told)
+
+
+def _diff_as_json(leaf: LeafDiff) -> dict[str, Any]:
+    return {**dataclasses.asdict(leaf), "path": leaf.name}
+
+
+def show_leaves(info: VersionInfo, leaves: Sequence[LeafLocation], depth: int | None, as_json: bool) -> None:
+    """One version and its leaves; with ``depth`` the sums below each path of so many keys."""
+    rows = leaves if depth is None else subtotals(leaves, depth)
+    if as_json:
+        print_fields(info, leaves=[_leaf_as_json(one) for one in rows])
+        return
+    print(f"version {info.seq} of run {info.run}, step {info.step}, saved {when(info.time)}")
+    print(f"id {info.id}, {rough_size(info.nbytes)}, in {', '.join(info.tiers)}  {_pairs(info.metadata)}")
+    if depth is None:
+        values = [one for one in rows if one.leaf is not None and one.leaf.spec.kind not in CONTAINERS]
+        cut = any(one.shards > 1 for one in values)  # a run of one rank needs no such column
+        cells = [
+            (*_what(one), *([one.shards] if cut else []), rough_size(one.nbytes), *_where(one.tiers, info.tiers))
+            for one in values
+        ]
+        table(["leaf", "kind", "dtype", "shape", *([">shards"] if cut else []), ">size", *info.tiers], cells)
+    else:
+        sums = [
+            (_below(one), one.leaves, rough_size(one.nbytes), *_where(one.tiers, info.tiers, short=True))
+            for one in rows
+        ]
+        table(["below", ">leaves", ">size", *info.tiers], sums)
+
+
+def _what(one: LeafLocation) -> tuple[str, str, str, str]:
+    assert one.leaf is not None
+    spec = one.leaf.spec
+    return one.leaf.name, spec.kind, spec.dtype, "x".join(map(str, spec.shape)) or "scalar"
+
+
+def _below(one: LeafLocation) -> str:
+    return "  " * len(one.path) + (format_path(one.path[-1:]) if one.path else "all")
+
+
+def _where(found: Mapping[str, TierShare], tiers: Sequence[str], *, short: bool = False) -> list[str]:
+    return [_cell(found[name], short) if name in found else "-" for name in tiers]
+
+
+def _cell(held: TierShare, short: bool) -> str:
+    if held.has == "none":
+        return "-"
+    part = "part, " if held.has == "part" else ""
+    return part + (rough_size(held.stored) if short else f"{'+'.join(held.codecs)} {rough_size(held.stored)}")
+
+
+def _leaf_as_json(one: LeafLocation) -> dict[str, Any]:
+    tiers = {name: dataclasses.asdict(held) for name, held in one.tiers.items()}
+    if one.leaf is None:
+        return {"below": list(map(str, one.path)), "leaves": one.leaves, "nbytes": one.nbytes, "tiers": tiers}
+    what = {"path": one.leaf.name, **dataclasses.asdict(one.leaf.spec), "shards": one.shards}
+    return {**what, "nbytes": one.nbytes, "tiers": tiers}
+
+
+def show_live(findings: Sequence[TierFinding], as_json: bool) -> None:
+    """A row for each live tier; below, what is wrong and how to fix it, then notes."""
+    if as_json:
+        print_json([{**dataclasses.asdict(found), "ok": found.ok} for found in findings])
+        return
+    table(_LIVE_COLUMNS, [_live_row(found) for found in findings])
+    for found in findings:
+        broken = (f"{name}: {what}" for name, what in found.broken.items())
+        _lines(found.name, "FOUND ", [*filter(None, [found.error.removeprefix(f"{found.name}: ")]), *broken])
+        _lines(found.name, "TO DO ", found.problems)
+    for found in findings:
+        _lines(found.name, "", ["; ".join(_summary(found)), *found.notes])
+
+
+def _lines(name: str, word: str, said: Sequence[str]) -> None:
+    for what in said:
+        print(f"{name}: {word}{what}")
+
+
+def _live_row(found: TierFinding) -> tuple[str, ...]:
+    """Whether create-only holds between racing processes is shown as it was measured, not as the tier declares it."""
+    traits = found.traits
+    calls = " ".join(f"{1000 * seconds:.2g}" for seconds in (found.put_seconds, found.list_seconds) if seconds)
+    return (
+        found.name,
+        "ok" if found.ok else "HUNG" if found.hung else "BROKEN" if found.reached else "AWAY",
+        {True: f"by {traits.get('shared')}", False: "no", None: "-"}[traits.get("persistent")],
+        {True: "one wins", False: "not safe", None: "-"}[traits.get("conditional_create") if found.reached else None],
+        calls or "-",
+        *(rough_size(rate) if rate else "-" for rate in (found.write, found.read)),
+        "-" if found.room is None else rough_size(found.room),
+    )
+
+
+def _summary(found: TierFinding) -> list[str]:
+    said = [f"type {found.type}", f"{len(found.kept)} of {len(found.kept) + len(found.broken)} promises kept"]
+    said += [f"failure domain {domain}" for domain in filter(None, [found.traits.get("failure_domain")])]
+    said += filter(None, [found.traits.get("io")])
+    if found.moved:
+        said.append(f"measured with {rough_size(found.moved)}")
+    return said
+
+
+def show_tags(tags: Mapping[str, VersionInfo | TagTarget], as_json: bool) -> None:
+    """Tags, and the version of each."""
+    if as_json:
+        told = {n: v._asdict() if isinstance(v, TagTarget) else dataclasses.asdict(v) for n, v in tags.items()}
+        print_json(
+            [{"tag": name, **version, "there": not isinstance(tags[name], TagTarget)} for name, version in told.items()]
+        )
+        return
+    if not tags:
+        print("no tags")
+        return
+    table(["tag", ">seq", ">step", "id", "saved", "tiers"], [_tag_row(name, version) for name, version in tags.items()])
+
+
+def _tag_row(name: str, version: VersionInfo | TagTarget) -> tuple[object, ...]:
+    if isinstance(version, TagTarget):
+        return name, version.seq, "?", version.id[:12], "", "none: the version is not there any more"
+    return name, version.seq, version.step, version.id[:12], when(version.time), ", ".join(version.tiers)
+
+
+def show_tag(info: VersionInfo, name: str, as_json: bool) -> None:
+    """A version that got a tag."""
+    if as_json:
+        print_fields(info)
+    else:
+        print(f"{name}: version {info.seq} of run {info.run}, step {info.step} ({info.id[:12]})")
+
+
+def show_fork(info: VersionInfo, old: str, as_json: bool) -> None:
+    """The first version of a new run."""
+    if as_json:
+        print_fields(info)
+    else:
+        print(f"run {info.run} begins with step {info.step} of run {old} ({info.id[:12]}), in {', '.join(info.tiers)}")
+
+
+def show_prune(report: PruneReport, as_json: bool) -> None:
+    """What a prune kept and dropped: versions with the reasons, then packs."""
+    if as_json:
+        tiers = [{**dataclasses.asdict(tier), "nbytes": tier.nbytes} for tier in report.tiers]
+        print_json({"ok": report.ok, "dry_run": report.dry_run, "tiers": tiers})
+        return
+    rows = [row for tier in report.tiers for row in _versions(tier, report)]
+    table(["tier", ">seq", ">step", "", "why"], rows)
+    done = ("would go", "would be emptied") if report.dry_run else ("went", "were emptied")
+    for tier in report.tiers:
+        for line in _packs(tier, *done):
+            print(f"{tier.tier}: {line}")
+    for problem in (problem for tier in report.tiers for problem in tier.problems):
+        print(f"TO DO {problem}")
+
+
+def _versions(tier: TierPrune, report: PruneReport) -> Iterator[tuple[object, ...]]:
+    for seq in sorted({*tier.keep, *tier.drop}):
+        dropped = seq in tier.drop
+        what = "dropped" if dropped else "thinned" if seq in tier.thin else "kept"
+        yield tier.tier, seq, report.steps.get(seq, "?"), what, "-" if dropped else ", ".join(tier.keep[seq])
+
+
+def _packs(tier: TierPrune, went: str, emptied: str) -> Iterator[str]:
+    yield f"{_count(len(tier.packs), 'pack')}, {rough_size(tier.nbytes)}, {went}"
+    if tier.young:
+        yield f"{_count(tier.young, 'pack')} that no version names may be of a save under way, and stay"
+    if tier.ageless:
+        yield f"{_count(tier.ageless, 'pack')} that no version names are of unknown age, and stay; --grace 0 takes them"
+    if tier.leases:
+        yield f"{_count(tier.leases, 'lease')} of dead processes {went}"
+    for seq, run in tier.pins:
+        yield f"version {seq} is not needed any more by run {run}, which was forked from it"
+    if packs := tier.repacked.packs:
+        left = f"{rough_size(tier.repacked.copied)} of {rough_size(sum(packs.values()))} were still needed"
+        yield f"{_count(len(packs), 'pack')} {emptied}, of which {left}; a later prune deletes them"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def show_report(report: VerifyReport, as_json: bool) -> None:
+    """The result of a verification."""
+    if as_json:
+        print_fields(report, ok=report.ok)
+        return
+    print(f"{report.versions} records, {report.chunks} chunks, {rough_size(report.nbytes)} of data read")
+    if report.sample:
+        shares = (f"{n} {100 * report.read.get(n, 0) / held if held else 100:.3g} %" for n, held in report.held.items())
+        print(f"a sample, by seed {report.seed}: of the bytes in {', '.join(shares)}")
+    for name, reason in report.unreachable.items():
+        print(f"{name} cannot be asked: {reason}")
+    if report.problems:
+        rows = [
+            (
+                p.tier or "-",
+                p.seq,
+                "?" if p.step is None else p.step,
+                p.leaf or "-",
+                p.chunks or "-",
+                p.what,
+                _state(p),
+            )
+            for p in report.problems
+        ]
+        table(["tier", ">seq", ">step", "leaf", ">chunks", "problem", "elsewhere"], rows)
+    else:
+        print("no problem found" if report.ok else "no problem found in the tiers that answered")
+    _show_outcome(report)
+
+
+def _show_outcome(report: VerifyReport) -> None:
+    for name, count in report.mended.items():
+        print(f"{name}: {count} damaged chunks were written again")
+    if report.unopened:
+        print(f"{report.unopened} leaves were not opened: they are pickles")
+    for lost in report.lost:
+        what = "no record of it can be read"
+        if lost.leaves:
+            what = f"{lost.leaves} of its leaves are whole nowhere, {lost.first} the first"
+            what += f"; {lost.thinned}" if lost.thinned else ""
+        name = f"version {lost.seq}" + ("" if lost.step is None else f" (step {lost.step})")
+        print(f"{name} cannot be restored as a whole: {what}")
+
+
+def _state(problem: Problem) -> str:
+    if problem.mended:
+        return "mended"
+    return {True: "whole", False: "no", None: "-"}[problem.whole]
+
+
+def show_copied(found: CopyResult, where: str, as_json: bool) -> None:
+    """The copy of a version, or that the target had it already."""
+    info = found.version
+    if as_json:
+        print_fields(info, copied=found.tiers)
+        return
+    name = f"step {info.step} ({info.id[:12]}, {rough_size(info.nbytes)})"
+    if not found.tiers:
+        print(f"{where} has {name} already, as version {info.seq} of run {info.run}")
+    else:
+        print(f"copied {name} to {', '.join(found.tiers)}, as version {info.seq} of run {info.run}")
+
+
+def show_rebuilt(found: RebuildReport, dry_run: bool, as_json: bool) -> None:
+    """Records that were rebuilt from packs, and those that could not be."""
+    if as_json:
+        print_fields(found, ok=found.ok)
+        return
+    for name, reason in found.unreachable.items():
+        print(f"{name} cannot be asked: {reason}")
+    if found.versions:
+        done = "would be rebuilt" if dry_run else "rebuilt"
+        rows = [
+            (v.seq, "?" if v.step is None else v.step, v.id[:12], f"{v.found}/{v.chunks}", done if v.rebuilt else v.why)
+            for v in found.versions
+        ]
+        table([">seq", ">step", "id", ">chunks", "record"], rows)
+    else:
+        print(f"{found.tier}: no record is known to be lost")
+    if found.unread:
+        listed = [f"{key}: {why}" for key, why in list(found.unread.items())[:_UNREAD_SHOWN]]
+        more = f"; and {len(found.unread) - _UNREAD_SHOWN} more" if len(found.unread) > _UNREAD_SHOWN else ""
+        print(f"{len(found.unread)} packs say nothing of what they hold: {'; '.join(listed)}{more}")
+    if found.unknown:
+        told = ", ".join(map(str, found.unknown))
+        print(f"packs of versions {told} are there, and no record of them anywhere: they were dropped, or are lost")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerStatus:
+    """One peer tier, and for each host the status that its memory server answers, or the error."""
+
+    name: str
+    notes: tuple[str, ...]
+    members: Sequence[tuple[Member, dict[str, Any] | TierUnavailable]]
+
+
+def show_peers(tiers: Sequence[PeerStatus], as_json: bool) -> None:
+    """The hosts of each peer tier."""
+    if as_json:
+        print_json([{"tier": t.name, "notes": t.notes, "hosts": [_peer_as_json(*m) for m in t.members]} for t in tiers])
+        return
+    for tier in tiers:
+        print(f"{tier.name}: {'; '.join(tier.notes)}")
+        if tier.members:
+            table(["host", "domain", ">objects", ">used", ">capacity", "keeper"], [_peer_row(*m) for m in tier.members])
+
+
+def _peer_as_json(member: Member, said: dict[str, Any] | TierUnavailable) -> dict[str, Any]:
+    found = {"address": member.address, "port": member.port, "domain": member.domain, "id": member.id}
+    return found | (said if isinstance(said, dict) else {"error": str(said)})
+
+
+def _peer_row(member: Member, said: dict[str, Any] | TierUnavailable) -> tuple[object, ...]:
+    if not isinstance(said, dict):
+        return member.place, member.domain, "", "", "", f"does not answer: {said}"
+    capacity = "-" if said["capacity"] is None else rough_size(said["capacity"])
+    return member.place, member.domain, said["objects"], rough_size(said["used"]), capacity, f"runs, pid {said['pid']}"

@@ -1,0 +1,201 @@
+"""The commands about versions: ls, show, diff, verify, copy, rebuild, tag, fork and prune."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstate.checkpointer import Checkpointer
+from tierstate.engine.progress import byte_progress, status_line
+from tierstate.manifest.errors import NotFound, TierstateError
+from tierstate.manifest.history.log import list_runs
+from tierstate.tiers.policy.policy import Policy, open_policy_tier
+from tierstate.tiers.units import parse_seconds
+
+from . import output
+from .options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, parse_share
+
+app = typer.Typer()
+
+
+@app.command()
+def diff(
+    policy: PolicyFile,
+    run: Run,
+    old: Annotated[int, typer.Argument(help="The step of the older version.")],
+    new: Annotated[int, typer.Argument(help="The step of the newer version.")],
+    values: Annotated[bool, typer.Option("--values", help="Read what differs, and say by how much.")] = False,
+    only: Only = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two versions leaf by leaf; exit 1 if they differ."""
+    with Checkpointer(policy, run) as ckpt, byte_progress("comparing", shown=values and not as_json) as progress:
+        found = ckpt.diff(old, new, values=values, only=only, progress=progress)
+    output.show_diff(found, values, as_json)
+    raise typer.Exit(0 if all(leaf.change == "same" for leaf in found) else 1)
+
+
+@app.command()
+def copy(
+    policy: PolicyFile,
+    run: Run,
+    step: Step = None,
+    version: Id = None,
+    to: Annotated[str | None, typer.Option(help="The tier of this policy that is to get it.")] = None,
+    into: Annotated[Path | None, typer.Option(help="The policy file whose tiers are to get it.")] = None,
+    into_run: Annotated[str | None, typer.Option(help="With --into: the run's name there; none: the same.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Copy a version, every chunk verified, to a tier of its policy or into the tiers of another."""
+    with Checkpointer(policy, run) as ckpt, byte_progress("copying", shown=not as_json) as progress:
+        found = ckpt.copy(step=step, version=version, to=to, into=into, run=into_run, progress=progress)
+    output.show_copied(found, to or str(into), as_json)
+
+
+@app.command()
+def rebuild(
+    policy: PolicyFile,
+    run: Run,
+    tier: Annotated[str, typer.Argument(help="The tier whose records are lost.")],
+    partial: Annotated[bool, typer.Option("--partial", help="Also versions that its packs hold in part.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a tier's lost or damaged records again, from its packs; exit 1 if one cannot be made."""
+    with Checkpointer(policy, run) as ckpt:
+        found = ckpt.rebuild(tier, partial=partial, dry_run=dry_run)
+        if not (found.packs or found.versions or found.unknown or ckpt.versions()):
+            raise NotFound(f"run {run!r} has neither records nor packs in {tier}")
+    output.show_rebuilt(found, dry_run, as_json)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command("tag")
+def tag_version(
+    policy: PolicyFile,
+    run: Run,
+    name: Annotated[str | None, typer.Argument(help="The name to give, or none to list all names.")] = None,
+    step: Step = None,
+    version: Id = None,
+    delete: Annotated[str | None, typer.Option("--delete", help="The name to take back.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Give a version a name, which retention may keep and every verb takes as --tag; list names, or take one back."""
+    if delete is not None and name is not None:
+        raise ValueError(f"--delete {delete} takes a name back, and {name} is one to give: one at a time")
+    if name is None and not (step is None and version is None):
+        raise ValueError("say a name for that version")
+    with Checkpointer(policy, run) as ckpt:
+        if delete is not None:
+            ckpt.untag(delete)
+        if name is None:
+            output.show_tags(ckpt.tags(), as_json)
+        else:
+            output.show_tag(ckpt.tag(name, step, version=version), name, as_json)
+
+
+@app.command("fork")
+def fork_run(
+    policy: PolicyFile,
+    run: Run,
+    new_run: Annotated[str, typer.Argument(help="The new run, which has no version yet.")],
+    step: Step = None,
+    version: Id = None,
+    tag: TagName = None,
+    as_json: Json = False,
+) -> None:
+    """Begin a new run with a version of this one, whose data it shares."""
+    with Checkpointer(policy, run) as ckpt:
+        output.show_fork(ckpt.fork(new_run, step, version=version, tag=tag), run, as_json)
+
+
+@app.command()
+def prune(
+    policy: PolicyFile,
+    run: Run,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
+    grace: Annotated[str, typer.Option(help="How old a pack must be that no version names; 0: nobody saves.")] = "1d",
+    as_json: Json = False,
+) -> None:
+    """Drop what the policy does not keep, and delete what no version needs; exit 1 if a tier could not be pruned."""
+    seconds = 0.0 if grace.strip() == "0" else parse_seconds(grace)
+    with Checkpointer(policy, run) as ckpt, status_line(shown=not as_json) as on_step:
+        report = ckpt.prune(dry_run=dry_run, grace=seconds, progress=on_step)
+    if report.ok and not any(t.keep or t.drop or t.packs or t.young or t.ageless for t in report.tiers):
+        raise NotFound(f"run {run!r} has nothing in {', '.join(t.name for t in ckpt.policy.tiers)}")
+    output.show_prune(report, as_json)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command("ls")
+def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False) -> None:
+    """List the versions of a run over all tiers, or all runs."""
+    if run is None:
+        output.show_runs(_runs(Policy.load(policy)), as_json)
+        return
+    with Checkpointer(policy, run) as ckpt:
+        versions = ckpt.versions()
+        if not versions:
+            raise NotFound(f"run {run!r} has no version in {', '.join(t.name for t in ckpt.policy.tiers)}")
+        output.show_versions(versions, [t.name for t in ckpt.policy.tiers], as_json)
+
+
+@app.command()
+def show(
+    policy: PolicyFile,
+    run: Run,
+    step: Step = None,
+    version: Id = None,
+    tag: TagName = None,
+    only: Only = None,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="Sums of what lies below so many keys, instead of leaves.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show one version: its leaves with kind, dtype, shape and size, and what each tier has of them."""
+    with Checkpointer(policy, run) as ckpt:
+        info = ckpt.info(step=step, version=version, tag=tag)
+        output.show_leaves(info, ckpt.located(version=info.id, only=only), depth, as_json)
+
+
+@app.command()
+def verify(
+    policy: PolicyFile,
+    run: Run,
+    data: Annotated[bool, typer.Option("--data", help="Read every chunk and compare its digest.")] = False,
+    sample: Annotated[str | None, typer.Option(help="Read a random share of each tier's bytes, as in 5%.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="With --sample: choose as a report with this seed did.")
+    ] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="--data, and open every leaf; footers too.")] = False,
+    mend: Annotated[bool, typer.Option("--mend", help="Write again what is whole in another tier.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check that every tier has what it claims to have; exit 1 if something is wrong and was not mended."""
+    share = parse_share(sample) if sample is not None else 0.0
+    reads = data or deep or mend or sample is not None
+    with Checkpointer(policy, run) as ckpt, byte_progress("verifying", shown=reads and not as_json) as progress:
+        report = ckpt.verify(data=data, sample=share, seed=seed, deep=deep, mend=mend, progress=progress)
+    if not report.versions and report.ok:
+        raise NotFound(f"run {run!r} has no version in {', '.join(t.name for t in ckpt.policy.tiers)}")
+    output.show_report(report, as_json)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _runs(policy: Policy) -> dict[str, list[str]]:
+    """The names of all runs, and the tiers that have each."""
+    found: dict[str, list[str]] = {}
+    for spec in policy.tiers:
+        tier = open_policy_tier(spec)
+        try:
+            for run in list_runs(tier):
+                found.setdefault(run, []).append(spec.name)
+        except TierstateError as error:
+            print(f"{spec.name}: {error}", file=sys.stderr)
+        finally:
+            tier.close()
+    return found

@@ -1,0 +1,1 @@
+"""What `policy check --live` does: each tier is opened in a process of its own, tested and measured."""

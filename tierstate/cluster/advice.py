@@ -1,0 +1,119 @@
+"""Advice for a cluster's admin: which problems of the live tiers to fix, and how. Pure functions, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tierstate.manifest.errors import TierFull
+from tierstate.tiers.policy.policy import Policy, TierPolicy
+from tierstate.tiers.units import rough_size
+
+from .check import NOT_TRIED, THROUGHPUT_CHECK, TierFinding
+
+MUCH_FASTER = 3.0
+"""How many times faster than the tier above it a tier must be before this is reported; less may be chance."""
+
+
+_LOST = "what is saved here may not come back: do not use this tier, and ask who made its type or store"
+
+
+_CACHED = "turn caches between here and the store off, or ask who made the tier's type"
+
+
+REMEDIES: Mapping[str, str] = {
+    "absent until closed": "a save that is killed would leave half an object for a whole one: do not use this tier",
+    "create only": "a second writer would replace saves: one process at a time may write here, under a run of its own",
+    "one winner of a race": "let one process at a time write a run here, or upgrade the store; see traits",
+    "lists are whole and in order": _CACHED,
+    "deletes": "allow deleting (a bucket's policy, object lock, the folder's mode), or keep: {all: true}",
+    "leases are released once": "saves would wait for memory forever: this is a fault of the tier's type",
+    "keys that are none are refused": "a key could lead out of the tier: this is a fault of the tier's type",
+    "traits are sane": "the engine would rely on what is not so: this is a fault of the tier's type",
+    THROUGHPUT_CHECK: "see what it says; look first at the capacity, a quota, and the largest size of an object",
+}
+"""Broken promise -> consequence and remedy; a promise that is not listed here concerns the stored bytes themselves."""
+
+
+def advise(policy: Policy, findings: Sequence[TierFinding], state: int | None = None) -> None:
+    """Fill in the problems of each tier with their remedies, and notes.
+
+    Args:
+        state: bytes of the state that will be saved, to check whether `keep` fits; None if not known.
+    """
+    for spec, finding in zip(policy.tiers, findings, strict=True):
+        finding.problems = _problems(policy, spec, finding, state)
+        finding.notes = _notes(spec, finding, state)
+    _note_one_domain(findings)
+    _note_order(findings)
+
+
+def _problems(policy: Policy, spec: TierPolicy, found: TierFinding, state: int | None) -> list[str]:
+    problems = [f"{name}: {_remedy(name, what)}" for name, what in found.broken.items()]
+    if found.hung:
+        problems.append("look whether its servers answer; if it is merely slow, give more time by --limit")
+    if policy.durable == spec.name and found.traits.get("persistent") is False:
+        problems.append("`durable` names it, but what it keeps does not survive the host: name another tier")
+    if not found.occupied and (short := _shortage(spec, found, state)):
+        problems.append(f"{short}: keep fewer versions, or make room")
+    return problems
+
+
+def _remedy(name: str, what: str) -> str:
+    if what.startswith(f"{TierFull.__name__}: "):
+        return "it could not be tried for want of room: make some, or give the tier more"
+    untried = what.startswith(tuple(f"{kind.__name__}: " for kind in NOT_TRIED))
+    return REMEDIES.get(name, "it could not be tried: see what it says" if untried else _LOST)
+
+
+def _shortage(spec: TierPolicy, found: TierFinding, state: int | None) -> str:
+    """The problem that `keep` needs more space than is free; empty if it fits, or if this is not known."""
+    need = bytes_to_keep(spec, state) if state else None
+    if need is None or found.room is None or need <= found.room:
+        return ""
+    return f"keep: needs about {rough_size(need)}, there is room for {rough_size(found.room)}"
+
+
+def _notes(spec: TierPolicy, found: TierFinding, state: int | None) -> list[str]:
+    traits = found.traits
+    notes = list(traits.get("notes", ()))
+    if traits.get("conditional_create") is False and "one winner of a race" not in found.broken:
+        notes.append("several racing writers of one key may succeed: let one process at a time write a run here")
+    if found.limits:
+        notes.append("limits: " + ", ".join(f"{name} {_limit(name, said)}" for name, said in found.limits.items()))
+    if spec.bandwidth and found.write and found.write < 0.8 * spec.bandwidth:
+        notes.append("the limit of its bandwidth is above what was reached, and changes nothing")
+    if found.occupied and (short := _shortage(spec, found, state)):
+        notes.append(f"{short} beside the versions that are there already, of which those of this run count")
+    if state and (spec.keep.all or spec.keep.every):
+        notes.append("keep: grows with every version that it keeps for good")
+    return notes
+
+
+def _limit(name: str, said: float) -> str:
+    return f"{rough_size(said)}/s" if name == "bandwidth" else f"{said:g}/s" if name == "operations" else f"{said:g}"
+
+
+def bytes_to_keep(spec: TierPolicy, state: int) -> int | None:
+    """Bytes of all versions that `keep` keeps and of the one being written, if no chunk is reused; None if the number
+    of versions is not known."""
+    keep = spec.keep
+    if keep.all or keep.every or keep.within:
+        return None
+    count = (keep.last or 1) + (keep.best.count if keep.best else 0)
+    # A tier that is not persistent drops its oldest version before the next one is written, but never its last one.
+    return state * (count + 1 if spec.persistent else max(2, count))
+
+
+def _note_one_domain(findings: Sequence[TierFinding]) -> None:
+    lasting = [found for found in findings if found.traits.get("persistent")]
+    if all(found.reached for found in findings) and len({found.traits["failure_domain"] for found in lasting}) == 1:
+        lasting[-1].notes.append("no tier is in another failure domain: if this one is lost, all that was saved is")
+
+
+def _note_order(findings: Sequence[TierFinding]) -> None:
+    """Note tiers that were measured much faster than a tier above them; a policy should list the fastest first."""
+    lasting = [found for found in findings if found.traits.get("persistent") and found.write]
+    for i, fast in enumerate(lasting):
+        for slow in lasting[:i]:
+            if "bandwidth" not in slow.limits and (fast.write or 0) > MUCH_FASTER * (slow.write or 0):
+                fast.notes.append(f"is much faster than {slow.name}, which stands above it: put the fastest first")

@@ -1,0 +1,213 @@
+"""Copies a version of a run to another tier of its policy, or into the tiers of another policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tierstate.engine.info import VersionInfo
+from tierstate.engine.maintain.copy import copy_version
+from tierstate.engine.progress import Progress, no_progress
+from tierstate.engine.restore.fetch import Fetch
+from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_version
+from tierstate.engine.save.plan import CapturePlan, CaptureSource
+from tierstate.engine.store.catalog import VersionCopies
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.arrays import Array
+from tierstate.manifest.chunk import Buffer, Chunk, spans
+from tierstate.manifest.errors import AlreadyExists, NotFound, StateMismatch, TierFull
+from tierstate.manifest.format.version import Head
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.policy import Policy
+
+from .run import Run
+
+OpenRun: TypeAlias = Callable[[Policy, str], AbstractContextManager[Any]]
+"""Opens a run by its policy and name, as a `Checkpointer` (not named in the type, since it imports this module)."""
+
+READ_AHEAD = 64 << 20
+"""Bytes that are read together and kept in memory until the save has copied them; at least one chunk."""
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """The result of a copy.
+
+    Attributes:
+        version: the version in the target.
+        tiers: names of the tiers to which it was copied; empty if the target had it already.
+    """
+
+    version: VersionInfo
+    tiers: tuple[str, ...]
+
+
+def copy(
+    run: Run,
+    open_run: OpenRun,
+    *,
+    step: int | None = None,
+    version: str | None = None,
+    to: str | None = None,
+    into: Policy | str | os.PathLike[str] | None = None,
+    into_run: str | None = None,
+    progress: Progress = no_progress,
+) -> CopyResult:
+    """Copy a version and verify every chunk. Give either ``to`` or ``into``.
+
+    Args:
+        open_run: opens the run of the other policy.
+        step, version: which version; by default the newest.
+        to: the name of a tier of the run's own policy. The copy is the same version, with the leaves that the rules
+            send to that tier; the tier's `keep` applies to it from the next save on.
+        into: another policy. The copy is a new version, in every tier to which the rules of that policy send a leaf;
+            `every` is ignored. It has the same leaves, step and metadata, and the same digests if both policies have
+            the same chunk length and digest function.
+        into_run: the name of the run in the other policy; by default the same name.
+        progress: called with the raw bytes read since the last call.
+
+    Raises:
+        NotFound: there is no such version or tier, or no rule sends a leaf to the target.
+        AlreadyExists: the tier ``to`` has another version of that number.
+        Damaged: a chunk is missing or damaged in every tier.
+    """
+    if (to is None) == (into is None):
+        raise ValueError("a copy goes either to a tier (to=) or into another policy (into=); name one of them")
+    if into_run is not None and into is None:
+        raise ValueError("a run's name (into_run=) goes with into=; a copy to a tier stays in its run")
+    entry = find_version(run._catalog(), run.run, RestoreSpec(step, version))
+    if into is not None:
+        return _copy_into(open_run, entry, run._arena, into, into_run or run.run, progress)
+    return _copy_to(run, entry, str(to), progress)
+
+
+def _copy_to(run: Run, entry: VersionCopies, name: str, progress: Progress) -> CopyResult:
+    tier_run = next((s for s in run._tier_runs if s.name == name), None)
+    if tier_run is None:
+        names = ", ".join(s.name for s in run._tier_runs)
+        raise NotFound(f"the policy has no tier {name!r}; it has {names}", tier=name)
+    head = entry.version.head
+    done: tuple[str, ...] = ()
+    if name not in entry.tiers:
+        if head.seq in tier_run.log.seqs():
+            raise AlreadyExists(
+                f"{name} has a record of number {head.seq} that is another version, or damaged", tier=name
+            )
+        copy_version(entry, TierRun(tier_run.tier, run.run), run.policy, run._arena, progress)
+        tier_run.look_again()
+        done = (name,)
+    return CopyResult(VersionInfo.of(find_version(run._catalog(), run.run, RestoreSpec(None, entry.version.id))), done)
+
+
+def _copy_into(
+    open_run: OpenRun, entry: VersionCopies, arena: Arena, into: Any, name: str, progress: Progress
+) -> CopyResult:
+    policy = into if isinstance(into, Policy) else Policy.load(into)
+    # Every tier gets the copy, also one for which a save of this step would not be due.
+    tiers = tuple(tier.model_copy(update={"every": None}) for tier in policy.tiers)
+    with open_run(policy.model_copy(update={"tiers": tiers}), name) as there:
+        known = _known(there, entry)
+        if known is not None:
+            return CopyResult(VersionInfo.of(known), ())
+        head = entry.version.head
+        save = there._submit(_plan(entry, arena, progress), head.step, head.metadata)
+        save.wait_captured()
+        if save.skipped:
+            raise TierFull("nothing was copied: the arena was full, and the policy says on_full: skip")
+        if not save.tiers:
+            raise NotFound(f"no rule of that policy sends a leaf of step {head.step} to any of its tiers")
+        for tier in save.tiers:
+            save.wait(tier)
+        places = there._catalog().newest_first()
+        made = next(e for place in places if place.seq == save.seq for e in place.entries)
+        return CopyResult(VersionInfo.of(made), save.tiers)
+
+
+def _known(there: Run, entry: VersionCopies) -> VersionCopies | None:
+    """The version of the other run with the same step, leaves and digests, if there is one."""
+    version = entry.version
+    for place in there._catalog().newest_first():
+        for found in place.entries:
+            other = found.version
+            same_cut = _cut(other.head) == _cut(version.head) and other.boxes == version.boxes
+            if same_cut and other.leaves == version.leaves and np.array_equal(other.digests, version.digests):
+                return found
+    return None
+
+
+def _cut(head: Head) -> tuple[int, int, str]:
+    return head.step, head.chunk, head.digest
+
+
+def _plan(entry: VersionCopies, arena: Arena, progress: Progress) -> CapturePlan:
+    """A capture plan whose sources read the stored version. Raises StateMismatch if a chunk is in no tier."""
+    version = entry.version
+    absent = entry.absent(np.arange(len(version.digests)))
+    if len(absent):
+        name = version.leaves[int(version.chunk_leaf[absent[0]])].name
+        why = f"; {entry.thinned}" if entry.thinned else ""
+        raise StateMismatch(
+            f"leaf {name} of step {version.head.step} is in none of the tiers{why}: copy another version"
+        )
+    ahead = _Ahead(entry, arena, progress)
+    ends = version.chunk_end.tolist()
+    shards = zip(version.shard_leaf.tolist(), version.boxes, version.shard_nbytes.tolist(), [0, *ends], strict=False)
+    sources = [CaptureSource(leaf, box, n, partial(ahead.chunks, first, n)) for leaf, box, n, first in shards]
+    plan = CapturePlan.of(version.leaves, sources)
+    ahead.order(plan, [0, *ends])
+    return plan
+
+
+class _Ahead:
+    """Read-ahead: reads the chunks of a version in batches, for a save that asks for one chunk after the other.
+
+    Args:
+        entry: the version and where each tier has it.
+        arena: the memory for the reads; another arena than that of the save.
+    """
+
+    def __init__(self, entry: VersionCopies, arena: Arena, progress: Progress) -> None:
+        self._version, self._progress = entry.version, progress
+        self._fetch = Fetch(entry.version, entry.holdings, arena, workers=READ_WORKERS)
+        self._rows: Array = np.zeros(0, "i8")
+        self._place: Array = np.zeros(0, "i8")
+        self._held: dict[int, Buffer] = {}
+
+    def order(self, plan: CapturePlan, ends: Sequence[int]) -> None:
+        """Set the order in which the save will ask for the chunks."""
+        sources = plan.in_order(np.arange(len(plan.leaf))).tolist()
+        runs = [np.arange(ends[s], ends[s + 1]) for s in sources]
+        self._rows = np.concatenate([*runs, np.zeros(0, "i8")]).astype("i8")
+        self._place = np.argsort(self._rows)
+
+    def chunks(self, first: int, nbytes: int, size: int) -> Iterator[Chunk]:
+        """The chunks of the shard that begins at row ``first``, in the save's chunk length."""
+        for start, length in spans(nbytes, size):
+            yield Chunk(start, length, partial(self._fill, first, start))
+
+    def _fill(self, first: int, start: int, out: Buffer) -> None:
+        chunk, at = self._version.head.chunk, 0
+        while at < out.numel():
+            row, offset = divmod(start + at, chunk)
+            piece = self._chunk(first + row)[offset : offset + out.numel() - at]
+            out[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+
+    def _chunk(self, row: int) -> Buffer:
+        if row not in self._held:
+            place = int(self._place[row])
+            nbytes = np.cumsum(self._version.chunk_nbytes[self._rows[place : place + 4096]])
+            count = max(1, int(np.searchsorted(nbytes, READ_AHEAD, "right")))
+            self._held = {}
+            self._fetch.run(self._rows[place : place + count].tolist(), self._hold)
+        return self._held[row]
+
+    def _hold(self, row: int, raw: Buffer, _slab: object) -> None:
+        self._held[row] = raw.clone()
+        self._progress(raw.numel())

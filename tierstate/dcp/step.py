@@ -1,0 +1,39 @@
+"""Reads the training step from a DCP ``checkpoint_id``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import PurePath
+from typing import Any
+
+_NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})", re.DOTALL)
+
+
+def step_of(checkpoint_id: Any) -> int:
+    """The step of a ``checkpoint_id``: a number, or a name or path whose last part ends in a number.
+
+    ``100``, ``"100"``, ``"step-100"`` and ``Path("out/checkpoint/step-100")`` are step 100.
+
+    Raises:
+        ValueError: the id has no step.
+    """
+    if type(checkpoint_id) is int and checkpoint_id >= 0:
+        return checkpoint_id
+    if isinstance(checkpoint_id, (str, os.PathLike)):
+        name = PurePath(os.fsdecode(checkpoint_id)).name
+        if found := _NUMBER.fullmatch(name):
+            return int(found[1])
+    raise ValueError(
+        f"checkpoint_id={checkpoint_id!r:.100} names no step; give the step as a number, or a name whose last part "
+        "ends in it, as in 100, 'step-100' or 'out/step-100'"
+    )
+
+
+def names_step(checkpoint_id: Any) -> bool:
+    """Whether a ``checkpoint_id`` names a step."""
+    try:
+        step_of(checkpoint_id)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""Progress bars and status lines for long work, shown on standard error where that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+Progress = Callable[[int], None]
+"""Takes the bytes read since its last call."""
+
+
+def no_progress(_nbytes: int) -> None:
+    """Progress that is not shown."""
+
+
+BAR_DELAY = 1.0
+"""Seconds that `close` waits for saves before it shows bars."""
+
+
+@contextmanager
+def byte_progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """Gives a function that adds the bytes read since its last call to a display on standard error, if a terminal."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda _nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+
+    columns = SpinnerColumn(), TextColumn(what), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda nbytes: progress.advance(task, nbytes)
+
+
+@contextmanager
+def status_line(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Gives a function that takes a text and shows it as the current step on standard error, if that is a terminal."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda _what: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update
+
+
+@contextmanager
+def drain_progress() -> Iterator[Callable[[Mapping[str, int]], None] | None]:
+    """Gives a function that takes, by tier, the bytes still to be written. After a second it shows them as bars on
+    standard error, one for each tier. Gives None if that is not a terminal. Used by `Checkpointer.close`."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with ExitStack() as shown:
+        yield DrainBars(shown).show
+
+
+class DrainBars:
+    """One progress bar per tier, for the bytes still to be written.
+
+    Args:
+        shown: the exit stack that closes the display.
+    """
+
+    def __init__(self, shown: ExitStack) -> None:
+        self._shown, self._start = shown, time.monotonic()
+        self._update: Callable[[str, int], None] | None = None
+
+    def show(self, left: Mapping[str, int]) -> None:
+        """Update the bars: ``left`` is the number of bytes still to be written, by tier."""
+        if self._update is None and any(left.values()) and time.monotonic() - self._start >= BAR_DELAY:
+            self._update = self._open()
+        for name, nbytes in left.items():
+            if self._update is not None:
+                self._update(name, nbytes)
+
+    def _open(self) -> Callable[[str, int], None]:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+        columns = TextColumn("saving to {task.description}"), BarColumn(), DownloadColumn(binary_units=True)
+        bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        self._shown.enter_context(bars)
+        tasks: dict[str, tuple[TaskID, int]] = {}
+
+        def update(name: str, nbytes: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=nbytes, visible=nbytes > 0), nbytes
+            task, total = tasks[name]
+            bars.update(task, completed=max(0, total - nbytes))
+
+        return update

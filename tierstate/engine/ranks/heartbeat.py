@@ -1,0 +1,104 @@
+"""Heartbeats: failure detection among the ranks of a team, and how long they wait for one another.
+
+Every rank raises a counter in the store. Only a waiting rank reads counters, and only those of the ranks that it waits
+for. A rank counts as dead when its counter has not risen for `Timeouts.silence` seconds. These seconds are summed over
+the looks of the waiting rank, so a pause of that rank itself, as when the whole machine is suspended, hardly counts. A
+dead rank counts as dead in all later waits, too, until its counter rises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from .store import CLOSED, StoreClient
+
+BEATS = 400.0
+"""Heartbeats per second that all ranks together send to the store, at most."""
+
+
+SLOWEST = 10.0
+"""Seconds between two heartbeats of a rank, at most; unless so many ranks share the store that `BEATS` is the limit."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long ranks wait for one another, in seconds.
+
+    Attributes:
+        timeout: for a message of another rank, where the caller gives no other.
+        silence: without a heartbeat of a rank, after which it counts as dead.
+    """
+
+    timeout: float = 1800.0
+    silence: float = 60.0
+
+    @property
+    def decision(self) -> float:
+        """Seconds to wait for the coordinator, which may itself be late and then wait for yet another rank."""
+        return 2 * self.timeout + self.silence
+
+    def interval(self, size: int) -> float:
+        """Seconds between two heartbeats of one rank in a team of ``size``."""
+        return max(min(self.silence / 6, SLOWEST), size / BEATS)
+
+    def quiet(self, size: int) -> float:
+        """Seconds of silence after which a rank in a team of ``size`` counts as dead: four intervals at least."""
+        return max(self.silence, 4 * self.interval(size))
+
+
+def heartbeat_key(rank: int) -> str:
+    """The key of a rank's heartbeat in the store."""
+    return f"beat/{rank}"
+
+
+class HeartbeatMonitor:
+    """Finds dead ranks during one wait.
+
+    Args:
+        timeouts: how long a rank may be silent.
+        size: number of ranks of the team.
+    """
+
+    def __init__(self, line: StoreClient, timeouts: Timeouts, size: int) -> None:
+        self._line, self._interval, self._limit = line, timeouts.interval(size), timeouts.quiet(size)
+        self._last = time.monotonic()
+        self._known = dict(line.silent)  # looked at at once: every save in progress waits for dead ranks
+        self._beats: dict[int, bytes] = {}
+        self._quiet: dict[int, float] = {}
+
+    def look(self, ranks: Collection[int]) -> dict[int, str]:
+        """The ranks that are dead or have closed, with the reason for each. Reads the store once per interval at most.
+
+        Raises:
+            RankFailed: the store is lost.
+        """
+        passed = time.monotonic() - self._last
+        if passed < self._interval and not self._known.keys() & set(ranks):
+            return {}
+        self._last += passed
+        beats, known, self._known = self._read(ranks), self._known, {}
+        found = {}
+        for rank in ranks:
+            beat = beats.get(rank, b"")
+            if beat == CLOSED:
+                found[rank] = "has closed its Checkpointer"
+            elif known.get(rank) == beat or self._is_quiet(rank, beat, passed):
+                self._line.silent[rank] = beat
+                found[rank] = f"has given no sign of life for {self._limit:.3g} s"
+        return found
+
+    def _is_quiet(self, rank: int, beat: bytes, passed: float) -> bool:
+        if beat != self._beats.get(rank):
+            self._beats[rank], self._quiet[rank] = beat, 0.0
+            return False
+        self._quiet[rank] += min(passed, 2 * self._interval)
+        return self._quiet[rank] >= self._limit
+
+    def _read(self, ranks: Collection[int]) -> dict[int, bytes]:
+        keys = {heartbeat_key(rank): rank for rank in ranks}
+        absent = set(self._line.missing(list(keys)))
+        there = [key for key in keys if key not in absent]
+        beats = self._line.get(there) if there else []
+        return {keys[key]: beat for key, beat in zip(there, beats, strict=True)}

@@ -1,0 +1,119 @@
+"""Join a team: how the `Checkpointer` of one of several ranks opens, plans saves and closes together with the rest."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tierstate.engine.save.plan import checked_step
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.errors import RankFailed
+from tierstate.manifest.history.retention import RetentionPolicy
+from tierstate.tiers.base import Tier
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.policy import Policy
+
+from .heartbeat import Timeouts
+from .leader import MergedVersions
+from .ownership import OwnershipPlanner
+from .save import SharedPipeline, SharedTierRun, compare_policies
+from .team import Team
+
+log = logging.getLogger("tierstate")
+
+
+CLOSE_TIMEOUT = 5.0
+"""Seconds that the closing coordinator waits for the others. They have voted on everything by then, but may not have
+received the last decisions, which may be lost with the coordinator's process (if it serves the store)."""
+
+
+def join_team(process_group: Any, run: str, policy: Policy) -> TeamMember | None:
+    """This rank as a member of the team that saves together; None where the rank saves alone.
+
+    Raises:
+        RankFailed: not all ranks came in time.
+        PolicyError: their policies differ.
+    """
+    if isinstance(process_group, Team):
+        team = process_group
+        if team.size == 1:
+            return None
+    elif process_group is None or torch.distributed.get_world_size(process_group) == 1:
+        return None
+    else:
+        team = Team.of(process_group, run, timeouts=Timeouts(policy.ranks.timeout, policy.ranks.silence))
+    together = TeamMember(team)
+    try:
+        compare_policies(team, policy)
+    except BaseException:
+        together.close()
+        raise
+    return together
+
+
+class TeamMember:
+    """One rank of a team, for its `Checkpointer`.
+
+    Args:
+        team: the ranks.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self._merged = MergedVersions()
+        self._sharing: OwnershipPlanner | None = None
+        self._pipeline: SharedPipeline | None = None
+
+    def tier_run(self, tier: Tier, run: str, keep: RetentionPolicy, rules: Mapping[str, RetentionPolicy]) -> TierRun:
+        """The run in a tier that was just opened; the tier learns of the team, too."""
+        tier.meet(self.team)
+        return SharedTierRun(self.team, self._merged, tier, run, keep, rules)
+
+    def begin(
+        self, policy: Policy, tier_runs: Sequence[TierRun], arena: Arena
+    ) -> tuple[SharedPipeline, OwnershipPlanner]:
+        """Make the pipeline and the ownership planner of this rank; waits for all ranks.
+
+        Raises:
+            RankFailed: a rank does not answer.
+        """
+        sharing = OwnershipPlanner(self.team)
+        self._sharing = sharing
+        self._pipeline = SharedPipeline(self.team, self._merged, policy, tier_runs, arena, sharing.forget)
+        return self._pipeline, sharing
+
+    @contextmanager
+    def taking_part(self, seq: int, step: Any) -> Iterator[None]:
+        """The block plans a save. If it raises, this rank votes no, so that the other ranks do not wait for it."""
+        assert self._pipeline is not None
+        assert self._sharing is not None
+        try:
+            checked_step(step)
+            yield
+        except BaseException as error:
+            self._sharing.absent(seq)
+            self._pipeline.miss(seq, step if type(step) is int and step >= 0 else None, time.time(), error)
+            raise
+
+    def tell_lost(self) -> None:
+        """Raise the error of an earlier save that reached no persistent tier; called after this save is submitted."""
+        assert self._pipeline is not None
+        self._pipeline.tell_lost()
+
+    def close(self) -> None:
+        """Leave the team. The coordinator waits for the other ranks, so it leaves last."""
+        if self._sharing is not None:
+            self._sharing.close()
+        try:
+            self.team.post("closing", b"")
+            if self.team.coordinator and self._sharing is not None:
+                self.team.receive_all(dict.fromkeys(range(1, self.team.size), "closing"), timeout=CLOSE_TIMEOUT)
+        except RankFailed as error:
+            log.debug("left before all others: %s", error)
+        finally:
+            self.team.close()

@@ -1,0 +1,427 @@
+"""Restore by many ranks together (reshard): one version for all ranks, and each chunk read as few times as possible.
+
+Each rank gathers to all ranks which chunks it wants and which it can read (*reaches*). All compute the same exchange
+plan. Each rank then reads its chunks and sends them to the ranks that want them. Chunks that did not arrive are planned
+again, a few times (`ROUNDS`). Either all ranks get what they want of a version, or none takes it, and an older version
+may be tried.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+
+from tierstate.engine.restore.fetch import Fetch, RepairWriter
+from tierstate.engine.restore.gpu import restore_on_device
+from tierstate.engine.restore.restore import (
+    MAX_RESTARTS,
+    READ_WORKERS,
+    Restored,
+    RestoreSpec,
+    VersionDropped,
+    describe_version,
+    no_such_version,
+    plan_scatter,
+    raise_if_dropped,
+)
+from tierstate.engine.restore.scatter import ScatterTargets
+from tierstate.engine.store.catalog import (
+    RunCatalog,
+    Source,
+    VersionCopies,
+    VersionMoved,
+    lease_for_reading,
+    read_sources,
+)
+from tierstate.manifest.arrays import Array
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.digest import digest_function
+from tierstate.manifest.errors import Damaged, RankFailed, StateMismatch, TierstateError, format_ranks
+from tierstate.manifest.format import table as col
+from tierstate.manifest.history.tags import TaggedVersion
+from tierstate.providers.tree.unflatten import NEW, Target, plan_restore
+from tierstate.tiers.memory.arena import Arena
+
+from .agreement import GroupQuery, VersionAgreement
+from .exchange import ChunkExchange, PeerListener
+from .exchange_plan import (
+    WANTED,
+    ExchangePlan,
+    RankRows,
+    decode_runs,
+    encode_runs,
+    mask_of,
+    plan_exchange,
+    reach_kind,
+    runs_in,
+)
+from .team import Team
+
+ROUNDS = 4
+"""Exchanges of one restore, at most. In later ones other ranks try to read the chunks that one rank could not read."""
+
+
+WHAT = "what another rank wants"
+"""Names the offer of another rank in error messages."""
+
+
+log = logging.getLogger("tierstate")
+
+
+class ChunkRestore:
+    """One rank's chunks of a version: what it reads, what it receives, and what is still missing.
+
+    Args:
+        query: the ranks.
+        entry: the version, and what this rank has of it.
+        landing: the scatter targets: where the bytes of each wanted chunk go.
+        arena: the memory that bytes pass through.
+
+    Attributes:
+        reach: by kind of tier, ``(rows,)`` of bool: the chunks that this rank can read; without those that it failed
+            to read.
+        damage: the error of the first chunk that could not be read; None if there was none.
+        failure: the error of a chunk that could not be copied into the state; None if there was none.
+    """
+
+    def __init__(self, query: GroupQuery, entry: VersionCopies, landing: ScatterTargets, arena: Arena) -> None:
+        self._query, self._entry, self._landing, self._arena = query, entry, landing, arena
+        version = entry.version
+        self._digest, self._digests = digest_function(version.head.digest), version.digests.tobytes()
+        self._nbytes = version.chunk_nbytes
+        self._wants, self._got = np.zeros(len(version.digests), bool), np.zeros(len(version.digests), bool)
+        self._wants[landing.rows] = True
+        self.reach = _reach(entry, query.team)
+        self.damage: Damaged | None = None
+        self.failure: Exception | None = None
+
+    @property
+    def missing(self) -> Array:
+        """``(rows,)`` of bool: chunks that this rank wants and does not have."""
+        found: Array = self._wants & ~self._got
+        return found
+
+    def exchange(self, plan: ExchangePlan, wanted: Array, door: PeerListener, doors: Sequence[str]) -> None:
+        """Read and send chunks as planned, and wait for those of other ranks. All ranks call this together.
+
+        Args:
+            plan: this rank's exchange plan.
+            wanted: all rows that at least one rank wants.
+            door: this rank's listening socket.
+            doors: by rank, the address of its listening socket.
+
+        Raises:
+            VersionMoved, RankFailed, TierstateError: as `GroupQuery.ask`. Chunks that did not come are `missing`.
+        """
+        team = self._query.team
+        passing = ChunkExchange(
+            team.rank, plan, door, doors, self._nbytes, self._take, team.timeouts.silence, self._spot
+        )
+
+        def read() -> bytes:
+            with lease_for_reading(self._held(wanted), int(self._nbytes[wanted].sum(dtype="i8"))):
+                self._read(plan.reads, passing)
+            return json.dumps(passing.broken).encode()
+
+        try:
+            heard = self._query.ask("passed", read)
+            self.failure = passing.wait([rank for rank, said in enumerate(heard) if team.rank in json.loads(said)])
+        finally:
+            passing.close()
+
+    def _held(self, rows: Array) -> list[Source]:
+        """The sources in which this rank holds a lease during the read: one rank per set that sees the same objects."""
+        leads = self._query.team.leads
+        return [source for source in read_sources(self._entry, rows) if leads(source[0].tier.traits.shared)]
+
+    def _read(self, rows: Array, passing: ChunkExchange) -> None:
+        lost: list[int] = []
+
+        def lose(row: int, error: Damaged) -> None:
+            lost.append(row)
+            self.damage = self.damage or error
+            passing.lose(row)
+
+        def give(row: int, raw: Buffer, _slab: object) -> None:
+            self._bring(row, raw)
+            passing.give(row, raw)
+
+        version, holdings = self._entry.version, self._entry.holdings
+        mender = RepairWriter(version, holdings)
+        fetch = Fetch(version, holdings, self._arena, workers=READ_WORKERS, mended=mender, lost=lose)
+        for_others = passing.on(rows) | ~self._wants[rows]
+        alone = rows[~for_others]
+        try:
+            fetch.run(rows[for_others].tolist(), give)  # first, since other ranks wait for them
+            fetch.fill(restore_on_device(self._entry, alone, self._landing), self._landing)
+        finally:
+            mender.close()
+        self._got[np.setdiff1d(alone, lost)] = True
+        for mask in self.reach:
+            mask[lost] = False
+
+    def _take(self, row: int, raw: Buffer) -> bool:
+        """Take a chunk from another rank; returns whether it is what was saved, by its digest."""
+        if self._digest(raw) != self._digests[16 * row : 16 * row + 16]:
+            return False
+        if self._lands(row):
+            self._got[row] = True  # it was received directly into its place
+        else:
+            self._bring(row, raw)
+        return True
+
+    def _lands(self, row: int) -> bool:
+        """Whether this rank wants the chunk and all of it goes to one contiguous place in memory."""
+        return bool(self._wants[row]) and bool(self._landing.address[row])
+
+    def _spot(self, row: int) -> Buffer | None:
+        """That place, into which the chunk is received directly; None if there is none."""
+        if not self._lands(row):
+            return None
+        self._landing.touch(row)
+        return self._landing.memory(row)
+
+    def _bring(self, row: int, raw: Buffer) -> None:
+        if self._wants[row]:
+            event = self._landing.give(row, raw)
+            if event is not None:
+                event.synchronize()
+            self._got[row] = True
+
+
+def _reach(entry: VersionCopies, team: Team) -> tuple[Array, ...]:
+    """By kind of tier, ``(rows,)`` of bool: the chunks that this rank can read itself."""
+    ranks = team.hosts.count(team.hosts[team.rank])
+    found = tuple(np.zeros(len(entry.version.digests), bool) for _ in range(WANTED))
+    for holding in entry.holdings:
+        found[reach_kind(holding.tier_run.tier.traits, ranks)][holding.layout.present] = True
+    return found
+
+
+class IncompleteVersion(Exception):
+    """Some ranks cannot get all chunks that they want of a version; raised on all ranks.
+
+    Args:
+        text: which ranks lack which leaves.
+        ranks: those ranks.
+        own: the error that this rank met when it read chunks; None if it met none.
+
+    Attributes:
+        begun: whether chunks were read before this was known.
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int], own: Damaged | None, *, begun: bool) -> None:
+        super().__init__(text)
+        self.begun, self._ranks, self._own = begun, ranks, own
+
+    def error_for(self, rank: int) -> TierstateError:
+        """The error for the user of one rank."""
+        if self.begun and rank not in self._ranks:
+            return RankFailed(str(self), self._ranks)
+        return self._own or Damaged(str(self))
+
+
+class RestoreAttempt:
+    """One attempt of all ranks to restore one version.
+
+    Args:
+        query: the all-gather.
+        entry: the version, and what this rank has of it.
+        wanted: what this rank wants of it.
+        arena: the memory that bytes pass through.
+
+    Attributes:
+        begun: whether bytes may have been loaded into the given state.
+    """
+
+    def __init__(self, query: GroupQuery, entry: VersionCopies, wanted: RestoreSpec, arena: Arena) -> None:
+        self._query, self._entry, self._wanted, self._arena = query, entry, wanted, arena
+        self._team, self._version = query.team, entry.version
+        self._target: Target | None = None
+        self._chunks: ChunkRestore | None = None
+        self._door: PeerListener | None = None
+        self.begun = False
+
+    def restore(self) -> Any:
+        """The restored state.
+
+        Raises:
+            IncompleteVersion: some ranks cannot get all chunks that they want.
+            StateMismatch: the version does not fit some state.
+            RankFailed: another rank failed.
+        """
+        hosts, nbytes = self._team.hosts, self._version.chunk_nbytes
+        for number in range(ROUNDS + 1):
+            with ExitStack() as opened:
+                offers, doors = self._ask(opened)
+                wanted = np.flatnonzero(np.logical_or.reduce([mask_of(o.wants, len(nbytes)) for o in offers]))
+                if not len(wanted):
+                    return self._finish()
+                plan = plan_exchange(offers, hosts, nbytes, self._team.rank, apart=number > 0)
+                if plan.lacking or number == ROUNDS:
+                    break
+                self.begun = True
+                assert self._chunks is not None
+                assert self._door is not None
+                self._chunks.exchange(plan, wanted, self._door, doors)
+        raise self._not_whole(offers, plan)
+
+    def _plan(self) -> ChunkRestore:
+        """Plan what this rank restores; done once per attempt."""
+        wanted = self._wanted
+        self._target = plan_restore(
+            self._version.leaves,
+            into=wanted.into,
+            only=wanted.only,
+            device=wanted.device,
+            allow_pickle=wanted.allow_pickle,
+            allow_lossy=wanted.allow_lossy,
+            elsewhere=True,
+            rank=self._team.rank,
+        )
+        return ChunkRestore(self._query, self._entry, plan_scatter(self._version, self._target), self._arena)
+
+    def _ask(self, opened: ExitStack) -> tuple[list[RankRows], list[str]]:
+        """Gather what all ranks still want, what they reach, and the addresses of their listening sockets."""
+        rows, leaves = len(self._version.digests), len(self._version.leaves)
+        offers, doors, nowhere = [], [], np.ones(leaves, bool)
+        for said in self._query.ask("offer", lambda: self._offer(opened)):
+            head, columns = col.decode_table(memoryview(said), WHAT)
+            sets = [decode_runs(_column(columns, f"rows.{i}"), rows) for i in range(WANTED + 1)]
+            offers.append(RankRows(sets[WANTED], (sets[0], sets[1], sets[2], sets[3])))
+            doors.append(col.json_field(head, "door", str, WHAT))
+            nowhere &= mask_of(decode_runs(_column(columns, "elsewhere"), leaves), leaves)
+        self._check_wanted(np.flatnonzero(nowhere).tolist())
+        return offers, doors
+
+    def _offer(self, opened: ExitStack) -> bytes:
+        # Opened here, within the all-gather, so that the other ranks get an error if it fails.
+        door = self._door = opened.enter_context(closing(PeerListener(len(set(self._team.hosts)))))
+        chunks = self._chunks = self._chunks or self._plan()
+        assert self._target is not None
+        if chunks.failure is not None:
+            raise chunks.failure
+        self.check_still_there(chunks.damage)
+        elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._target.elsewhere))
+        sets = {f"rows.{i}": mask for i, mask in enumerate([*chunks.reach, chunks.missing])}
+        columns = {name: encode_runs(runs_in(mask)) for name, mask in {**sets, "elsewhere": elsewhere}.items()}
+        return col.encode_table({"door": door.address}, {name: np.frombuffer(d, "<u1") for name, d in columns.items()})
+
+    def _check_wanted(self, nowhere: Sequence[int]) -> None:
+        """Raise StateMismatch, on all ranks, if no rank's state has some leaves of the version."""
+        if nowhere:
+            names = [self._version.leaves[i].name for i in nowhere[:20]]
+            more = f"\n  and {len(nowhere) - 20} more" if len(nowhere) > 20 else ""
+            raise StateMismatch(
+                f"{describe_version(self._entry)} has leaves that are missing in the states of all ranks; "
+                "name what is to be restored by `only`:\n  " + "\n  ".join(names) + more
+            )
+
+    def check_still_there(self, damage: Damaged | None) -> None:
+        """Raise if chunks could not be read because the version has changed meanwhile.
+
+        Raises:
+            VersionMoved: its chunks were moved; or it was deleted, and the newest version was asked for. The restore
+                starts again.
+            VersionDropped: it was deleted by retention, and this version was asked for.
+        """
+        if damage is not None:
+            try:
+                raise_if_dropped(self._entry, damage)
+            except VersionDropped as error:
+                raise VersionMoved(str(error)) if self._wanted.newest else error from error
+
+    def _not_whole(self, offers: Sequence[RankRows], plan: ExchangePlan) -> IncompleteVersion:
+        found = plan.lacking or {rank: _rows(offer.wants) for rank, offer in enumerate(offers) if len(offer.wants)}
+        told = "; ".join(self._lacks(rank, rows) for rank, rows in list(found.items())[:8])
+        more = f"; and {len(found) - 8} more ranks" if len(found) > 8 else ""
+        gone = f"; {self._entry.thinned}" if self._entry.thinned else ""
+        name, ranks = describe_version(self._entry), format_ranks(list(found))
+        text = f"{name} is not whole for {ranks}, in no tier of any rank: {told}"
+        own = self._chunks.damage if self._chunks is not None else None
+        return IncompleteVersion(text + more + gone, list(found), own, begun=self.begun)
+
+    def _lacks(self, rank: int, rows: Array) -> str:
+        leaves = np.unique(self._version.chunk_leaf[rows])
+        return f"rank {rank} lacks {len(leaves)} leaves, {self._version.leaves[int(leaves[0])].name} the first"
+
+    def _finish(self) -> Any:
+        found = []
+
+        def finish() -> bytes:
+            assert self._target is not None
+            found.append(self._target.finish())
+            return b""
+
+        self._query.ask("finish", finish)
+        return found[0]
+
+
+def _rows(runs: Array) -> Array:
+    return np.concatenate([np.arange(start, stop) for start, stop in runs.tolist()])
+
+
+def _column(columns: col.Columns, name: str) -> bytes:
+    return col.column(columns, name, "<u1", WHAT).tobytes()
+
+
+def restore_together(
+    team: Team,
+    catalog: RunCatalog,
+    arena: Arena,
+    wanted: RestoreSpec,
+    tag: str | None,
+    resolve: Callable[[str], TaggedVersion | None],
+) -> Restored:
+    """Restore the asked version, by default the newest that all ranks can get completely.
+
+    All ranks call this together. Each gets what its own state wants, or an error.
+
+    Args:
+        team: the ranks.
+        catalog: the versions of the run that this rank sees.
+        wanted: which version, and what this rank wants of it.
+        tag: the version's tag; None if it is not asked for by tag.
+        resolve: finds the version that has a tag.
+
+    Raises:
+        ValueError: the ranks ask for different versions.
+        RankFailed: another rank, which is named, failed, is dead or is late.
+        NotFound, StateMismatch, Damaged, Unsafe: as for one rank.
+    """
+    query = GroupQuery(team)
+    for _ in range(MAX_RESTARTS):
+        try:
+            return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena)
+        except VersionMoved as error:
+            log.info("%s", error)
+    return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena)
+
+
+def _restore(query: GroupQuery, agreement: VersionAgreement, arena: Arena) -> Restored:
+    wanted, catalog = agreement.wanted, agreement.catalog
+    # Prepared in the background during the messages: the first touch of memory costs more than its later use.
+    arena.prepare(READ_WORKERS * arena.slab_size)
+    agreement.compare_arguments()
+    begun = False
+    try:
+        for entry in agreement.candidates(agreement.look()):
+            attempt = RestoreAttempt(query, entry, wanted, arena)
+            try:
+                return Restored(attempt.restore(), entry)
+            except IncompleteVersion as error:
+                if wanted.on_damage == "raise" and (error.begun or not agreement.newest):
+                    raise error.error_for(query.team.rank) from None
+                agreement.pass_over(describe_version(entry), error)
+            finally:
+                begun = begun or attempt.begun
+        raise no_such_version(catalog.tier_runs[0].run, wanted, catalog, agreement.passed)
+    except BaseException as error:
+        if begun and wanted.into is not NEW:
+            error.add_note("the given state may be overwritten in part: do not train on from it")
+        raise

@@ -1,0 +1,378 @@
+"""A team: the ranks of one job that save and restore together, and their messages: post, receive, all-gather.
+
+Messages are values in the job's key-value store (`torch.distributed.Store`). Collectives are never used: they belong to
+the training. Every wait is bounded: by a timeout, by a callback that may cancel it, and by the heartbeats of the ranks
+that are waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self, TypeAlias
+
+from tierstate.manifest.digest import checksum
+from tierstate.manifest.errors import FormatError, RankFailed, format_ranks
+from tierstate.manifest.format.record import MAX_RECORD
+
+from .heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
+from .rendezvous import rendezvous
+from .store import NOTHING, Store, StoreClient
+
+SOONEST, BUSY, POLLS = 0.0005, 4000.0, 1000.0
+"""How a message is polled for: seconds between two polls at first; polls per second of all ranks together, at most, at
+first and in a long wait."""
+
+
+Stop: TypeAlias = Callable[[], bool]
+"""Called again and again during a wait; true cancels the wait."""
+
+
+__all__ = ["Stop", "Team", "never"]
+
+
+MESSAGE_PART = 2 << 20
+"""Bytes of a message in one value of the store, at most. Longer messages are split: the TCP store takes 8 MiB at
+most."""
+
+
+MESSAGES_AT_ONCE = 64
+"""Messages that are read in one request to the store."""
+
+
+MAX_TOPICS = 4096
+"""Topics whose turns are counted (see `Team.turn`), at most. The topic that was used longest ago is dropped first."""
+
+
+def never() -> bool:
+    """Never cancels a wait."""
+    return False
+
+
+class MessageWait:
+    """One wait for messages.
+
+    Args:
+        rank, size: of the waiting rank and its team.
+        timeout: seconds; None for those of ``timeouts``.
+        stop: called again and again; true cancels the wait.
+        alone: no other rank waits for the same messages.
+    """
+
+    def __init__(
+        self,
+        line: StoreClient,
+        timeouts: Timeouts,
+        rank: int,
+        size: int,
+        timeout: float | None,
+        stop: Stop,
+        *,
+        alone: bool,
+    ) -> None:
+        self._line, self._rank, self._stop = line, rank, stop
+        self._timeout = timeouts.timeout if timeout is None else timeout
+        self._began = time.monotonic()
+        self._monitor = HeartbeatMonitor(line, timeouts, size)
+        # Where one rank waits for many, it polls alone. Where all ranks wait for one, the polls of all add up.
+        asking = 1 if alone else size
+        self._soonest, self._latest = max(SOONEST, asking / BUSY), max(0.05, asking / POLLS)
+
+    def idle(self, keys: Mapping[int, str]) -> None:
+        """Sleep until the next poll, unless there is a reason to give up.
+
+        Args:
+            keys: by rank, the key that this rank is to set.
+
+        Raises:
+            RankFailed: the timeout is over, a rank that is waited for is dead, or ``stop`` returned true.
+        """
+        waited = time.monotonic() - self._began
+        if waited >= self._timeout:
+            if lacking := self._lacking(keys):
+                raise RankFailed(f"{format_ranks(lacking)} did not answer within {self._timeout:.3g} s", lacking)
+            return
+        dead = self._monitor.look(keys.keys())
+        lacking = self._lacking({rank: keys[rank] for rank in dead})  # what it posted before it died counts
+        if lacking:
+            why = "; ".join(f"rank {rank} {dead[rank]}" for rank in lacking[:4])
+            more = f"; so did {format_ranks(lacking[4:])}" if lacking[4:] else ""
+            raise RankFailed(why + more, lacking)
+        # The pause is a tenth of the time waited so far, so polling adds a tenth at most, and long waits poll rarely.
+        self._pause(min(max(waited / 10, self._soonest), self._latest, self._timeout - waited))
+
+    def _lacking(self, keys: Mapping[int, str]) -> list[int]:
+        """The ranks whose key is not in the store; rising."""
+        ranks = {key: rank for rank, key in keys.items()}
+        return sorted(ranks[key] for key in self._line.missing(list(ranks)))
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            if self._stop():
+                raise RankFailed(f"rank {self._rank} gave up waiting for others, as it was told to stop", (self._rank,))
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, 0.05))
+
+
+class Team:
+    """The ranks of one job, as one of them.
+
+    Args:
+        store: the key-value store of this team; no other team uses its keys.
+        rank, size: the rank of this process, and the number of ranks.
+        hosts: by rank, the number of its host.
+        timeouts: how long ranks wait for one another.
+
+    Attributes:
+        coordinator: whether this is the rank that commits for all.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, hosts: Sequence[int], *, timeouts: Timeouts | None = None
+    ) -> None:
+        if not 0 <= rank < size == len(hosts):
+            raise ValueError(
+                f"rank {rank} of {size}, hosts of {len(hosts)}: right are a rank below the size, and its host for each"
+            )
+        self.rank, self.size, self.hosts = rank, size, tuple(hosts)
+        self.timeouts = timeouts or Timeouts()
+        self.coordinator = rank == 0
+        self._line = StoreClient(store, self.timeouts.quiet(size), heartbeat_key(rank), self.timeouts.interval(size))
+        weakref.finalize(self, self._line.end).atexit = False  # if the team is dropped without `close`
+        self._long: dict[str, int] = {}
+        self._turns: dict[str, int] = {}
+        self._gathered: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, process_group: Any, run: str, *, timeouts: Timeouts | None = None) -> Self:
+        """The team of a process group. Every rank of the group calls this, and waits for all.
+
+        Args:
+            process_group: of any backend; None for the default one.
+            run: name of the run, part of the keys: teams of different runs do not share messages.
+
+        Raises:
+            RankFailed: not all ranks came in time, or the store is lost.
+            ValueError: this process is not in the group.
+        """
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_process_group_store
+
+        group = process_group if process_group is not None else dist.group.WORLD
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0 or group is None:
+            raise ValueError("this process is not in the process group; only its members can save with it")
+        found = timeouts or Timeouts()
+        store, hosts = rendezvous(_get_process_group_store(group), f"tierstate/{run}", rank, size, found)
+        return cls(store, rank, size, hosts, timeouts=found)
+
+    def ranks_sharing(self, shared: Literal["process", "host", "site"]) -> tuple[int, ...]:
+        """The ranks that see the same objects of a tier as this one does, by the tier's traits; rising."""
+        if shared == "site":
+            return tuple(range(self.size))
+        if shared == "process":
+            return (self.rank,)
+        return tuple(rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank])
+
+    def leaders(self, shared: Literal["process", "host", "site"]) -> tuple[int, ...]:
+        """The lowest rank of each set of ranks that see the same objects; rising."""
+        if shared == "process":
+            return tuple(range(self.size))
+        lowest: dict[int, int] = {}
+        for rank, host in enumerate(self.hosts):
+            lowest.setdefault(0 if shared == "site" else host, rank)
+        return tuple(lowest.values())
+
+    def leads(self, shared: Literal["process", "host", "site"]) -> bool:
+        """Whether this is the lowest of the ranks that see the same objects."""
+        return self.ranks_sharing(shared)[0] == self.rank
+
+    # Messages
+
+    def post(self, key: str, data: bytes) -> None:
+        """Post a message of this rank under a key. It stays in the store until `forget`.
+
+        Raises:
+            RankFailed: the store is lost.
+        """
+        name, pieces = _key(self.rank, key), -(-len(data) // MESSAGE_PART)
+        if pieces <= 1:
+            self._line.set({name: b"\0" + data})
+            return
+        with self._lock:
+            self._long[key] = max(pieces, self._long.get(key, 0))
+        for i in range(pieces):
+            self._line.set({f"{name}#{i}": data[i * MESSAGE_PART : (i + 1) * MESSAGE_PART]})
+        head = {"bytes": len(data), "sum": checksum(data).hex()}
+        self._line.set({name: b"\1" + json.dumps(head).encode()})
+
+    def has_posted(self, rank: int, key: str) -> bool:
+        """Whether a rank has posted a message; does not wait.
+
+        Raises:
+            RankFailed: the store is lost.
+        """
+        return self._line.has([_key(rank, key)])
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Delete messages of this rank that no rank needs any more.
+
+        Raises:
+            RankFailed: the store is lost.
+        """
+        for key in keys:
+            with self._lock:
+                pieces = self._long.pop(key, 0)
+            name = _key(self.rank, key)
+            self._line.delete([name, *(f"{name}#{i}" for i in range(pieces))])
+
+    def receive(self, rank: int, key: str, *, timeout: float | None = None, stop: Stop = never) -> bytes:
+        """Wait for a message of another rank.
+
+        Args:
+            timeout: seconds; by default those of the team's `Timeouts`.
+            stop: called again and again; true cancels the wait.
+
+        Raises:
+            RankFailed: that rank is dead, has closed, or posted nothing in time. With this rank in ``ranks``:
+                ``stop`` returned true. With no ranks: the store is lost.
+            FormatError: the message is damaged.
+        """
+        return self.receive_all({rank: key}, timeout=timeout, stop=stop)[rank]
+
+    def receive_all(
+        self, keys: Mapping[int, str], *, timeout: float | None = None, stop: Stop = never
+    ) -> dict[int, bytes]:
+        """Wait for one message of each of these ranks. None may be deleted before all are received.
+
+        Raises: as `receive`.
+        """
+        return dict(self.receive_each(keys, timeout=timeout, stop=stop))
+
+    def receive_each(
+        self, keys: Mapping[int, str], *, timeout: float | None = None, stop: Stop = never
+    ) -> Iterator[tuple[int, bytes]]:
+        """As `receive_all`, one by one in the order of ``keys``, so that not all messages are in memory at once.
+
+        Raises: as `receive`.
+        """
+        left = list(keys)
+        heads = self._heads if len(left) > 1 else self._head
+        wait = MessageWait(self._line, self.timeouts, self.rank, self.size, timeout, stop, alone=len(keys) > 1)
+        while left:
+            names = [_key(rank, keys[rank]) for rank in left[:MESSAGES_AT_ONCE]]
+            found = heads(names)
+            if not found:
+                wait.idle({rank: _key(rank, keys[rank]) for rank in left})
+            for rank, name, head in zip(left, names, found, strict=False):
+                yield rank, head[1:] if head[:1] == b"\0" else self._pieces(rank, name, head)
+            left = left[len(found) :]
+
+    def _head(self, names: Sequence[str]) -> list[bytes]:
+        """The value under the only name, if there is one. Its rank may delete it at any moment."""
+        found = self._line.look(names[0])
+        return [] if found == NOTHING else [found]
+
+    def _heads(self, names: Sequence[str]) -> list[bytes]:
+        """The values under the first of these names, as many as are set. They stay until all are received."""
+        if not self._line.has(names[:1]):
+            return []
+        count = len(names)
+        while not self._line.has(names[:count]):
+            count //= 2
+        return self._line.get(names[:count])
+
+    def _pieces(self, rank: int, name: str, head: bytes) -> bytes:
+        try:
+            said = json.loads(head[1:])
+            nbytes = int(said["bytes"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"a message of rank {rank} is not one of ours: {head[:40]!r}") from error
+        if not 0 <= nbytes <= MAX_RECORD + (1 << 20):
+            raise FormatError(f"rank {rank} says a message of {nbytes} bytes; at most {MAX_RECORD} are right")
+        data = b"".join(self._line.look(f"{name}#{i}") for i in range(-(-nbytes // MESSAGE_PART)))
+        if checksum(data).hex() != said.get("sum"):
+            raise FormatError(f"a message of rank {rank} is not what was said: its checksum differs")
+        return data
+
+    # Together
+
+    def turn(self, topic: str) -> int:
+        """Count one more turn of this rank at a topic, such as the commits of one version; returns the count.
+
+        Every rank takes every turn, so the n-th turns of all ranks belong together. The count of a topic is dropped
+        after `MAX_TOPICS` other topics, so this is only for topics that do not come back later.
+        """
+        with self._lock:
+            count = self._turns[topic] = self._turns.pop(topic, 0) + 1
+            if len(self._turns) > MAX_TOPICS:
+                del self._turns[next(iter(self._turns))]
+        return count
+
+    def gather(self, topic: str, data: bytes, timeout: float | None = None, *, stop: Stop = never) -> list[bytes]:
+        """All-gather: what every rank gives under a topic, by rank. The n-th calls of all ranks belong together.
+
+        The coordinator collects the data of all ranks and posts them as one message.
+
+        Raises:
+            RankFailed: as `receive`; on every rank.
+        """
+        with self._lock:  # these counts are never dropped: a rank that starts again at 1 would receive old messages
+            count = self._gathered[topic] = self._gathered.get(topic, 0) + 1
+        mine, result = f"gather/{topic}/{count}", f"gathered/{topic}/{count}"
+        if not self.coordinator:
+            self.post(mine, data)
+            longer = self.timeouts.decision if timeout is None else 2 * timeout + self.timeouts.silence
+            found = self.receive(0, result, timeout=longer, stop=stop)
+            self.forget([mine])
+            return _unpack(found)
+        try:
+            others = self.receive_all({r: mine for r in range(1, self.size)}, timeout=timeout, stop=stop)
+        except RankFailed as error:
+            self.post(result, _failed(error))
+            raise
+        every = [data, *(others[rank] for rank in range(1, self.size))]
+        self.post(result, _pack(every))
+        self.forget(
+            [f"gathered/{topic}/{count - 1}"]
+        )  # all ranks are in this call, so all have received the last result
+        return every
+
+    def close(self) -> None:
+        """Leave the team. Nothing is posted or received afterwards."""
+        self._line.close()
+
+    def __repr__(self) -> str:
+        return f"<Team rank {self.rank} of {self.size}, {len(set(self.hosts))} hosts>"
+
+
+def _key(rank: int, key: str) -> str:
+    return f"said/{rank}/{key}"
+
+
+def _pack(parts: Sequence[bytes]) -> bytes:
+    head = json.dumps([len(part) for part in parts]).encode()
+    return b"\0" + len(head).to_bytes(4, "little") + head + b"".join(parts)
+
+
+def _failed(error: RankFailed) -> bytes:
+    return b"\1" + json.dumps({"text": str(error)[:4096], "ranks": error.ranks}).encode()
+
+
+def _unpack(data: bytes) -> list[bytes]:
+    if data[:1] == b"\1":
+        said = json.loads(data[1:])
+        raise RankFailed(f"rank 0 could not gather what all have: {said['text']}", said["ranks"])
+    at = 5 + int.from_bytes(data[1:5], "little")
+    found = []
+    for length in json.loads(data[5:at]):
+        found.append(data[at : at + length])
+        at += length
+    return found

@@ -1,0 +1,355 @@
+"""Restore: find the wanted version, and read it from the tiers that have it into the target's tensors.
+
+Damaged versions are skipped if the caller allows it. Stored shards are resharded to the boxes that the target wants.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from tierstate.engine.store.catalog import (
+    RunCatalog,
+    SeqVersions,
+    VersionCopies,
+    VersionMoved,
+    lease_for_reading,
+    read_sources,
+)
+from tierstate.manifest.arrays import Array
+from tierstate.manifest.boxes import Box
+from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import Damaged, FormatError, NotFound, StateMismatch, TierstateError
+from tierstate.manifest.format.leaf import Leaf, Path
+from tierstate.manifest.format.version import Version, copy_stages
+from tierstate.manifest.history.tags import TaggedVersion
+from tierstate.manifest.reshard.coverage import check_covered
+from tierstate.manifest.reshard.overlap import WantedBox, find_overlaps
+from tierstate.providers.base import Provider, memory_of
+from tierstate.providers.tree.unflatten import NEW, Target, plan_restore
+from tierstate.providers.values.values import ValueProvider
+from tierstate.tiers.memory.arena import Arena
+
+from .fetch import Fetch, RepairWriter
+from .gpu import restore_on_device
+from .scatter import Destination, ScatterTargets
+
+READ_WORKERS = max(4, min(8, os.cpu_count() or 1))
+"""Number of reads at once, each with a slab whose pages must be faulted in first. Four keep a disk busy."""
+
+
+log = logging.getLogger("tierstate")
+
+
+OnDamage = Literal["raise", "older"]
+
+
+MAX_RESTARTS = 5
+"""How often a restore starts again because another process dropped or moved the version while it was read."""
+
+
+def plan_scatter(version: Version, target: Target) -> ScatterTargets:
+    """Decide where each chunk of a version goes. Writes to no memory.
+
+    Raises:
+        StateMismatch: a provider's box is not within the shape of the saved leaf.
+        FormatError: the shards do not cover the wanted boxes, or a leaf that is always whole was saved in shards.
+    """
+    to = [place for i, provider in target.wanted.items() for place in _places(version.leaves[i], i, provider)]
+    targets = ScatterTargets(version, to, untouched=target.is_new)
+    check_scatter(version, targets)
+    return targets
+
+
+def check_scatter(version: Version, targets: ScatterTargets) -> None:
+    """Check that the shards cover all destinations, and that each receiver can take them; raises FormatError if not.
+
+    Needed because a record may be damaged or forged.
+    """
+    met, to = targets.meetings, targets.destinations
+    for want in np.unique(met.want[~met.same]).tolist():
+        if isinstance(to[want].taker, Provider) and type(to[want].taker).scatter is Provider.scatter:
+            raise _cut(version, to[want].leaf)
+    check_covered(version, [WantedBox(place.leaf, place.box) for place in to], met)
+
+
+def check_leaves_whole(version: Version, leaves: Sequence[int]) -> None:
+    """Raise FormatError unless shards have each element of these leaves once, and plain values in one piece."""
+    unbroken = copy_stages(version)
+    for leaf in leaves:
+        if version.leaves[leaf].spec.kind == ValueProvider.kind and unbroken[leaf] < 0:
+            raise _cut(version, leaf)
+    wants = [WantedBox(leaf, Box.whole(version.leaves[leaf].spec.shape)) for leaf in leaves]
+    check_covered(version, wants, find_overlaps(version, wants))
+
+
+def _cut(version: Version, leaf: int) -> FormatError:
+    """The error for a leaf of a kind that is always whole, but was saved in shards."""
+    head, found = version.head, version.leaves[leaf]
+    return FormatError(
+        f"version {head.seq} (step {head.step}) of run {head.run!r} holds {found.name} in shards; "
+        f"a {found.spec.kind} lies in one piece"
+    )
+
+
+def fill_target(entry: VersionCopies, target: Target, targets: ScatterTargets, arena: Arena) -> Any:
+    """Read and verify what the target wants, and return the finished state."""
+    read_into(entry, targets, arena)
+    return target.finish()
+
+
+def read_into(entry: VersionCopies, targets: ScatterTargets, arena: Arena) -> None:
+    """Read and verify the wanted chunks, and copy them to their destinations. Repairs damaged chunks on the way."""
+    version, rows = entry.version, targets.rows
+    repair = RepairWriter(version, entry.holdings)
+    fetch = Fetch(version, entry.holdings, arena, workers=READ_WORKERS, mended=repair)
+    try:
+        with lease_for_reading(read_sources(entry, rows), int(version.chunk_nbytes[rows].sum(dtype="i8"))):
+            fetch.fill(restore_on_device(entry, rows, targets), targets)
+    finally:
+        repair.close()
+
+
+def _places(leaf: Leaf, index: int, provider: Provider) -> Iterator[Destination]:
+    """The destinations of a leaf: one for each box that its provider holds."""
+    whole = leaf.spec.shape
+    for part in provider.parts:
+        # A provider without boxes takes the whole saved leaf, even if its own value has another length.
+        says = type(part).box is not Provider.box
+        box = part.box if says else Box((0,) * len(whole), whole)
+        if says and not box.within(whole):
+            raise StateMismatch(f"{leaf.name}: {type(part).__qualname__} holds {box}, which is no part of {whole}")
+        nbytes = box.volume * leaf.spec.itemsize if says else leaf.spec.nbytes
+        yield Destination(index, box, part, _memory(leaf, nbytes, part))
+
+
+def _memory(leaf: Leaf, nbytes: int, provider: Provider) -> Buffer | None:
+    try:
+        return memory_of(provider, nbytes)
+    except Exception as error:
+        raise StateMismatch(f"{leaf.name}: {error}") from error
+
+
+class RestoreSpec(NamedTuple):
+    """Which version to restore, which leaves of it, and into what.
+
+    Attributes:
+        step, version: a step, or the beginning of an id; neither: the newest undamaged version.
+        into: the state to restore in place, or NEW for a new one.
+        only: globs of leaf paths; None: everything.
+        device: the device of new tensors.
+        on_damage: ``raise``, or ``older`` to fall back to the newest undamaged version.
+        allow_pickle: whether the pickle at a path may be loaded.
+        allow_lossy: whether leaves may be restored that were saved with fewer bits.
+        tag: the version that a tag names, instead of a step or an id.
+    """
+
+    step: int | None = None
+    version: str | None = None
+    into: Any = NEW
+    only: Sequence[str] | None = None
+    device: torch.device | None = None
+    on_damage: OnDamage = "raise"
+    allow_pickle: Callable[[Path], bool] = lambda _path: False
+    allow_lossy: bool = False
+    tag: TaggedVersion | None = None
+
+    @property
+    def newest(self) -> bool:
+        """Whether no version is named."""
+        return self.step is None and self.version is None and self.tag is None
+
+
+class Restored(NamedTuple):
+    """The restored state and its version."""
+
+    state: Any
+    entry: VersionCopies
+
+
+class VersionDropped(NotFound):
+    """A version was dropped while it was read."""
+
+
+def restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -> Restored:
+    """Restore the newest undamaged version that matches. Starts again if it is dropped or moved while it is read.
+
+    Raises: as `_restore`.
+    """
+    for _ in range(MAX_RESTARTS):
+        try:
+            return _restore(catalog, arena, run, wanted)
+        except VersionMoved as error:
+            log.info("%s", error)
+        except VersionDropped as error:
+            if not wanted.newest:
+                raise
+            log.info("%s", error)
+    return _restore(catalog, arena, run, wanted)
+
+
+def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -> Restored:
+    """Restore the newest undamaged version that matches.
+
+    Raises:
+        NotFound: there is no such version.
+        StateMismatch: its leaves do not match the given state.
+        FormatError: its shards do not cover their leaves.
+        Damaged: a chunk is missing or damaged in every tier.
+
+    If the given state may have been changed before an error, a note on the error says so.
+    """
+    passed: list[str] = []
+    touched = False
+    # In the background, while records are read: the page faults of new memory cost more than the reads into it.
+    arena.prepare(READ_WORKERS * arena.slab_size)
+    try:
+        for entry in _candidates(catalog, wanted, passed):
+            target = _plan(entry, wanted)
+            targets = plan_scatter(entry.version, target)
+            try:
+                if not _is_whole(entry, targets.rows, wanted, passed):
+                    continue
+                touched = wanted.into is not NEW
+                return Restored(fill_target(entry, target, targets, arena), entry)
+            except Damaged as error:
+                if wanted.on_damage == "raise":
+                    raise_if_dropped(entry, error)
+                    raise
+                _pass_over(passed, describe_version(entry), error)
+        raise no_such_version(run, wanted, catalog, passed)
+    except BaseException as error:
+        if touched:
+            error.add_note("the given state may be overwritten in part: do not train on from it")
+        raise
+
+
+def _plan(entry: VersionCopies, wanted: RestoreSpec) -> Target:
+    return plan_restore(
+        entry.version.leaves,
+        into=wanted.into,
+        only=wanted.only,
+        device=wanted.device,
+        allow_pickle=wanted.allow_pickle,
+        allow_lossy=wanted.allow_lossy,
+    )
+
+
+def find_version(catalog: RunCatalog, run: str, wanted: RestoreSpec) -> VersionCopies:
+    """The catalog entry that a restore would try first.
+
+    Raises:
+        NotFound: there is no such version.
+    """
+    passed: list[str] = []
+    for entry in _candidates(catalog, wanted, passed):
+        return entry
+    raise no_such_version(run, wanted, catalog, passed)
+
+
+def _candidates(catalog: RunCatalog, wanted: RestoreSpec, passed: list[str]) -> Iterator[VersionCopies]:
+    """Versions to try, newest first. After the wanted one, older ones only with ``on_damage="older"``."""
+    reached = wanted.newest
+    for place in catalog.newest_first(wanted.tag.seq if wanted.tag else None):
+        if not place.entries:
+            _unreadable(place, wanted, reached, passed)
+        for entry in place.entries:
+            if reached or _fits(entry, wanted):
+                yield entry
+                reached = reached or wanted.on_damage == "older"
+        if wanted.tag and not reached:
+            return  # its number is known, so older versions need not be looked at
+
+
+def _fits(entry: VersionCopies, wanted: RestoreSpec) -> bool:
+    if wanted.tag is not None:
+        return entry.version.id == wanted.tag.id and entry.version.head.seq == wanted.tag.seq
+    if wanted.version is not None:
+        if not wanted.version:
+            raise ValueError("version='' names none; give the beginning of an id")
+        return entry.version.id.startswith(wanted.version)
+    return entry.version.head.step == wanted.step
+
+
+def _unreadable(place: SeqVersions, wanted: RestoreSpec, reached: bool, passed: list[str]) -> None:
+    """Handle a version whose record cannot be read, and which may be the wanted one: raise, or note and skip it."""
+    if not place.problems:
+        if reached:
+            raise VersionDropped(
+                f"version {place.seq} was dropped, as `keep` says, before it was read; ask for the newest one"
+            )
+        return
+    told = "; ".join(f"{name}: {error}" for name, error in place.problems) or "dropped while it was looked for"
+    if reached and wanted.on_damage == "raise" and not all(e.transient for _, e in place.problems):
+        raise Damaged(
+            f"version {place.seq} is the newest, and its record cannot be read ({told}); "
+            "name a step, or say on_damage='older' to go back to the newest version that is whole"
+        )
+    _pass_over(passed, f"version {place.seq}", told)
+
+
+def _is_whole(entry: VersionCopies, rows: Array, wanted: RestoreSpec, passed: list[str]) -> bool:
+    """Whether the reachable tiers together have all wanted chunks. Raises Damaged if not, if a version was named."""
+    absent = entry.absent(rows)
+    if not len(absent):
+        return True
+    version = entry.version
+    leaves = np.unique(version.chunk_leaf[absent])
+    first = version.leaves[int(leaves[0])].name
+    error = Damaged(
+        f"{describe_version(entry)} is not whole in {', '.join(entry.tiers)}: "
+        f"{len(leaves)} leaves are in none of them, {first} the first{_dropped(entry)}"
+    )
+    if not wanted.newest:
+        raise error
+    _pass_over(passed, describe_version(entry), error)
+    return False
+
+
+def _dropped(entry: VersionCopies) -> str:
+    """Text for a message: which leaves of the version retention has dropped; empty if none."""
+    gone = entry.thinned
+    return f"; {gone}: ask for others by `only`, or for another version" if gone else ""
+
+
+def raise_if_dropped(entry: VersionCopies, error: Damaged) -> None:
+    """Raise VersionDropped or VersionMoved if the damage is explained by records that are gone meanwhile."""
+    seq = entry.version.head.seq
+    try:
+        dropped = all(seq not in holding.tier_run.log.seqs() for holding in entry.holdings)
+        moved = not all(h.tier_run.log.holds(r) for h, r in zip(entry.holdings, entry.records, strict=True))
+    except TierstateError:
+        return
+    if dropped:
+        text = f"{describe_version(entry)} was dropped, as `keep` says, while it was read; ask for the newest one"
+        raise VersionDropped(text) from error
+    if moved:
+        raise VersionMoved(f"{describe_version(entry)} was moved while it was read") from error
+
+
+def _pass_over(passed: list[str], name: str, error: object) -> None:
+    passed.append(f"{name}: {error}")
+    log.warning("%s is passed over: %s", name, error)
+
+
+def describe_version(entry: VersionCopies) -> str:
+    """Number, step and run of a version, for messages."""
+    return f"version {entry.version.head.seq} (step {entry.version.head.step}) of run {entry.version.head.run!r}"
+
+
+def no_such_version(run: str, wanted: RestoreSpec, catalog: RunCatalog, passed: list[str]) -> TierstateError:
+    """The error if no version could be restored: Damaged if versions were skipped (``passed``), else NotFound."""
+    what = f"step {wanted.step}" if wanted.step is not None else f"id {wanted.version}" if wanted.version else ""
+    what = f"tag {wanted.tag.name}" if wanted.tag else what
+    if passed:
+        return Damaged(f"run {run!r} has no whole version{' of ' + what if what else ''}: " + "; ".join(passed))
+    where = ", ".join(s.name for s in catalog.tier_runs)
+    if tag := wanted.tag:
+        what = f"tag {tag.name!r}: it names version {tag.seq} ({tag.id[:12]}), which is not there any more,"
+    lost = "".join(f"; {name} cannot be asked: {error}" for name, error in catalog.unreachable.items())
+    return NotFound(f"run {run!r} has no version{' with ' + what if what else ''} in {where}{lost}")

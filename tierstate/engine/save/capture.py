@@ -1,0 +1,565 @@
+"""Capture: copy the chunks of a state into slabs of the arena and digest them, while the state must not change.
+
+`Capture` copies host memory with several threads and skips chunks that have not changed. `StreamedSources` gets chunks
+from providers (device tensors, non-contiguous tensors, custom providers) with double buffering. The `CaptureThread`
+captures one save after the other and feeds the slabs to the jobs that write them to the tiers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from ctypes import c_ubyte, memmove, memset
+from dataclasses import dataclass, field
+from functools import partial
+from operator import is_
+from queue import SimpleQueue
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from tierstate.engine.packs.slab_layout import BIG, BLOCK, GRAIN, SlabChunks, SlabPlan, fill_slabs
+from tierstate.manifest.arrays import Array, digest_array
+from tierstate.manifest.chunk import Chunk, Event, view
+from tierstate.manifest.digest import DigestFunction, digest_function, sample_hash
+from tierstate.manifest.errors import CaptureError, TierstateError
+from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.version import Version
+from tierstate.manifest.reshard.coverage import check_complete
+from tierstate.tiers.latch import Latch
+from tierstate.tiers.memory.arena import Arena, Slab
+
+from .plan import CapturePlan, LastCapture
+from .publish import CascadeJob, DirectJob, Job, UnchangedChunks
+from .save_state import SaveState
+from .tier_queue import TierQueue
+
+log = logging.getLogger("tierstate")
+
+
+SLABS_AHEAD = 2
+"""Slabs that a device may still be copying into while the next one is filled."""
+
+
+FilledSlab: TypeAlias = tuple[Slab, Array, Array, Array]
+"""A slab with a lease, and the rows, byte offsets and lengths of the chunks in it, ``(n,)`` of int64 each."""
+
+
+COPY_WORKERS = 4
+"""The most threads that copy: with more, memory bandwidth is the limit."""
+
+
+WORTH_A_THREAD = 32 << 20
+"""Bytes to copy per thread, at least: with less, a thread costs more than it saves."""
+
+
+@dataclass(eq=False)
+class _Filling:
+    """A slab that is being filled.
+
+    Attributes:
+        end: bytes in use.
+        rows, at, nbytes: row, byte offset and length of each chunk.
+        events: asynchronous copies into the slab, each with the name of its leaf.
+    """
+
+    slab: Slab
+    end: int = 0
+    rows: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    events: list[tuple[str, Event]] = field(default_factory=list)
+
+    def settled(self) -> FilledSlab:
+        """Wait for all copies into the slab, then return it. Raises CaptureError if a copy failed."""
+        for name, event in self.events:
+            with _reading(name):
+                event.synchronize()
+        rows, at, nbytes = (np.array(column, "i8") for column in (self.rows, self.at, self.nbytes))
+        return self.slab, rows, at, nbytes
+
+
+class StreamedSources:
+    """Captures sources that have no contiguous host memory: device tensors, strided tensors, custom providers.
+
+    Args:
+        plan: the plan with the sources.
+        chunk: chunk length in bytes.
+        arena: gives the slabs.
+        stop: called before each chunk; true cancels the capture.
+    """
+
+    def __init__(self, plan: CapturePlan, chunk: int, arena: Arena, stop: Callable[[], bool]) -> None:
+        self._plan, self._chunk, self._arena, self._stop = plan, chunk, arena, stop
+        self._open: _Filling | None = None
+        self._waiting: deque[_Filling] = deque()
+
+    def run(self, sources: Array, first: Array) -> Generator[FilledSlab]:
+        """Yield filled slabs, each with one lease, which the caller must release. Order: `CapturePlan.in_order`.
+
+        Args:
+            sources: indices of the sources to capture.
+            first: ``(sources of the plan,)``: the first row of each source.
+
+        Raises:
+            CaptureError: the save was cancelled, or a provider failed or broke its contract; the message names the
+                leaf.
+        """
+        order = self._plan.in_order(sources)
+        try:
+            for source in order.tolist():
+                for i, chunk in enumerate(checked_chunks(self._plan, source, self._chunk)):
+                    if self._stop():
+                        raise CaptureError("the save was cancelled")
+                    yield from self._make_room(chunk.nbytes)
+                    self._fill(source, int(first[source]) + i, chunk)
+            yield from self._shut(0)
+        finally:
+            self._let_go()
+
+    def _make_room(self, nbytes: int) -> Iterator[FilledSlab]:
+        """Open another slab if the open one has no room for the next chunk; yields filled slabs."""
+        if self._open is not None:
+            self._open.end += -self._open.end % (BLOCK if nbytes >= BIG else GRAIN)
+            if self._open.end + nbytes <= self._arena.slab_size:
+                return
+        yield from self._shut(SLABS_AHEAD)
+        while (slab := self._arena.try_acquire()) is None and self._waiting:
+            # No blocking wait for a slab while this generator still holds filled ones: nobody else could release them.
+            yield self._oldest()
+        self._open = _Filling(slab if slab is not None else self._arena.acquire(self._stop))
+
+    def _shut(self, ahead: int) -> Iterator[FilledSlab]:
+        """Close the open slab and yield filled ones, except the last ``ahead``, into which devices may still copy."""
+        if self._open is not None:
+            self._waiting.append(self._open)
+            self._open = None
+        while len(self._waiting) > ahead or (self._waiting and not self._waiting[0].events):
+            yield self._oldest()
+
+    def _oldest(self) -> FilledSlab:
+        settled = self._waiting[0].settled()
+        self._waiting.popleft()
+        return settled
+
+    def _fill(self, source: int, row: int, chunk: Chunk) -> None:
+        filling = self._open
+        assert filling is not None
+        with _reading(self._plan.name(source)):
+            event = chunk.fill(filling.slab.buffer[filling.end : filling.end + chunk.nbytes])
+        if event is not None:
+            filling.events.append((self._plan.name(source), event))
+        filling.rows.append(row)
+        filling.at.append(filling.end)
+        filling.nbytes.append(chunk.nbytes)
+        filling.end += chunk.nbytes
+
+    def _let_go(self) -> None:
+        """Release the slabs that were not yielded, once no device writes into them any more."""
+        for filling in [*self._waiting, *([self._open] if self._open is not None else [])]:
+            for name, event in filling.events:
+                try:
+                    event.synchronize()
+                except Exception as error:
+                    log.debug("%s: a copy that nobody waits for failed: %s", name, error)
+            filling.slab.release()
+
+
+def checked_chunks(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]:
+    """The chunks of a source, checked against the provider's contract: in order, no gaps, right lengths.
+
+    Raises:
+        CaptureError: the provider failed or broke the contract.
+    """
+    at, nbytes = 0, int(plan.nbytes[source])
+    for chunk in _yielded(plan, source, size):
+        right = min(size, nbytes - at)
+        if chunk.start != at or chunk.nbytes != right or right <= 0:
+            raise CaptureError(
+                f"{plan.name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
+                f"right are {right} at {at} of {nbytes}"
+            )
+        at += chunk.nbytes
+        yield chunk
+    if at != nbytes:
+        raise CaptureError(f"{plan.name(source)}: its provider gave {at} of {nbytes} bytes")
+
+
+def _yielded(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]:
+    try:
+        for chunk in plan.chunks[source](size):
+            yield Chunk(*chunk)
+    except TierstateError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{plan.name(source)}: its provider failed: {error!r}") from error
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn errors into a CaptureError that names the leaf."""
+    try:
+        yield
+    except TierstateError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{name} could not be read: {error}") from error
+
+
+class CaptureSink(NamedTuple):
+    """Callbacks that receive the results of a capture.
+
+    Attributes:
+        dispatch: called with each filled slab and one lease, which it must release. Called from several threads.
+        kept: called with rows and digests of chunks that have not changed and were not copied.
+        unguarded_done: called when all that is not guarded has been copied, if guarded sources follow.
+        stop: polled; true cancels the capture.
+    """
+
+    dispatch: Callable[[SlabChunks], None]
+    kept: Callable[[Array, Array], None] = lambda _rows, _digests: None
+    unguarded_done: Callable[[], None] = lambda: None
+    stop: Callable[[], bool] = lambda: False
+
+
+class Capture:
+    """Copies one state into slabs.
+
+    Host memory is copied by several threads, each a slab at a time; all other sources, such as device tensors, chunk by
+    chunk by one thread. Guarded sources come last and are copied by one thread only, since training runs at that time.
+
+    Args:
+        plan: what to copy.
+        chunk: chunk length in bytes.
+        arena: gives the slabs.
+        digest: the digest function.
+        outlet: receives the results.
+        before: returns the digests of the last save, or None; called once, before most of the state is copied.
+    """
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        chunk: int,
+        arena: Arena,
+        digest: DigestFunction,
+        outlet: CaptureSink,
+        before: Callable[[], LastCapture | None] = lambda: None,
+    ) -> None:
+        self._plan, self._chunk, self._arena = plan, chunk, arena
+        self._digest, self._outlet = digest, outlet
+        counts = plan.counts(chunk)
+        self._first = np.cumsum(counts) - counts
+        chunks = int(counts.sum())
+        self._before = before
+        self._stood = LastCapture.nothing(plan.nbytes, chunks)
+        self._digests, self._samples = np.zeros((chunks, 2), "<u8"), np.zeros(chunks, "<u8")
+        self._lock = threading.Lock()
+        self._failures: list[BaseException] = []
+
+    def run(self) -> LastCapture:
+        """Copy everything; guarded sources last.
+
+        Returns:
+            the digest of every row, to be compared with at the next save.
+
+        Raises:
+            CaptureError: a leaf could not be read; the message names it.
+        """
+        if not self._plan.guarded.any():
+            self._look_back()
+        self._copy_all(~self._plan.guarded, self._workers())
+        if self._plan.guarded.any():
+            self._outlet.unguarded_done()
+            self._look_back()
+            self._copy_all(self._plan.guarded, 1)
+        return LastCapture(self._plan.nbytes, self._digests, self._samples, self._stood.likely)
+
+    def _look_back(self) -> None:
+        # Takes a millisecond or two; so not while the caller waits for what is not guarded, which is little.
+        self._stood = self._before() or self._stood
+
+    def _workers(self) -> int:
+        here = ~self._plan.guarded & (self._plan.address != 0)
+        worth = int(self._plan.nbytes[here].sum()) // WORTH_A_THREAD
+        return max(1, min(COPY_WORKERS, _cores(), worth))
+
+    def _copy_all(self, which: Array, workers: int) -> None:
+        plan = self._plan
+        sources = plan.in_order(np.flatnonzero(which & (plan.address != 0)))
+        slabfuls = fill_slabs(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size)
+        helpers = [
+            threading.Thread(target=self._work, args=(slabfuls,), name=f"tierstate-copy-{i}") for i in range(1, workers)
+        ]
+        started: list[threading.Thread] = []
+        try:
+            for thread in helpers:
+                thread.start()
+                started.append(thread)
+            self._stream(np.flatnonzero(which & (plan.address == 0)))
+            self._work(slabfuls)
+        except BaseException as error:
+            self._failures.append(error)
+        for thread in started:
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _stream(self, sources: Array) -> None:
+        if len(sources):
+            for fence in self._plan.fences:
+                fence.follow()
+            streamed = StreamedSources(self._plan, self._chunk, self._arena, self._stopped)
+            with closing(streamed.run(sources, self._first)) as slabs:
+                for slab, rows, at, nbytes in slabs:
+                    self._give(slab, rows, at, nbytes)
+
+    def _work(self, slabfuls: Iterator[SlabPlan]) -> None:
+        """Copy slab after slab, until there are no more."""
+        try:
+            for fence in self._plan.fences:
+                fence.synchronize()
+            while True:
+                with self._lock:
+                    slabful = next(slabfuls, None)
+                    if slabful is None:
+                        return
+                    if self._stopped():
+                        raise CaptureError("the save was cancelled")
+                    # Under the lock, so that slabs are acquired in the order of the slabfuls. Otherwise deadlock: a
+                    # file writer may hold the slab of a later slabful and wait for an earlier one that gets no slab.
+                    slab = self._arena.acquire(self._stopped)
+                self._copy(slabful, slab)
+        except BaseException as error:
+            self._failures.append(error)
+
+    def _stopped(self) -> bool:
+        return bool(self._failures) or self._outlet.stop()
+
+    def _copy(self, slabful: SlabPlan, slab: Slab) -> None:
+        try:
+            slabful = self._without_unchanged(slabful)
+            base, at = slab.buffer.data_ptr(), slabful.at
+            address = self._plan.address[slabful.source] + slabful.start
+            for to, start, nbytes in zip(at.tolist(), address.tolist(), slabful.nbytes.tolist(), strict=True):
+                # memmove: a copy by memoryview would hold the GIL, and torch would start more threads.
+                memmove(base + to, start, nbytes)
+        except BaseException:
+            slab.release()
+            raise
+        if len(at):
+            self._give(slab, self._rows(slabful), at, slabful.nbytes)
+        else:
+            slab.release()
+
+    def _without_unchanged(self, slabful: SlabPlan) -> SlabPlan:
+        kept = self._unchanged(slabful)
+        if not kept.any():
+            return slabful
+        rows = self._rows(slabful)[kept]
+        self._outlet.kept(rows, self._digests[rows])
+        return slabful.without(kept)
+
+    def _rows(self, slabful: SlabPlan) -> Array:
+        rows: Array = self._first[slabful.source] + slabful.start // self._chunk
+        return rows
+
+    def _unchanged(self, slabful: SlabPlan) -> Array:
+        """``(n,)`` of bool: chunks not changed since the last save. Compares the hash of a sample, then the digest."""
+        kept = np.zeros(len(slabful.source), bool)
+        rows = self._rows(slabful)
+        for i in np.flatnonzero(self._stood.likely[rows] & (slabful.nbytes >= BIG)).tolist():
+            row, nbytes = int(rows[i]), int(slabful.nbytes[i])
+            memory = _memory_at(int(self._plan.address[slabful.source[i]] + slabful.start[i]), nbytes)
+            if sample_hash(memory) == int(self._stood.samples[row]):
+                kept[i] = self._digest(memory) == self._stood.digests[row].tobytes()
+        self._digests[rows[kept]] = self._stood.digests[rows[kept]]
+        self._samples[rows[kept]] = self._stood.samples[rows[kept]]
+        return kept
+
+    def _give(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> None:
+        """Digest the chunks in a slab, then dispatch it. Releases the slab on an error."""
+        try:
+            digests = self._finish(slab, rows, at, nbytes)
+            self._digests[rows] = digests
+        except BaseException:
+            slab.release()
+            raise
+        self._outlet.dispatch(SlabChunks(slab, rows, at, nbytes, digests))
+
+    def _finish(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> Array:
+        memory, digests = view(slab.buffer), []
+        ends = at + nbytes
+        gaps = np.append(at[1:], -(-ends[-1:] // BLOCK) * BLOCK) - ends
+        base = slab.buffer.data_ptr()
+        for i in np.flatnonzero(gaps).tolist():
+            memset(base + int(ends[i]), 0, int(gaps[i]))
+        for start, end in zip(at.tolist(), ends.tolist(), strict=True):
+            digests.append(self._digest(memory[start:end]))
+        for i in np.flatnonzero(nbytes >= BIG).tolist():
+            self._samples[rows[i]] = sample_hash(memory[at[i] : ends[i]])
+        return digest_array(digests)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_at(address: int, nbytes: int) -> memoryview:
+    return memoryview((c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+Before: TypeAlias = Callable[[], LastCapture | None]
+"""Returns the digests of the last save with which chunks are compared, or None."""
+
+
+class CaptureJob(NamedTuple):
+    """One save that is to be captured, with the job that publishes it to each of its tiers.
+
+    Attributes:
+        snapped: all guarded sources are in a snapshot: once all others are copied, the state may change.
+    """
+
+    save_state: SaveState
+    plan: CapturePlan
+    jobs: list[tuple[TierQueue, Job]]
+    snapped: bool = False
+
+    def intakes(self) -> list[DirectJob]:
+        """The jobs that write from the slabs of the capture; the other jobs copy from a faster tier."""
+        return [job for _, job in self.jobs if isinstance(job, DirectJob)]
+
+
+class CaptureThread:
+    """The thread that captures saves in their order, for a `SavePipeline`.
+
+    Args:
+        arena: gives the slabs.
+        ended: called when the last save is captured.
+        rank: the rank of this process, if several ranks save together; None if this process saves the whole state.
+    """
+
+    def __init__(self, arena: Arena, ended: Callable[[], None], rank: int | None = None) -> None:
+        self._arena, self._ended, self._rank = arena, ended, rank
+        self.parent = ""
+        self._standing: LastCapture | None = None
+        self._version: Version | None = None
+        self._queue: SimpleQueue[CaptureJob | None] = SimpleQueue()
+        self._over = Latch()
+        self._thread = threading.Thread(target=self._run, name="tierstate-capture", daemon=True)
+        self._thread.start()
+
+    def put(self, work: CaptureJob) -> None:
+        """Add a save to the queue."""
+        self._queue.put(work)
+
+    def end(self) -> None:
+        """End the thread after the saves in the queue."""
+        self._queue.put(None)
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait at most ``timeout`` seconds for the thread to end. Returns whether it did."""
+        if not self._over.wait(timeout):
+            return False
+        self._thread.join()
+        return True
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if not work.save_state.begun:
+                work.save_state.begun = True
+                # A list and not a generator: every job must be put, also after the first queue that is not idle.
+                idle = all([queue.put(job) or isinstance(job, CascadeJob) for queue, job in work.jobs])
+                self._save(work, partial(self._before, work) if idle else lambda: None)
+            # The plan keeps the state's memory alive: drop it before waiting for the next save.
+            del work
+        self._ended()
+        self._over.set()
+
+    def _before(self, work: CaptureJob) -> LastCapture | None:
+        """The last capture, with ``likely`` set for the chunks that every tier written from slabs has already.
+
+        Called only if the queues of those tiers were idle. Otherwise a save in between may become the tier's newest
+        version, and chunks that it does not name may be deleted.
+        """
+        last, intakes = self._standing, work.intakes()
+        if last is None or not intakes or not last.fits(work.plan.nbytes):
+            return None
+        likely = np.logical_and.reduce([intake.publication.standing(last.digests) for intake in intakes])
+        return dataclasses.replace(last, likely=likely)
+
+    def _save(self, work: CaptureJob, before: Before) -> None:
+        outcome: Version | BaseException
+        try:
+            standing = self._capture(work, before)
+        except BaseException as error:
+            outcome = _told(error)
+            work.save_state.capture_ended(outcome)
+        else:
+            work.save_state.capture_ended(None)
+            outcome = self._describe(work, standing)
+        work.save_state.lost = isinstance(outcome, BaseException)
+        for intake in work.intakes():
+            intake.feed(outcome)
+
+    def _capture(self, work: CaptureJob, before: Before) -> LastCapture:
+        intakes, save_state = work.intakes(), work.save_state
+
+        def dispatch(batch: SlabChunks) -> None:
+            for intake in intakes:
+                batch.slab.lease()
+                intake.feed(batch)
+            batch.slab.release()
+
+        def keep(rows: Array, digests: Array) -> None:
+            for intake in intakes:
+                intake.feed(UnchangedChunks(rows, digests))
+
+        freed = partial(save_state.capture_ended, None) if work.snapped else save_state.freed.set
+        outlet = CaptureSink(dispatch, keep, freed, save_state.cancelled.is_set)
+        digest = digest_function(save_state.head.digest)
+        return Capture(work.plan, save_state.head.chunk, self._arena, digest, outlet, before).run()
+
+    def _describe(self, work: CaptureJob, standing: LastCapture) -> Version | BaseException:
+        """The version that was captured, or the error why there is none."""
+        plan, head, last = work.plan, dataclasses.replace(work.save_state.head, parent=self.parent), self._version
+        try:
+            if last is not None and _alike(last, plan, head.chunk):
+                version = last.again(head, standing.digests)
+            else:
+                version = Version.build(head, plan.leaves, plan.shards(self._rank or 0), standing.digests)
+                if self._rank is None:
+                    check_complete(version)
+            encoded = version.id  # computing the id encodes the version, which may fail
+        except BaseException as error:
+            return _told(error)
+        self._version, self._standing = version, standing
+        if self._rank is None:
+            self.parent = encoded
+        return version
+
+
+def _alike(last: Version, plan: CapturePlan, chunk: int) -> bool:
+    """Whether the plan's leaves and shards are those of the last version."""
+    return (
+        last.head.chunk == chunk
+        and _same(last.leaves, plan.leaves)
+        and last.boxes == plan.boxes
+        and np.array_equal(last.shard_leaf, plan.leaf)
+    )
+
+
+def _same(one: tuple[Leaf, ...], other: tuple[Leaf, ...]) -> bool:
+    """Whether the leaves are identical objects. Equality is not enough: paths with 1 and with True are equal."""
+    return one is other or (len(one) == len(other) and all(map(is_, one, other)))
+
+
+def _told(error: BaseException) -> TierstateError:
+    """The error that is reported to the caller of `save`: unexpected ones become a CaptureError."""
+    return error if isinstance(error, TierstateError) else CaptureError(f"the capture failed: {error!r}")

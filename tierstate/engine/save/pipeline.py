@@ -1,0 +1,309 @@
+"""The save pipeline: asynchronous saves, from the call of `save` to the commit in every tier that is due.
+
+One thread captures the states, and one thread per tier publishes them. The pipeline numbers the versions, decides to
+which tiers a save is written directly and to which it is copied later (cascade), and finishes all saves at close.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import TypeAlias
+
+from tierstate.engine.placement import LastSave, Route, Routes, due_tiers, enter_without_source, entry_tiers
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
+from tierstate.manifest.format.version import Head
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.policy import Policy
+
+from .backlog import PendingVersion
+from .capture import CaptureJob, CaptureThread
+from .plan import CapturePlan
+from .publish import DirectJob, Job, Stages, tier_write_of
+from .save_state import SaveState, SavesUnderWay
+from .snapshot import take_snapshot
+from .tier_queue import Cascade, TierQueue
+
+log = logging.getLogger("tierstate")
+
+
+OnDrain: TypeAlias = Callable[[Mapping[str, int]], None]
+"""Called while `SavePipeline.close` waits, with the bytes still to be written to each tier."""
+
+
+DRAIN_INTERVAL = 0.1
+"""Seconds between two calls of OnDrain."""
+
+
+INTERRUPT_GRACE = 5.0
+"""Seconds that `close` waits for the threads to end after it was interrupted."""
+
+
+class SavePipeline:
+    """Writes saves to the tiers of a policy, for a `Checkpointer`: one thread captures, one per tier publishes.
+
+    Args:
+        policy: the tiers and the rules.
+        tier_runs: the run in each tier, in the policy's order.
+        arena: the host memory for captures and copies.
+    """
+
+    rank: int | None = None
+    """The rank of this process, if several ranks save together."""
+
+    def __init__(self, policy: Policy, tier_runs: Sequence[TierRun], arena: Arena) -> None:
+        self._policy, self._arena = policy, arena
+        self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
+        self._pid = os.getpid()
+        self._last: dict[str, LastSave | None] = {}
+        self._routes = Routes(policy)
+        self._ledger = SavesUnderWay()
+        self._cascade = Cascade(policy, tier_runs, self._ledger, arena, self._failed, self._brought)
+        self._seq, self._look = 0, True
+        self._parent = ""
+        self.skipped = 0
+        self._capturing: CaptureThread | None = None
+
+    @property
+    def queues(self) -> Mapping[str, TierQueue]:
+        """The queue of each tier, by the tier's name; empty before the first save."""
+        return self._cascade.queues
+
+    def continue_from(self, version: str) -> None:
+        """Make a version the parent of the next one, because the state was restored from it. ``version``: its id."""
+        self._parent = version
+        if self._capturing is not None:
+            self._capturing.parent = version
+
+    def submit(self, plan: CapturePlan, head: Head) -> SaveState:
+        """Start a save. The state must not change until ``captured`` of the returned `SaveState` is done.
+
+        Args:
+            plan: what to capture.
+            head: the head of the new version.
+        """
+        if os.getpid() != self._pid:
+            raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
+        capturing = self._start(head)
+        self._tell_lost()
+        routes = self._routes.of(plan.leaves)
+        names, elsewhere = self._due(head, routes)
+        save_state = SaveState(head, plan.total, names, elsewhere)
+        if not names:
+            save_state.nothing_to_do()
+            return save_state
+        if self._must_skip(plan):
+            self.skipped += 1
+            log.warning("step %d is not saved: the arena is full (on_full: skip)", head.step)
+            save_state.skip()
+            return save_state
+        self._arena.prepare(plan.total)
+        final = [plan.without_memory()]  # the plan that is captured in the end: a snapshot may replace it
+        work = CaptureJob(save_state, plan, self._jobs(save_state, plan, names, routes, lambda: final[0].stages()))
+        try:
+            work = take_snapshot(work)
+            final[0] = work.plan.without_memory()
+            self._ledger.add(save_state)
+            self._last |= dict.fromkeys(names, (head.step, head.time))
+            capturing.put(work)
+        except BaseException:
+            # Interrupted: the capture thread ends it as cancelled. Wait until it does not read the state any more.
+            save_state.cancelled.set()
+            save_state.told |= set(names)
+            capturing.put(work)
+            save_state.captured.exception()
+            raise
+        return save_state
+
+    def abandon(self, seq: int) -> None:
+        """Cancel a save without reporting it as failed. Returns when its state is not read any more."""
+        for save_state in self._ledger.save_states():
+            if save_state.head.seq == seq:
+                save_state.cancelled.set()
+                self._arena.wake()
+                save_state.captured.exception()
+                save_state.told |= set(save_state.tiers)
+
+    def _tell_lost(self) -> None:
+        """Raise the error of an earlier save that reached no persistent tier, once."""
+        self._ledger.raise_if_lost([n for n, s in self._tier_runs.items() if s.tier.traits.persistent])
+
+    def next_seq(self) -> int:
+        """The number of the next version: higher than that of every version in a tier whose log can be listed."""
+        if self._look:
+            self._look = False
+            # Never lower than a number that this process has used: such a save may still be in progress.
+            self._seq = max(self._seq, *map(self._highest, self._tier_runs.values()))
+        self._seq += 1
+        return self._seq
+
+    @staticmethod
+    def _highest(tier_run: TierRun) -> int:
+        try:
+            return tier_run.highest_seq()
+        except TierstateError as error:
+            log.warning("%s: its log cannot be listed: %s", tier_run.name, error)
+            return 0
+
+    def _start(self, head: Head) -> CaptureThread:
+        if self._capturing is None:
+            self._cascade.start(head.seq)
+            self._capturing = CaptureThread(self._arena, self._end_queues, self.rank)
+            self._capturing.parent = self._parent
+        return self._capturing
+
+    def _end_queues(self) -> None:
+        for queue in self.queues.values():
+            queue.end()
+
+    def _due(self, head: Head, routes: Mapping[str, Route]) -> tuple[list[str], dict[str, str]]:
+        last = {name: self._last_of(name) for name in self._tier_runs}
+        names = set(due_tiers(self._policy, head.step, last, head.time))
+        going, elsewhere = [], {}
+        for tier in self._policy.tiers:
+            if tier.name not in names:
+                elsewhere[tier.name] = f"its `every: {tier.every}` is not due"
+            elif not routes[tier.name].leaves.any():
+                elsewhere[tier.name] = "no rule sends a leaf there"
+            else:
+                going.append(tier.name)
+        return going, elsewhere
+
+    def _last_of(self, name: str) -> LastSave | None:
+        """Step and time of the newest save to a tier: of this process, or else from the tier's log; None if none."""
+        if name not in self._last:
+            try:
+                newest = self._tier_runs[name].newest()
+            except TierstateError as error:
+                log.warning("%s: its log cannot be read, so this save is taken to be due there: %s", name, error)
+                return None
+            self._last[name] = (newest.version.head.step, newest.version.head.time) if newest else None
+        return self._last[name]
+
+    def _must_skip(self, plan: CapturePlan) -> bool:
+        return self._policy.arena.on_full == "skip" and self._arena.lacks(plan.total)
+
+    def _jobs(
+        self,
+        save_state: SaveState,
+        plan: CapturePlan,
+        names: Sequence[str],
+        routes: Mapping[str, Route],
+        stages: Stages,
+    ) -> list[tuple[TierQueue, Job]]:
+        """The jobs that publish the save: a `DirectJob` for each entry tier, a `CascadeJob` for each other tier."""
+        persistent = [self._tier_runs[n].tier.traits.persistent for n in names]
+        wish = entry_tiers(names, persistent, [self.queues[n].healthy for n in names])
+        sources = [n for n in names if not self._tier_runs[n].tier.traits.scarce]
+        sure = {n for n, lasts in zip(names, persistent, strict=True) if lasts and self.queues[n].healthy}
+        entry, cascade = enter_without_source(*wish, {n: routes[n].leaves for n in names}, sure)
+        entries, rows = [n for n in entry if n in sources], plan.row_leaves(self._policy.chunk)
+
+        def job(name: str) -> Job:
+            if name in cascade:
+                return self._cascade.copy(
+                    name, PendingVersion.of(save_state.head, save_state.nbytes), save_state, entries
+                )
+            tier_run, faster = (
+                self._tier_runs[name],
+                list(takewhile(lambda s: s.name != name, self._tier_runs.values())),
+            )
+            return DirectJob(
+                save_state, tier_write_of(tier_run, save_state.head, plan.leaves, rows, routes[name], stages, faster)
+            )
+
+        return [(self.queues[name], job(name)) for name in names]
+
+    def _failed(self, name: str, save_state: SaveState, error: BaseException) -> None:
+        if self._last.get(name) == (save_state.head.step, save_state.head.time):
+            # A failed save does not count for the interval (`every`): the next save goes to that tier instead.
+            self._last[name] = None
+        if isinstance(error, (AlreadyExists, NotFound)):
+            # Another writer used the number, or deleted packs that this save reuses: list the logs again.
+            self._look = True
+
+    def _brought(self, name: str, due: PendingVersion) -> None:
+        """A version whose save had failed was copied to the tier: it counts for the interval (`every`) now."""
+        self._ledger.brought(name, due.seq)
+        if self._last.get(name) is None:
+            self._last[name] = due.step, due.time
+
+    def pinned(self, tier: str) -> Mapping[int, str]:
+        """Versions that a tier must keep, by number, with the reason: slower tiers still have to copy them from it."""
+        return self._cascade.pinned(tier) if self.queues else {}
+
+    def coming(self, tier: str) -> set[int]:
+        """Numbers of the versions being written to a tier or waiting for it: garbage collection keeps their packs."""
+        return self._ledger.wanted(tier) | (self.queues[tier].wanted() if self.queues else set())
+
+    def failures(self) -> list[tuple[SaveState, str, BaseException]]:
+        """The failures that were not reported yet: save, tier, error. They count as reported from now on."""
+        return self._ledger.failures()
+
+    def close(self, timeout: float | None = None, watch: OnDrain | None = None) -> None:
+        """Finish the saves in progress, try missing versions once more, and end the threads.
+
+        Args:
+            timeout: seconds to wait at most; None: without limit.
+            watch: called every DRAIN_INTERVAL seconds with the bytes still to be written, by tier.
+
+        Raises:
+            TierUnavailable: not done within ``timeout`` seconds; the message lists what is missing.
+        """
+        if self._capturing is None or os.getpid() != self._pid:
+            return
+        try:
+            self._capturing.end()
+            self._drain(math.inf if timeout is None else timeout, watch)
+        except BaseException as error:
+            # Interrupted by the user: threads must stop using tiers and memory before those are closed.
+            error.add_note(f"closed while still under way: {', '.join(self._ledger.late()) or 'nothing'}")
+            self._give_up()
+            self._drain(INTERRUPT_GRACE, None)
+            raise
+        late, owed = self._ledger.late(), self._still_owed()
+        if owed:
+            log.warning("closed while still owed, which the next process looks for: %s", owed)
+        if late:
+            self._give_up()
+            told = f"; still owed: {owed}" if owed else ""
+            raise TierUnavailable(f"closed after {timeout} s while still under way: {', '.join(late)}{told}")
+        self._finish()
+
+    def _finish(self) -> None:
+        for queue in self.queues.values():
+            if queue.join(0.0):
+                # Retention once more: versions that were kept for slower tiers may be dropped now.
+                queue.retire()
+            else:
+                queue.stop()  # it still copies missing versions, and that takes too long
+        self._capturing = None
+
+    def _drain(self, seconds: float, watch: OnDrain | None) -> None:
+        """Wait until all threads have ended, at most ``seconds``."""
+        end = time.monotonic() + seconds
+        joins = [self._capturing.join, *(queue.join for queue in self.queues.values())] if self._capturing else []
+        while joins and (left := end - time.monotonic()) > 0:
+            if watch is not None:
+                watch({name: queue.left for name, queue in self.queues.items()})
+            if joins[0](min(left, DRAIN_INTERVAL if watch else threading.TIMEOUT_MAX)):
+                del joins[0]
+
+    def _still_owed(self) -> str:
+        return "; ".join(
+            f"{name}: step {', '.join(str(due.step) for due in owed)}"
+            for name, queue in self.queues.items()
+            if (owed := queue.owed())
+        )
+
+    def _give_up(self) -> None:
+        self._ledger.cancel()
+        for queue in self.queues.values():
+            queue.stop()
+        self._arena.wake()

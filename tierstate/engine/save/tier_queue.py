@@ -1,0 +1,499 @@
+"""One queue and one thread per tier: publishes saves to the tier in their order, and copies failed ones later.
+
+The `Cascade` has the queues of all tiers. It makes the jobs that copy versions from faster tiers to slower ones, and
+decides which versions a faster tier must keep until that is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tierstate.engine.placement import LastSave, Routes
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.errors import SaveSkipped, TierFull, TierstateError
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.history.retention import RetentionEntry
+from tierstate.tiers.backoff import RetryTimer
+from tierstate.tiers.latch import Latch
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.policy import Policy
+
+from .backlog import MAX_WAITING, Backlog, PendingVersion, held_versions, missed_versions
+from .publish import LOOK_AGAIN_AFTER, NOT_THE_TIERS_FAULT, CascadeJob, DirectJob, Job, drop_frames, may_succeed_later
+from .save_state import SaveState, SavesUnderWay
+
+log = logging.getLogger("tierstate")
+
+
+HISTORY = 1024
+"""The number of newest saves whose times are kept for statistics."""
+
+
+RECENT_COPIES = 16
+"""The number of newest copies from which the speed of a tier is computed."""
+
+
+MANY_HELD = 2
+"""A warning is logged when a tier holds more versions than this longer than ``keep`` says. One or two are normal:
+they are just being copied."""
+
+
+@dataclass
+class TierCounters:
+    """Counters of one tier queue, for `Checkpointer.stats`.
+
+    Attributes:
+        saves: versions committed.
+        failures: saves that failed.
+        skipped: saves that were left out, since newer ones were waiting.
+        brought: missing versions that were copied later; also in ``saves``.
+        raw, stored: raw bytes of the committed states, and bytes written for them.
+        seconds: for each of the newest saves, the time from the call of ``save`` to the commit.
+    """
+
+    saves: int = 0
+    failures: int = 0
+    skipped: int = 0
+    brought: int = 0
+    raw: int = 0
+    stored: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    _copies: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_COPIES))
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """Count a copy from a faster tier: raw bytes of the state, and seconds."""
+        self._copies.append((nbytes, seconds))
+
+    @property
+    def speed(self) -> float:
+        """Raw bytes per second of the newest copies; 0 before the first one."""
+        copies = list(self._copies)
+        return sum(n for n, _ in copies) / max(1e-9, sum(s for _, s in copies)) if copies else 0.0
+
+
+class TierQueue:
+    """The queue and the thread of one tier.
+
+    Jobs that write from slabs go first, since captures need the slabs again; then copies, oldest first.
+
+    Args:
+        tier_run: the run in the tier.
+        cascade: the queues of all tiers: finds missing versions, and versions that slower tiers still need.
+        backlog: the waiting copies.
+
+    Attributes:
+        healthy: whether the last save succeeded.
+        looked: whether the versions that earlier processes left missing have been looked for.
+        held: versions that the tier keeps longer than ``keep`` says, by number, with the reason.
+    """
+
+    def __init__(self, tier_run: TierRun, cascade: Cascade, backlog: Backlog[CascadeJob]) -> None:
+        self.tier_run, self._name, self._cascade = tier_run, tier_run.name, cascade
+        self.tally = TierCounters()
+        self.healthy, self.looked = True, False
+        self.held: dict[int, str] = {}
+        self._changed = threading.Condition()
+        self._intakes: deque[DirectJob] = deque()
+        self._backlog = backlog
+        self._running: Job | None = None  # None again when its result is known, before retention
+        self._retry_timer = RetryTimer()
+        self._busy = self._ended = self._gave_up = False
+        self._over = Latch()
+        self._thread = threading.Thread(target=self._run, name=f"tierstate-{tier_run.name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, job: Job) -> bool:
+        """Add a job. Returns whether the queue was idle: no job running, and none waiting that writes from slabs."""
+        with self._changed:
+            first = not self._busy and not self._intakes
+            if isinstance(job, DirectJob):
+                self._intakes.append(job)
+            else:
+                self._leave_out(self._backlog.put(job))
+            self._changed.notify()
+        return first
+
+    def end(self) -> None:
+        """End the thread after the jobs in the queue and one more try of the missing versions."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Cancel copies and end the thread as soon as possible."""
+        with self._changed:
+            self._ended = self._gave_up = True
+            for copy in [self._running, *self._backlog.owed.values()]:
+                if isinstance(copy, CascadeJob):
+                    copy.cancelled.set()
+            self._changed.notify()
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait at most ``timeout`` seconds for the thread to end. Returns whether it did."""
+        # After an interrupted `Thread.join` Python 3.11 takes the thread for ended. A latch has no such problem.
+        if not self._over.wait(timeout):
+            return False
+        self._thread.join()
+        return True
+
+    def wanted(self) -> set[int]:
+        """Numbers of the versions that are still to be written to this tier."""
+        return {due.seq for due in self.outstanding()}
+
+    def copying(self) -> int | None:
+        """The number of the version that is being copied to this tier now, or None."""
+        running = self._running
+        return running.due.seq if isinstance(running, CascadeJob) else None
+
+    def outstanding(self) -> list[PendingVersion]:
+        """All versions still to be written: running, waiting or missing; oldest first."""
+        with self._changed:
+            return sorted([*(job.due for job in self._begun()), *self._backlog.dues()], key=lambda due: due.seq)
+
+    def owed(self) -> list[PendingVersion]:
+        """The missing versions, which are copied when that is possible, oldest first."""
+        with self._changed:
+            running = self._running
+            owing = [running.due] if isinstance(running, CascadeJob) and running.save_state is None else []
+            return sorted([*owing, *(copy.due for copy in self._backlog.owed.values())], key=lambda due: due.seq)
+
+    @property
+    def waiting(self) -> int:
+        """Number of saves that run or wait; missing versions do not count."""
+        with self._changed:
+            return sum(job.save_state is not None for job in self._begun()) + len(self._backlog)
+
+    def _begun(self) -> list[Job]:
+        return [*([self._running] if self._running else []), *self._intakes]
+
+    @property
+    def left(self) -> int:
+        """About how many raw bytes are still to be written to this tier."""
+        with self._changed:
+            written = self._running.stored if self._running else 0
+            return max(0, sum(due.nbytes for due in self.outstanding()) - written)
+
+    def _run(self) -> None:
+        self._look_back()
+        while (job := self._next()) is not None:
+            self._publish(job)
+            # The job holds the version and its tables: drop it before waiting for the next one.
+            del job
+        self._over.set()
+
+    def _look_back(self) -> None:
+        try:
+            for copy in self._cascade.missed(self._name):
+                with self._changed:
+                    self._backlog.owe(copy)
+                log.info("step %d is owed to %s since an earlier process", copy.due.step, self.tier_run.name)
+        except BaseException as error:
+            # Any error of a tier: this thread must not end.
+            log.warning("%s: what it lacks of earlier saves cannot be told: %r", self.tier_run.name, error)
+        self.looked = True
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._running, self._busy = None, False
+            while True:
+                self._leave_out(self._backlog.trim())
+                debts = not self._gave_up and (self._ended or not self._retry_timer.left)
+                job = self._take(debts)
+                if job is not None or self._ended:
+                    self._running, self._busy = job, job is not None
+                    return job
+                self._changed.wait(self._retry_timer.left if self._backlog.owed else None)
+
+    def _take(self, debts: bool) -> Job | None:
+        first = self._backlog.first if self._intakes and self.tier_run.together else None
+        if first is not None and first < self._intakes[0].due.seq:
+            # All ranks must commit in the order of the saves: in other orders they would wait for each other.
+            return self._backlog.take(debts=False)
+        return self._intakes.popleft() if self._intakes else self._backlog.take(debts)
+
+    def _leave_out(self, copies: Sequence[CascadeJob]) -> None:
+        name = self.tier_run.name
+        for copy in copies:
+            self.tally.skipped += 1
+            level = logging.WARNING if copy.save_state else logging.INFO
+            log.log(level, "step %d is left out on %s, which lags behind: newer saves wait", copy.due.step, name)
+            if copy.save_state is not None:
+                why = f"{name} lags behind, and newer saves waited for it (see `on_lag`)"
+                self.tier_run.withdraw(copy.due.seq, why, left_out=True)
+                copy.save_state.leave_out(name, why)
+
+    def _publish(self, job: Job) -> None:
+        if not self.tier_run.tier.traits.persistent:
+            # A tier that is not persistent drops its oldest versions before the next save, to have room for it.
+            self.retire(room_for_one=True)
+        try:
+            if job.save_state is None and self._needless(job.due):
+                self._retry_timer.succeeded()
+                return
+            record = job.run()
+        except BaseException as error:
+            self._fail(job, error)
+        else:
+            self._arrived(job, record)
+            self.retire()
+
+    def _needless(self, due: PendingVersion) -> bool:
+        """Whether a missing version is on the tier already, or retention would drop it at once."""
+        if due.seq in self.tier_run.log.seqs():
+            self.tier_run.look_again()  # the answer to its commit was lost, so the cached log lacks it
+            self._cascade.report_late_copy(self._name, due)
+            return True
+        marks = [RetentionEntry(d.seq, d.step, d.time, d.metadata) for d in self.owed()]
+        return due.seq not in self.tier_run.worth_bringing(marks)
+
+    def _arrived(self, job: Job, record: Record) -> None:
+        name, tally = self.tier_run.name, self.tally
+        self.healthy = True
+        self._retry_timer.succeeded()
+        self._recall_mends()
+        tally.saves += 1
+        tally.raw += record.version.nbytes
+        tally.stored += job.stored
+        if isinstance(job, CascadeJob) and job.began is not None:
+            tally.copied(job.due.nbytes, time.monotonic() - job.began)
+        with self._changed:
+            # Before the commit is reported: faster tiers then hold the version no longer for this one.
+            self._backlog.arrived(job.due)
+            self._running = None
+        if job.save_state is None:
+            log.warning("step %d, which had not arrived at %s, is there now", job.due.step, name)
+            self._cascade.report_late_copy(self._name, job.due)
+            tally.brought += 1
+        else:
+            tally.seconds.append(job.save_state.measured(name))
+            job.save_state.committed(name)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        name, save_state = self.tier_run.name, job.save_state
+        if save_state is not None:
+            self.tier_run.withdraw(job.due.seq, error, left_out=isinstance(error, SaveSkipped))
+            if isinstance(error, SaveSkipped):
+                self.tally.skipped += 1
+                log.warning("step %d is left out on %s: %s", save_state.head.step, name, error)
+                save_state.leave_out(name, str(error))
+                return
+        if not (isinstance(error, NOT_THE_TIERS_FAULT) or (save_state and save_state.lost)):
+            # A failure of the tier itself, and not of the source or the capture.
+            self.healthy = False
+        if isinstance(error, LOOK_AGAIN_AFTER):
+            self.tier_run.look_again()
+        # Before the failure is reported: until then faster tiers hold the version from which it is copied later.
+        owed = may_succeed_later(error) and self._owe(job)
+        if save_state is None:
+            said = "is still owed" if owed else "cannot be brought"
+            log.log(logging.INFO if owed else logging.WARNING, "step %d %s to %s: %s", job.due.step, said, name, error)
+            return
+        self.tally.failures += 1
+        later = "; it is brought when that is possible" if owed else ""
+        if isinstance(error, TierFull) and self.held:
+            later = f"; {len(self.held)} versions stay there longer than `keep` says: {self._reasons()}"
+        foreign = not isinstance(error, TierstateError)  # a bug: log the traceback
+        log.error("step %d was not saved to %s: %s%s", save_state.head.step, name, error, later, exc_info=foreign)
+        drop_frames(error)
+        with self._changed:
+            self._running = None
+        # Before a waiting caller returns and makes the next save, which may be due on this tier instead.
+        self._cascade.report_failure(self._name, save_state, error)
+        save_state.failed(name, error)
+
+    def _owe(self, job: Job) -> bool:
+        """Make a failed save a missing version. Returns whether it will be copied later."""
+        self._retry_timer.failed()
+        if job.save_state is None:
+            debt = None if job.cancelled.is_set() else job
+        else:
+            debt = None if job.save_state.lost else self._cascade.copy_later(self._name, job.save_state)
+        with self._changed:
+            self._gave_up = self._gave_up or self._ended
+            if debt is not None and self._backlog.owe(debt):
+                self._running = None  # it must not count twice
+                self._leave_out(self._backlog.trim())
+            return debt is not None and debt.due.seq in self._backlog.owed
+
+    def _recall_mends(self) -> None:
+        """Load the list of repaired chunks now, so that the next capture can decide about reuse without I/O."""
+        try:
+            self.tier_run.recall()
+        except BaseException as error:
+            # Any error of a tier: the save is committed, and callers that wait for it must return.
+            log.debug("%s: what was mended there is asked for later: %r", self.tier_run.name, error)
+
+    def retire(self, *, room_for_one: bool = False) -> None:
+        """Retention: drop versions that need not be kept. An error is only logged; the next save tries again.
+
+        Args:
+            room_for_one: count the version that is about to be written as one of the `last` that are kept.
+        """
+        try:
+            pinned = self._cascade.pinned(self._name)
+            decision = self.tier_run.retire(pinned, room_for_one=room_for_one)
+        except BaseException as error:
+            # Any error of a tier: if this thread ended, every later save would wait for ever.
+            log.warning("%s: old versions could not be dropped, which is tried again: %r", self.tier_run.name, error)
+            return
+        were, self.held = len(self.held), {s: pinned[s] for s, why in decision.keep.items() if why == (pinned.get(s),)}
+        if len(self.held) > MANY_HELD >= were:
+            said = "%s keeps %d versions longer than `keep` says: %s"
+            log.warning(said, self.tier_run.name, len(self.held), self._reasons())
+
+    def _reasons(self) -> str:
+        return ", ".join(sorted(set(self.held.values())))
+
+
+class Cascade:
+    """The queues of all tiers of a policy, and the copies between tiers.
+
+    Args:
+        policy: the tiers, their intervals (`every`) and what happens when a tier lags (`on_lag`).
+        tier_runs: the run in each tier, in the policy's order.
+        ledger: the saves in progress.
+        arena: the host memory for copies.
+        on_failure: called with a tier's name, a save that failed there, and the error, before the error is reported.
+        on_late_copy: called with a tier's name and a version that had failed there and has been copied since.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tier_runs: Sequence[TierRun],
+        ledger: SavesUnderWay,
+        arena: Arena,
+        on_failure: Callable[[str, SaveState, BaseException], None],
+        on_late_copy: Callable[[str, PendingVersion], None],
+    ) -> None:
+        self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
+        self._policy, self._ledger, self._arena = policy, ledger, arena
+        self.report_failure, self.report_late_copy = on_failure, on_late_copy
+        self._routes = Routes(policy)
+        # If rules send leaves to different tiers, a tier may lack leaves that a slower tier needs.
+        self._parted = any(rule.tiers is not None for rule in policy.rules)
+        self._before = 0
+        self._told: set[str] = set()
+        self.queues: dict[str, TierQueue] = {}
+
+    def start(self, seq: int) -> None:
+        """Make the queues and start their threads.
+
+        Args:
+            seq: number of the first version that this process saves.
+        """
+        self._before = seq
+        self.queues = {name: self._queue(name) for name in self._tier_runs}
+        for queue in self.queues.values():
+            queue.start()
+
+    def _queue(self, name: str) -> TierQueue:
+        tier = self._policy.tier(name)
+        return TierQueue(self._tier_runs[name], self, Backlog(tier.every, tier.on_lag))
+
+    def copy(
+        self,
+        name: str,
+        due: PendingVersion,
+        save_state: SaveState | None = None,
+        entries: Sequence[str] = (),
+        coming: Callable[[], bool] = lambda: False,
+    ) -> CascadeJob:
+        """The job that copies a version to a tier from faster tiers; see `CascadeJob` for the arguments."""
+        faster = self._faster(name) if save_state is not None else self._whole(name)
+        return CascadeJob(due, self._tier_runs[name], faster, self._routes, self._arena, save_state, entries, coming)
+
+    def copy_later(self, name: str, save_state: SaveState) -> CascadeJob | None:
+        """The job that copies a failed save from a faster tier later; None where no faster tier can have it."""
+        if not self._lasts(name) or not self._brings(name):
+            return None
+        faster = [tier_run.name for tier_run in self._whole(name) if tier_run.name in save_state.tiers]
+        if all(save_state.error(n) is not None for n in faster):
+            return None
+        return self.copy(
+            name,
+            PendingVersion.of(save_state.head, save_state.nbytes),
+            coming=lambda: any(not save_state.tiers[n].done() for n in faster),
+        )
+
+    def pinned(self, name: str) -> Mapping[int, str]:
+        """Versions that a tier must not drop now, by number, with the reason; see `held_versions`."""
+        if self._tier_runs[name].tier.traits.scarce:
+            return {}
+        slower = [n for n in list(self._tier_runs)[list(self._tier_runs).index(name) + 1 :] if self._lasts(n)]
+        queues = {n: self.queues[n] for n in slower}
+        wanted = {n: self._ledger.wanted(n) | queue.wanted() for n, queue in queues.items()}
+        found = held_versions(wanted, {n: self._tier_runs[n].known for n in slower}, each=self._parted)
+        if self._lasts(name):
+            for n, queue in queues.items():
+                if (seq := queue.copying()) is not None:
+                    found.setdefault(seq, n)
+                if not queue.looked:
+                    # It is not known yet which versions of earlier processes it lacks: keep all of them.
+                    found |= {s: n for s in self._tier_runs[name].log.seqs() if s < self._before}
+        return {seq: f"{n} has not got it yet" for seq, n in found.items()}
+
+    def missed(self, name: str) -> list[CascadeJob]:
+        """Jobs for the versions that earlier processes left missing on a tier, and that a faster tier still has."""
+        faster = [tier_run for tier_run in self._whole(name) if self._lasts(tier_run.name)]
+        if not faster or not self._lasts(name) or not self._brings(name):
+            return []
+        there = self._seqs(faster)
+        try:
+            newest = self._tier_runs[name].newest()
+        except TierstateError as error:
+            log.warning("%s: its log cannot be read, so the newest version there is may be owed: %s", name, error)
+            last: LastSave | None = None
+            seqs = sorted(there)[-1:]
+        else:
+            head = newest.version.head if newest else None
+            last = (head.step, head.time) if head else None
+            seqs = [seq for seq in sorted(there) if head is None or seq > head.seq][-MAX_WAITING:]
+        dues = [due for seq in seqs if (due := self._due(name, there[seq], seq)) is not None]
+        return [self.copy(name, due) for due in missed_versions(self._policy.tier(name).every, last, dues)]
+
+    def _seqs(self, tier_runs: Sequence[TierRun]) -> dict[int, TierRun]:
+        """Numbers of the versions of earlier processes, each with the nearest of these tiers that has it."""
+        found: dict[int, TierRun] = {}
+        for tier_run in reversed(tier_runs):
+            try:
+                found |= dict.fromkeys(tier_run.log.seqs(), tier_run)
+            except TierstateError as error:
+                log.warning("%s: its log cannot be listed: %s", tier_run.name, error)
+        return {seq: tier_run for seq, tier_run in found.items() if seq < self._before}
+
+    def _due(self, name: str, tier_run: TierRun, seq: int) -> PendingVersion | None:
+        try:
+            version = tier_run.record(seq).version
+        except TierstateError as error:
+            log.warning("%s: version %d cannot be read: %s", tier_run.name, seq, error)
+            return None
+        here = self._routes.of(version.leaves)[name].leaves.any()
+        return PendingVersion.of(version.head, version.nbytes) if here else None
+
+    def _faster(self, name: str) -> list[TierRun]:
+        faster = list(self._tier_runs.values())[: list(self._tier_runs).index(name)]
+        return [tier_run for tier_run in faster if not tier_run.tier.traits.scarce]
+
+    def _whole(self, name: str) -> list[TierRun]:
+        """The faster tiers in which one rank can read whole versions."""
+        return [tier_run for tier_run in self._faster(name) if tier_run.whole]
+
+    def _brings(self, name: str) -> bool:
+        """Whether this process copies missing versions to a tier. Warns once if no faster tier has whole versions."""
+        tier_run = self._tier_runs[name]
+        if tier_run.alone and self._faster(name) and not self._whole(name) and name not in self._told:
+            self._told.add(name)
+            log.warning("%s: what does not arrive is not brought later: no rank finds whole versions before it", name)
+        return tier_run.alone
+
+    def _lasts(self, name: str) -> bool:
+        return self._tier_runs[name].tier.traits.persistent

@@ -1,0 +1,1 @@
+"""One run in one tier: its newest record, indexes, retention, leases, and the chunks that can be reused."""

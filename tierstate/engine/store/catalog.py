@@ -1,0 +1,216 @@
+"""The catalog: which versions of a run exist, in which tiers; and leases on versions while they are read.
+
+A lease keeps a version, and the packs that its record names, from being deleted by retention, sweep or repack of
+another process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from tierstate.manifest.arrays import Array
+from tierstate.manifest.errors import NotFound, TierError, TierstateError
+from tierstate.manifest.format.layout import Layout
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import Version
+from tierstate.manifest.history.leases import Leases
+from tierstate.manifest.history.retention import dropped_groups
+
+from .run_in_tier import TierRun
+
+log = logging.getLogger("tierstate")
+
+
+LEASE_FROM = 64 << 20
+"""A restore of at least this many bytes takes a lease. A shorter one ends before retention can drop what it reads, or
+else starts again; the three disk syncs of a lease would be most of its time."""
+
+
+Source: TypeAlias = tuple[TierRun, Record]
+"""A run in a tier, and the record by which a version is read there."""
+
+
+class Holding(NamedTuple):
+    """One tier's copy of a version."""
+
+    tier_run: TierRun
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class VersionCopies:
+    """One version and its copies in the tiers, nearest tier first.
+
+    Attributes:
+        records: the record of each copy, in the order of `holdings`.
+    """
+
+    version: Version
+    holdings: tuple[Holding, ...]
+    records: tuple[Record, ...]
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers that have a record of it."""
+        return tuple(h.tier_run.name for h in self.holdings)
+
+    @property
+    def thinned(self) -> str:
+        """A message that says what retention has dropped of it; empty if nothing was dropped."""
+        records = zip(self.tiers, self.records, strict=True)
+        gone = [f"{glob} from {name}" for name, record in records for glob in dropped_groups(record.commit)]
+        return f"`keep` has dropped leaves of it ({', '.join(gone)})" if gone else ""
+
+    def absent(self, rows: Array) -> Array:
+        """The rows, of those given, whose chunk is in no copy."""
+        here = np.zeros(len(self.version.digests), bool)
+        for holding in self.holdings:
+            here |= holding.layout.present
+        missing: Array = rows[~here[rows]]
+        return missing
+
+
+@dataclass(frozen=True)
+class SeqVersions:
+    """The versions that the tiers have with one number (`seq`), and the records that cannot be read."""
+
+    seq: int
+    entries: tuple[VersionCopies, ...]
+    problems: tuple[tuple[str, TierstateError], ...]
+
+
+@dataclass
+class RunCatalog:
+    """All versions of a run over all tiers.
+
+    Attributes:
+        tier_runs: the run in each tier, nearest first.
+        unreachable: tiers whose log could not be listed, with the reason; known after the first listing.
+    """
+
+    tier_runs: Sequence[TierRun]
+    unreachable: dict[str, TierstateError] = field(default_factory=dict)
+
+    def seqs(self) -> dict[int, list[TierRun]]:
+        """For each number, in rising order, the tier runs that have a record of it."""
+        found: dict[int, list[TierRun]] = {}
+        for tier_run in self.tier_runs:
+            try:
+                for seq in tier_run.log.seqs():
+                    found.setdefault(seq, []).append(tier_run)
+            except TierstateError as error:
+                self.unreachable[tier_run.name] = error
+                log.warning("%s: its log cannot be listed: %s", tier_run.name, error)
+        return dict(sorted(found.items()))
+
+    def newest_first(self, upto: int | None = None) -> Iterator[SeqVersions]:
+        """All numbers from the newest on, or from ``upto`` down; records are read lazily."""
+        for seq, tier_runs in reversed(self.seqs().items()):
+            if upto is None or seq <= upto:
+                yield self.look(seq, tier_runs)
+
+    @staticmethod
+    def look(seq: int, tier_runs: Sequence[TierRun]) -> SeqVersions:
+        """The versions that these tiers have with one number."""
+        copies: dict[str, list[tuple[Holding, Record]]] = {}
+        problems = []
+        for tier_run in tier_runs:
+            try:
+                record = tier_run.log.read(seq)
+            except NotFound:
+                continue  # dropped since the log was listed
+            except TierstateError as error:
+                problems.append((tier_run.name, error))
+                continue
+            copies.setdefault(record.version.id, []).append((Holding(tier_run, record.layout), record))
+        entries = [
+            VersionCopies(found[0][1].version, tuple(h for h, _ in found), tuple(r for _, r in found))
+            for found in copies.values()
+        ]
+        # Two writers may have used one number in different tiers: the later one counts as the newer.
+        entries.sort(key=lambda e: e.version.head.time, reverse=True)
+        return SeqVersions(seq, tuple(entries), tuple(problems))
+
+
+class VersionMoved(NotFound):
+    """A version was dropped, or got a new record, before its lease was taken: look it up again."""
+
+
+@contextmanager
+def lease_for_reading(sources: Sequence[Source], nbytes: int | None = None) -> Iterator[None]:
+    """Hold leases on a version in these tiers while the block reads it.
+
+    Args:
+        nbytes: bytes that will be read, if known: a short read needs no lease (`LEASE_FROM`).
+
+    Tiers that only this process sees need no lease. A tier that cannot store one (read-only or full) is read without
+    a lease.
+
+    Raises:
+        VersionMoved: a record no longer exists; raised before the block is entered.
+    """
+    with ExitStack() as held:
+        for tier_run, record in sources:
+            if tier_run.tier.traits.shared != "process" and (nbytes is None or nbytes >= LEASE_FROM):
+                _hold(tier_run, record, held)
+        yield
+
+
+@contextmanager
+def lease_newest(tier_run: TierRun) -> Iterator[None]:
+    """Hold a lease on the newest version of a run in a tier while an older version is copied to it.
+
+    The record of the copy may name packs of the newest version, and a saver could commit the next version and drop
+    this one meanwhile.
+
+    Raises:
+        VersionMoved: the newest version was just dropped; raised before the block is entered.
+    """
+    with ExitStack() as held:
+        if (record := tier_run.newest()) is not None:
+            _hold(tier_run, record, held)
+        yield
+
+
+def read_sources(entry: VersionCopies, rows: Array) -> list[Source]:
+    """The copies from which these rows will be read if nothing is damaged: for each row the first that has it."""
+    found, left = [], rows
+    for holding, record in zip(entry.holdings, entry.records, strict=True):
+        here = holding.layout.present[left]
+        if here.any():
+            found.append((holding.tier_run, record))
+        left = left[~here]
+    return found
+
+
+def _hold(tier_run: TierRun, record: Record, held: ExitStack) -> None:
+    leases, seq = Leases(tier_run.tier, tier_run.run), record.version.head.seq
+    try:
+        key = leases.take(seq, record=record.commit["id"])
+    except TierError as error:
+        log.debug("%s: version %d is read without a lease: %s", tier_run.name, seq, error)
+        return
+    held.callback(release_lease, leases, key)
+    try:
+        there = tier_run.log.holds(record)
+    except TierError as error:
+        log.debug("%s: whether version %d is still there cannot be told: %s", tier_run.name, seq, error)
+        return
+    if not there:
+        raise VersionMoved(
+            f"{tier_run.name}: version {seq} of run {tier_run.run!r} was dropped or moved just now", tier=tier_run.name
+        )
+
+
+def release_lease(leases: Leases, key: str) -> None:
+    """Release a lease; if that fails, the lease ends with this process."""
+    try:
+        leases.release(key)
+    except TierError as error:
+        log.debug("%s: a lease is left behind: %s", leases.tier.name, error)

@@ -1,0 +1,339 @@
+"""One run in one tier, as this process knows it: the newest record, reusable chunks, repaired chunks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+
+from tierstate.engine.codecs.adaptive import CodecChooser
+from tierstate.engine.packs.keys import PACKS, is_mend, pack_prefix, run_of
+from tierstate.engine.packs.pack import FooterRow, read_footer
+from tierstate.manifest.arrays import Array
+from tierstate.manifest.digest import DigestIndex
+from tierstate.manifest.errors import FormatError, NotFound
+from tierstate.manifest.format.layout import ABSENT, DELTA, ChunkPlace, Layout, LayoutBuilder
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.history.leases import Leases
+from tierstate.manifest.history.log import Log
+from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
+from tierstate.tiers.base import Tier
+
+from .index import Summaries
+from .retention import Retention
+
+log = logging.getLogger("tierstate")
+
+
+Stop: TypeAlias = Callable[[], bool]
+
+
+def check_base(tier_run: TierRun, record: Record, base: Record | None) -> None:
+    """After a commit, check that the version whose packs the new record reuses (``base``) still exists.
+
+    Retention deletes a record first and then the packs that no record names. So if the base still has its record after
+    the commit, its packs are safe. If not, the new record is deleted again, unless others may already rely on it.
+
+    Raises:
+        NotFound: the base no longer exists; the new record was deleted again.
+    """
+    shared = set(base.layout.objects) & set(record.layout.objects) if base else set()
+    try:
+        if base is None or not shared or tier_run.log.stands(base):
+            return
+    except Exception as error:
+        # Whatever the tier raises: the record is committed, so the save must not fail and delete the packs that it
+        # names. Only another process that saves this run could have dropped the base.
+        log.warning("%s: whether what a save builds on stands cannot be told: %s", tier_run.name, error)
+        return
+    seq = record.version.head.seq
+    if tier_run.highest_seq() == seq and shared <= set(tier_run.tier.list(PACKS)):
+        return
+    tier_run.log.forget(seq)
+    text = f"version {base.version.head.seq}, which this save builds on, was dropped by another process meanwhile"
+    raise NotFound(f"{tier_run.name}: {text}", tier=tier_run.name)
+
+
+def pack_flaw(tier: Tier, key: str, nbytes: int) -> str:
+    """Why later versions must not reuse a pack; empty if it has its whole length and is as safe as a new one."""
+    try:
+        if tier.size(key) != nbytes:
+            return "is truncated"
+    except NotFound:
+        return "is missing"
+    return "" if tier.firm(key) else "has fewer copies than it should"
+
+
+class TierRun:
+    """One run in one tier.
+
+    Args:
+        tier: the tier.
+        run: the run.
+        keep: its retention; None keeps everything.
+        rules: by glob of leaf paths, the retention of those leaves, in place of ``keep``.
+
+    Attributes:
+        beside: the run in all tiers of the policy, in their order, if there are several.
+        rank, together: rank of this process, and whether several ranks commit together.
+        leads: whether this rank is the host leader: it drops versions for all ranks that see the same objects.
+        whole, alone: whether this rank sees all of a version in the tier; whether it can commit one there alone.
+        retention: decides and drops versions.
+        choices: codecs that `codec: auto` has chosen in this tier.
+    """
+
+    rank, together = 0, False
+    leads = whole = alone = True
+
+    def __init__(
+        self,
+        tier: Tier,
+        run: str,
+        keep: RetentionPolicy | None = None,
+        rules: Mapping[str, RetentionPolicy] = MappingProxyType({}),
+    ) -> None:
+        self.tier, self.run, self.keep, self.rules = tier, run, keep, rules
+        self.log = Log(tier, run)
+        self.beside: Sequence[TierRun] = ()
+        self.summaries = Summaries(tier, run)
+        self.retention = Retention(self, keep, rules)
+        self._lock = threading.Lock()
+        self._newest: Record | None = None
+        self._opened = self._own = False
+        self._mends: dict[bytes, ChunkPlace] | None = None
+        self._sound: dict[str, bool] = {}
+        self._indexed: tuple[Record, DigestIndex] | None = None
+        self.choices = CodecChooser(tier)
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self.tier.name
+
+    def newest(self) -> Record | None:
+        """The newest readable record; unreadable newer ones are skipped with a warning.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+        with self._lock:
+            if not self._opened:
+                self._newest = self._find_newest()
+                self._opened = True
+            return self._newest
+
+    def _find_newest(self) -> Record | None:
+        for found in self.log.newest_first():
+            if found.record is not None:
+                return found.record
+            if isinstance(found.error, (FormatError, NotFound)):
+                log.warning("%s: version %d of run %s is passed over: %s", self.name, found.seq, self.run, found.error)
+            elif found.error is not None:
+                raise found.error
+        return None
+
+    def record(self, seq: int) -> Record:
+        """One record; the newest one is cached.
+
+        Raises: as `Log.read`.
+        """
+        with self._lock:
+            newest = self._newest
+        return newest if newest is not None and newest.version.head.seq == seq else self.log.read(seq)
+
+    def highest_seq(self) -> int:
+        """The highest number taken in this tier, whether its record is readable or not; 0 for an empty log."""
+        seqs = self.log.seqs()
+        return seqs[-1] if seqs else 0
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether `reuse` needs no access to the tier: this process committed its newest record."""
+        return self._own and self._mends is not None
+
+    def recall(self) -> None:
+        """Read from the tier what `reuse` will need."""
+        self._mended()
+
+    def reuse(self, draft: LayoutBuilder, rows: Array, digests: Array) -> Array:
+        """Enter into the draft the places of the chunks that the newest record of this tier already has.
+
+        Only the newest record is used: it is never dropped, so its packs stay. Packs that are missing or have another
+        length are not used; a repaired chunk is used at its new place.
+
+        Args:
+            rows: ``(n,)`` rows of the draft.
+            digests: ``(n, 2)``, their chunks' digests.
+
+        Returns:
+            ``(n,)`` of bool: which of them got a place.
+        """
+        found = np.zeros(len(rows), bool)
+        record = None if self.tier.traits.scarce or not len(rows) else self.newest()
+        if record is None:
+            return found
+        there = self._index_of(record).find(digests)
+        if not (there >= 0).any():
+            return found
+        there = self._founded(record.layout, there)
+        layout, mends = record.layout, self._mended()
+        for i in np.flatnonzero(there >= 0).tolist() if mends else ():
+            place = mends.get(digests[i].tobytes())
+            if place is not None:
+                draft.put(int(rows[i]), place)
+                found[i] = True
+        objects = layout.object[there]
+        for number in np.unique(objects[(there >= 0) & ~found]).tolist():
+            if self.is_sound(layout.objects[number], layout):
+                here = (there >= 0) & (objects == number) & ~found
+                draft.put_like(rows[here], layout, there[here])
+                found |= here
+        return found
+
+    def _founded(self, layout: Layout, there: Array) -> Array:
+        """The rows ``there``, with -1 in place of deltas whose base is in a pack that is not sound."""
+        based = np.where(there >= 0, layout.base_object[there], ABSENT)
+        for number in np.unique(based[based != ABSENT]).tolist():
+            if not self.is_sound(layout.objects[number], layout):
+                there = np.where(based == number, -1, there)
+        return there
+
+    def _index_of(self, record: Record) -> DigestIndex:
+        if self._indexed is None or self._indexed[0] is not record:
+            # Absent rows get a digest that no chunk has, so that row numbers of index and version agree.
+            digests = np.where(record.layout.present[:, None], record.version.digests, np.uint64(0))
+            self._indexed = record, DigestIndex(digests)
+        return self._indexed[1]
+
+    def is_sound(self, key: str, layout: Layout) -> bool:
+        """Whether a pack exists with its whole length, as safe as a new one; checked once per pack and process."""
+        if key not in self._sound:
+            flaw = pack_flaw(self.tier, key, layout.size_of(key))
+            self._sound[key] = not flaw
+            if flaw:
+                log.warning("%s: pack %s %s: its chunks are written again", self.name, key, flaw)
+        return self._sound[key]
+
+    def mended(self, digest: bytes) -> ChunkPlace | None:
+        """Where the repaired copy of a chunk is, if it was damaged in this tier and repaired."""
+        return self._mended().get(digest)
+
+    def _mended(self) -> dict[bytes, ChunkPlace]:
+        runs = self._packs_of() if self._mends is None else ()
+        with self._lock:
+            if self._mends is None:
+                self._mends = self._load_mends(runs)
+            return self._mends
+
+    def _packs_of(self) -> list[str]:
+        """Runs whose packs have chunks of this run: the runs that it was forked from, and last itself."""
+        newest = self.newest()
+        named = {run_of(key) for key in newest.layout.objects} if newest is not None else set()
+        return [*sorted(named - {self.run}), self.run]
+
+    def _load_mends(self, runs: Sequence[str]) -> dict[bytes, ChunkPlace]:
+        found: dict[bytes, ChunkPlace] = {}
+        for key in [key for run in runs for key in self.tier.list(pack_prefix(run))]:
+            if is_mend(key):
+                try:
+                    rows = read_footer(self.tier, key)
+                    found |= {row.digest: row.place for row in rows if row.place.codec != DELTA}
+                except (FormatError, NotFound) as error:
+                    log.warning("%s: a mended pack cannot be used: %s", self.name, error)
+        return found
+
+    def add_mends(self, rows: Collection[FooterRow]) -> None:
+        """Add chunks that this process has just repaired."""
+        with self._lock:
+            if self._mends is not None:  # otherwise all are listed at the first use
+                self._mends |= {row.digest: row.place for row in rows}
+
+    def distrust(self, key: str) -> None:
+        """Mark a pack as damaged: later saves do not reuse its chunks."""
+        self._sound[key] = False
+
+    def look_again(self) -> None:
+        """Clear the cache of records and packs after another process changed them; damaged packs stay marked."""
+        with self._lock:
+            self._newest, self._opened, self._mends, self._own = None, False, None, False
+            self._sound = {key: sound for key, sound in self._sound.items() if not sound}
+
+    @property
+    def earlier(self) -> Record | None:
+        """The part of the newest record that belongs to this rank. Raises: as `newest`."""
+        return self.newest()
+
+    def cut(self, record: Record) -> Record:
+        """The part of a record that belongs to this rank."""
+        return record
+
+    def withdraw(self, seq: int, why: BaseException | str, *, left_out: bool = False) -> None:
+        """This rank will not take part in the commit of a version; other ranks stop waiting for it."""
+
+    def publish(self, record: Record, stop: Stop | None = None) -> None:
+        """Commit a record; later saves reuse its chunks.
+
+        Args:
+            stop: polled while waiting for other ranks; None: this rank commits alone, whatever others do.
+
+        Raises:
+            NotFound: another process dropped the version that it builds on; it was not committed.
+            TierstateError: as `Log.commit`.
+        """
+        self.create(record)
+        self.build_on(record)
+        self.retention.add(record)
+
+    def create(self, record: Record) -> None:
+        """Commit a record without adding it to the cache. Raises: as `publish`."""
+        base = self._newest
+        self.summaries.expect(record.version.head.seq)
+        self.log.commit(record)
+        check_base(self, record, base)
+
+    def build_on(self, record: Record) -> None:
+        """Make this the record whose chunks later saves reuse."""
+        with self._lock:
+            if self._newest is None or record.version.head.seq > self._newest.version.head.seq:
+                # Otherwise it was committed after newer ones (late), and later saves still build on those.
+                self._newest, self._opened, self._own = record, True, True
+            for key, size in zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True):
+                self._sound.setdefault(key, bool(size))
+
+    def decision(self, in_use: Collection[int] = (), now: float | None = None) -> RetentionDecision:
+        """What `retire` would do now, and why each version stays. Changes nothing.
+
+        Args:
+            in_use: as for `retire`.
+            now: seconds since 1970; by default the clock's.
+        """
+        return self.retention.decision(in_use, now)
+
+    def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> RetentionDecision:
+        """Drop what the policy does not keep: first the records, then the packs that no other record names.
+
+        Args:
+            in_use: numbers that a cascade still reads from this tier, perhaps with reasons; they stay for now.
+            room_for_one: the version that is about to be saved counts as one of the ``last``.
+        """
+        decision = self.retention.retire(in_use, room_for_one=room_for_one)
+        self.summaries.keep()
+        return decision
+
+    def leased(self) -> dict[int, str]:
+        """Versions that are being read or were forked, and why each must stay. Retention calls this before it deletes a
+        record, and again before it deletes the packs."""
+        return Leases(self.tier, self.run).live(self.tier.age)
+
+    @property
+    def known(self) -> Collection[int]:
+        """Numbers of the versions that this process knows to be in the tier; does not access the tier."""
+        return self.retention.known
+
+    def worth_bringing(self, marks: Collection[RetentionEntry]) -> set[int]:
+        """The numbers, of versions that are not in the tier yet, that the policy would keep there."""
+        return self.retention.worth_bringing(marks)

@@ -1,0 +1,89 @@
+"""Atomic files: several files are written under temporary names, then synced and renamed together, or removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tierstate.manifest.errors import AlreadyExists
+from tierstate.tiers.posix.files import BufferedFile, create_temp, sync_folder
+
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+
+class AtomicFiles:
+    """A set of files that get their final names together in `commit`.
+
+    Args:
+        force: replace existing files.
+        beside: other files of an earlier set, which do not fit the new ones; `commit` deletes them.
+
+    Raises:
+        AlreadyExists: one of ``beside`` exists, and ``force`` is not set.
+    """
+
+    def __init__(self, *, force: bool = False, beside: Iterable[Path] = ()) -> None:
+        self._force = force
+        self._beside = tuple(beside)
+        for path in self._beside:
+            self._check(path)
+        self._files: list[tuple[Path, BufferedFile]] = []
+
+    def create(self, path: Path, size: int) -> BufferedFile:
+        """Create a file of this length that `commit` will name ``path``; its disk space is reserved now, if possible.
+
+        Raises:
+            AlreadyExists: a file of that name exists, and ``force`` is not set.
+            OSError: no such folder, or no space left.
+        """
+        self._check(path)
+        file = create_temp(path.parent)
+        self._files.append((path, file))
+        try:
+            os.posix_fallocate(file.descriptor, 0, max(size, 1))
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+        os.ftruncate(file.descriptor, size)
+        return file
+
+    def commit(self) -> tuple[Path, ...]:
+        """Sync all files and give them their names, in the order in which they were created.
+
+        Raises:
+            AlreadyExists: another process has created one of them meanwhile.
+        """
+        for path, file in self._files:
+            os.fsync(file.descriptor)
+            self._check(path)
+        last, _ = self._files[-1]
+        # First delete the old index, so that it never lists new files.
+        for path in (*([last] if len(self._files) > 1 else []), *self._beside):
+            path.unlink(missing_ok=True)
+        for path, file in self._files:
+            os.replace(file.path, path)
+        for folder in {path.parent for path, _ in self._files}:
+            sync_folder(folder)
+        return tuple(path for path, _ in self._files)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _, file in self._files:
+            with suppress(FileNotFoundError):  # already renamed to its final name
+                file.path.unlink()
+            file.close()
+
+    def _check(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            raise AlreadyExists(f"{path} is a folder; name another file, or move it away")
+        if path.exists() and not self._force:
+            raise AlreadyExists(f"{path} exists; name another file, or say --force (force=True) to replace it")

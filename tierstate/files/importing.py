@@ -1,0 +1,126 @@
+"""Imports files of other programs as a new version of a run; the kind of a file is found by name and first bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tierstate.checkpointer import Checkpointer
+from tierstate.engine.info import VersionInfo
+from tierstate.manifest.chunk import empty_buffer, to_bytes
+from tierstate.manifest.errors import FormatError, NotFound, TierFull
+from tierstate.tiers.posix.files import open_file
+
+from .reader import ImportSource, Progress
+
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+_KINDS = "a .safetensors file or its .index.json, an HDF5 file, a file of torch.save, or a folder of DCP"
+
+
+@contextmanager
+def open_source(
+    path: Path | str, *, skip_values: bool = False, progress: Progress = lambda _nbytes: None
+) -> Iterator[ImportSource]:
+    """A context manager with the state in a file or folder. Tensors are read from the file while they are saved, so the
+    save must happen inside the block.
+
+    Args:
+        path: a ``.safetensors`` file, the ``.index.json`` of several (or the folder they lie in), an HDF5 file, a file
+            of ``torch.save``, or a folder of ``torch.distributed.checkpoint``. No code in them is run.
+        skip_values: leave out text and attributes of HDF5 files from other programs.
+        progress: called with the bytes read since the last call; not for files of ``torch.save``.
+
+    Raises:
+        FormatError: it is none of these, or damaged.
+        Unsafe: loading it would run code.
+    """
+    path = _inside(Path(path))
+    with _open(path, _kind(path), skip_values, progress) as found:
+        yield found
+
+
+def import_version(
+    ckpt: Checkpointer,
+    path: Path | str,
+    *,
+    step: int | None = None,
+    under: str = "",
+    skip_values: bool = False,
+    progress: Progress = lambda _nbytes: None,
+) -> VersionInfo:
+    """Save the state in a file or folder as a new version of a run.
+
+    Args:
+        step: the version's step; by default the step in the file, or 0.
+        under: the key, or keys separated by dots, under which the state is saved: ``model`` for a state that will be
+            restored with ``ckpt.restore({"model": model})``.
+        path, skip_values, progress: as for `open_source`.
+
+    Returns:
+        The version, once it is durable.
+
+    Raises: as `open_source` and `Checkpointer.save`.
+    """
+    with open_source(path, skip_values=skip_values, progress=progress) as found:
+        state: Any = found.state
+        for key in reversed(under.split(".") if under else []):
+            state = {key: state}
+        chosen = step if step is not None else found.step or 0
+        save = ckpt.save(state, chosen, found.metadata)
+        save.wait_captured()
+    if save.skipped:
+        raise TierFull("nothing was imported: the arena was full, and the policy says on_full: skip")
+    save.wait()
+    places = ckpt._catalog().newest_first()
+    return next(VersionInfo.of(place.entries[0]) for place in places if place.seq == save.seq)
+
+
+def _inside(path: Path) -> Path:
+    """The file to read if the path is a folder of safetensors files; otherwise the path itself."""
+    if not path.exists():
+        raise NotFound(f"{path} does not exist")
+    if not path.is_dir() or (path / ".metadata").exists():
+        return path
+    found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        raise FormatError(f"{path} is a folder with {len(found)} files to choose from; name {_KINDS}")
+    return found[0]
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "dcp"
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return "safetensors"
+    with closing(open_file(path.resolve())) as file:  # `open_file` does not block on a pipe
+        start = empty_buffer(min(len(_HDF5), file.status().st_size))
+        file.read(0, start)
+    head = to_bytes(start)
+    if head == _HDF5:
+        return "hdf5"
+    if head.startswith((b"PK\x03\x04", b"\x80")):
+        return "torch"
+    raise FormatError(f"{path} is of no kind that can be imported; name {_KINDS}")
+
+
+def _open(path: Path, kind: str, skip_values: bool, progress: Progress) -> Any:
+    # Each reader module is imported on use, since it imports an optional library.
+    if kind == "dcp":
+        from .dcp import open_dcp
+
+        return open_dcp(path, progress)
+    if kind == "hdf5":
+        from .hdf5 import open_hdf5
+
+        return open_hdf5(path, progress, skip_values=skip_values)
+    if kind == "torch":
+        from .torch import open_torch
+
+        return open_torch(path)
+    from .safetensors import open_safetensors
+
+    return open_safetensors(path, progress)
