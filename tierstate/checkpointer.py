@@ -209,7 +209,7 @@ class Checkpointer(Run):
                 plan = self._planner.plan(state, seq)
                 head = new_head(self.policy, self.run, seq, step, metadata)
             save = self._carry(plan, head, start)
-        together.tell_lost()
+        together.tell_lost(seq)
         return save
 
     def _submit(

@@ -18,7 +18,7 @@ from tierstate.manifest.errors import AlreadyExists
 from tierstate.tiers.base import Tier
 from tierstate.tiers.testing import TierContract, random_bytes
 
-RACERS, RACES = 4, 20
+RACERS, RACES, PROBES = 4, 20, 20
 
 
 class Contract(TierContract):
@@ -92,10 +92,15 @@ def test_ceph_lets_one_racer_win_and_the_probe_says_so(racers: list[Tier]) -> No
 
 
 def test_swift_lets_several_racers_win_and_the_probe_says_so(swift: Swift) -> None:
-    with closing(open_tier(swift, fresh_prefix())) as tier:
-        tier.put("a", random_bytes(1))
-        assert tier.traits.conditional_create is False
-        assert any("several winners" in note for note in tier.traits.notes)
-        with pytest.raises(AlreadyExists):
-            tier.put("a", random_bytes(2))
-        assert torch.equal(tier.get("a"), random_bytes(1))
+    # A probe on a busy machine may see one winner in each of its races: its racers come one after the other then.
+    for _ in range(PROBES):
+        with closing(open_tier(swift, fresh_prefix())) as tier:
+            tier.put("a", random_bytes(1))
+            with pytest.raises(AlreadyExists):
+                tier.put("a", random_bytes(2))
+            assert torch.equal(tier.get("a"), random_bytes(1))
+            if tier.traits.conditional_create is False:
+                assert any("several winners" in note for note in tier.traits.notes)
+                return
+            assert any("no proof" in note for note in tier.traits.notes)
+    pytest.fail(f"{PROBES} probes found one winner in each of their races")

@@ -10,12 +10,34 @@ from support.checkpointer_worlds import policy, tier
 from support.thread_ranks import as_ranks
 
 import tierstate as ts
+from tierstate.engine.ranks.save import SharedPipeline
 from tierstate.engine.ranks.team import Team
+from tierstate.engine.save.plan import CapturePlan
+from tierstate.engine.save.save_state import SaveState
+from tierstate.manifest.format.version import Head
+
+
+def return_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save` returns when the save has ended on every tier, as on a machine on which the training thread gets no turn."""
+    submit = SharedPipeline.submit
+
+    def late(pipeline: SharedPipeline, plan: CapturePlan, head: Head) -> SaveState:
+        save_state = submit(pipeline, plan, head)
+        for tier in save_state.tiers.values():
+            tier.exception()
+        return save_state
+
+    monkeypatch.setattr(SharedPipeline, "submit", late)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_value_that_differs_fails_the_save_with_its_name_and_as_per_rank_it_is_saved(place: Path, size: int) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_value_that_differs_fails_the_save_with_its_name_and_as_per_rank_it_is_saved(
+    place: Path, size: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if late:
+        return_late(monkeypatch)
     spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)})
 
     def rank(team: Team) -> list[str]:

@@ -100,10 +100,11 @@ class TeamMember:
             self._pipeline.miss(seq, step if type(step) is int and step >= 0 else None, time.time(), error)
             raise
 
-    def tell_lost(self) -> None:
-        """Raise the error of an earlier save that reached no persistent tier; called after this save is submitted."""
+    def tell_lost(self, before: int) -> None:
+        """Raise the error of a save before this version that reached no persistent tier; called when this version's
+        save is submitted."""
         assert self._pipeline is not None
-        self._pipeline.tell_lost()
+        self._pipeline.tell_lost(before)
 
     def close(self) -> None:
         """Leave the team. The coordinator waits for the other ranks, so it leaves last."""

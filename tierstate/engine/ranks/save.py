@@ -353,15 +353,15 @@ class SharedPipeline(SavePipeline):
             log.debug("which tiers save %d goes to could not be said: %s", seq, error)
             return None
 
-    def tell_lost(self) -> None:
-        """Raise the error of an earlier save that reached no persistent tier.
+    def tell_lost(self, before: int) -> None:
+        """Raise the error of a save before this version that reached no persistent tier.
 
         The ranks learn of it at different times, so `submit` does not raise it: a rank must not miss a save that the
         other ranks make.
         """
-        super()._tell_lost()
+        super()._tell_lost(before)
 
-    def _tell_lost(self) -> None:
+    def _tell_lost(self, before: int) -> None:
         pass
 
     def _due(self, head: Head, routes: Mapping[str, Route]) -> tuple[list[str], dict[str, str]]:

@@ -91,7 +91,7 @@ class SavePipeline:
         if os.getpid() != self._pid:
             raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
         capturing = self._start(head)
-        self._tell_lost()
+        self._tell_lost(head.seq)
         routes = self._routes.of(plan.leaves)
         names, elsewhere = self._due(head, routes)
         save_state = SaveState(head, plan.total, names, elsewhere)
@@ -130,9 +130,9 @@ class SavePipeline:
                 save_state.captured.exception()
                 save_state.told |= set(save_state.tiers)
 
-    def _tell_lost(self) -> None:
-        """Raise the error of an earlier save that reached no persistent tier, once."""
-        self._ledger.raise_if_lost([n for n, s in self._tier_runs.items() if s.tier.traits.persistent])
+    def _tell_lost(self, before: int) -> None:
+        """Raise the error of a save before this version that reached no persistent tier, once."""
+        self._ledger.raise_if_lost([n for n, s in self._tier_runs.items() if s.tier.traits.persistent], before)
 
     def next_seq(self) -> int:
         """The number of the next version: higher than that of every version in a tier whose log can be listed."""

@@ -166,13 +166,17 @@ class SavesUnderWay:
             if save_state.head.seq == seq:
                 save_state.told.add(tier)
 
-    def raise_if_lost(self, lasting: Collection[str]) -> None:
+    def raise_if_lost(self, lasting: Collection[str], before: int) -> None:
         """Raise the error of an earlier save that failed on all its persistent tiers; for each such save once.
 
         Args:
             lasting: names of the persistent tiers.
+            before: only saves of versions with lower numbers. The newest save may have failed before the caller has
+                its handle, and that failure is told by the handle.
         """
         for save_state in self.save_states():
+            if save_state.head.seq >= before:
+                continue
             names = [n for n in save_state.tiers if n in lasting]
             failures = {n: f for n in names if (f := save_state.failure(n)) is not None}
             if failures and all(map(save_state.error, names)) and not save_state.told & set(failures):
