@@ -1,15 +1,15 @@
 """Exponential back-off with jitter: how long to wait before something that failed is tried again.
 
 One rule for all that is retried: calls of a tier (`tierstate.tiers.wrappers.retry`), requests to S3
-(`tierstate.tiers.object.s3.retry`), and a tier to which a save could not be written (`RetryTimer`). The bound of the
-pause doubles from failure to failure; a random share of it is waited, so that many ranks that failed together do not
-come back together (M. Brooker, "Exponential backoff and jitter", AWS Architecture Blog, 2015).
+(`tierstate.tiers.object.s3.retry`), and a tier to which a save could not be written
+(`tierstate.engine.save.backlog.RetryTimer`). The bound of the pause doubles from failure to failure; a random share of
+it is waited, so that many ranks that failed together do not come back together (M. Brooker, "Exponential backoff and
+jitter", AWS Architecture Blog, 2015).
 """
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,29 +39,3 @@ class Backoff:
             draw: returns a random number from 0 to 1.
         """
         return self.bound(failures) * (self.fixed + (1.0 - self.fixed) * draw())
-
-
-TIER_BACKOFF = Backoff(first=1.0, longest=60.0, fixed=0.5)
-"""Pauses of a tier that failed during saves."""
-
-
-class RetryTimer:
-    """Says when a tier that failed may be tried again. It never blocks: the owner calls `left`."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-        self._until = 0.0
-
-    def failed(self) -> None:
-        """Count one more failure: the pause that begins now is longer than the one before."""
-        self._failures += 1
-        self._until = time.monotonic() + TIER_BACKOFF.pause(self._failures)
-
-    def succeeded(self) -> None:
-        """End the pause, and reset to short pauses."""
-        self._failures, self._until = 0, 0.0
-
-    @property
-    def left(self) -> float:
-        """Seconds until the next attempt; 0 if it may be made now."""
-        return max(0.0, self._until - time.monotonic())

@@ -18,13 +18,13 @@ from tierstate.manifest.format.version import Head
 
 
 def return_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`save` returns when the save has ended on every tier, as on a machine on which the training thread gets no turn."""
+    """`save` returns when the save has ended on every tier, as where the training thread gets no turn for long."""
     submit = SharedPipeline.submit
 
     def late(pipeline: SharedPipeline, plan: CapturePlan, head: Head) -> SaveState:
         save_state = submit(pipeline, plan, head)
-        for tier in save_state.tiers.values():
-            tier.exception()
+        for outcome in save_state.tiers.values():
+            outcome.exception()
         return save_state
 
     monkeypatch.setattr(SharedPipeline, "submit", late)

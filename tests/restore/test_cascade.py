@@ -27,10 +27,9 @@ from support.equality import difference
 
 import tierstate as ts
 from tierstate.engine.restore import restore
-from tierstate.engine.save import plan
+from tierstate.engine.save import backlog, plan
 from tierstate.engine.save.backlog import MAX_WAITING
 from tierstate.manifest.format.version import Version
-from tierstate.tiers import backoff
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.latch import Completion
 from tierstate.tiers.memory.host import Memory
@@ -44,13 +43,13 @@ GONE = ts.TierUnavailable("the switch is gone", tier="slow")
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is down is tried again soon."""
-    monkeypatch.setattr(backoff, "TIER_BACKOFF", Backoff(0.02, 0.1, 0.5))
+    monkeypatch.setattr(backlog, "TIER_BACKOFF", Backoff(0.02, 0.1, 0.5))
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is down is not tried again by itself while a test runs."""
-    monkeypatch.setattr(backoff, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
+    monkeypatch.setattr(backlog, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
 
 
 @pytest.fixture
@@ -315,7 +314,7 @@ def test_a_tier_that_cannot_be_asked_at_the_start_gets_at_least_the_newest(place
 
 
 def test_cadence_by_time_goes_on_after_a_restart_and_a_failed_save_does_not_count(place, slow, monkeypatch):
-    monkeypatch.setattr(backoff, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
+    monkeypatch.setattr(backlog, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
     now = [1_700_000_000.0]
     clock = SimpleNamespace(time=lambda: now[0])
     monkeypatch.setattr(plan, "time", clock)
@@ -422,7 +421,7 @@ def test_a_save_that_reached_no_tier_that_lasts_is_told_although_another_one_lef
         save_state.tiers = {name: type(future)() for name, future in save_state.tiers.items()}
         save_state.failed("first", ts.TierFull("full"))
         save_state.leave_out("slow", "it lags")
-        ckpt._pipeline._ledger.add(save_state)
+        ckpt._pipeline._saves.add(save_state)
         with pytest.raises(ts.TierFull) as caught:
             ckpt.save(state(1), step=1)
         assert "no durable copy" in caught.value.__notes__[0]

@@ -10,7 +10,7 @@ from support.checkpointer_worlds import arena_of, faulty, names, opened, policy,
 from support.equality import difference
 
 import tierstate as ts
-from tierstate.tiers import backoff
+from tierstate.engine.save import backlog
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
@@ -18,7 +18,7 @@ from tierstate.tiers.testing import Fault
 
 def test_a_tier_that_fails_does_not_hold_up_the_others_and_recovers(place, monkeypatch):
     monkeypatch.setattr(
-        backoff, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5)
+        backlog, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5)
     )  # the next save comes before the tier is tried by itself
     with wrapped(Memory()) as keys:
         spec = policy({"nvme": tier("nvme", place), "bad": {**keys, "every": 10}, "file": tier("file", place)})

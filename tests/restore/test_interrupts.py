@@ -177,7 +177,7 @@ def test_an_interrupt_that_does_not_wake_a_save_ends_it_all_the_same(place):
         def fill(out: Buffer) -> None:
             if not noticed:
                 noticed.append(interrupt())
-                assert ckpt._pipeline._ledger.save_states()[-1].cancelled.wait(20)
+                assert ckpt._pipeline._saves.save_states()[-1].cancelled.wait(20)
             out.zero_()
 
         with pytest.raises(KeyboardInterrupt):

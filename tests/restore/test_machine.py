@@ -32,8 +32,8 @@ from support.training_state import CHANGES, Change, Changes, Training
 
 import tierstate as ts
 from tierstate.engine.packs.keys import is_mend
+from tierstate.engine.save import backlog
 from tierstate.manifest.history.log import Log
-from tierstate.tiers import backoff
 from tierstate.tiers.backoff import Backoff
 
 pytestmark = pytest.mark.slow
@@ -499,7 +499,7 @@ def told(what: str) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is down is not tried again by itself, so that time decides nothing."""
-    monkeypatch.setattr(backoff, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
+    monkeypatch.setattr(backlog, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
 
 
 PLAIN = Plan({kind: {} for kind in KINDS}, None, {"chunk": 8192, "arena": {"size": 8 * 8192}}, None, None, False)

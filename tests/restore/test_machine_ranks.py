@@ -24,8 +24,8 @@ import tierstate as ts
 from tierstate.engine.packs.keys import is_part
 from tierstate.engine.ranks.heartbeat import Timeouts
 from tierstate.engine.ranks.team import Team
+from tierstate.engine.save import backlog
 from tierstate.manifest.errors import RankFailed
-from tierstate.tiers import backoff
 from tierstate.tiers.backoff import Backoff
 
 CALM = Timeouts(timeout=100.0, silence=20.0)
@@ -274,7 +274,7 @@ class Ranks(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is down is not tried again by itself, so that time decides nothing."""
-    monkeypatch.setattr(backoff, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
+    monkeypatch.setattr(backlog, "TIER_BACKOFF", Backoff(600.0, 600.0, 0.5))
 
 
 def run(examples: int, steps: int) -> None:

@@ -58,5 +58,5 @@ def at_rest(ckpt: ts.Checkpointer) -> bool:
 def idle(queue: Any) -> bool:
     """Whether a tier queue does nothing, and will not before the next save."""
     with queue._changed:
-        busy = queue._busy or queue._intakes or queue._backlog._waiting  # busy with retention, too
+        busy = queue._busy or queue._direct_jobs or queue._backlog._waiting  # busy with retention, too
         return not busy and (not queue._backlog.owed or queue._retry_timer.left > 0)

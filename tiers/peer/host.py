@@ -22,7 +22,7 @@ from tierstate.tiers.base import RankGroup
 from tierstate.tiers.posix.files import BufferedFile
 
 from .client import RemoteMemory
-from .local import DOOR, START, LocalMemory, lock_file, make_folder, removed_memories
+from .local import START_LOCK, USE_LOCK, LocalMemory, lock_file, make_folder, removed_memories
 from .members import (
     HostReport,
     Member,
@@ -59,7 +59,7 @@ class HostMemory:
 
     def __init__(self, kept: LocalMemory) -> None:
         self.kept, self.root = kept, kept.root
-        self._door: BufferedFile | None = None
+        self._use_lock: BufferedFile | None = None
         self._terms: tuple[str, int, float, float] | None = None
         self._looked = 0.0
 
@@ -71,18 +71,18 @@ class HostMemory:
     def enter(self) -> None:
         """Hold a shared lock by which the keeper sees that a process uses the memory. Does nothing if none ever ran."""
         if self.card() is not None:
-            self._hold_door()
+            self._hold_use_lock()
 
-    def _hold_door(self) -> None:
-        if self._door is None:
+    def _hold_use_lock(self) -> None:
+        if self._use_lock is None:
             with suppress(FileNotFoundError):
-                self._door = lock_file(self.root / DOOR, fcntl.LOCK_SH)
+                self._use_lock = lock_file(self.root / USE_LOCK, fcntl.LOCK_SH)
 
     def leave(self) -> None:
         """Release the lock: this process does not use the memory any more."""
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        if self._use_lock is not None:
+            self._use_lock.close()
+            self._use_lock = None
 
     def group(self) -> Membership:
         """The membership in this host's file.
@@ -122,8 +122,8 @@ class HostMemory:
         """
         make_folder(self.root, self.name)
         self._terms, self._looked = (address, port, idle, seconds), time.monotonic()
-        with closing(lock_file(self.root / START, fcntl.LOCK_EX)):
-            self._hold_door()
+        with closing(lock_file(self.root / START_LOCK, fcntl.LOCK_EX)):
+            self._hold_use_lock()
             member = self.card()
             if member is None or not self._runs(member, seconds, idle):
                 self._start(address, port, idle)
@@ -198,9 +198,9 @@ def agree_on_members(team: RankGroup, topic: str, home: HostMemory, keeper: Call
     """
     leader = team.leads("host")
     mine = _introduce(home, keeper) if leader else None
-    heard = team.gather(f"{topic} hosts", mine.encode() if mine else b"")
-    by_host = sorted((team.hosts[rank], rank) for rank, data in enumerate(heard) if data)
-    said = [HostReport.decode(heard[rank]) for _, rank in by_host]
+    answers = team.gather(f"{topic} hosts", mine.encode() if mine else b"")
+    by_host = sorted((team.hosts[rank], rank) for rank, data in enumerate(answers) if data)
+    said = [HostReport.decode(answers[rank]) for _, rank in by_host]
     _check([one.trouble for one in said])
     group = merge_memberships(said)
     trouble = _write(home, mine, group) if mine else ""

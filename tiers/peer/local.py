@@ -26,12 +26,12 @@ from tierstate.tiers.units import format_size
 
 from .client import PeerHosts, RemoteStaging
 
-DOOR, START = "door", "start"
-"""Lock files. `DOOR`: locked shared by each process that uses the memory. `START`: locked exclusively while a keeper
-is started or ends."""
+USE_LOCK, START_LOCK = "door", "start"
+"""Names of lock files. `USE_LOCK`: locked shared by each process that uses the memory. `START_LOCK`: locked exclusively
+while a keeper is started or ends."""
 
 
-NAMES = frozenset({DOOR, START, "fill", "objects", "card", "group", "log"})
+NAMES = frozenset({USE_LOCK, START_LOCK, "fill", "objects", "card", "group", "log"})
 """The names in the folder of a host's memory, besides names that start with a dot."""
 
 

@@ -31,7 +31,16 @@ from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import FormatError, TierError, TierstateError
 from tierstate.tiers.base import check_key, check_spans
 
-from .local import DOOR, START, LocalMemory, LocalWriter, lock_file, make_folder, remove_memory, removed_memories
+from .local import (
+    START_LOCK,
+    USE_LOCK,
+    LocalMemory,
+    LocalWriter,
+    lock_file,
+    make_folder,
+    remove_memory,
+    removed_memories,
+)
 from .members import CARD, Member, read_member, write_membership
 from .protocol import (
     LENGTH,
@@ -367,9 +376,9 @@ class PeerServer:
     def _give_back(self, how: int) -> bool:
         # On a stop request the memory is freed even if processes of this host use it; when idle, only if none does.
         with suppress(FileNotFoundError, TierstateError), ExitStack() as held:
-            held.enter_context(closing(lock_file(self.root / START, how)))
+            held.enter_context(closing(lock_file(self.root / START_LOCK, how)))
             if how & fcntl.LOCK_NB:
-                held.enter_context(closing(lock_file(self.root / DOOR, how)))
+                held.enter_context(closing(lock_file(self.root / USE_LOCK, how)))
             card = read_member(self.root)
             if card is not None and card.port == self._port:
                 remove_memory(

@@ -117,11 +117,11 @@ class VersionLoad:
             FormatError: the version's shards do not hold each element exactly once.
             Damaged: no tier has an intact copy of a chunk; the destinations may then hold any bytes.
         """
-        landing = ScatterTargets(self._version, to)
-        check_scatter(self._version, landing)
-        if len(landing.rows):
+        targets = ScatterTargets(self._version, to)
+        check_scatter(self._version, targets)
+        if len(targets.rows):
             self._engine.arena.prepare(READ_WORKERS * self._engine.arena.slab_size)
-            read_into(self._entry, landing, self._engine.arena)
+            read_into(self._entry, targets, self._engine.arena)
 
     def _fresh(self, leaf: Leaf) -> Provider:
         cls = REGISTRY.by_kind(leaf.spec.kind)

@@ -119,18 +119,18 @@ def write_part(
     save_state = SaveState(head, plan.total, [tier_run.name for tier_run in tier_runs], {})
     for tier_run in tier_runs:
         tier_run.rank = rank  # the names of packs contain it
-    intakes = _intakes(engine, plan, head, tier_runs, save_state)
+    direct_jobs = _direct_jobs(engine, plan, head, tier_runs, save_state)
     engine.arena.prepare(plan.total)
-    with ThreadPoolExecutor(len(intakes), thread_name_prefix="tierstate-dcp") as pool:
-        running = [pool.submit(intake.run) for intake in intakes]
+    with ThreadPoolExecutor(len(direct_jobs), thread_name_prefix="tierstate-dcp") as pool:
+        running = [pool.submit(job.run) for job in direct_jobs]
         outcome: Version | BaseException
         try:
-            outcome = _captured(engine, plan, head, rank, intakes, save_state)
+            outcome = _captured(engine, plan, head, rank, direct_jobs, save_state)
         except BaseException as error:
             save_state.cancelled.set()
             outcome = error
-        for intake in intakes:
-            intake.feed(outcome)
+        for job in direct_jobs:
+            job.feed(outcome)
     if isinstance(outcome, BaseException):
         raise outcome
     return [
@@ -140,7 +140,7 @@ def write_part(
     ]
 
 
-def _intakes(
+def _direct_jobs(
     engine: DcpEngine, plan: CapturePlan, head: Head, tier_runs: Sequence[PartTierRun], save_state: SaveState
 ) -> list[DirectJob]:
     routes, stages = Routes(engine.policy).of(plan.leaves), plan.without_memory().stages
@@ -167,19 +167,19 @@ def _share(engine: DcpEngine, tier_run: PartTierRun, done: Future[Record]) -> Ti
 
 
 def _captured(
-    engine: DcpEngine, plan: CapturePlan, head: Head, rank: int, intakes: Sequence[DirectJob], save_state: SaveState
+    engine: DcpEngine, plan: CapturePlan, head: Head, rank: int, direct_jobs: Sequence[DirectJob], save_state: SaveState
 ) -> Version:
     """Copy all planned values into slabs for all tiers; returns the version with this rank's shards only."""
 
     def dispatch(batch: SlabChunks) -> None:
-        for intake in intakes:
+        for job in direct_jobs:
             batch.slab.lease()
-            intake.feed(batch)
+            job.feed(batch)
         batch.slab.release()
 
     outlet = CaptureSink(dispatch, stop=save_state.cancelled.is_set)
-    standing = Capture(plan, head.chunk, engine.arena, digest_function(head.digest), outlet).run()
-    return Version.build(head, plan.leaves, plan.shards(rank), _digests(standing.digests))
+    captured = Capture(plan, head.chunk, engine.arena, digest_function(head.digest), outlet).run()
+    return Version.build(head, plan.leaves, plan.shards(rank), _digests(captured.digests))
 
 
 def _digests(found: Array) -> Array:

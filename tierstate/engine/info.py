@@ -155,7 +155,7 @@ class TierStats:
         """The counters of a tier's queue; all are zero for None, which means that nothing was saved yet."""
         if queue is None:
             return cls()
-        done, coming, left = queue.tally, queue.outstanding(), queue.left
+        done, coming, left = queue.counters, queue.outstanding(), queue.left
         return cls(
             done.raw,
             done.stored,

@@ -281,13 +281,13 @@ class _Job:
 
     def write(self) -> None:
         """Write all tensors, each chunk as soon as it is verified."""
-        landing = ScatterTargets(self._entry.version, self._places)
+        targets = ScatterTargets(self._entry.version, self._places)
 
         def put(row: int, raw: Buffer, _slab: object) -> None:
-            landing.give(row, raw)
+            targets.give(row, raw)
             self._progress(raw.numel())
 
-        self._fetch.run(landing.rows.tolist(), put)
+        self._fetch.run(targets.rows.tolist(), put)
 
 
 def _about(entry: VersionCopies) -> dict[str, Any]:

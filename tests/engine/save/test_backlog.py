@@ -8,13 +8,17 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstate.engine.placement import is_due
+from tierstate.engine.save import backlog
 from tierstate.engine.save.backlog import (
+    TIER_BACKOFF,
     Backlog,
     PendingVersion,
+    RetryTimer,
     becomes_pending,
     count_left_out,
     held_versions,
@@ -174,3 +178,19 @@ def test_what_arrives_stands_for_what_is_owed_of_its_window() -> None:
     assert [backlog.owe(waiting(seq, owed=True)) for seq in (8, 11, 12)] == [True, True, False]
     backlog.arrived(PendingVersion(13, 130, 13.0))
     assert list(backlog.owed) == [8]
+
+
+def test_a_timer_waits_longer_after_each_failure_until_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog.time, "monotonic", lambda: 100.0)
+    one = RetryTimer()
+    assert one.left == 0
+    expected = TIER_BACKOFF.first
+    for _ in range(12):
+        one.failed()
+        assert expected / 2 <= one.left <= expected
+        expected = min(TIER_BACKOFF.longest, 2 * expected)
+    assert expected == TIER_BACKOFF.longest
+    one.succeeded()
+    assert one.left == 0
+    one.failed()
+    assert one.left <= TIER_BACKOFF.first

@@ -92,7 +92,7 @@ class World:
 
     def save(self, seq: int) -> Record:
         publication = self.begin(seq)
-        return self.publish(seq, publication, publication.standing(self.digests))
+        return self.publish(seq, publication, publication.needless(self.digests))
 
     def lose(self, key: str, how: str) -> None:
         """Damage a pack, which a reader meets then, if anything of the newest version lies there."""
@@ -136,7 +136,7 @@ def test_what_is_found_damaged_after_it_stood_is_not_in_the_next_version(
     bad = packs[lost % len(packs)]
     publication = world.begin(3)
     world.change(3, third)
-    kept = publication.standing(world.digests)
+    kept = publication.needless(world.digests)
     world.lose(bad, how)
     there = set(world.tier.list(""))
     named = np.array([before.layout.place(row).object == bad for row in ROWS.tolist()])  # type: ignore[union-attr]
@@ -161,7 +161,7 @@ def test_a_file_that_is_found_damaged_after_all_has_come_is_not_in_the_version()
         world.save(seq)
     (pack,) = world.tier.list("packs/")
     publication = world.begin(3)
-    assert publication.standing(world.digests).all()
+    assert publication.needless(world.digests).all()
     assert publication.keep(ROWS, world.digests)
     world.lose(pack, "damage")
     with pytest.raises(Damaged, match="the next save writes its leaves again") as caught:

@@ -186,7 +186,7 @@ class ChunkChecks:
         self._progress, self._lock = progress, threading.Lock()
         self._random = np.random.default_rng(how.seed)
         self._credit: dict[str, float] = {}
-        self._heard: dict[PackId, Array] = {}
+        self._counted: dict[PackId, Array] = {}
         self._wrong: dict[PackId, dict[int, _Wrong]] = {}
         self._hits: list[_Hit] = []
 
@@ -232,9 +232,9 @@ class ChunkChecks:
         for rows in np.split(order, cuts) if len(order) else []:
             key = holding.tier_run.name, layout.objects[layout.object[rows[0]]]
             offsets, first = np.unique(layout.offset[rows], return_index=True)
-            heard = self._heard.get(key, offsets[:0])
-            found.append(rows[first[~np.isin(offsets, heard)]])
-            self._heard[key] = np.union1d(heard, offsets)
+            counted = self._counted.get(key, offsets[:0])
+            found.append(rows[first[~np.isin(offsets, counted)]])
+            self._counted[key] = np.union1d(counted, offsets)
         return np.sort(np.concatenate(found))
 
     def _sampled(self, holding: Holding, version: Version, rows: Array) -> Array:

@@ -212,9 +212,9 @@ class _Opening:
         version = entry.version
         failed: dict[int, Exception] = {}
         providers = {i: p for i in leaves if (p := self._fresh(entry, i)) is not None}
-        landing = self._land(version, providers, failed)
+        targets = self._land(version, providers, failed)
         torn: set[int] = set()  # their damage is already in the report
-        self._load(entry, landing, failed, torn)
+        self._load(entry, targets, failed, torn)
         for i in providers.keys() - failed.keys() - torn:
             try:
                 providers[i].done()
@@ -227,10 +227,10 @@ class _Opening:
     def _land(version: Version, providers: Mapping[int, Provider], failed: dict[int, Exception]) -> ScatterTargets:
         """Read targets of the leaves whose shards cover them; the others are added to ``failed``."""
         to = {i: Destination(i, Box.whole(version.leaves[i].spec.shape), p) for i, p in providers.items()}
-        landing = ScatterTargets(version, list(to.values()))
+        targets = ScatterTargets(version, list(to.values()))
         try:
-            check_scatter(version, landing)
-            return landing
+            check_scatter(version, targets)
+            return targets
         except FormatError:
             for i, one in to.items():
                 try:
@@ -240,14 +240,14 @@ class _Opening:
         return ScatterTargets(version, [one for i, one in to.items() if i not in failed])
 
     def _load(
-        self, entry: VersionCopies, landing: ScatterTargets, failed: dict[int, Exception], torn: set[int]
+        self, entry: VersionCopies, targets: ScatterTargets, failed: dict[int, Exception], torn: set[int]
     ) -> None:
         """Load the bytes with the providers; their errors go to ``failed``, leaves with a lost chunk to ``torn``."""
         version = entry.version
 
         def load(row: int, raw: Buffer, _slab: object) -> None:
             try:
-                event = landing.give(row, raw)
+                event = targets.give(row, raw)
                 if event is not None:
                     event.synchronize()
             except Exception as error:
@@ -258,7 +258,7 @@ class _Opening:
             torn.add(int(version.chunk_leaf[row]))
 
         fetch = Fetch(version, entry.holdings, self._arena, workers=READ_WORKERS, lost=lose)
-        fetch.run(landing.rows.tolist(), load)
+        fetch.run(targets.rows.tolist(), load)
 
     def _fresh(self, entry: VersionCopies, index: int) -> Provider | None:
         """A provider that loads into a new value; None if there is none, or loading is not safe (pickle)."""

@@ -59,18 +59,18 @@ class GroupQuery:
         except Exception as error:
             mine, said = error, (AGAIN if isinstance(error, VersionMoved) else FAILED) + _told(error)
         try:
-            heard = self.team.gather(topic, said)
+            answers = self.team.gather(topic, said)
         except RankFailed as error:
             raise (mine or error) from None
-        failed = [rank for rank, one in enumerate(heard) if one[:1] == FAILED]
-        again = [rank for rank, one in enumerate(heard) if one[:1] == AGAIN]
+        failed = [rank for rank, one in enumerate(answers) if one[:1] == FAILED]
+        again = [rank for rank, one in enumerate(answers) if one[:1] == AGAIN]
         if mine is not None and (not failed or self.team.rank in failed):
             raise mine
         if failed:
-            raise RankFailed("; ".join(f"rank {r}: {heard[r][1:].decode(errors='replace')}" for r in failed), failed)
+            raise RankFailed("; ".join(f"rank {r}: {answers[r][1:].decode(errors='replace')}" for r in failed), failed)
         if again:
-            raise VersionMoved(f"rank {again[0]}: {heard[again[0]][1:].decode(errors='replace')}")
-        return [one[1:] for one in heard]
+            raise VersionMoved(f"rank {again[0]}: {answers[again[0]][1:].decode(errors='replace')}")
+        return [one[1:] for one in answers]
 
     def ask_json(self, topic: str, answer: Callable[[], Any]) -> list[Any]:
         """As `ask`, for answers of JSON types."""

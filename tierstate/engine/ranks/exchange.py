@@ -76,16 +76,16 @@ class PeerListener:
     """
 
     def __init__(self, hosts: int) -> None:
-        self.listener = socket.create_server((own_address(hosts, strict=False), 0), backlog=1024)
+        self.socket = socket.create_server((own_address(hosts, strict=False), 0), backlog=1024)
         self.token = secrets.token_bytes(TOKEN)
-        host, port = self.listener.getsockname()
+        host, port = self.socket.getsockname()
         self.address = f"{host} {port} {self.token.hex()}"
 
     def close(self) -> None:
         """Accept no more connections."""
         with suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)  # which ends a waiting `accept`
-        self.listener.close()
+            self.socket.shutdown(socket.SHUT_RDWR)  # which ends a waiting `accept`
+        self.socket.close()
 
 
 class PeerConnection:
@@ -154,7 +154,7 @@ class ChunkExchange:
     Args:
         me: this rank.
         exchange: its plan.
-        door: the listening socket of this rank.
+        listener: the listening socket of this rank.
         addresses: by rank, the address of its `PeerListener`.
         nbytes: ``(rows,)``: the length of each chunk.
         take: verifies a received chunk, and copies it into the state if this rank wants it.
@@ -166,14 +166,14 @@ class ChunkExchange:
         self,
         me: int,
         exchange: ExchangePlan,
-        door: PeerListener,
+        listener: PeerListener,
         addresses: Sequence[str],
         nbytes: Array,
         take: ReceiveChunk,
         patience: float,
         spot: ChunkMemory = lambda _row: None,
     ) -> None:
-        self._me, self._door, self._nbytes, self._take, self._spot = me, door, nbytes, take, spot
+        self._me, self._listener, self._nbytes, self._take, self._spot = me, listener, nbytes, take, spot
         self._patience = patience
         self._lines = {rank: PeerConnection(me, rank, addresses[rank], patience) for rank in exchange.sends}
         self._to = _by_row(exchange.sends)
@@ -185,7 +185,7 @@ class ChunkExchange:
         self._lock = threading.Lock()
         self._closed = False
         self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, name="tierstate-door", daemon=True)]
+        self._threads = [threading.Thread(target=self._accept, name="tierstate-accept", daemon=True)]
         if self._expected:
             self._threads[0].start()
 
@@ -237,7 +237,7 @@ class ChunkExchange:
         with self._lock:
             self._closed = True
             there = list(self._open)
-        self._door.close()
+        self._listener.close()
         for line in self._lines.values():
             line.close()
         for connection in there:
@@ -250,7 +250,7 @@ class ChunkExchange:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._door.listener.accept()
+                connection, _ = self._listener.socket.accept()
             except OSError as error:
                 if not self._closed:
                     log.warning("nothing more is let in that other ranks pass on: %s", error)
@@ -283,7 +283,7 @@ class ChunkExchange:
         """The rank that connects; None if its token is wrong or the plan has nothing from it to this rank."""
         connection.settimeout(HANDSHAKE_TIMEOUT)
         token, rank = HANDSHAKE.unpack(exactly(connection, HANDSHAKE.size))
-        if not hmac.compare_digest(token, self._door.token) or rank not in self._expected:
+        if not hmac.compare_digest(token, self._listener.token) or rank not in self._expected:
             log.warning("a connection of a process that is not of the team was refused")
             return None
         connection.settimeout(None)

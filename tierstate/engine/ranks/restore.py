@@ -79,7 +79,7 @@ class ChunkRestore:
     Args:
         query: the ranks.
         entry: the version, and what this rank has of it.
-        landing: the scatter targets: where the bytes of each wanted chunk go.
+        targets: the scatter targets: where the bytes of each wanted chunk go.
         arena: the memory that bytes pass through.
 
     Attributes:
@@ -89,13 +89,13 @@ class ChunkRestore:
         failure: the error of a chunk that could not be copied into the state; None if there was none.
     """
 
-    def __init__(self, query: GroupQuery, entry: VersionCopies, landing: ScatterTargets, arena: Arena) -> None:
-        self._query, self._entry, self._landing, self._arena = query, entry, landing, arena
+    def __init__(self, query: GroupQuery, entry: VersionCopies, targets: ScatterTargets, arena: Arena) -> None:
+        self._query, self._entry, self._targets, self._arena = query, entry, targets, arena
         version = entry.version
         self._digest, self._digests = digest_function(version.head.digest), version.digests.tobytes()
         self._nbytes = version.chunk_nbytes
         self._wants, self._got = np.zeros(len(version.digests), bool), np.zeros(len(version.digests), bool)
-        self._wants[landing.rows] = True
+        self._wants[targets.rows] = True
         self.reach = _reach(entry, query.team)
         self.damage: Damaged | None = None
         self.failure: Exception | None = None
@@ -106,21 +106,21 @@ class ChunkRestore:
         found: Array = self._wants & ~self._got
         return found
 
-    def exchange(self, plan: ExchangePlan, wanted: Array, door: PeerListener, doors: Sequence[str]) -> None:
+    def exchange(self, plan: ExchangePlan, wanted: Array, listener: PeerListener, addresses: Sequence[str]) -> None:
         """Read and send chunks as planned, and wait for those of other ranks. All ranks call this together.
 
         Args:
             plan: this rank's exchange plan.
             wanted: all rows that at least one rank wants.
-            door: this rank's listening socket.
-            doors: by rank, the address of its listening socket.
+            listener: this rank's listening socket.
+            addresses: by rank, the address of its listening socket.
 
         Raises:
             VersionMoved, RankFailed, TierstateError: as `GroupQuery.ask`. Chunks that did not come are `missing`.
         """
         team = self._query.team
         passing = ChunkExchange(
-            team.rank, plan, door, doors, self._nbytes, self._take, team.timeouts.silence, self._spot
+            team.rank, plan, listener, addresses, self._nbytes, self._take, team.timeouts.silence, self._spot
         )
 
         def read() -> bytes:
@@ -129,8 +129,8 @@ class ChunkRestore:
             return json.dumps(passing.broken).encode()
 
         try:
-            heard = self._query.ask("passed", read)
-            self.failure = passing.wait([rank for rank, said in enumerate(heard) if team.rank in json.loads(said)])
+            answers = self._query.ask("passed", read)
+            self.failure = passing.wait([rank for rank, said in enumerate(answers) if team.rank in json.loads(said)])
         finally:
             passing.close()
 
@@ -158,7 +158,7 @@ class ChunkRestore:
         alone = rows[~for_others]
         try:
             fetch.run(rows[for_others].tolist(), give)  # first, since other ranks wait for them
-            fetch.fill(restore_on_device(self._entry, alone, self._landing), self._landing)
+            fetch.fill(restore_on_device(self._entry, alone, self._targets), self._targets)
         finally:
             mender.close()
         self._got[np.setdiff1d(alone, lost)] = True
@@ -177,18 +177,18 @@ class ChunkRestore:
 
     def _lands(self, row: int) -> bool:
         """Whether this rank wants the chunk and all of it goes to one contiguous place in memory."""
-        return bool(self._wants[row]) and bool(self._landing.address[row])
+        return bool(self._wants[row]) and bool(self._targets.address[row])
 
     def _spot(self, row: int) -> Buffer | None:
         """That place, into which the chunk is received directly; None if there is none."""
         if not self._lands(row):
             return None
-        self._landing.touch(row)
-        return self._landing.memory(row)
+        self._targets.touch(row)
+        return self._targets.memory(row)
 
     def _bring(self, row: int, raw: Buffer) -> None:
         if self._wants[row]:
-            event = self._landing.give(row, raw)
+            event = self._targets.give(row, raw)
             if event is not None:
                 event.synchronize()
             self._got[row] = True
@@ -244,7 +244,7 @@ class RestoreAttempt:
         self._team, self._version = query.team, entry.version
         self._target: Target | None = None
         self._chunks: ChunkRestore | None = None
-        self._door: PeerListener | None = None
+        self._listener: PeerListener | None = None
         self.begun = False
 
     def restore(self) -> Any:
@@ -258,7 +258,7 @@ class RestoreAttempt:
         hosts, nbytes = self._team.hosts, self._version.chunk_nbytes
         for number in range(ROUNDS + 1):
             with ExitStack() as opened:
-                offers, doors = self._ask(opened)
+                offers, addresses = self._ask(opened)
                 wanted = np.flatnonzero(np.logical_or.reduce([mask_of(o.wants, len(nbytes)) for o in offers]))
                 if not len(wanted):
                     return self._finish()
@@ -267,8 +267,8 @@ class RestoreAttempt:
                     break
                 self.begun = True
                 assert self._chunks is not None
-                assert self._door is not None
-                self._chunks.exchange(plan, wanted, self._door, doors)
+                assert self._listener is not None
+                self._chunks.exchange(plan, wanted, self._listener, addresses)
         raise self._not_whole(offers, plan)
 
     def _plan(self) -> ChunkRestore:
@@ -289,19 +289,19 @@ class RestoreAttempt:
     def _ask(self, opened: ExitStack) -> tuple[list[RankRows], list[str]]:
         """Gather what all ranks still want, what they reach, and the addresses of their listening sockets."""
         rows, leaves = len(self._version.digests), len(self._version.leaves)
-        offers, doors, nowhere = [], [], np.ones(leaves, bool)
+        offers, addresses, nowhere = [], [], np.ones(leaves, bool)
         for said in self._query.ask("offer", lambda: self._offer(opened)):
             head, columns = col.decode_table(memoryview(said), WHAT)
             sets = [decode_runs(_column(columns, f"rows.{i}"), rows) for i in range(WANTED + 1)]
             offers.append(RankRows(sets[WANTED], (sets[0], sets[1], sets[2], sets[3])))
-            doors.append(col.json_field(head, "door", str, WHAT))
+            addresses.append(col.json_field(head, "address", str, WHAT))
             nowhere &= mask_of(decode_runs(_column(columns, "elsewhere"), leaves), leaves)
         self._check_wanted(np.flatnonzero(nowhere).tolist())
-        return offers, doors
+        return offers, addresses
 
     def _offer(self, opened: ExitStack) -> bytes:
         # Opened here, within the all-gather, so that the other ranks get an error if it fails.
-        door = self._door = opened.enter_context(closing(PeerListener(len(set(self._team.hosts)))))
+        listener = self._listener = opened.enter_context(closing(PeerListener(len(set(self._team.hosts)))))
         chunks = self._chunks = self._chunks or self._plan()
         assert self._target is not None
         if chunks.failure is not None:
@@ -310,7 +310,9 @@ class RestoreAttempt:
         elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._target.elsewhere))
         sets = {f"rows.{i}": mask for i, mask in enumerate([*chunks.reach, chunks.missing])}
         columns = {name: encode_runs(runs_in(mask)) for name, mask in {**sets, "elsewhere": elsewhere}.items()}
-        return col.encode_table({"door": door.address}, {name: np.frombuffer(d, "<u1") for name, d in columns.items()})
+        return col.encode_table(
+            {"address": listener.address}, {name: np.frombuffer(d, "<u1") for name, d in columns.items()}
+        )
 
     def _check_wanted(self, nowhere: Sequence[int]) -> None:
         """Raise StateMismatch, on all ranks, if no rank's state has some leaves of the version."""

@@ -376,4 +376,4 @@ class SharedPipeline(SavePipeline):
             self._mismatched(save_state.head.seq)
 
     def _brought(self, name: str, due: PendingVersion) -> None:
-        self._ledger.brought(name, due.seq)
+        self._saves.brought(name, due.seq)

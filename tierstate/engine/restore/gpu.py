@@ -16,7 +16,7 @@ from tierstate.manifest.format.layout import RAW
 from tierstate.manifest.format.version import Version
 from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.tiers.memory.cuda import unchanged_runs
-from tierstate.tiers.memory.gpu import Gpu, gpu_in
+from tierstate.tiers.memory.gpu import Gpu
 
 from .scatter import Destination, ScatterTargets
 
@@ -35,7 +35,7 @@ def restore_on_device(entry: VersionCopies, rows: Array, targets: ScatterTargets
         the remaining rows, which must be read by way of the host; chunks that have changed are among them.
     """
     for holding in entry.holdings:
-        tier = gpu_in(holding.tier_run.tier)
+        tier = holding.tier_run.gpu
         if tier is not None:
             rows = np.setdiff1d(rows, _from_device(entry.version, holding, tier, rows, targets))
     return rows

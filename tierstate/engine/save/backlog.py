@@ -6,6 +6,7 @@ a tier lags (back-pressure), and which versions faster tiers must keep until slo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tierstate.engine.placement import LastSave, is_due
 from tierstate.manifest.format.version import Head
+from tierstate.tiers.backoff import Backoff
 
 from .save_state import SaveState
 
@@ -173,13 +175,13 @@ class Backlog(Generic[C]):
         """Number of the oldest save that waits; missing versions do not count. None if none waits."""
         return min(self._waiting, default=None)
 
-    def take(self, debts: bool) -> C | None:
+    def take(self, missing: bool) -> C | None:
         """Remove and return the oldest copy; None if there is none.
 
         Args:
-            debts: whether missing versions may be taken too; false during the back-off after a failure.
+            missing: whether missing versions may be taken too; false during the back-off after a failure.
         """
-        ordered = self._ordered() if debts else sorted(self._waiting.values(), key=_number)
+        ordered = self._ordered() if missing else sorted(self._waiting.values(), key=_number)
         if not ordered:
             return None
         self._remove(ordered[0])
@@ -208,3 +210,29 @@ class Backlog(Generic[C]):
 
 def _number(copy: QueuedCopy) -> int:
     return copy.due.seq
+
+
+TIER_BACKOFF = Backoff(first=1.0, longest=60.0, fixed=0.5)
+"""Pauses of a tier that failed during saves."""
+
+
+class RetryTimer:
+    """Says when a tier that failed may be tried again. It never blocks: the owner calls `left`."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._until = 0.0
+
+    def failed(self) -> None:
+        """Count one more failure: the pause that begins now is longer than the one before."""
+        self._failures += 1
+        self._until = time.monotonic() + TIER_BACKOFF.pause(self._failures)
+
+    def succeeded(self) -> None:
+        """End the pause, and reset to short pauses."""
+        self._failures, self._until = 0, 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds until the next attempt; 0 if it may be made now."""
+        return max(0.0, self._until - time.monotonic())

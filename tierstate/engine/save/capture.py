@@ -431,7 +431,7 @@ class CaptureJob(NamedTuple):
     jobs: list[tuple[TierQueue, Job]]
     snapped: bool = False
 
-    def intakes(self) -> list[DirectJob]:
+    def direct_jobs(self) -> list[DirectJob]:
         """The jobs that write from the slabs of the capture; the other jobs copy from a faster tier."""
         return [job for _, job in self.jobs if isinstance(job, DirectJob)]
 
@@ -448,7 +448,7 @@ class CaptureThread:
     def __init__(self, arena: Arena, ended: Callable[[], None], rank: int | None = None) -> None:
         self._arena, self._ended, self._rank = arena, ended, rank
         self.parent = ""
-        self._standing: LastCapture | None = None
+        self._last_capture: LastCapture | None = None
         self._version: Version | None = None
         self._queue: SimpleQueue[CaptureJob | None] = SimpleQueue()
         self._over = Latch()
@@ -488,58 +488,58 @@ class CaptureThread:
         Called only if the queues of those tiers were idle. Otherwise a save in between may become the tier's newest
         version, and chunks that it does not name may be deleted.
         """
-        last, intakes = self._standing, work.intakes()
-        if last is None or not intakes or not last.fits(work.plan.nbytes):
+        last, direct_jobs = self._last_capture, work.direct_jobs()
+        if last is None or not direct_jobs or not last.fits(work.plan.nbytes):
             return None
-        likely = np.logical_and.reduce([intake.publication.standing(last.digests) for intake in intakes])
+        likely = np.logical_and.reduce([job.publication.needless(last.digests) for job in direct_jobs])
         return dataclasses.replace(last, likely=likely)
 
     def _save(self, work: CaptureJob, before: Before) -> None:
         outcome: Version | BaseException
         try:
-            standing = self._capture(work, before)
+            captured = self._capture(work, before)
         except BaseException as error:
             outcome = _told(error)
             work.save_state.capture_ended(outcome)
         else:
             work.save_state.capture_ended(None)
-            outcome = self._describe(work, standing)
+            outcome = self._describe(work, captured)
         work.save_state.lost = isinstance(outcome, BaseException)
-        for intake in work.intakes():
-            intake.feed(outcome)
+        for job in work.direct_jobs():
+            job.feed(outcome)
 
     def _capture(self, work: CaptureJob, before: Before) -> LastCapture:
-        intakes, save_state = work.intakes(), work.save_state
+        direct_jobs, save_state = work.direct_jobs(), work.save_state
 
         def dispatch(batch: SlabChunks) -> None:
-            for intake in intakes:
+            for job in direct_jobs:
                 batch.slab.lease()
-                intake.feed(batch)
+                job.feed(batch)
             batch.slab.release()
 
         def keep(rows: Array, digests: Array) -> None:
-            for intake in intakes:
-                intake.feed(UnchangedChunks(rows, digests))
+            for job in direct_jobs:
+                job.feed(UnchangedChunks(rows, digests))
 
         freed = partial(save_state.capture_ended, None) if work.snapped else save_state.freed.set
         outlet = CaptureSink(dispatch, keep, freed, save_state.cancelled.is_set)
         digest = digest_function(save_state.head.digest)
         return Capture(work.plan, save_state.head.chunk, self._arena, digest, outlet, before).run()
 
-    def _describe(self, work: CaptureJob, standing: LastCapture) -> Version | BaseException:
+    def _describe(self, work: CaptureJob, captured: LastCapture) -> Version | BaseException:
         """The version that was captured, or the error why there is none."""
         plan, head, last = work.plan, dataclasses.replace(work.save_state.head, parent=self.parent), self._version
         try:
             if last is not None and _alike(last, plan, head.chunk):
-                version = last.again(head, standing.digests)
+                version = last.again(head, captured.digests)
             else:
-                version = Version.build(head, plan.leaves, plan.shards(self._rank or 0), standing.digests)
+                version = Version.build(head, plan.leaves, plan.shards(self._rank or 0), captured.digests)
                 if self._rank is None:
                     check_complete(version)
             encoded = version.id  # computing the id encodes the version, which may fail
         except BaseException as error:
             return _told(error)
-        self._version, self._standing = version, standing
+        self._version, self._last_capture = version, captured
         if self._rank is None:
             self.parent = encoded
         return version

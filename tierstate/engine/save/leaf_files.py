@@ -427,7 +427,7 @@ class LeafFiles:
         owner = np.repeat(np.arange(len(leaves)), counts)
         rows = self._first[leaves][owner] + np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
         unit = _Unit(leaves, rows)
-        # In this order: the capture thread may be calling `standing`.
+        # In this order: the capture thread may be calling `needless`.
         self._units.append(unit)
         self._unit[rows], self._index[rows] = len(self._units) - 1, np.arange(len(rows))
         if not frozen:
@@ -460,7 +460,7 @@ class LeafFiles:
 
     # Chunks from the capture, or from faster tiers
 
-    def standing(self, digests: Array) -> Array:
+    def needless(self, digests: Array) -> Array:
         """``(chunks,)`` of bool: the rows for which nothing need be written if these are their digests. Does no I/O."""
         if not self._tier_run.at_hand:
             return np.zeros(len(digests), bool)
@@ -474,7 +474,7 @@ class LeafFiles:
         return found
 
     def keep(self, rows: Array, digests: Array) -> bool:
-        """Note chunks that were not copied, since `standing` was true for them. Returns whether all are `same`."""
+        """Note chunks that were not copied, since `needless` was true for them. Returns whether all are `same`."""
         self._ready()
         mine = self._unit[rows] >= 0
         rows, digests = rows[mine], digests[mine]

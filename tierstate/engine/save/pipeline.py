@@ -60,11 +60,12 @@ class SavePipeline:
     def __init__(self, policy: Policy, tier_runs: Sequence[TierRun], arena: Arena) -> None:
         self._policy, self._arena = policy, arena
         self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
+        self._on_device = any(tier_run.gpu is not None for tier_run in tier_runs)
         self._pid = os.getpid()
         self._last: dict[str, LastSave | None] = {}
         self._routes = Routes(policy)
-        self._ledger = SavesUnderWay()
-        self._cascade = Cascade(policy, tier_runs, self._ledger, arena, self._failed, self._brought)
+        self._saves = SavesUnderWay()
+        self._cascade = Cascade(policy, tier_runs, self._saves, arena, self._failed, self._brought)
         self._seq, self._look = 0, True
         self._parent = ""
         self.skipped = 0
@@ -107,9 +108,10 @@ class SavePipeline:
         final = [plan.without_memory()]  # the plan that is captured in the end: a snapshot may replace it
         work = CaptureJob(save_state, plan, self._jobs(save_state, plan, names, routes, lambda: final[0].stages()))
         try:
-            work = take_snapshot(work)
-            final[0] = work.plan.without_memory()
-            self._ledger.add(save_state)
+            if self._on_device:
+                work = take_snapshot(work)
+                final[0] = work.plan.without_memory()
+            self._saves.add(save_state)
             self._last |= dict.fromkeys(names, (head.step, head.time))
             capturing.put(work)
         except BaseException:
@@ -123,7 +125,7 @@ class SavePipeline:
 
     def abandon(self, seq: int) -> None:
         """Cancel a save without reporting it as failed. Returns when its state is not read any more."""
-        for save_state in self._ledger.save_states():
+        for save_state in self._saves.save_states():
             if save_state.head.seq == seq:
                 save_state.cancelled.set()
                 self._arena.wake()
@@ -132,7 +134,7 @@ class SavePipeline:
 
     def _tell_lost(self, before: int) -> None:
         """Raise the error of a save before this version that reached no persistent tier, once."""
-        self._ledger.raise_if_lost([n for n, s in self._tier_runs.items() if s.tier.traits.persistent], before)
+        self._saves.raise_if_lost([n for n, s in self._tier_runs.items() if s.tier.traits.persistent], before)
 
     def next_seq(self) -> int:
         """The number of the next version: higher than that of every version in a tier whose log can be listed."""
@@ -230,7 +232,7 @@ class SavePipeline:
 
     def _brought(self, name: str, due: PendingVersion) -> None:
         """A version whose save had failed was copied to the tier: it counts for the interval (`every`) now."""
-        self._ledger.brought(name, due.seq)
+        self._saves.brought(name, due.seq)
         if self._last.get(name) is None:
             self._last[name] = due.step, due.time
 
@@ -240,11 +242,11 @@ class SavePipeline:
 
     def coming(self, tier: str) -> set[int]:
         """Numbers of the versions being written to a tier or waiting for it: garbage collection keeps their packs."""
-        return self._ledger.wanted(tier) | (self.queues[tier].wanted() if self.queues else set())
+        return self._saves.wanted(tier) | (self.queues[tier].wanted() if self.queues else set())
 
     def failures(self) -> list[tuple[SaveState, str, BaseException]]:
         """The failures that were not reported yet: save, tier, error. They count as reported from now on."""
-        return self._ledger.failures()
+        return self._saves.failures()
 
     def close(self, timeout: float | None = None, watch: OnDrain | None = None) -> None:
         """Finish the saves in progress, try missing versions once more, and end the threads.
@@ -263,11 +265,11 @@ class SavePipeline:
             self._drain(math.inf if timeout is None else timeout, watch)
         except BaseException as error:
             # Interrupted by the user: threads must stop using tiers and memory before those are closed.
-            error.add_note(f"closed while still under way: {', '.join(self._ledger.late()) or 'nothing'}")
+            error.add_note(f"closed while still under way: {', '.join(self._saves.late()) or 'nothing'}")
             self._give_up()
             self._drain(INTERRUPT_GRACE, None)
             raise
-        late, owed = self._ledger.late(), self._still_owed()
+        late, owed = self._saves.late(), self._still_owed()
         if owed:
             log.warning("closed while still owed, which the next process looks for: %s", owed)
         if late:
@@ -303,7 +305,7 @@ class SavePipeline:
         )
 
     def _give_up(self) -> None:
-        self._ledger.cancel()
+        self._saves.cancel()
         for queue in self.queues.values():
             queue.stop()
         self._arena.wake()

@@ -134,7 +134,7 @@ class TierWrite:
         self._adopted = chunks
         self._routed[chunks.rows] = False
 
-    def standing(self, digests: Array) -> Array:
+    def needless(self, digests: Array) -> Array:
         """``(chunks,)`` of bool: the rows for which nothing need be written if these, ``(chunks, 2)``, are their
         digests: they do not go to this tier, or it has them. Does no I/O."""
         if not self.tier_run.at_hand:
@@ -152,7 +152,7 @@ class TierWrite:
         return left
 
     def keep(self, rows: Array, digests: Array) -> bool:
-        """Note chunks that were not copied, since `standing` was true for them. Returns whether the tier has all."""
+        """Note chunks that were not copied, since `needless` was true for them. Returns whether the tier has all."""
         return not len(self.missing(rows, digests))
 
     def take(self, batch: SlabChunks) -> None:
@@ -374,10 +374,10 @@ class FormattedTierWrite(TierWrite):
         """No leaf: a snapshot on the device cannot have the layout of a file."""
         return np.zeros(len(self._leaves), bool)
 
-    def standing(self, digests: Array) -> Array:
-        in_files = self._files.standing(digests)
+    def needless(self, digests: Array) -> Array:
+        in_files = self._files.needless(digests)
         # For the base class, rows that go into files do not go to this tier.
-        found: Array = in_files | (super().standing(digests) & (self._elsewhere | self._beside))
+        found: Array = in_files | (super().needless(digests) & (self._elsewhere | self._beside))
         return found
 
     def keep(self, rows: Array, digests: Array) -> bool:

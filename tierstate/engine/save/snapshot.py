@@ -25,7 +25,7 @@ from tierstate.manifest.errors import TierFull
 from tierstate.manifest.format.layout import RAW, LayoutBuilder
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.memory.cuda import SUM_BLOCK, CopyStream, StreamEvent, block_sums, sums_on_host
-from tierstate.tiers.memory.gpu import Gpu, gpu_in
+from tierstate.tiers.memory.gpu import Gpu
 
 from .capture import CaptureJob, checked_chunks
 from .plan import HOST, CapturePlan, Chunks
@@ -102,7 +102,7 @@ def take_snapshot(work: CaptureJob) -> CaptureJob:
         the save with a plan that captures from the copies; the same save if no tier can do that or the copying failed.
     """
     for queue, job in work.jobs:
-        tier = gpu_in(queue.tier_run.tier)
+        tier = queue.tier_run.gpu
         if isinstance(job, DirectJob) and tier is not None:
             try:
                 return _snapped(work, queue, job, tier)

@@ -18,12 +18,11 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import SaveSkipped, TierFull, TierstateError
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.retention import RetentionEntry
-from tierstate.tiers.backoff import RetryTimer
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
-from .backlog import MAX_WAITING, Backlog, PendingVersion, held_versions, missed_versions
+from .backlog import MAX_WAITING, Backlog, PendingVersion, RetryTimer, held_versions, missed_versions
 from .publish import LOOK_AGAIN_AFTER, NOT_THE_TIERS_FAULT, CascadeJob, DirectJob, Job, drop_frames, may_succeed_later
 from .save_state import SaveState, SavesUnderWay
 
@@ -94,11 +93,11 @@ class TierQueue:
 
     def __init__(self, tier_run: TierRun, cascade: Cascade, backlog: Backlog[CascadeJob]) -> None:
         self.tier_run, self._name, self._cascade = tier_run, tier_run.name, cascade
-        self.tally = TierCounters()
+        self.counters = TierCounters()
         self.healthy, self.looked = True, False
         self.held: dict[int, str] = {}
         self._changed = threading.Condition()
-        self._intakes: deque[DirectJob] = deque()
+        self._direct_jobs: deque[DirectJob] = deque()
         self._backlog = backlog
         self._running: Job | None = None  # None again when its result is known, before retention
         self._retry_timer = RetryTimer()
@@ -113,9 +112,9 @@ class TierQueue:
     def put(self, job: Job) -> bool:
         """Add a job. Returns whether the queue was idle: no job running, and none waiting that writes from slabs."""
         with self._changed:
-            first = not self._busy and not self._intakes
+            first = not self._busy and not self._direct_jobs
             if isinstance(job, DirectJob):
-                self._intakes.append(job)
+                self._direct_jobs.append(job)
             else:
                 self._leave_out(self._backlog.put(job))
             self._changed.notify()
@@ -162,8 +161,8 @@ class TierQueue:
         """The missing versions, which are copied when that is possible, oldest first."""
         with self._changed:
             running = self._running
-            owing = [running.due] if isinstance(running, CascadeJob) and running.save_state is None else []
-            return sorted([*owing, *(copy.due for copy in self._backlog.owed.values())], key=lambda due: due.seq)
+            running_copy = [running.due] if isinstance(running, CascadeJob) and running.save_state is None else []
+            return sorted([*running_copy, *(copy.due for copy in self._backlog.owed.values())], key=lambda due: due.seq)
 
     @property
     def waiting(self) -> int:
@@ -172,7 +171,7 @@ class TierQueue:
             return sum(job.save_state is not None for job in self._begun()) + len(self._backlog)
 
     def _begun(self) -> list[Job]:
-        return [*([self._running] if self._running else []), *self._intakes]
+        return [*([self._running] if self._running else []), *self._direct_jobs]
 
     @property
     def left(self) -> int:
@@ -205,24 +204,24 @@ class TierQueue:
             self._running, self._busy = None, False
             while True:
                 self._leave_out(self._backlog.trim())
-                debts = not self._gave_up and (self._ended or not self._retry_timer.left)
-                job = self._take(debts)
+                missing = not self._gave_up and (self._ended or not self._retry_timer.left)
+                job = self._take(missing)
                 if job is not None or self._ended:
                     self._running, self._busy = job, job is not None
                     return job
                 self._changed.wait(self._retry_timer.left if self._backlog.owed else None)
 
-    def _take(self, debts: bool) -> Job | None:
-        first = self._backlog.first if self._intakes and self.tier_run.together else None
-        if first is not None and first < self._intakes[0].due.seq:
+    def _take(self, missing: bool) -> Job | None:
+        first = self._backlog.first if self._direct_jobs and self.tier_run.together else None
+        if first is not None and first < self._direct_jobs[0].due.seq:
             # All ranks must commit in the order of the saves: in other orders they would wait for each other.
-            return self._backlog.take(debts=False)
-        return self._intakes.popleft() if self._intakes else self._backlog.take(debts)
+            return self._backlog.take(missing=False)
+        return self._direct_jobs.popleft() if self._direct_jobs else self._backlog.take(missing)
 
     def _leave_out(self, copies: Sequence[CascadeJob]) -> None:
         name = self.tier_run.name
         for copy in copies:
-            self.tally.skipped += 1
+            self.counters.skipped += 1
             level = logging.WARNING if copy.save_state else logging.INFO
             log.log(level, "step %d is left out on %s, which lags behind: newer saves wait", copy.due.step, name)
             if copy.save_state is not None:
@@ -255,15 +254,15 @@ class TierQueue:
         return due.seq not in self.tier_run.worth_bringing(marks)
 
     def _arrived(self, job: Job, record: Record) -> None:
-        name, tally = self.tier_run.name, self.tally
+        name, counters = self.tier_run.name, self.counters
         self.healthy = True
         self._retry_timer.succeeded()
         self._recall_mends()
-        tally.saves += 1
-        tally.raw += record.version.nbytes
-        tally.stored += job.stored
+        counters.saves += 1
+        counters.raw += record.version.nbytes
+        counters.stored += job.stored
         if isinstance(job, CascadeJob) and job.began is not None:
-            tally.copied(job.due.nbytes, time.monotonic() - job.began)
+            counters.copied(job.due.nbytes, time.monotonic() - job.began)
         with self._changed:
             # Before the commit is reported: faster tiers then hold the version no longer for this one.
             self._backlog.arrived(job.due)
@@ -271,9 +270,9 @@ class TierQueue:
         if job.save_state is None:
             log.warning("step %d, which had not arrived at %s, is there now", job.due.step, name)
             self._cascade.report_late_copy(self._name, job.due)
-            tally.brought += 1
+            counters.brought += 1
         else:
-            tally.seconds.append(job.save_state.measured(name))
+            counters.seconds.append(job.save_state.measured(name))
             job.save_state.committed(name)
 
     def _fail(self, job: Job, error: BaseException) -> None:
@@ -281,7 +280,7 @@ class TierQueue:
         if save_state is not None:
             self.tier_run.withdraw(job.due.seq, error, left_out=isinstance(error, SaveSkipped))
             if isinstance(error, SaveSkipped):
-                self.tally.skipped += 1
+                self.counters.skipped += 1
                 log.warning("step %d is left out on %s: %s", save_state.head.step, name, error)
                 save_state.leave_out(name, str(error))
                 return
@@ -296,7 +295,7 @@ class TierQueue:
             said = "is still owed" if owed else "cannot be brought"
             log.log(logging.INFO if owed else logging.WARNING, "step %d %s to %s: %s", job.due.step, said, name, error)
             return
-        self.tally.failures += 1
+        self.counters.failures += 1
         later = "; it is brought when that is possible" if owed else ""
         if isinstance(error, TierFull) and self.held:
             later = f"; {len(self.held)} versions stay there longer than `keep` says: {self._reasons()}"
@@ -313,15 +312,15 @@ class TierQueue:
         """Make a failed save a missing version. Returns whether it will be copied later."""
         self._retry_timer.failed()
         if job.save_state is None:
-            debt = None if job.cancelled.is_set() else job
+            later = None if job.cancelled.is_set() else job
         else:
-            debt = None if job.save_state.lost else self._cascade.copy_later(self._name, job.save_state)
+            later = None if job.save_state.lost else self._cascade.copy_later(self._name, job.save_state)
         with self._changed:
             self._gave_up = self._gave_up or self._ended
-            if debt is not None and self._backlog.owe(debt):
+            if later is not None and self._backlog.owe(later):
                 self._running = None  # it must not count twice
                 self._leave_out(self._backlog.trim())
-            return debt is not None and debt.due.seq in self._backlog.owed
+            return later is not None and later.due.seq in self._backlog.owed
 
     def _recall_mends(self) -> None:
         """Load the list of repaired chunks now, so that the next capture can decide about reuse without I/O."""
@@ -359,7 +358,7 @@ class Cascade:
     Args:
         policy: the tiers, their intervals (`every`) and what happens when a tier lags (`on_lag`).
         tier_runs: the run in each tier, in the policy's order.
-        ledger: the saves in progress.
+        saves: the saves in progress.
         arena: the host memory for copies.
         on_failure: called with a tier's name, a save that failed there, and the error, before the error is reported.
         on_late_copy: called with a tier's name and a version that had failed there and has been copied since.
@@ -369,13 +368,13 @@ class Cascade:
         self,
         policy: Policy,
         tier_runs: Sequence[TierRun],
-        ledger: SavesUnderWay,
+        saves: SavesUnderWay,
         arena: Arena,
         on_failure: Callable[[str, SaveState, BaseException], None],
         on_late_copy: Callable[[str, PendingVersion], None],
     ) -> None:
         self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
-        self._policy, self._ledger, self._arena = policy, ledger, arena
+        self._policy, self._saves, self._arena = policy, saves, arena
         self.report_failure, self.report_late_copy = on_failure, on_late_copy
         self._routes = Routes(policy)
         # If rules send leaves to different tiers, a tier may lack leaves that a slower tier needs.
@@ -430,7 +429,7 @@ class Cascade:
             return {}
         slower = [n for n in list(self._tier_runs)[list(self._tier_runs).index(name) + 1 :] if self._lasts(n)]
         queues = {n: self.queues[n] for n in slower}
-        wanted = {n: self._ledger.wanted(n) | queue.wanted() for n, queue in queues.items()}
+        wanted = {n: self._saves.wanted(n) | queue.wanted() for n, queue in queues.items()}
         found = held_versions(wanted, {n: self._tier_runs[n].known for n in slower}, each=self._parted)
         if self._lasts(name):
             for n, queue in queues.items():

@@ -22,6 +22,7 @@ from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
 from tierstate.tiers.base import Tier
+from tierstate.tiers.memory.gpu import gpu_in
 
 from .index import Summaries
 from .retention import Retention
@@ -84,6 +85,7 @@ class TierRun:
         whole, alone: whether this rank sees all of a version in the tier; whether it can commit one there alone.
         retention: decides and drops versions.
         choices: codecs that `codec: auto` has chosen in this tier.
+        gpu: the `gpu` tier below its wrappers, which copies within the device bypass; None for other tiers.
     """
 
     rank, together = 0, False
@@ -108,6 +110,7 @@ class TierRun:
         self._sound: dict[str, bool] = {}
         self._indexed: tuple[Record, DigestIndex] | None = None
         self.choices = CodecChooser(tier)
+        self.gpu = gpu_in(tier)
 
     @property
     def name(self) -> str:
