@@ -53,18 +53,22 @@ def _server_of(item: pytest.Item, fixtures: set[str]) -> str | None:
     return next((name for fixture, name in SERVERS.items() if fixture in fixtures), None)
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What a test's fixtures say about it becomes markers, by which tests are chosen and given to workers.
+
+    Here and not in `pytest_collection_modifyitems`: pytest-xdist reads the groups there, before a conftest is called.
+    """
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if server := _server_of(item, fixtures):
+        item.add_marker("server")
+        item.add_marker(pytest.mark.xdist_group(server))
+    if "root" in fixtures:
+        item.add_marker("root")
+    if settings.get_current_profile_name() == "quick":
+        _take_fewer_examples(item)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What a test's fixtures say about it becomes markers, by which tests are chosen and given to workers."""
-    for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        if server := _server_of(item, fixtures):
-            item.add_marker("server")
-            item.add_marker(pytest.mark.xdist_group(server))
-        if "root" in fixtures:
-            item.add_marker("root")
-        if settings.get_current_profile_name() == "quick":
-            _take_fewer_examples(item)
     if getattr(config, "workerinput", None):
         # The last tests of a run should be short ones, so that no worker is left alone with a long one.
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
