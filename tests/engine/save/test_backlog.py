@@ -148,9 +148,9 @@ def test_a_queue_gives_the_oldest_first_and_debts_only_when_they_may_be_tried() 
     for copy in (waiting(1, owed=True), waiting(2, owed=True)):
         assert backlog.owe(copy)
     assert len(backlog) == 2
-    assert backlog.take(debts=False) is not None
+    assert backlog.take(missing=False) is not None
     assert [d.seq for d in backlog.dues()] == [1, 2, 4]
-    taken = [backlog.take(debts=True) for _ in range(4)]
+    taken = [backlog.take(missing=True) for _ in range(4)]
     assert numbers([copy for copy in taken if copy]) == [1, 2, 4]
     assert taken[-1] is None
 
@@ -163,7 +163,7 @@ def test_skipping_leaves_out_what_is_older_than_the_newest_at_hand() -> None:
     assert backlog.put(late) == []
     late.at_hand = True
     assert numbers(backlog.trim()) == [2]
-    assert backlog.take(debts=True) is late
+    assert backlog.take(missing=True) is late
 
 
 def test_what_waits_is_bounded() -> None:
