@@ -1,4 +1,4 @@
-"""The log: the records (commits) of one run in one tier, in the order of their sequence numbers.
+"""The log: the records (commits) of one run in one tier, in the order of their sequence numbers (`next_seq`).
 
 A record has the key ``versions/<run>/<seq>``, and its creation is the commit. A later record of the same version, after
 chunks were moved or leaves dropped, is a new *generation* with the key ``versions/<run>/<seq>.<n>``. It is created
@@ -9,6 +9,7 @@ are valid. The keys of records are made and parsed only here.
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,14 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,99}")
 
 
 _RECORD = re.compile(r"([0-9]{12})(?:\.([1-9][0-9]{0,5}))?")
+
+
+PER_SECOND = 100
+"""Sequence numbers per second of the clock: hundredths of a second since 1970 have twelve digits until 2286."""
+
+
+LAST_BY_CLOCK = 5 * 10**11
+"""The highest number that is taken from a clock (of the year 2128), so that a clock that is wrong leaves room above."""
 
 
 RACE_RETRIES = 3
@@ -65,6 +74,22 @@ def check_run(run: str) -> str:
     if not _RUN.fullmatch(run):
         raise ValueError(f"{run[:80]!r} cannot name a run; use up to 100 letters, digits, '.', '_' and '-'")
     return run
+
+
+def clock_seq() -> int:
+    """The sequence number that the clock of this host stands for."""
+    return min(int(time.time() * PER_SECOND), LAST_BY_CLOCK)
+
+
+def next_seq(highest: int) -> int:
+    """The sequence number of a new version: above the highest one in sight, and at least that of the clock.
+
+    So the numbers of a run rise in the order of its saves, also over tiers that were never seen together: a job that
+    goes on on another host, without the node-local tier of the first, does not begin with its numbers again. It is a
+    hybrid logical clock (Kulkarni et al., "Logical physical clocks", OPODIS 2014) in one integer: the clocks of hosts
+    matter only where the tiers of one are out of sight of the other.
+    """
+    return max(highest + 1, clock_seq())
 
 
 def commit_id() -> str:

@@ -20,7 +20,7 @@ from tierstate.engine.ranks.team import Team
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.registry import open_tier
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.clock_numbers]
 
 CALM = Timeouts(timeout=100.0, silence=20.0)
 
@@ -118,9 +118,9 @@ class Story:
         for name, where in self._tiers():
             if name == "site" or int(name[4:]) in hosts:
                 log = Log(where, "run")
-                for seq in log.seqs():
-                    present = log.read(seq).layout.present
-                    found[seq - 1] = found[seq - 1] | present if seq - 1 in found else present
+                for record in map(log.read, log.seqs()):
+                    step, present = record.version.head.step, record.layout.present
+                    found[step] = found[step] | present if step in found else present
             where.close()
         return sorted(step for step, present in found.items() if bool(np.all(present)))
 

@@ -159,3 +159,16 @@ def test_ten_thousand_versions(place: Path, record_property: Callable[[str, obje
             ckpt._tier_runs[0].summaries.write()
     assert found[0] == found[1]
     assert [v.seq for v in found[1]] == list(range(1, 10_001))
+
+
+@pytest.mark.clock_numbers
+def test_versions_of_hosts_that_never_saw_each_other_are_in_the_order_of_their_saves(place: Path) -> None:
+    spec = policy({name: tier("nvme", place / name) for name in ("one", "two")}, durable="one")
+    for step, host in enumerate(["one", "one", "two", "one", "two"]):
+        with ts.Checkpointer(policy({host: tier("nvme", place / host)}), "run") as ckpt:
+            ckpt.save({"w": step}, step=step)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert [version.step for version in ckpt.versions()] == [0, 1, 2, 3, 4]
+        assert ckpt.load() == {"w": 4}
+        ckpt.save({"w": 5}, step=5).wait()
+        assert ckpt.versions()[-1].step == 5

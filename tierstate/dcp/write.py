@@ -20,6 +20,7 @@ from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import FormatError, TierstateError
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
+from tierstate.manifest.history.log import next_seq
 from tierstate.manifest.sharded.part import encode_part
 
 from .engine import DcpEngine, PartTierRun
@@ -59,7 +60,7 @@ class SaveTargets(NamedTuple):
 
     Attributes:
         tier_runs: the run in each of those tiers, the durable tier first.
-        seq: the version's number, higher than all numbers in those tiers.
+        seq: the version's number, by the clock, and higher than all numbers in those tiers.
         step: the training step.
     """
 
@@ -101,7 +102,7 @@ def save_targets(engine: DcpEngine, step: int | None, now: float, hosts: int) ->
         last = None if newest is None else (newest.version.head.step, newest.version.head.time)
         if is_due(tier.every, step, last, now):
             tier_runs.append(tier_run)
-    return SaveTargets(tier_runs, highest + 1, step)
+    return SaveTargets(tier_runs, next_seq(highest), step)
 
 
 def write_part(

@@ -22,7 +22,7 @@ from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history import log as log_module
-from tierstate.manifest.history.log import Log, check_run, commit_id, list_runs
+from tierstate.manifest.history.log import LAST_BY_CLOCK, Log, check_run, commit_id, list_runs, next_seq
 
 
 class Shelf:
@@ -282,3 +282,27 @@ def test_names_of_runs(name):
 def test_names_that_would_lead_astray(name):
     with pytest.raises(ValueError, match="cannot name a run"):
         Log(Shelf(), name)
+
+
+@pytest.mark.clock_numbers
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400)), max_size=40), st.integers(0, 10**11))
+def test_numbers_rise_in_the_order_of_the_saves_whichever_logs_are_in_sight(jobs, start):
+    """Each job, some hundredths of a second after the one before, sees only the log of its own host."""
+    logs, now, numbers = {}, start, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_module.time, "time", lambda: now / log_module.PER_SECOND)
+        for host, pause in jobs:
+            now += 1 + pause
+            numbers.append(next_seq(logs.get(host, 0)))
+            logs[host] = numbers[-1]
+    assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.clock_numbers
+@given(st.integers(0, 10**12 - 2), st.floats(-1e12, 1e12))
+def test_a_number_is_above_all_in_sight_whatever_the_clock_says(highest, now):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_module.time, "time", lambda: now)
+        found = next_seq(highest)
+    assert highest < found <= max(highest + 1, LAST_BY_CLOCK)
+    Head("run", found, 0, 0.0).check()

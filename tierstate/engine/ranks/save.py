@@ -23,7 +23,7 @@ from tierstate.engine.store.run_in_tier import Stop, TierRun
 from tierstate.manifest.errors import PolicyError, RankFailed, StateMismatch, TierstateError
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head
-from tierstate.manifest.history.log import Log
+from tierstate.manifest.history.log import Log, next_seq
 from tierstate.manifest.history.retention import RetentionDecision, RetentionPolicy
 from tierstate.manifest.sharded.part import part_of
 from tierstate.tiers.base import Tier
@@ -45,7 +45,8 @@ class StartState(NamedTuple):
     """What the tiers hold when the team starts.
 
     Attributes:
-        seq: the highest version number that any rank finds in any tier.
+        seq: the number after which the team's versions are numbered: no lower than the highest that any rank finds in
+            any tier, nor than what any rank's clock says.
         last: by tier, step and time of the newest version that any rank finds in it; None if there is none.
     """
 
@@ -71,7 +72,7 @@ def compare_policies(team: Team, policy: Policy) -> None:
 
 
 def agree_on_start(team: Team, tier_runs: Sequence[TierRun], highest: Callable[[TierRun], int]) -> StartState:
-    """Agree with all ranks on the highest version number and on what each tier has; waits for all ranks.
+    """Agree with all ranks on the number before the next version's, and on what each tier has; waits for all ranks.
 
     Args:
         highest: the highest number in use in a tier, as this rank sees it.
@@ -80,7 +81,7 @@ def agree_on_start(team: Team, tier_runs: Sequence[TierRun], highest: Callable[[
         RankFailed: a rank does not answer.
     """
     seen = {tier_run.name: _newest(tier_run) for tier_run in tier_runs}
-    mine = {"seq": max(map(highest, tier_runs), default=0), "newest": seen}
+    mine = {"seq": next_seq(max(map(highest, tier_runs), default=0)) - 1, "newest": seen}
     every = [json.loads(said) for said in team.gather("opening", json.dumps(mine).encode())]
     newest: dict[str, list[float]] = {name: max((said["newest"][name] for said in every), default=[]) for name in seen}
     last = {name: (int(found[1]), float(found[2])) if found else None for name, found in newest.items()}
@@ -297,6 +298,9 @@ class SharedPipeline(SavePipeline):
         agreed = agree_on_start(team, tier_runs, self._highest)
         self._seq, self._look = agreed.seq, False
         self._dues = SharedCadence(team, policy, agreed.last)
+
+    def _after(self, highest: int) -> int:
+        return highest + 1  # no clock: all ranks must get the same number without asking each other
 
     def continue_from(self, version: str) -> None:
         super().continue_from(version)

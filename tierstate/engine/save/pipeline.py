@@ -19,6 +19,7 @@ from tierstate.engine.placement import LastSave, Route, Routes, due_tiers, enter
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.format.version import Head
+from tierstate.manifest.history.log import next_seq
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
@@ -137,13 +138,16 @@ class SavePipeline:
         self._saves.raise_if_lost([n for n, s in self._tier_runs.items() if s.tier.traits.persistent], before)
 
     def next_seq(self) -> int:
-        """The number of the next version: higher than that of every version in a tier whose log can be listed."""
+        """The number of the next version (`next_seq`), above all that are in the tiers whose log can be listed."""
         if self._look:
             self._look = False
             # Never lower than a number that this process has used: such a save may still be in progress.
             self._seq = max(self._seq, *map(self._highest, self._tier_runs.values()))
-        self._seq += 1
+        self._seq = self._after(self._seq)
         return self._seq
+
+    def _after(self, highest: int) -> int:
+        return next_seq(highest)
 
     @staticmethod
     def _highest(tier_run: TierRun) -> int:
