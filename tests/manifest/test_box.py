@@ -101,6 +101,8 @@ def test_negative_and_foreign_boxes_are_not_within():
     assert not Box((1,), (-1,)).within((3,))
     assert not Box((0,), (1,)).within((3, 3))
     assert not Box((0, 0), (1,)).within((3,))
+    assert Box((2,), (1,)).within((3,))
+    assert not Box((2,), (2,)).within((3,))
 
 
 @given(pairs_of_boxes())

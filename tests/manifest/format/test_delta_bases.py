@@ -136,3 +136,12 @@ def test_what_could_not_be_read_back_is_not_written(wrong):
     layout = Layout.build([wrong, place(16), place(32, 8)], {PACK: 40, BASE.object: 40})
     with pytest.raises(FormatError, match="a delta has no base, or what is no delta has one"):
         Record(small_version(), layout, {"id": "x"}).encode()
+
+
+def test_a_chunk_that_is_written_anew_has_no_base_any_more():
+    draft = LayoutBuilder(1)
+    draft.put(0, DELTA)
+    draft.put(0, place(32))
+    layout = draft.build({PACK: 48})
+    assert layout.place(0) == place(32)
+    assert layout.objects == (PACK,)

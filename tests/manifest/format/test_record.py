@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.manifest_strategies import PACK, layouts, place, records, small_version, versions
+from support.manifest_strategies import PACK, layouts, place, records, small_record, small_version, versions
 
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError
@@ -146,3 +146,13 @@ def test_the_bytes_of_format_one_do_not_change():
         "9d432c2a8bb6413b4bb1a87ee0065302",
         "7637d96b298dd65323914873b359eb70",
     )
+
+
+def test_every_byte_of_a_record_is_under_a_checksum():
+    """Also those of its head and table, and the padding between sections."""
+    data = small_record().encode()
+    for at in range(len(data)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1
+        with pytest.raises(FormatError):
+            decode_sections(memoryview(flipped))

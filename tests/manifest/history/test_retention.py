@@ -351,3 +351,9 @@ def test_numbers_below_zero_are_refused(wrong):
 def test_a_best_that_says_nothing_is_refused(metric, mode, count):
     with pytest.raises(ValueError, match="right is a name, min or max, 1 or more"):
         BestVersions(metric, mode, count)
+
+
+def test_a_version_that_is_exactly_as_old_as_within_is_kept():
+    versions = [RetentionEntry(seq, seq, 10.0 * seq) for seq in range(4)]
+    decision = decide_retention(versions, RetentionPolicy(within=20.0), {}, 30.0, {})
+    assert (sorted(decision.keep), list(decision.drop)) == ([1, 2, 3], [0])

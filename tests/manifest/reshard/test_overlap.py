@@ -100,6 +100,22 @@ def test_pairs_say_where_their_elements_lie(drawn):
             assert met.straight[k] == bool((np.diff(here) == 1).all() and (np.diff(there) == 1).all())
 
 
+@pytest.mark.parametrize(
+    ("shard", "want", "straight"),
+    [
+        (Box((0, 0), (4, 2)), Box((0, 0), (4, 4)), False),  # all of the shard, and half of each wanted row
+        (Box((0, 0), (4, 4)), Box((0, 0), (4, 2)), False),
+        (Box((0, 0), (2, 4)), Box((0, 0), (4, 4)), True),
+        (Box((0, 0), (4, 4)), Box((1, 0), (2, 4)), True),
+    ],
+)
+def test_bytes_are_in_one_piece_only_where_they_are_in_both_boxes(shard, want, straight):
+    leaves = [Leaf(("w",), Spec("tensor", itemsize=4, shape=(4, 4)))]
+    rows = -(-shard.volume * 4 // HEAD.chunk)
+    version = Version.build(HEAD, leaves, [ShardRow(0, 0, shard)], random_digests(rows, 7))
+    assert find_overlaps(version, [WantedBox(0, want)]).straight.tolist() == [straight]
+
+
 @given(wanted(), st.data())
 def test_a_covering_is_known_from_any_other(drawn, data):
     version, wants = drawn
