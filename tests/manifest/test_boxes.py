@@ -70,6 +70,11 @@ def test_within_is_what_it_is_of_one(pairs):
     assert found.tolist() == [b.within(s) for b, s in pairs]
 
 
+def test_a_box_that_begins_before_or_ends_behind_the_array_is_not_within():
+    given_ = [Box((-1,), (2,)), Box((0,), (3,)), Box((1,), (3,)), Box((2,), (-1,)), Box((0, 0), (3, 1))]
+    assert Boxes.of(given_).within(Boxes.wholes([(3,)] * 5)).tolist() == [False, True, False, False, False]
+
+
 @given(lists, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_a_mixture_is_the_same_for_the_same_box_and_number_only(given_, one, other):
     seed = np.array([one, other], "u8")
