@@ -39,9 +39,11 @@ log = logging.getLogger("tierstate")
 
 
 class _Hosts(NamedTuple):
-    """Host names of the ranks, sent in DCP's save plans. Nothing else, since DCP may reuse a plan for later saves."""
+    """Host names of the ranks, and how many ranks there are, sent in DCP's save plans. Nothing that changes, since DCP
+    may reuse a plan for later saves."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ("",)
+    ranks: int = 1
 
 
 def _policy(policy: Policy | str | os.PathLike[str]) -> Policy:
@@ -113,7 +115,7 @@ class TierWriter(StorageWriter):
         told = [plan.storage_data for plan in plans]
         names = tuple(sorted({name for hosts in told if isinstance(hosts, _Hosts) for name in hosts.names}))
         self._check_durable(len(plans), len(names))
-        return [dataclasses.replace(plan, storage_data=_Hosts(names)) for plan in plans]
+        return [dataclasses.replace(plan, storage_data=_Hosts(names, len(plans))) for plan in plans]
 
     def _check_durable(self, ranks: int, hosts: int) -> None:
         durable = self._engine.tier_run(self._policy.durable)
@@ -134,8 +136,9 @@ class TierWriter(StorageWriter):
         engine, said = self._engine, self._said
         self._said = None  # DCP does not call `reset` for a save without an id
         with engine.turn:
-            now, hosts = time.time(), plan.storage_data.names if isinstance(plan.storage_data, _Hosts) else ("",)
-            where = save_targets(engine, self._step if said is None else said, now, len(hosts))
+            now, hosts = time.time(), plan.storage_data if isinstance(plan.storage_data, _Hosts) else _Hosts()
+            step = self._step if said is None else said
+            where = save_targets(engine, step, now, len(hosts.names), alone=hosts.ranks == 1)
             with gc_paused():
                 found, listed = plan_of(plan, planner, may_pickle(self._policy))
             chunk, digest = self._policy.chunk, self._policy.digest

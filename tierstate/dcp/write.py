@@ -60,7 +60,7 @@ class SaveTargets(NamedTuple):
 
     Attributes:
         tier_runs: the run in each of those tiers, the durable tier first.
-        seq: the version's number, by the clock, and higher than all numbers in those tiers.
+        seq: the version's number, higher than all numbers in those tiers.
         step: the training step.
     """
 
@@ -69,7 +69,7 @@ class SaveTargets(NamedTuple):
     step: int
 
 
-def save_targets(engine: DcpEngine, step: int | None, now: float, hosts: int) -> SaveTargets:
+def save_targets(engine: DcpEngine, step: int | None, now: float, hosts: int, *, alone: bool) -> SaveTargets:
     """The tiers to which a save goes: always the durable one, and others that are due by their ``every``.
 
     Tiers in which not all ranks see the same objects, and tiers that do not answer, are left out.
@@ -79,6 +79,8 @@ def save_targets(engine: DcpEngine, step: int | None, now: float, hosts: int) ->
         step: the step; None for one more than the newest version's.
         now: seconds since 1970.
         hosts: number of hosts of the ranks.
+        alone: whether this is the only rank. Several ranks must get the same number without asking each other, so they
+            do not read their clocks.
 
     Raises:
         TierstateError: the durable tier does not answer.
@@ -102,7 +104,7 @@ def save_targets(engine: DcpEngine, step: int | None, now: float, hosts: int) ->
         last = None if newest is None else (newest.version.head.step, newest.version.head.time)
         if is_due(tier.every, step, last, now):
             tier_runs.append(tier_run)
-    return SaveTargets(tier_runs, next_seq(highest), step)
+    return SaveTargets(tier_runs, next_seq(highest) if alone else highest + 1, step)
 
 
 def write_part(
