@@ -1,6 +1,6 @@
 """The bytes of a strided tensor in row-major order: gathered from and scattered to its memory, bit for bit.
 
-Used by `TensorProvider`, for any strides, dtype, device and range of bytes, also for lazy conjugates and negatives.
+Used by `TensorProvider`, for any strides, dtype and device, also for lazy conjugates and negatives.
 Elements are copied as integers and without autograd, so that NaN payloads and -0.0 stay as they are.
 """
 
@@ -41,7 +41,7 @@ class Strided:
         self.nbytes = tensor.numel() * self.itemsize
 
     def read(self, start: int, out: Buffer) -> None:
-        """Copy the bytes ``start : start + len(out)`` into ``out``, on any device and at any address.
+        """Copy the bytes ``start : start + len(out)`` of whole elements into ``out``, on any device and at any address.
 
         From or to CUDA the copy is only queued on the current stream; ``out`` may be pinned.
         """
@@ -49,15 +49,13 @@ class Strided:
         if self.dense:
             out.copy_(self.bytes()[start : start + out.numel()], non_blocking=wait_not)
             return
-        skip, stop = start % self.itemsize, start + out.numel()
-        first, last = start // self.itemsize, -(-stop // self.itemsize)
-        whole = (last - first) * self.itemsize == out.numel() and _aligned(out, self._unit)
-        if whole and (out.device == self.device or not (self._conj or self._neg)):
+        first, last = start // self.itemsize, (start + out.numel()) // self.itemsize
+        if _aligned(out, self._unit) and (out.device == self.device or not (self._conj or self._neg)):
             self._gather(first, last, out)
             return
-        rest = torch.empty((last - first) * self.itemsize, dtype=torch.uint8, device=self.device)
-        self._gather(first, last, rest)
-        out.copy_(rest[skip : skip + out.numel()], non_blocking=wait_not)
+        gathered = torch.empty(out.numel(), dtype=torch.uint8, device=self.device)
+        self._gather(first, last, gathered)
+        out.copy_(gathered, non_blocking=wait_not)
 
     def write(self, start: int, data: Buffer) -> None:
         """Copy ``data`` to the bytes from ``start`` on; any range. Only where `direct`.

@@ -136,6 +136,20 @@ def test_a_box_is_the_global_part_and_its_bytes_the_local_tensors() -> None:
     assert provider.value.data_ptr() == state["w"]._local_tensor.data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_reads_only_the_optimizer_states_that_it_owns() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of itself
+
+    parameters = [torch.nn.Parameter(torch.ones(n)) for n in (2, 5, 3)]
+    optimizer = torch.optim.AdamW(parameters)
+    sum(p.sum() for p in parameters).backward()
+    optimizer.step()
+    leaves = flatten(optimizer).leaves
+    target = plan_restore(leaves, into=ZeroRedundancyOptimizer(parameters, torch.optim.AdamW))
+    read = {leaves[i].path[1] for i in target.wanted if leaves[i].path[0] == "state"}
+    assert read == {1}, "the largest parameter belongs to the first rank"
+
+
 def test_a_parameter_stays_one_and_says_so() -> None:
     parameter = torch.nn.Parameter(spread(whole((4, 2)), mesh_at((2,), (0,)), [Shard(0)]))
     tree = flatten({"w": parameter})

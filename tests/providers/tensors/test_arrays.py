@@ -53,6 +53,16 @@ def test_any_array_comes_back(array: np.ndarray, grains: int, piece: int, seed: 
     assert same(strided, array)
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_new_array_has_the_memory_order_of_the_saved_one(order: Any) -> None:
+    array = np.array([[1, 2, 3], [4, 5, 6]], order=order)
+    provider = ArrayProvider(array)
+    fresh = ArrayProvider.fresh(through_text(provider.spec))
+    feed(fresh, stream(provider))
+    assert same(fresh.done(), array)
+    assert fresh.done().strides == array.strides
+
+
 @pytest.mark.parametrize("dtype", ARRAY_DTYPES, ids=str)
 def test_dtypes_come_back(dtype: np.dtype[Any]) -> None:
     assert numpy_dtype(numpy_name(dtype)) == dtype

@@ -68,6 +68,13 @@ def test_what_comes_back_is_as_near_as_the_leaf_says(value: torch.Tensor, method
     assert torch.equal(found[value.isinf()], value[value.isinf()])
 
 
+@pytest.mark.parametrize("method", LOSSY_METHODS)
+def test_the_bytes_do_not_depend_on_where_chunks_are_cut(method: str) -> None:
+    value = torch.linspace(-1, 1, 3 * BLOCK + 5)  # its scales begin at an odd byte, so that chunks cut some in two
+    provider = lossy_provider(TensorProvider(value), method)
+    assert stream(provider, 16) == stream(provider)
+
+
 @given(value=floats())
 def test_values_that_cannot_be_kept_near_are_saved_as_they_are(value: torch.Tensor) -> None:
     eight, half = lossy_provider(TensorProvider(value), "int8"), lossy_provider(TensorProvider(value), "bf16")

@@ -56,6 +56,15 @@ def test_any_range_fills_any_address(tensor: torch.Tensor, data: st.DataObject) 
         assert not any(room[:shift] + room[shift + chunk.nbytes :])
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_each_chunk_has_its_own_elements_at_an_aligned_and_an_odd_address(shift: int) -> None:
+    tensor = torch.arange(32.0).view(4, 8).T
+    for start, nbytes, fill in TensorProvider(tensor).chunks(48):
+        out = torch.empty(nbytes + shift, dtype=torch.uint8)[shift:]
+        fill(out)
+        assert out.numpy().tobytes() == bits(tensor)[start : start + nbytes]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(dtype: torch.dtype) -> None:
     tensor = make(dtype, (5, 7), 1)

@@ -39,6 +39,15 @@ def test_every_state_is_flattened_as_if_it_were_the_first(state: Any, other: Any
         assert again == anew  # never the states themselves: torch cannot print every dtype
 
 
+class Twice(ValueProvider):
+    """Saves a value twice, under a kind of its own."""
+
+    kind = "twice"
+
+    def __init__(self, value: Any) -> None:
+        super().__init__([value, value])
+
+
 class Job:
     """A model in training, with what usually goes with it."""
 
@@ -131,6 +140,25 @@ def test_changes_of_a_job_are_noticed(change: Any) -> None:
             assert seen(recall.flatten(state)) == seen(flatten(state))
 
 
+@pytest.mark.parametrize("make", [torch.ones, np.ones])
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_values_that_come_to_share_memory_are_tied(make: Any, names: str) -> None:
+    stays, moves = names
+    recall, state = FlattenCache(), {"a": make(4), "b": make(4)}
+    recall.flatten(state)
+    state[moves] = state[stays]
+    assert [leaf.spec.kind for leaf in recall.flatten(state).leaves][2] == "tied"
+    assert seen(recall.flatten(state)) == seen(flatten(state))
+
+
+@pytest.mark.parametrize("make", [torch.ones, np.ones])
+def test_values_that_move_into_the_same_memory_are_tied(make: Any) -> None:
+    recall = FlattenCache()
+    recall.flatten({"a": make(4), "b": make(4)})
+    both = make(4)
+    assert [leaf.spec.kind for leaf in recall.flatten({"a": both, "b": both}).leaves][2] == "tied"
+
+
 def test_what_stays_is_known_again() -> None:
     job, recall = Job(), FlattenCache()
     job.step()
@@ -180,6 +208,15 @@ def test_a_later_registration_counts() -> None:
     assert [leaf.spec.kind for leaf in recall.flatten(state).leaves] == ["dict", "odd"]
 
 
+def test_a_later_registration_counts_for_values_that_have_not_changed() -> None:
+    registry = Registry()
+    recall, state = FlattenCache(registry=registry), {"x": b"abc", "y": 1}
+    recall.flatten(state)
+    registry.register(bytes, Twice)
+    assert [leaf.spec.kind for leaf in recall.flatten(state).leaves] == ["dict", "twice", "value"]
+    assert seen(recall.flatten(state)) == seen(flatten(state, registry=registry))
+
+
 def test_what_cannot_be_saved_is_told_at_any_time() -> None:
     recall = FlattenCache()
     recall.flatten({"x": torch.zeros(2, 2)})
@@ -192,12 +229,6 @@ def test_what_cannot_be_saved_is_told_at_any_time() -> None:
 
 
 def test_a_provider_for_a_constant_type_is_asked_again() -> None:
-    class Twice(ValueProvider):
-        kind = "twice"
-
-        def __init__(self, value: Any) -> None:
-            super().__init__([value, value])
-
     registry = Registry()
     registry.register(bytes, Twice)
     recall, state = FlattenCache(registry=registry), {"x": b"abc", "y": 1}

@@ -79,6 +79,20 @@ def test_all_differences_are_listed_before_anything_is_touched() -> None:
     assert before["x"].tolist() == [9, 9]
 
 
+@pytest.mark.parametrize(
+    ("here", "saved", "says"),
+    [
+        (torch.zeros(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16), "float16 here, bfloat16"),
+        (torch.zeros(2, dtype=torch.int32), torch.ones(2), "int32 here, float32"),
+        (np.zeros(2, "<i4"), np.ones(2, "<f4"), "<i4 here, <f4"),
+    ],
+)
+def test_a_dtype_of_the_same_width_is_another_dtype(here: Any, saved: Any, says: str) -> None:
+    leaves, _ = transfer(flatten({"x": saved}))
+    with pytest.raises(StateMismatch, match=f"x: has dtype {says} in the version"):
+        plan_restore(leaves, into={"x": here})
+
+
 def test_a_long_list_of_differences_is_cut() -> None:
     leaves, _ = transfer(flatten({str(i): 0 for i in range(50)}))
     with pytest.raises(StateMismatch, match="differ in 50 leaves") as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import pickle
+import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -86,6 +87,18 @@ def test_cut_and_extended_bytes_are_refused() -> None:
             decode_value(raw[:at])
     with pytest.raises(FormatError, match="has"):
         decode_value(raw + b"N")
+
+
+def test_a_length_beyond_the_end_is_refused_before_memory_is_allocated() -> None:
+    cut = encode_value([None] * 100_000)[:-1]
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            decode_value(cut)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(cut)
 
 
 def test_repeated_keys_and_elements_are_refused() -> None:
