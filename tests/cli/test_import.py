@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from contextlib import suppress
+from enum import Enum
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -29,6 +31,7 @@ from support.equality import difference
 from support.state_strategies import states
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -246,6 +249,50 @@ def test_a_folder_of_dcp(call: Call, policy: Path) -> None:
     shard = folder / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-900])
     assert "is truncated" in call("import", "-p", policy, "-r", "dcp", folder).err
+
+
+class EnumsByGetattr(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 does, which Debian 12 has."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_a_folder_of_dcp_that_an_earlier_python_wrote(call: Call, policy: Path) -> None:
+    folder = policy.parent / "dcp"
+    save_dcp({"w": torch.arange(9.0)}, folder)
+    metadata, data = pickle.loads((folder / ".metadata").read_bytes()), io.BytesIO()
+    EnumsByGetattr(data).dump(metadata)
+    assert b"getattr" in data.getvalue()
+    (folder / ".metadata").write_bytes(data.getvalue())
+    assert call("import", "-p", policy, "-r", "dcp", folder, "--step", "5").status == 0
+    with ts.Checkpointer(policy, "dcp") as ckpt:
+        assert torch.equal(ckpt.load(step=5)["w"], torch.arange(9.0))
+
+
+ASKED = [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "x")]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_getattr_in_metadata_gives_members_of_enums_and_nothing_else(
+    call: Call, policy: Path, asked: tuple[Any, str]
+) -> None:
+    folder = policy.parent / "dcp"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(ByGetattr(*asked)))
+    answer = call("import", "-p", policy, "-r", "dcp", folder)
+    assert answer.status == 2
+    assert "asks for the attribute" in answer.err
+
+
+class ByGetattr:
+    """Pickled as an attribute of something."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.asked = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.asked
 
 
 SHARDS = """
