@@ -232,6 +232,13 @@ def test_a_stager_copies_everything_and_uses_its_memory_again() -> None:
     stager.close()
 
 
+def test_a_stager_copies_each_view_of_the_same_memory_as_it_is() -> None:
+    square = torch.arange(9.0).view(3, 3)
+    live = {"square": square, "turned": square.t(), "bits": square.view(torch.int32), "row": square[0]}
+    staged = TierStager().stage(live)
+    same(dict(staged), live)
+
+
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     """A shape, and some boxes in it."""
