@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import h5py
@@ -13,7 +14,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
+from support.checkpointer_worlds import alike, tensors, tier
+from support.checkpointer_worlds import policy as tier_policy
 from support.cli_calls import BITS, Call, damage, odd, state
 from support.leaks import nothing_left
 
@@ -117,6 +122,27 @@ def test_long_exports_are_sets_of_files_with_an_index(call: Call, run: Path) -> 
     assert torch.equal(safetensors.torch.load_file(run.parent / names[0])["model.w"], state(3)["model"]["w"])
 
 
+def test_no_file_of_a_set_has_more_bytes_of_tensors_than_the_limit(policy: Path) -> None:
+    """Unless one tensor alone is longer; and no file ends while the next tensor fits."""
+    sizes = [12, 8, 4, 8, 40, 4, 4, 4, 16, 8]
+    with ts.Checkpointer(policy, "sizes") as ckpt:
+        ckpt.save({f"{i:02}": torch.ones(size // 4) for i, size in enumerate(sizes)}, step=1).wait()
+
+        @given(st.integers(1, sum(sizes) + 1))
+        def fits(limit: int) -> None:
+            done = export(ckpt, policy.parent / "out.safetensors", max_shard=limit, force=True)
+            tensors = [
+                [tensor.nbytes for tensor in safetensors.torch.load_file(path).values()]
+                for path in done.files
+                if path.suffix == ".safetensors"
+            ]
+            assert [nbytes for file in tensors for nbytes in file] == sizes
+            assert all(len(file) == 1 or sum(file) <= limit for file in tensors)
+            assert all(sum(file) + following[0] > limit for file, following in pairwise(tensors))
+
+        fits()
+
+
 def test_a_file_that_is_there_stays(call: Call, run: Path) -> None:
     to = run.parent / "out.safetensors"
     to.write_text("mine")
@@ -144,6 +170,23 @@ def test_damage_is_never_exported(call: Call, run: Path) -> None:
     to = run.parent / "out.safetensors"
     assert call("export", "-p", run, "-r", "gpt", to, "--step", "2").status == 0
     assert torch.equal(safetensors.torch.load_file(to)["model.w"], state(2)["model"]["w"])
+
+
+def test_a_leaf_that_keep_has_dropped_is_named_before_anything_is_read(place: Path) -> None:
+    rules = [{"match": "optimizer.**", "keep": {"last": 1}}]
+    spec = tier_policy({"nvme": tier("nvme", place, keep={"last": 3})}, rules=rules)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(2):
+            state = {"model": tensors(9000, seed=step), "optimizer": tensors(9000, seed=step + 2)}
+            ckpt.save(state, step=step)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        to, read = place / "out.safetensors", list[int]()
+        with pytest.raises(ts.Damaged, match=r"leaf optimizer\.a of step 0 is in none of the tiers"):
+            export(ckpt, to, step=0, progress=read.append)
+        assert read == []
+        assert not to.exists()
+        export(ckpt, to, step=0, only=["model.**"])
+    assert alike({"model.a": tensors(9000)["a"]}, safetensors.torch.load_file(to))
 
 
 def test_what_a_format_cannot_hold_is_listed(call: Call, policy: Path) -> None:

@@ -450,6 +450,9 @@ LIES = {
     "metadata of another kind": header({"__metadata__": 5, **W}, bytes(8)),
     "metadata no JSON": header({"__metadata__": {"metadata": "{", "tierstate.paths": "{}"}, **W}, bytes(8)),
     "paths no paths": header({"__metadata__": {"tierstate.paths": '{"w": "x"}'}, **W}, bytes(8)),
+    "two tensors at one path": header(
+        {"__metadata__": {"tierstate.paths": json.dumps({"v": '["w"]'})}, **W, "v": W["w"]}, bytes(8)
+    ),
     "newer outline": header({**outline([], 2), **W}, bytes(8)),
     "no leaves": header({**outline("x"), **W}, bytes(8)),
     "no root": header({**outline([LEAF]), **W}, bytes(8)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpointer_worlds import faulty, opened, policy, tier, wrapped
 from support.dcp_jobs import same
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierstate as ts
@@ -24,8 +27,12 @@ from tierstate.dcp.engine import engine_of
 from tierstate.dcp.read import TensorPart, VersionLoad, choose_version
 from tierstate.dcp.step import step_of
 from tierstate.manifest.boxes import Box
+from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import ShardRow, Version
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.registry import open_tier
+from tierstate.tiers.testing import Fault
 
 
 def text(place: Path, more: str = "") -> str:
@@ -190,6 +197,72 @@ def test_a_durable_tier_that_dies_with_the_process_is_refused(place: Path) -> No
         writer.prepare_global_plan([one, other])
 
 
+def save_as_ranks(writers: list[TierWriter], states: list[Any], between: Callable[[], Any] = lambda: None) -> None:
+    """A save of several ranks, one after the other in this process; each has its own part of the state.
+
+    Args:
+        writers: by rank. With a policy of its own each has the tiers opened for itself, as if in another process.
+        between: called after each rank has written its part.
+    """
+    planners = [DefaultSavePlanner() for _ in writers]
+    plans = []
+    for rank, (writer, planner) in enumerate(zip(writers, planners, strict=True)):
+        writer.set_up_storage_writer(rank == 0, rank=rank)
+        planner.set_up_planner(states[rank], writer.storage_meta(), rank == 0)
+        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+    plans, metadata = planners[0].create_global_plan(plans)
+    plans = writers[0].prepare_global_plan(plans)
+    results = []
+    for writer, planner, plan in zip(writers, planners, plans, strict=True):
+        results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
+        between()
+    writers[0].finish(metadata, results)
+
+
+def parts_of(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """By rank, its part: one entry of the state."""
+    return [{key: value} for key, value in state.items()]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tier_that_failed_on_one_rank_has_no_record(place: Path, rank: int) -> None:
+    far = open_tier("far", "nvme", {"path": str(place / "far")})
+    with wrapped(far) as first, wrapped(far) as second:
+        failing = (first, second)[rank]
+        specs = [policy({"nvme": tier("nvme", place), "far": keys}) for keys in (first, second)]
+        writers = [TierWriter(spec, "run") for spec in specs]
+        save_as_ranks(writers, parts_of({"a": torch.ones(9), "b": torch.ones(9)}))
+        faulty(failing).add(Fault("put", 0, TierUnavailable("no answer")))
+        faulty(failing).add(Fault("writer", 0, TierUnavailable("no answer")))
+        state = {"a": torch.randn(9), "b": torch.randn(9)}
+        save_as_ranks(writers, parts_of(state))
+        assert [Log(opened(specs[0], "nvme"), "run").seqs(), Log(far, "run").seqs()] == [[1, 2], [1]]
+        into = {name: torch.zeros(9) for name in state}
+        dcp.load(into, storage_reader=TierReader(specs[0], "run"))
+        same(into, state)
+        close()
+
+
+def test_ranks_that_build_on_different_versions_save_nothing(place: Path) -> None:
+    """One of those versions may be dropped, with packs that the parts of some ranks name."""
+    specs = [policy({"nvme": tier("nvme", place)}, arena={"size": size}) for size in ("256KiB", "512KiB")]
+    state = {"a": torch.randn(3000), "b": torch.randn(3000)}
+    with ts.Checkpointer(specs[0], "run") as ckpt:
+        ckpt.save(state, step=1).wait()
+    steps = iter((2, 3))
+
+    def another() -> None:
+        with ts.Checkpointer(specs[0], "run") as ckpt:
+            ckpt.save(state, step=next(steps)).wait()
+
+    with pytest.raises(ts.NotFound, match=r"nvme: another process saved run 'run' meanwhile, .* save again"):
+        save_as_ranks([TierWriter(spec, "run", step=4) for spec in specs], parts_of(state), another)
+    save_as_ranks([TierWriter(spec, "run", step=4) for spec in specs], parts_of(state))
+    with ts.Checkpointer(specs[0], "run") as ckpt:
+        assert [v.step for v in ckpt.versions()] == [1, 2, 3, 4]
+        same(dict(sorted(ckpt.load().items())), state)
+
+
 def test_writers_are_pickled_without_what_they_opened(place: Path) -> None:
     writer = TierWriter(text(place), "run", step=4)
     dcp.save({"w": torch.ones(3)}, storage_writer=writer)
@@ -230,6 +303,13 @@ def test_a_stager_copies_everything_and_uses_its_memory_again() -> None:
     del first
     assert stager.stage(live)["model"]["up.weight"].data_ptr() == where
     stager.close()
+
+
+def test_a_stager_copies_each_view_of_the_same_memory_as_it_is() -> None:
+    square = torch.arange(9.0).view(3, 3)
+    live = {"square": square, "turned": square.t(), "bits": square.view(torch.int32), "row": square[0]}
+    staged = TierStager().stage(live)
+    same(dict(staged), live)
 
 
 @st.composite

@@ -94,7 +94,8 @@ def test_any_state_is_the_same_in_another_policy(state: Any, chunk: int, codec: 
             assert (one.version.run, one.version.seq, one.version.step) == ("other", 1, 5)
             assert one.version.metadata == {"loss": 1.5}
             assert set(one.tiers) == {"host", "file"}
-            assert ckpt.copy(into=there, run="other").version.seq == 2, "whatever `every` says"
+            newest = ckpt.copy(into=there, run="other")
+            assert (newest.version.seq, set(newest.tiers)) == (2, {"host", "file"}), "whatever `every` says"
             again = ckpt.copy(step=5, into=there, run="other")
             if chunk == 4096:
                 assert (again.tiers, again.version.seq) == ((), 1)
@@ -104,6 +105,31 @@ def test_any_state_is_the_same_in_another_policy(state: Any, chunk: int, codec: 
         assert chunk != 4096 or np.array_equal(made.digests, was.digests)
         with ts.Checkpointer(spec, "run") as ckpt, ts.Checkpointer(there, "other") as other:
             assert difference(ckpt.load(step=5), other.load(version=one.version.id)) == ""
+
+
+@pytest.mark.parametrize(("chunk", "into_chunk"), [(8192, 4096), (12_288, 8192), (4096, 12_288)])
+def test_chunks_are_cut_anew_for_a_policy_with_another_chunk_length(place: Path, chunk: int, into_chunk: int) -> None:
+    spec = policy({"nvme": tier("nvme", place)}, chunk=chunk)
+    there = policy({"file": tier("file", place)}, chunk=into_chunk)
+    state = tensors(30_000, 100)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save(state, step=1).wait()
+        ckpt.copy(into=there)
+    with ts.Checkpointer(there, "run") as ckpt:
+        assert alike(state, ckpt.load())
+
+
+def test_another_version_of_the_same_step_is_not_taken_for_the_copy(place: Path) -> None:
+    spec, there = policy({"nvme": tier("nvme", place)}), policy({"file": tier("file", place)})
+    state = tensors(9000, 100)
+    with ts.Checkpointer(there, "run") as ckpt:
+        ckpt.save(tensors(9000, 100, seed=1), step=5).wait()
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save(state, step=5).wait()
+        assert ckpt.copy(into=there).tiers == ("file",)
+        assert ckpt.copy(into=there).tiers == ()
+    with ts.Checkpointer(there, "run") as ckpt:
+        assert alike(state, ckpt.load())
 
 
 def test_a_copy_into_a_policy_file_reads_from_whatever_is_whole(place: Path) -> None:

@@ -135,23 +135,22 @@ class Recording:
                 found.pop(subject, None)
                 if what == "begin":
                     found[subject] = None
-        failed = {event.subject for event in self.events if event.what == "fail"}
-        return tuple(operation for operation in found if operation not in failed)
+        return tuple(found)
 
     def crash(self, at: int, took_effect: Collection[Operation] = ()) -> Crash:
         """The state that a crash just before an event leaves.
 
         Args:
             at: number of the event, from 0; the number of all events for a crash at the end.
-            took_effect: which operations of `under_way` had taken effect.
+            took_effect: which operations of `under_way` had taken effect, in their order; a create of an object that
+                exists by then has none.
         """
         objects = {name: dict(found) for name, found in self.begun_with.items()}
         for what, subject in self.events[:at]:
             if what == "end" and isinstance(subject, Operation):
                 _apply(subject, objects[subject.tier])
-        effects = tuple(operation for operation in self.under_way(at) if operation in took_effect)
-        for operation in effects:
-            _apply(operation, objects[operation.tier])
+        chosen = [operation for operation in self.under_way(at) if operation in took_effect]
+        effects = tuple(operation for operation in chosen if _apply(operation, objects[operation.tier]))
         told = tuple(event.subject for event in self.events[:at] if event.what == "told")
         return Crash(at, effects, told, objects)
 

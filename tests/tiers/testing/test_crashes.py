@@ -88,6 +88,21 @@ def test_operations_of_two_threads_may_each_have_taken_effect():
     assert set(left) == {frozenset(), frozenset("a"), frozenset("b"), frozenset("ab")}
 
 
+def test_of_two_that_create_one_object_at_once_either_may_have_won():
+    """Also the one that failed in the end, by a crash before that; and never both."""
+    recording = Recording()
+    tier = recording.tier("t")
+    tier.put("a", some("one"))
+    with pytest.raises(AlreadyExists):
+        tier.put("a", some("two"))
+    recording.events.sort(key=lambda event: event.what)  # as if both had begun before either ended
+    assert [event.what for event in recording.events] == ["begin", "begin", "end", "fail"]
+    assert {objects.get("a") for objects, _ in found(recording)} == {None, b"one", b"two"}
+    both = recording.crash(2, recording.under_way(2))
+    assert both.took_effect == recording.under_way(2)[:1]
+    assert both.objects["t"] == {"a": b"one"}
+
+
 def test_what_was_found_can_be_used_and_crash_again():
     recording = Recording()
     recording.tier("t").put("a", some("one"))
