@@ -7,9 +7,10 @@ from typing import ClassVar
 import pytest
 from support.peer_hosts import Hosts
 
+from tierstate.manifest.errors import AlreadyExists
 from tierstate.tiers.base import Tier
 from tierstate.tiers.peer.tier import Peer
-from tierstate.tiers.testing import TierContract
+from tierstate.tiers.testing import TierContract, random_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +67,14 @@ class TestNobodyMet(TierContract):
 
     def reopen(self, tier: Tier) -> Tier:
         return Peer(path=self.path)
+
+
+def test_a_name_is_taken_also_on_hosts_that_neither_have_the_object_nor_a_partner_that_has_it(place: Path) -> None:
+    data, other = random_bytes(3000, 1), random_bytes(4000, 2)
+    with Hosts(place, 4) as hosts:
+        hosts.tiers[0].put("a", data)
+        for tier in hosts.tiers:
+            with pytest.raises(AlreadyExists):
+                tier.put("a", other)
+            assert tier.get("a").equal(data)
+        assert [tier._kept.count() for tier in hosts.tiers].count(0) == 2, "nothing was left of what was refused"
