@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tierstate.engine.placement import due_tiers, entry_tiers, is_due, leaf_codecs, may_pickle, route_masks
+from tierstate.engine.placement import Routes, due_tiers, entry_tiers, is_due, leaf_codecs, may_pickle, route_masks
 from tierstate.manifest.errors import NotFound
-from tierstate.manifest.format.leaf import matches
+from tierstate.manifest.format.leaf import Leaf, Spec, matches
 from tierstate.tiers.policy.policy import Policy
 
 POLICY = Policy.parse(
@@ -125,6 +125,18 @@ def test_masks_and_codecs_follow_the_first_rule_that_matches(paths: list[tuple[s
             tiers = next((rule.tiers for rule in rules if rule.tiers is not None), None)
             assert goes == (tiers is None or tier in tiers)
             assert codec == next((rule.codec for rule in rules if rule.codec), POLICY.tier(tier).codec)
+
+
+@given(st.lists(PATHS, max_size=4))
+@example([[("model", "weight")], [("optimizer", "weight")], [("model", "bias")]])
+@example([[("extra", "bias"), ("optimizer",)], [("optimizer",), ("extra", "bias")]])
+def test_the_routes_of_a_state_do_not_depend_on_the_states_before(states: list[list[tuple[str | int, ...]]]) -> None:
+    routes = Routes(POLICY)
+    for paths in states:
+        found = routes.of(tuple(Leaf(path, Spec("bytes", shape=(1,))) for path in paths))
+        for name, mask in route_masks(POLICY, paths).items():
+            assert found[name].leaves.tolist() == mask.tolist()
+            assert list(found[name].codecs) == leaf_codecs(POLICY, name, paths)
 
 
 def test_each_key_is_decided_by_the_first_rule_that_has_it() -> None:

@@ -83,6 +83,17 @@ def test_only_what_has_changed_is_copied_and_written(place: Path, copied: list[i
         assert alike(state, ckpt.load())
 
 
+def test_a_leaf_that_grows_or_shrinks_by_chunks_is_saved_whole(place: Path) -> None:
+    spec = policy({"nvme": tier("nvme", place)}, chunk="1MiB", arena={"size": "16MiB"})
+    state = big_state()
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step, chunks in enumerate([1, 3, 4, 2]):
+            state["b"] = torch.arange(chunks * MIB // 8).view(torch.uint8)
+            settle(ckpt)
+            ckpt.save(state, step=step).wait("nvme")
+            assert alike(state, ckpt.load(step=step))
+
+
 @pytest.mark.parametrize("format", ["native", "safetensors"])
 @pytest.mark.parametrize("operation", ["writer", "append", "close", "put"])
 def test_nothing_is_unchanged_since_a_save_that_failed(place: Path, operation: FaultyCall, format: str) -> None:
