@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierstate.engine.restore.read_plan import GAP, IN_PLACE, ReadPlan, plan_reads
@@ -41,12 +41,17 @@ class Case(NamedTuple):
 
 @st.composite
 def layouts(draw: st.DrawFn, rows: int) -> Layout:
-    """A tier's layout: chunks back to back, with gaps, shared, in several packs."""
+    """A tier's layout: chunks back to back, with gaps, shared, within others, in several packs."""
     places: list[ChunkPlace | None] = []
     ends = dict.fromkeys(NAMES, 0)
     for _ in range(rows):
         if places and draw(st.integers(0, 3)) == 0:
-            places.append(draw(st.sampled_from(places)))
+            place = draw(st.sampled_from(places))
+            if place is not None and place.stored > 1 and draw(st.booleans()):
+                start = draw(st.integers(1, place.stored - 1))
+                stored = draw(st.integers(1, place.stored - start))
+                place = place._replace(offset=place.offset + start, stored=stored)
+            places.append(place)
             continue
         name = draw(st.sampled_from(NAMES))
         start = ends[name] + draw(st.sampled_from([0, 0, 0, 100, GAP, GAP + 1, 3 * GAP]))
@@ -88,7 +93,19 @@ def test_each_row_is_read_once_with_others_of_its_content(case: Case) -> None:
     assert len(spots) == len(groups), "what is the same is read once"
 
 
+WITHIN = Case(
+    Layout.build([ChunkPlace(NAMES[0], 0, 40_000, "raw"), ChunkPlace(NAMES[0], 100, 200, "raw")], {NAMES[0]: 40_000}),
+    [0, 1],
+    [(7, 40_000), (7, 200)],
+    [False, False],
+    IoAlignment(),
+    1 << 20,
+)
+"""A chunk that lies within another one."""
+
+
 @given(cases())
+@example(WITHIN)
 def test_every_byte_is_where_the_plan_says(case: Case) -> None:
     sizes = dict(zip(case.layout.objects, case.layout.object_sizes.tolist(), strict=True))
     data = {name: np.random.default_rng(0).bytes(size) for name, size in sizes.items()}

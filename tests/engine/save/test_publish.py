@@ -169,3 +169,12 @@ def test_a_file_that_is_found_damaged_after_all_has_come_is_not_in_the_version()
     publication.abort(caught.value)
     assert list(world.tier.list("packs/")) == [pack]
     assert pack not in world.save(3).layout.objects
+
+
+def test_chunks_of_the_same_bytes_are_written_once_and_each_has_its_place() -> None:
+    world = World("native", 4096)
+    world.now = [b"a" * 4096, b"b" * 4096, b"a" * 4096, b"a" * 4096]
+    publication = world.begin(1)
+    record = world.publish(1, publication, np.zeros(LEAVES, bool))
+    assert held(world.tier, record) == world.now
+    assert publication.stored == 2 * 4096
