@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierstate.engine.packs import pack
@@ -76,6 +77,23 @@ def test_footers_say_what_lies_where(chunks: list[tuple[bytes, int, str]], limit
         tier.read(row.place.object, [Range(row.place.offset, out)])
         found.append(to_bytes(out))
     assert b"".join(found) == b"".join(piece * times for piece, times, _ in chunks)
+
+
+@given(sizes=st.lists(st.sampled_from([1, 100, BLOCK, 3 * BLOCK, BIG, BIG + 1, 2 * BIG]), max_size=12))
+@example(sizes=[3 * BLOCK, BIG - 2 * BLOCK, 1])
+@example(sizes=[1, BIG, 2 * BIG, 1])
+def test_a_pack_grows_as_far_as_its_limit_and_past_it_only_for_a_single_chunk(sizes: list[int]) -> None:
+    limit = BIG + 2 * BLOCK
+    writer = PackWriter(Memory(), "run", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "MAX_PACK", limit)
+        places = [writer.add(as_buffer(bytes(n)), bytes([i]) * 16, n, "raw") for i, n in enumerate(sizes)]
+        writer.close()
+    packs = [list(chunks) for _, chunks in groupby(places, lambda place: place.object)]
+    for chunks in packs:
+        assert len(chunks) == 1 or chunks[-1].offset + chunks[-1].stored <= limit
+    for one, other in pairwise(packs):
+        assert one[-1].offset + one[-1].stored + BLOCK + other[0].stored > limit, "it had no room for the next chunk"
 
 
 @given(sizes=st.lists(st.sampled_from([1, 100, 5000, BIG - 1, BIG, BIG + 1]), max_size=6))
