@@ -433,9 +433,11 @@ def test_the_best_and_the_latest_are_told_by_head_and_metadata() -> None:
 
 
 class Between(Memory):
-    """A tier in which another process does something right before a record's next generation, or after a deletion."""
+    """A tier in which another process does something right before a record's next generation, or before or after a
+    deletion."""
 
     before: Callable[[], None] | None = None
+    earlier: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
 
     def put(self, key: str, data: Buffer) -> None:
@@ -445,6 +447,9 @@ class Between(Memory):
         super().put(key, data)
 
     def discard(self, keys: Iterable[str]) -> None:
+        if self.earlier is not None:
+            then, self.earlier = self.earlier, None
+            then()
         super().discard(keys)
         if self.after is not None:
             then, self.after = self.after, None
@@ -469,19 +474,33 @@ def test_a_reader_who_comes_while_leaves_go_keeps_them() -> None:
     assert unnamed(tier, tier_run) == set()
 
 
+def forked(tier: Tier, source: TierRun, leaves: Mapping[tuple[str, ...], bytes]) -> None:
+    """The first version of a run becomes that of the run ``fork``."""
+    pin_version(tier, source.run, 1, "fork")
+    TierRun(tier, "fork").publish(version(tier, 1, leaves, source.log.read(1), run="fork"))
+
+
 def test_a_fork_that_comes_while_leaves_go_keeps_them() -> None:
     tier = Between()
     tier_run, fork = TierRun(tier, "run", *thinning(3, 1)), TierRun(tier, "fork")
     truth = filled(tier, tier_run, [(0, 0), (0, 1)])
-
-    def forked() -> None:
-        pin_version(tier, "run", 1, "fork")
-        fork.publish(version(tier, 1, truth[0], tier_run.log.read(1), run="fork"))
-
-    tier.before = forked
+    tier.before = lambda: forked(tier, tier_run, truth[0])
     for _ in range(2):
         tier_run.retire()
         assert there(tier, fork.log.read(1)) == truth[0]
+
+
+def test_a_fork_that_comes_right_before_the_record_goes_keeps_the_packs() -> None:
+    """Its pin is there too late for the decision to drop the version, but before the packs are looked at."""
+    tier = Between()
+    tier_run, fork = TierRun(tier, "run", RetentionPolicy(last=1)), TierRun(tier, "fork")
+    truth = filled(tier, tier_run, [(0, 0), (1, 1)])
+    tier.earlier = lambda: forked(tier, tier_run, truth[0])
+    assert tier_run.retire().drop == (1,)
+    assert there(tier, fork.log.read(1)) == truth[0]
+    tier_run.publish(version(tier, 3, state(3, 3, 3)))
+    assert tier_run.retire().drop == (2,)
+    assert there(tier, fork.log.read(1)) == truth[0]
 
 
 def test_a_lease_on_a_record_that_has_gone_keeps_all_packs() -> None:

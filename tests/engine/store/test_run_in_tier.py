@@ -20,7 +20,7 @@ from tierstate.manifest.arrays import Array, digest_array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import CommitUnknown, Damaged, FormatError, TierUnavailable
+from tierstate.manifest.errors import CommitUnknown, Damaged, FormatError, NotFound, TierUnavailable
 from tierstate.manifest.format.layout import ChunkPlace, Layout, LayoutBuilder
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.record import Record
@@ -151,6 +151,34 @@ def test_a_tier_that_does_not_answer_is_not_taken_for_an_empty_one() -> None:
         reusable(tier_run, digests(b"a1"))
     tier.heal()
     assert reusable(tier_run, digests(b"a1"))[0] is not None
+
+
+def building_on_the_first(tier: Tier) -> tuple[TierRun, Record]:
+    """A run whose newest version is the first, and a third one that names the first one's pack."""
+    tier_run = TierRun(tier, "run")
+    tier_run.publish(record(tier, 1, {"kept": b"kept"}))
+    (shared,) = reusable(tier_run, digests(b"kept"))
+    assert shared is not None
+    return tier_run, record(tier, 3, {"a": b"a3", "kept": shared})
+
+
+def test_a_version_is_taken_back_when_what_it_builds_on_was_dropped_meanwhile() -> None:
+    tier = Memory()
+    tier_run, coming = building_on_the_first(tier)
+    other = TierRun(tier, "run", RetentionPolicy(last=1))
+    other.publish(record(tier, 2, {"a": b"a2"}))
+    assert other.retire().drop == (1,)
+    with pytest.raises(NotFound, match="version 1, which this save builds on, was dropped by another process"):
+        tier_run.publish(coming)
+    assert tier_run.log.seqs() == [2]
+
+
+def test_a_version_stays_when_only_the_record_that_it_builds_on_was_dropped() -> None:
+    tier = Memory()
+    tier_run, coming = building_on_the_first(tier)
+    tier_run.log.forget(1)
+    tier_run.publish(coming)
+    assert tier_run.log.seqs() == [3]
 
 
 # Retention
