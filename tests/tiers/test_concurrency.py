@@ -3,53 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import Any
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.interrupts import Interrupted, interrupt_at
 
-from tierstate.tiers import concurrency, latch
 from tierstate.tiers.concurrency import Cancelled, WorkerPool, run_concurrently
-
-OURS = {concurrency.__file__, latch.__file__}
-
-
-class Interrupted(BaseException):
-    """What a handler raises."""
-
-
-@contextmanager
-def interrupt_at(step: int) -> Iterator[Callable[[], int]]:
-    """Raise `Interrupted` in this thread at a step: before a line of the pool's modules, or where a function of
-    `threading` begins, which are moments at which a signal is handled. Between the few lines of `run_concurrently`,
-    which are left out, there is no such moment.
-
-    Yields a function: the number of steps so far.
-    """
-    seen = 0
-
-    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        nonlocal seen
-        mine = frame.f_code.co_filename in OURS and frame.f_code.co_name != "run_concurrently"
-        if (mine and event == "line") or (frame.f_code.co_filename == threading.__file__ and event == "call"):
-            seen += 1
-            if seen == step:
-                raise Interrupted
-        return trace if mine else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield lambda: seen
-    finally:
-        sys.settrace(before)
 
 
 class Writers:
