@@ -1,41 +1,252 @@
-"""Run blocking calls of a tier in a few threads, since a remote store may take long to answer each."""
+"""Threads of our own for blocking calls: `WorkerPool`, and `run_concurrently` for a call of many items.
+
+Unlike `concurrent.futures` they run until the very end of the interpreter, where saves are finished, and none of their
+calls goes on after the block that made them: not even if that was interrupted while a thread was being started.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from .latch import Latch
 
 CALL_THREADS = 8
 """Number of calls that run at the same time."""
 
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
-def run_concurrently(call: Callable[[T], None], items: Iterable[T]) -> None:
-    """Call ``call`` for each item, in a few threads including this one. Raises the first error in the end."""
-    left: deque[T] = deque(items)
-    errors: list[BaseException] = []
+class Cancelled(RuntimeError):
+    """A call was not begun, since its pool was closed."""
 
-    def work() -> None:
+
+class Task(Generic[R]):
+    """A call that a `WorkerPool` runs, and its outcome.
+
+    Attributes:
+        begun: whether the call was begun; it does not change any more once the pool is closed.
+        error: the error of a call that has failed.
+    """
+
+    def __init__(self, call: Callable[[], R], then: Callable[[Task[R]], object] | None) -> None:
+        self._call: Callable[[], R] | None = call
+        self._then = then
+        self._over = Latch()
+        self._result: list[R] = []
+        self.begun = False
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Wait for the end of the call, whatever its outcome."""
+        self._over.wait()
+
+    def result(self) -> R:
+        """Wait for the end of the call; returns its result, or raises its error.
+
+        Raises:
+            Cancelled: the pool was closed before the call was begun.
+        """
+        self._over.wait()
+        if self.error is not None:
+            raise self.error
+        if not self._result:
+            raise Cancelled("the call was not begun")
+        return self._result[0]
+
+    def run(self) -> None:
+        """Run the call and keep its outcome."""
+        self.begun, call, self._call = True, self._call, None
+        assert call is not None
         try:
-            while left and not errors:
-                with suppress(IndexError):  # another thread took the last item
-                    call(left.popleft())
+            self._result.append(call())
         except BaseException as error:
-            errors.append(error)
+            self.error = error
+        del call
+        self.end()
 
-    count = min(CALL_THREADS, len(left)) - 1
-    threads = [threading.Thread(target=work, name="tierstate-index", daemon=True) for _ in range(count)]
-    with suppress(RuntimeError):  # no thread can be started, as at the interpreter's exit: this one does all the work
-        for thread in threads:
+    def end(self) -> None:
+        """Wake all that wait for the call."""
+        self._over.set()
+        then, self._then = self._then, None
+        if then is not None:
+            then(self)
+
+
+class WorkerPool:
+    """A few daemon threads that run calls in the order in which they were submitted.
+
+    Once `close` has returned or raised, none of the calls runs, and none will. That holds also where the thread that
+    submits or closes is interrupted (Ctrl-C, a handler that raises) at any moment: a worker registers before it looks
+    whether the pool is stopped, and `close` stops the pool before it looks which workers are registered.
+
+    Args:
+        threads: how many threads; each is started when a call needs it.
+        name: of the threads.
+
+    Attributes:
+        stopped: no call is begun any more.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._most, self._name = threads, name
+        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._working: dict[Latch, None] = {}
+        self.stopped = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, call: Callable[[], R], then: Callable[[Task[R]], object] | None = None) -> Task[R]:
+        """Run a call in a thread; in this one where no thread can be started.
+
+        Args:
+            then: called with the task when it has ended, or will never begin; must not raise.
+        """
+        if self.stopped:
+            raise Cancelled("the pool is closed")
+        task = Task(call, then)
+        self._tasks.put(task)
+        if len(self._threads) < self._most and not self._start() and not self._threads:
+            self._work_off()
+        return task
+
+    def _start(self) -> bool:
+        """Start one more thread. Returns whether it could be started."""
+        # A daemon, or the interpreter would wait for it at exit, and end it before saves are finished.
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        try:
             thread.start()
-    work()
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join()
-    if errors:
-        raise errors[0]
+        except RuntimeError:
+            self._threads.remove(thread)
+            return False
+        return True
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None and self._run(task):
+            del task
+        self._tasks.put(None)  # for the next thread
+
+    def _work_off(self) -> None:
+        while not self._tasks.empty():
+            task = self._tasks.get()
+            if task is not None:
+                self._run(task)
+
+    def _run(self, task: Task[Any]) -> bool:
+        """Run a task, unless the pool is stopped. Returns whether it was run."""
+        over = Latch()
+        self._working[over] = None
+        try:
+            if self.stopped:
+                task.end()
+                return False
+            task.run()
+            return True
+        finally:
+            del self._working[over]
+            over.set()
+
+    def map(self, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Run a call for each item; returns the results in the order of the items, or raises the first error at once.
+
+        After an error other calls may still run, until the pool is closed.
+        """
+        settled, failed, given = Latch(), list[BaseException](), list(items)
+        left = deque(given)
+
+        def run(item: T) -> R:
+            try:
+                return call(item)
+            except BaseException as error:
+                failed.append(error)
+                settled.set()
+                raise
+
+        def count(_task: Task[R]) -> None:
+            left.pop()
+            if not left:
+                settled.set()
+
+        tasks = [self.submit(partial(run, item), count) for item in given]
+        if tasks:
+            settled.wait()
+        try:
+            if failed:
+                raise failed[0]
+            return [task.result() for task in tasks]
+        finally:
+            # An error's traceback refers to this frame, which must not refer to the error.
+            failed.clear()
+            tasks.clear()
+
+    def close(self) -> None:
+        """Begin no more calls, and wait for those that run. An interrupt of the wait is raised when they have ended."""
+        self.stopped = True
+        interrupts: list[BaseException] = []
+        while not self._ended(interrupts):
+            pass
+        if interrupts:
+            try:
+                raise interrupts[0]
+            finally:
+                interrupts.clear()
+
+    def _ended(self, interrupts: list[BaseException]) -> bool:
+        """Wait until no call runs; False if that was interrupted, which is noted."""
+        try:
+            self._tasks.put(None)  # ends a thread that waits for a task
+            for over in list(self._working):
+                over.wait()
+            for thread in self._threads:
+                if thread.ident is not None and thread is not threading.current_thread():
+                    thread.join()
+            while not self._tasks.empty():
+                task = self._tasks.get()
+                if task is not None:
+                    task.end()
+            self._tasks.put(None)  # for a thread that was started and not seen to start
+            return not self._working
+        except BaseException as error:
+            interrupts.append(error)
+            return False
+
+
+def run_concurrently(
+    call: Callable[[T], R], items: Iterable[T], threads: int = CALL_THREADS, name: str = "tierstate-call"
+) -> list[R]:
+    """Run a call for each item in a few threads; returns the results in the order of the items.
+
+    Raises the first error once no call runs any more. This thread only waits, so that an interrupt ends the wait and
+    not a transfer into memory; when the interrupt is raised, no call runs any more.
+    """
+    given: Sequence[T] = list(items)
+    pool = WorkerPool(min(threads, len(given)), name)
+    # Not a `with` block: an interrupt at the entry of `__exit__` would leave it without having closed the pool.
+    try:
+        return pool.map(call, given)
+    finally:
+        pool.stopped = True
+        try:
+            pool.close()
+        except BaseException:
+            pool.close()
+            raise

@@ -19,6 +19,7 @@ import torch
 
 from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.engine.maintain.prune import PendingSaves
+from tierstate.engine.packs.formats import format_of
 from tierstate.engine.placement import lossy_rules
 from tierstate.engine.progress import Progress, drain_progress, no_progress
 from tierstate.engine.ranks.join import join_team
@@ -161,6 +162,10 @@ class Checkpointer(Run):
         atexit.register(self._at_exit)
 
     def _begin(self, policy: Policy, run: str, pickles: Callable[[Path], bool]) -> None:
+        for tier in policy.tiers:
+            # Before `_at_exit` is registered: it then runs before h5py undoes its own set-up at exit, without which the
+            # saves that are finished there would fail, or crash the interpreter.
+            format_of(tier.format)
         arena, together = Arena(policy.arena.size, policy.chunk), self._together
         tier_run = TierRun if together is None else together.tier_run
         opening = [(open_policy_tier(tier, arena), tier) for tier in policy.tiers]

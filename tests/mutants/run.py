@@ -5,7 +5,7 @@
 The changes are the tables ``[[mutant]]`` of the ``*.toml`` files beside this one: ``name``, ``what`` (what
 goes wrong by it), ``file``, ``old`` (text that stands in the file exactly once), ``new``, and ``tests``
 (arguments of pytest: the fewest that should fail). Each change is made in a copy of the checkout, its tests
-are run, and it is taken back. A change is *killed* when a test fails or hangs, and has *survived* when all
+are run, and it is taken back. A change is *killed* when a test fails, hangs or crashes, and has *survived* when all
 pass: then a test is missing. Before that, all named tests must pass without any change.
 
 Exit status: 0 all were killed; 1 some survived; 2 a change does not apply, or its tests do not run.
@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-TIMEOUT = 300.0
+TIMEOUT = 180.0
 """Seconds for the tests of one change; what takes longer hangs, and counts as killed."""
 
 OUTCOMES = {0: "survived", 1: "killed"}
-"""By pytest's exit status; any other says that the tests did not run."""
+"""By pytest's exit status; any other one above 0 says that the tests did not run."""
 
 
 class Mutant(NamedTuple):
@@ -144,7 +144,8 @@ class Runner:
         finally:
             self._write(path, text)
             self._roots.put(root)
-        outcome = "killed" if status is None else OUTCOMES.get(status, "error")
+        # No status: they hang; a negative one: the interpreter has crashed.
+        outcome = "killed" if status is None or status < 0 else OUTCOMES.get(status, "error")
         seconds = round(time.monotonic() - began, 1)
         return {"list": mutant.source, "name": mutant.name, "outcome": outcome, "seconds": seconds, "output": output}
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 import torch
 from support.checkpointer_worlds import arena_of, faulty, opened, policy, tensors, tier, unreferenced, wrapped
+from support.interrupts import Interrupted, interrupt_at
 from support.slow_values import Fill
 
 import tierstate as ts
@@ -80,6 +82,28 @@ def test_after_an_interrupt_nobody_reads_the_state(place):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_nothing_is_written_once_an_interrupted_restore_has_raised(place):
+    """Whichever thread was being started, waited for or ended at that moment."""
+    states = {step: {str(i): torch.full((1 << 16,), step) for i in range(12)} for step in (1, 2)}
+    into = {name: value.clone() for name, value in states[1].items()}
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}, arena={"size": "1MiB"}), "run") as ckpt:
+        for step, state in states.items():
+            ckpt.save(state, step=step).wait()
+        for moment in itertools.count(1):
+            with interrupt_at(moment) as moments, suppress(Interrupted, RuntimeError):
+                ckpt.restore(into, step=1 + moment % 2)
+            left = {name: value.clone() for name, value in into.items()}
+            time.sleep(0.002)
+            assert all(torch.equal(value, left[name]) for name, value in into.items()), (
+                f"written after an interrupt at moment {moment}"
+            )
+            if moments() < moment:
+                break
+        assert moment > 40
+        assert all(torch.equal(value, states[1 + moment % 2][name]) for name, value in into.items())
+        assert arena_of(ckpt).in_flight == 0
 
 
 def test_a_save_that_waits_for_the_arena_can_be_interrupted(place):

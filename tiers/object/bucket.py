@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, Tie
 from tierstate.tiers.base import ObjectWriter, Range, Tier, Traits, check_key, check_ranges, is_key
 from tierstate.tiers.capacity import CapacityCounter
 from tierstate.tiers.clock import RemoteClock
+from tierstate.tiers.concurrency import WorkerPool
 
 from .filesystem import MemoryClient, ObjectClient, open_store, scrub, secrets_in, store_errors_translated
 
@@ -65,7 +65,7 @@ def probe_conditional_create(create: ConditionalCreate, delete: Callable[[str], 
     """
     told, begun = 0, time.monotonic()
     outcomes: Sequence[TierError | None] = ()
-    with ThreadPoolExecutor(PROBE_WRITERS) as pool:
+    with WorkerPool(PROBE_WRITERS, "tierstate-probe") as pool:
         for n in range(rounds + EXTRA_ROUNDS):
             if n >= rounds and time.monotonic() - begun > EXTRA_SECONDS:
                 break
@@ -78,7 +78,7 @@ def probe_conditional_create(create: ConditionalCreate, delete: Callable[[str], 
     raise _why(outcomes)
 
 
-def _run(pool: ThreadPoolExecutor, create: ConditionalCreate, delete: Callable[[str], None]) -> list[TierError | None]:
+def _run(pool: WorkerPool, create: ConditionalCreate, delete: Callable[[str], None]) -> list[TierError | None]:
     """One round: the error of each create, None for one that succeeded."""
     name, start = f".probe-{uuid.uuid4().hex}", _start_barrier()
 
@@ -89,7 +89,7 @@ def _run(pool: ThreadPoolExecutor, create: ConditionalCreate, delete: Callable[[
             return error
         return None
 
-    outcomes = list(pool.map(enter, range(PROBE_WRITERS)))
+    outcomes = pool.map(enter, range(PROBE_WRITERS))
     silent = all(isinstance(error, TierUnavailable) for error in outcomes)
     for error in outcomes:
         if error is not None and (silent or not isinstance(error, (AlreadyExists, TierUnavailable))):

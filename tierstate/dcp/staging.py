@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import memmove
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tierstate.engine.save.capture import COPY_WORKERS
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import CaptureError
+from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.memory.arena import current_device, fault_in, map_pages, pin_memory, unpin_memory
 
 BLOCKS = 2
@@ -161,9 +161,7 @@ class _Tensors:
                 view.copy_(tensor, non_blocking=True)
                 devices.add(tensor.device)
         workers = min(COPY_WORKERS, max(1, self.nbytes // COPY_BYTES), torch.get_num_threads())
-        with ThreadPoolExecutor(workers, thread_name_prefix="tierstate-stage") as pool:
-            for _ in pool.map(lambda move: memmove(*move), moves):
-                pass
+        run_concurrently(lambda move: memmove(*move), moves, workers, "tierstate-stage")
         for device in devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)

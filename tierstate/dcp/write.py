@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import next_seq
 from tierstate.manifest.sharded.part import encode_part
+from tierstate.tiers.concurrency import Task, WorkerPool
 
 from .engine import DcpEngine, PartTierRun
 from .leaves import ListValues
@@ -124,10 +124,11 @@ def write_part(
         tier_run.rank = rank  # the names of packs contain it
     direct_jobs = _direct_jobs(engine, plan, head, tier_runs, save_state)
     engine.arena.prepare(plan.total)
-    with ThreadPoolExecutor(len(direct_jobs), thread_name_prefix="tierstate-dcp") as pool:
-        running = [pool.submit(job.run) for job in direct_jobs]
+    running: list[Task[Record]] = []
+    with WorkerPool(len(direct_jobs), "tierstate-dcp") as pool:
         outcome: Version | BaseException
         try:
+            running += [pool.submit(job.run) for job in direct_jobs]
             outcome = _captured(engine, plan, head, rank, direct_jobs, save_state)
         except BaseException as error:
             save_state.cancelled.set()
@@ -156,9 +157,9 @@ def _direct_jobs(
     return found
 
 
-def _share(engine: DcpEngine, tier_run: PartTierRun, done: Future[Record]) -> TierPart | None:
+def _share(engine: DcpEngine, tier_run: PartTierRun, done: Task[Record]) -> TierPart | None:
     """The part in a tier; None if the tier failed and is not the durable one, whose error is raised."""
-    failure = done.exception()
+    failure = done.error
     if failure is None:
         part, tier_run.part = tier_run.part, None
         assert part is not None  # it was published without an error

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 
+from tierstate.tiers.concurrency import WorkerPool
 from tierstate.tiers.object.filesystem import ObjectClient, ObjectTimes, open_filesystem
 
 from .http import Connections
+from .multipart import SentPart
 from .retry import RetryUntilDeadline
 from .signing import Checksum, Signer, share_models
 from .transfers import GetRequest, Transfers
@@ -50,7 +52,7 @@ class S3Session:
         share_models(fs.session)
         self._connections = Connections(fs, signer)
         self.transfers = Transfers(signer, self._connections, self._patience)
-        self._pool = ThreadPoolExecutor(PARALLEL_REQUESTS, thread_name_prefix="tierstate-s3")
+        self._pool = WorkerPool(PARALLEL_REQUESTS, "tierstate-s3")
 
     # Small requests
 
@@ -83,34 +85,49 @@ class S3Session:
 
     def fill(self, where: Mapping[str, str], gets: Sequence[GetRequest]) -> None:
         """Fill memory by several parallel requests, the first of them in this thread."""
-        others = [self._pool.submit(self.transfers.fill, where, get) for get in gets[1:]]
+        failed = False
+
+        def fill(get: GetRequest) -> None:
+            if not failed:
+                self.transfers.fill(where, get)
+
+        others = [self._pool.submit(partial(fill, get)) for get in gets[1:]]
         try:
             if gets:
-                self.transfers.fill(where, gets[0])
+                fill(gets[0])
             for other in others:
                 other.result()
+        except BaseException:
+            failed = True
+            raise
         finally:
             # The caller may reuse the memory when this returns: wait for all requests.
             for other in others:
-                other.cancel()
-            wait(others)
+                other.wait()
 
     def send_part(
-        self, where: Mapping[str, str], number: int, body: Sequence[memoryview], sum: Checksum, stop: threading.Event
-    ) -> Future[dict[str, Any]]:
-        """Send a part from a thread of the pool."""
-        return self._pool.submit(self.transfers.send_part, where, number, body, sum, stop)
+        self,
+        where: Mapping[str, str],
+        number: int,
+        body: Sequence[memoryview],
+        sum: Checksum,
+        stop: threading.Event,
+        then: Callable[[SentPart], object],
+    ) -> SentPart:
+        """Send a part from a thread of the pool; ``then`` is called when that has ended."""
+        return self._pool.submit(partial(self.transfers.send_part, where, number, body, sum, stop), then)
 
     def each(self, call: Callable[[str], None], names: Iterable[str]) -> None:
         """Call ``call`` for every name, several in parallel; raises the first error after all were tried."""
-        calls = [self._pool.submit(call, name) for name in names]
-        wait(calls)
+        calls = [self._pool.submit(partial(call, name)) for name in names]
+        for one in calls:
+            one.wait()
         for one in calls:
             one.result()
 
     def close(self) -> None:
         """Close connections, and end threads."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
         self._connections.close()
         if self.fs._s3 is not None:
             self.fs.close_session(self.fs.loop, self.fs._s3)

@@ -11,7 +11,6 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -22,6 +21,7 @@ from tierstate.manifest.chunk import Buffer, empty_buffer, view
 from tierstate.manifest.errors import AlreadyExists, TierError
 from tierstate.tiers.base import AtomicWriter, Release
 from tierstate.tiers.capacity import CapacityCounter
+from tierstate.tiers.concurrency import Task
 from tierstate.tiers.object.filesystem import store_error_class, store_error_code
 
 from .signing import Checksum
@@ -43,6 +43,10 @@ MAX_PARTS = 10_000
 
 PARTS_PER_SIZE = 2_000
 """After each so many parts the part size doubles, so that ten thousand parts, the limit of S3, hold 1 TB and more."""
+
+
+SentPart = Task[dict[str, Any]]
+"""A part that is being sent; its result is the part's entry for the completion of the upload."""
 
 
 S3Call = Callable[..., Any]
@@ -212,8 +216,14 @@ class Session(Protocol):
     def once(self, method: str, **params: Any) -> Any: ...
     def patiently(self, attempt: Callable[[], None]) -> None: ...
     def send_part(
-        self, where: Mapping[str, str], number: int, body: Sequence[memoryview], sum: Checksum, stop: threading.Event
-    ) -> Future[dict[str, Any]]: ...
+        self,
+        where: Mapping[str, str],
+        number: int,
+        body: Sequence[memoryview],
+        sum: Checksum,
+        stop: threading.Event,
+        then: Callable[[SentPart], object],
+    ) -> SentPart: ...
 
 
 class S3Upload:
@@ -231,9 +241,11 @@ class S3Upload:
         begun = session.again("create_multipart_upload", **where, **algorithm)
         self._where = {**where, "UploadId": begun["UploadId"]}
 
-    def send(self, number: int, body: Sequence[memoryview], stop: threading.Event) -> Future[dict[str, Any]]:
-        """Send one part, numbered from 1; the future returns its entry for `complete`."""
-        return self._session.send_part(self._where, number, body, self._checksum, stop)
+    def send(
+        self, number: int, body: Sequence[memoryview], stop: threading.Event, then: Callable[[SentPart], object]
+    ) -> SentPart:
+        """Send one part, numbered from 1. ``then`` is called when that has ended."""
+        return self._session.send_part(self._where, number, body, self._checksum, stop, then)
 
     def complete(self, parts: Sequence[dict[str, Any]]) -> None:
         """Make the object visible if the name is free: AWS checks that condition here, Ceph does not.
@@ -332,7 +344,9 @@ def _uploads(call: S3Call, bucket: str, prefix: str) -> Iterator[tuple[Mapping[s
 class Upload(Protocol):
     """A multipart upload, started by its constructor."""
 
-    def send(self, number: int, body: Sequence[memoryview], stop: threading.Event) -> Future[dict[str, Any]]: ...
+    def send(
+        self, number: int, body: Sequence[memoryview], stop: threading.Event, then: Callable[[SentPart], object]
+    ) -> SentPart: ...
     def complete(self, parts: Sequence[dict[str, Any]]) -> None: ...
     def abort(self) -> None: ...
 
@@ -366,8 +380,8 @@ class S3Writer(AtomicWriter):
         self._upload: Upload | None = None
         self._room = threading.BoundedSemaphore(IN_FLIGHT)
         self._stop = threading.Event()
-        self._sent: list[tuple[Future[dict[str, Any]], threading.Event]] = []
-        self._failed: Future[dict[str, Any]] | None = None
+        self._sent: list[tuple[SentPart, threading.Event]] = []
+        self._failed: SentPart | None = None
 
     def _add(self, buffer: Buffer, release: Release | None) -> bool:
         self._tier.gauge.take(buffer.numel(), self._tier.name, self._key)
@@ -393,28 +407,27 @@ class S3Writer(AtomicWriter):
                 raise TierError(text, tier=self._tier.name, key=self._key)
             if self._upload is None:
                 self._upload = self._tier.upload(self._key)
-            sent = self._send_to(self._upload, part)
+            arrived = threading.Event()
+            sent = self._send_to(self._upload, part, lambda sent: self._arrived(part, sent, arrived))
         except BaseException:
             part.done()
             raise
-        arrived = threading.Event()
         self._sent.append((sent, arrived))
-        sent.add_done_callback(lambda sent: self._arrived(part, sent, arrived))
 
-    def _send_to(self, upload: Upload, part: UploadPart) -> Future[dict[str, Any]]:
+    def _send_to(self, upload: Upload, part: UploadPart, then: Callable[[SentPart], object]) -> SentPart:
         self._room.acquire()
         try:
             self._check()
-            return upload.send(self._parts.count, part.views, self._stop)
+            return upload.send(self._parts.count, part.views, self._stop, then)
         except BaseException:
             self._room.release()
             raise
 
-    def _arrived(self, part: UploadPart, sent: Future[dict[str, Any]], arrived: threading.Event) -> None:
+    def _arrived(self, part: UploadPart, sent: SentPart, arrived: threading.Event) -> None:
         try:
             part.done()
         finally:
-            if not sent.cancelled() and sent.exception() is not None:
+            if sent.error is not None:
                 self._failed = sent
             self._room.release()
             arrived.set()
@@ -426,7 +439,7 @@ class S3Writer(AtomicWriter):
                 self._failed.result()
 
     def _drain(self) -> None:
-        """Wait until all parts have ended and their leases are released: a future's result comes slightly earlier."""
+        """Wait until all parts have ended and their leases are released: a task's result comes slightly earlier."""
         for _, arrived in self._sent:
             arrived.wait()
 
@@ -449,8 +462,6 @@ class S3Writer(AtomicWriter):
     def _discard(self) -> None:
         self._tier.gauge.give_back(self._length)
         self._stop.set()
-        for sent, _ in self._sent:
-            sent.cancel()
         self._drain()
         self._parts = PartBuilder()
         if self._upload is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from tierstate.manifest.chunk import view
 from tierstate.manifest.errors import AlreadyExists, NotFound
 from tierstate.tiers.base import Range
+from tierstate.tiers.concurrency import Cancelled
 from tierstate.tiers.object.filesystem import store_error_class, store_error_code
 
 from .http import ERROR_BODY_LIMIT, Broken, Connections, Midway, NotConnected, Refused, refusal
@@ -122,6 +123,8 @@ class Transfers:
         stop: threading.Event | None = None,
     ) -> dict[str, Any]:
         """Send one part, numbered from 1; returns its entry for the completion of the upload. Raises as `fill` does."""
+        if stop is not None and stop.is_set():
+            raise Cancelled("the upload was given up")
         sums = checksum.of(body)
 
         def attempt(left: float) -> str:

@@ -6,11 +6,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.format.layout import DeltaBase
+from tierstate.tiers.concurrency import Task, WorkerPool
 from tierstate.tiers.memory.arena import Slab
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ EncodeCall = Callable[[], Encoded]
 
 class _Entry(NamedTuple, Generic[T]):
     what: T
-    future: Future[Encoded]
+    task: Task[Encoded]
     slab: Slab | None
 
 
@@ -61,7 +62,7 @@ class EncoderPool(Generic[T]):
         self._put, self._stirred = put, stirred or threading.Event()
         self.workers = workers or workers_here()
         self._entries: deque[_Entry[T]] = deque()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: WorkerPool | None = None
 
     def add(self, what: T, work: EncodeCall, slab: Slab | None = None) -> None:
         """Encode a chunk in a thread; waits until there is room for it.
@@ -77,17 +78,16 @@ class EncoderPool(Generic[T]):
         while self._full:
             self._next()
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="tierstate-encode-")
+            self._pool = WorkerPool(self.workers, "tierstate-encode")
         if slab is not None:
             slab.lease()
         try:
-            future = self._pool.submit(_encoded, work, slab)
+            task = self._pool.submit(partial(_encoded, work, slab), lambda _task: self._stirred.set())
         except BaseException:
             if slab is not None:
                 slab.release()
             raise
-        future.add_done_callback(lambda _: self._stirred.set())
-        self._entries.append(_Entry(what, future, slab))
+        self._entries.append(_Entry(what, task, slab))
 
     @property
     def _full(self) -> bool:
@@ -96,7 +96,7 @@ class EncoderPool(Generic[T]):
     def behind(self, idle: Callable[[], bool]) -> bool:
         """Wait until there is room for a chunk or the tier is idle; returns whether there is still no room."""
         self.hand_on()
-        while self._full and not self._entries[0].future.done():
+        while self._full and not self._entries[0].task.done():
             if idle():
                 return True
             self._stirred.wait()
@@ -105,12 +105,12 @@ class EncoderPool(Generic[T]):
 
     def hand_on(self) -> None:
         """Pass encoded chunks to ``put``, up to the first that is not encoded yet; does not wait."""
-        while self._entries and self._entries[0].future.done():
+        while self._entries and self._entries[0].task.done():
             self._next()
 
     def _next(self) -> None:
         entry = self._entries.popleft()
-        self._put(entry.what, entry.future.result())
+        self._put(entry.what, entry.task.result())
 
     def finish(self) -> None:
         """Pass all chunks to ``put``, and end the threads.
@@ -124,12 +124,12 @@ class EncoderPool(Generic[T]):
     def abort(self) -> None:
         """Discard the remaining chunks, and end the threads; no slab is leased afterwards."""
         entries, self._entries = self._entries, deque()
-        for entry in entries:
-            if entry.future.cancel() and entry.slab is not None:
-                entry.slab.release()
         if self._pool is not None:
-            self._pool.shutdown(wait=True)
+            self._pool.close()
             self._pool = None
+        for entry in entries:
+            if not entry.task.begun and entry.slab is not None:
+                entry.slab.release()
 
 
 def workers_here() -> int:

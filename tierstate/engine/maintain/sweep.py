@@ -8,7 +8,6 @@ lease is for one of them. ``docs/decisions/0009-sweeping.md`` says why this is s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,7 +20,7 @@ from tierstate.manifest.format.layout import is_pack_key
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import FORK, LeaseListing, Leases, VersionLease
 from tierstate.manifest.history.log import Log
-from tierstate.tiers.concurrency import CALL_THREADS
+from tierstate.tiers.concurrency import run_concurrently
 
 DAY = 24 * 3600.0
 """Seconds after which a pack that no record names counts as garbage."""
@@ -92,8 +91,7 @@ class RecordScan:
             Changed: one no longer exists.
         """
         new = sorted(set(keys) - set(self._known))
-        with ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="tierstate-records") as pool:
-            self._known |= zip(new, pool.map(self._read, new), strict=True)
+        self._known |= zip(new, run_concurrently(self._read, new), strict=True)
         return [self._known[key] for key in sorted(keys)]
 
     def _read(self, key: str) -> RecordPacks:
@@ -284,17 +282,15 @@ class _Look:
         young: list[str] = []
         ageless: list[str] = []
         asked = sorted(key for key in packs if key not in doomed)
-        with ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="tierstate-sweep") as pool:
-            for key, found in zip(
-                asked, pool.map(partial(_seen, self._tier_run, bool(self._grace)), asked), strict=True
-            ):
-                if found is None:
-                    continue  # another sweep has deleted it
-                nbytes, age = found
-                if not self._grace or (age is not None and age >= self._grace):
-                    go[key] = nbytes
-                else:
-                    (ageless if age is None else young).append(key)
+        seen = run_concurrently(partial(_seen, self._tier_run, bool(self._grace)), asked)
+        for key, found in zip(asked, seen, strict=True):
+            if found is None:
+                continue  # another sweep has deleted it
+            nbytes, age = found
+            if not self._grace or (age is not None and age >= self._grace):
+                go[key] = nbytes
+            else:
+                (ageless if age is None else young).append(key)
         go |= {key: doomed[key] for key in packs if key in doomed}
         return Swept(dict(sorted(go.items())), (), tuple(young), tuple(ageless))
 

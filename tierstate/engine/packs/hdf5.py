@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 
 from tierstate.manifest.format.leaf import Leaf, encode_path
@@ -129,9 +130,6 @@ class _Drawing:
     """Computes the layout of one file."""
 
     def __init__(self) -> None:
-        import h5py
-
-        self._h5 = h5py
         self._plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         self._plist.set_layout(h5py.h5d.CONTIGUOUS)
         self._plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -146,7 +144,7 @@ class _Drawing:
         recorder = Recorder()
         # The oldest version of every structure, so that every reader opens the file. HDF5 reuses no freed space, so
         # that datasets that are allocated later have larger offsets.
-        with self._h5.File(
+        with h5py.File(
             recorder, "w", libver=("earliest", "v110"), fs_strategy="none",
             alignment_threshold=BIG, alignment_interval=BLOCK,
         ) as file:  # fmt: skip
@@ -177,17 +175,17 @@ class _Drawing:
         return made
 
     def _dataset(self, file: Any, names: Sequence[str], name: str, shape: Sequence[int]) -> Any:
-        h5s, h5d = self._h5.h5s, self._h5.h5d
+        h5s, h5d = h5py.h5s, h5py.h5d
         space = h5s.create_simple(tuple(shape)) if shape else h5s.create(h5s.SCALAR)
         dataset = h5d.create(file, None, self._type(name), space, dcpl=self._plist)
-        self._h5.h5o.link(dataset, file, "/".join(names).encode(), lcpl=self._links)
+        h5py.h5o.link(dataset, file, "/".join(names).encode(), lcpl=self._links)
         return dataset
 
     def _tell(self, dataset: Any, name: str, value: Any) -> None:
-        h5s, data = self._h5.h5s, np.asarray(value)
-        kind = self._h5.h5t.py_create(data.dtype)
+        h5s, data = h5py.h5s, np.asarray(value)
+        kind = h5py.h5t.py_create(data.dtype)
         space = h5s.create_simple(data.shape) if data.shape else h5s.create(h5s.SCALAR)
-        self._h5.h5a.create(dataset, name.encode(), kind, space).write(data)
+        h5py.h5a.create(dataset, name.encode(), kind, space).write(data)
 
     def _place(self, dataset: Any, name: str) -> int | None:
         """Allocate a dataset by writing one element; its offset, or None if it has no elements."""
@@ -196,7 +194,7 @@ class _Drawing:
             return None
         if space.shape:
             space.select_elements([(0,) * len(space.shape)])
-        kind, one = self._type(name), self._h5.h5s.create_simple((1,))
+        kind, one = self._type(name), h5py.h5s.create_simple((1,))
         dataset.write(one, space, np.zeros(1, f"V{kind.get_size()}"), kind)
         found: int = dataset.get_offset()
         return found
@@ -207,7 +205,7 @@ class _Drawing:
         return self._types[name]
 
     def _made_type(self, name: str) -> Any:
-        h5t = self._h5.h5t
+        h5t = h5py.h5t
         if name not in _FLOATS:
             plain = name.removeprefix(">")
             dtype = np.dtype(_BITS.get(plain, plain))

@@ -7,7 +7,6 @@ acknowledgements. `GroupCommit` posts the decision afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -20,6 +19,7 @@ from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.sharded.part import PartReader
 from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.concurrency import WorkerPool
 
 from .leader import MergedVersions, record_of, remove_record
 from .messages import CommitKeys, CommitMessages, PartialCommit, Vote, decode_error, decode_message, encode_message
@@ -112,17 +112,18 @@ class Coordinator:
         """
         reader, refused = PartReader(), dict[int, Vote]()
         votes = self._team.receive_each({r: keys.vote for r in range(1, self._team.size)}, stop=self._stop)
-        with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="tierstate-parts") as pool:
+        with WorkerPool(PARTS_AT_ONCE, "tierstate-parts") as pool:
             while cast := {rank: Vote.decode(data, rank) for rank, data in islice(votes, PARTS_AT_ONCE)}:
                 refused |= {rank: vote for rank, vote in cast.items() if vote.said != "yes"}
                 if not refused:
                     call = pool.map if len(cast) > 1 else map
-                    for rank, data in zip(cast, call(self._fetch, cast, cast.values()), strict=True):
+                    for rank, data in zip(cast, call(self._fetch, cast.items()), strict=True):
                         yield self._checked(rank, reader.decode(data))
         if refused:
             raise _refusal(refused)
 
-    def _fetch(self, rank: int, vote: Vote) -> bytes:
+    def _fetch(self, cast: tuple[int, Vote]) -> bytes:
+        rank, vote = cast
         if vote.object is None:
             return vote.part
         key, nbytes = vote.object.get("key"), vote.object.get("bytes")

@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from tierstate.manifest.errors import CaptureError, Damaged, NotFound, TierError
 from tierstate.manifest.format.layout import DELTA, RAW, ChunkPlace, Layout
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.base import IoAlignment, Range
+from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.memory.arena import Arena, Slab, map_pages
 
 from .read_plan import Extent, ReadPlan, StoredChunk, plan_reads
@@ -175,14 +175,7 @@ class Fetch:
                 self._one(run, give, targets)
             return
         # Threads even for a single run: an interrupt then ends only this wait, and not a transfer into memory.
-        workers = max(1, min(self._workers, len(runs)))
-        with ThreadPoolExecutor(workers, thread_name_prefix="tierstate-fetch") as pool:
-            futures = [pool.submit(self._one, run, give, targets) for run in runs]
-            try:
-                _results(futures)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        run_concurrently(lambda run: self._one(run, give, targets), runs, self._workers, "tierstate-fetch")
 
     def _one(self, run: ReadRequest, give: _Deliver, targets: ScatterTargets | None) -> None:
         pending: list[tuple[Event, Buffer]] = []
@@ -279,13 +272,6 @@ class Fetch:
         except Damaged as nowhere:
             self._give_up(rows, nowhere)
             return None
-
-
-def _results(futures: Sequence[Future[None]]) -> None:
-    """Wait for all futures, or until one fails; raises its error."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in done:
-        future.result()
 
 
 OnRepair = Callable[[int, int, Buffer], None]

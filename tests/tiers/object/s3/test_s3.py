@@ -123,6 +123,26 @@ def test_a_lost_answer_to_the_last_request_is_settled_by_the_object(
     assert not uploads(swift)
 
 
+def test_a_lost_answer_does_not_make_the_object_of_another_writer_ours(
+    s3: ObjectStore, swift: Swift, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multipart, "PART_SIZE", multipart.MIN_PART)
+    session = s3._inner._s3.session  # type: ignore[attr-defined]
+    once, theirs = session.once, random_bytes(9, 1)
+
+    def come_second(method: str, **params: Any) -> Any:
+        if method != "complete_multipart_upload":
+            return once(method, **params)
+        s3.put("a", theirs)
+        raise ConnectionResetError("the request was lost")
+
+    monkeypatch.setattr(session, "once", come_second)
+    with pytest.raises(AlreadyExists), s3.writer("a") as writer:
+        writer.append(random_bytes(6 << 20))
+    assert torch.equal(s3.get("a"), theirs)
+    assert not uploads(swift)
+
+
 def test_a_bucket_that_is_not_there(swift: Swift) -> None:
     tier = ObjectStore(url="s3://no-such-bucket/ckpt", options=swift.options())
     for call in (lambda: tier.put("a", empty_buffer(1)), lambda: list(tier.list("")), lambda: tier.get("a")):

@@ -1,0 +1,110 @@
+"""Calls in threads: their results in order, the first error, and none that goes on once they were waited for."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.interrupts import Interrupted, interrupt_at
+
+from tierstate.tiers.concurrency import Cancelled, WorkerPool, run_concurrently
+
+
+class Writers:
+    """Calls that write for a while, as a transfer into a tensor does."""
+
+    def __init__(self) -> None:
+        self.running = self.begun = 0
+        self._lock = threading.Lock()
+
+    def write(self, _item: int) -> None:
+        """Be seen running for some time."""
+        with self._lock:
+            self.running += 1
+            self.begun += 1
+        time.sleep(0.001)
+        with self._lock:
+            self.running -= 1
+
+
+@given(st.lists(st.integers(), max_size=20), st.integers(1, 5))
+def test_results_are_in_the_order_of_the_items(items: list[int], threads: int) -> None:
+    assert run_concurrently(lambda item: item * 2, items, threads) == [item * 2 for item in items]
+
+
+@given(st.integers(1, 12), st.data())
+def test_the_first_error_is_raised_and_nothing_goes_on(count: int, data: st.DataObject) -> None:
+    wrong = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
+    writers = Writers()
+
+    def call(item: int) -> None:
+        if item in wrong:
+            raise ValueError(item)
+        writers.write(item)
+
+    with pytest.raises(ValueError, match=r"\d") as caught:
+        run_concurrently(call, range(count), 3)
+    assert caught.value.args[0] in wrong
+    assert writers.running == 0
+    assert not names("tierstate-call")
+
+
+def test_nothing_runs_after_an_interrupt_at_any_step() -> None:
+    """Also one in the middle of the start of a thread, which then runs without having been seen to start."""
+    for step in itertools.count(1):
+        writers = Writers()
+        with interrupt_at(step) as steps, suppress(Interrupted, RuntimeError):
+            # RuntimeError: `Condition.wait` says that its lock is not locked, where it is interrupted as it ends.
+            run_concurrently(writers.write, range(6), 2, "tierstate-any")
+        running, begun = writers.running, writers.begun
+        assert running == 0, f"a call runs after an interrupt at step {step}"
+        time.sleep(0.002)
+        assert (writers.running, writers.begun) == (0, begun), f"a call began after an interrupt at step {step}"
+        if steps() < step:
+            break
+    assert step > 40
+    assert begun == 6
+    deadline = time.monotonic() + 10
+    while names("tierstate-any") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not names("tierstate-any")
+
+
+def test_calls_that_were_not_begun_are_cancelled() -> None:
+    gate, ended = threading.Event(), []
+    pool = WorkerPool(1, "tierstate-any")
+    first = pool.submit(gate.wait)
+    while not first.begun:
+        time.sleep(0.001)
+    second = pool.submit(lambda: None, ended.append)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    while not pool.stopped:
+        time.sleep(0.001)
+    gate.set()
+    closing.join()
+    assert first.result() is True
+    assert (second.begun, ended) == (False, [second])
+    with pytest.raises(Cancelled):
+        second.result()
+    with pytest.raises(Cancelled):
+        pool.submit(lambda: None)
+
+
+def test_where_no_thread_can_be_started_calls_run_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    here = threading.current_thread()
+    assert run_concurrently(lambda _: threading.current_thread(), range(3)) == [here] * 3
+
+
+def names(prefix: str) -> list[str]:
+    """Names of the threads of a pool that run."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefix)]
