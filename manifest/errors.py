@@ -9,6 +9,8 @@
     │   ├── NotFound           no such object, version, tag or tier
     │   ├── TierFull           no room left (ENOSPC, quota, capacity)
     │   ├── TierUnavailable    no answer, a broken connection, an I/O error: transient
+    │   │   └── Unreadable         what is wanted is stored, and cannot be read now from any tier that has it
+    │   │       └── NewestUnreadable   so it is with the newest version
     │   └── AccessDenied       credentials or permissions do not allow it
     ├── Damaged            bytes are not what was saved, on every tier that should have them
     ├── FormatError        bytes that tierstate did not write, truncated, or of an unknown format number
@@ -81,6 +83,14 @@ class TierUnavailable(TierError):
     transient: ClassVar[bool] = True
 
 
+class Unreadable(TierUnavailable):
+    """What is wanted is stored, and no tier that has it can be read now. It may be whole: it is not called damaged."""
+
+
+class NewestUnreadable(Unreadable):
+    """The newest version is listed and cannot be read now. An older one was not taken in its place."""
+
+
 class AccessDenied(TierError):
     """Credentials, permissions or a read-only mount do not allow it."""
 
@@ -116,6 +126,12 @@ class RankFailed(TierstateError):
 
 class CaptureError(TierstateError):
     """A state could not be copied out: a value of no known type, or a value that could not be read."""
+
+
+def cannot_be_asked(error: BaseException) -> bool:
+    """Whether an error says that a tier cannot be asked now. Then what it has may be sound: it is neither damaged (a
+    digest or a format is wrong) nor absent (`NotFound`)."""
+    return isinstance(error, TierError) and not isinstance(error, NotFound)
 
 
 class Unsafe(TierstateError):

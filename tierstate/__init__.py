@@ -8,6 +8,7 @@ from tierstate.manifest.errors import (
     CommitUnknown,
     Damaged,
     FormatError,
+    NewestUnreadable,
     NotFound,
     PolicyError,
     RankFailed,
@@ -16,6 +17,7 @@ from tierstate.manifest.errors import (
     TierFull,
     TierstateError,
     TierUnavailable,
+    Unreadable,
     Unsafe,
 )
 from tierstate.providers.base import Provider
@@ -40,6 +42,7 @@ __all__ = [
     "Damaged",
     "FormatError",
     "Lossy",
+    "NewestUnreadable",
     "NotFound",
     "PerRank",
     "Policy",
@@ -57,6 +60,7 @@ __all__ = [
     "TierStats",
     "TierUnavailable",
     "TierstateError",
+    "Unreadable",
     "Unsafe",
     "VersionInfo",
     "register_provider",

@@ -261,7 +261,8 @@ class Checkpointer(Run):
             step, version, tag: which version, by its step, the beginning of its id, or a tag; by default the newest
                 complete one.
             only: globs of leaf paths; leaves that do not match are left unchanged.
-            on_damage: ``older`` falls back to the newest undamaged version instead of raising `Damaged`.
+            on_damage: ``older`` falls back to the newest undamaged version instead of raising `Damaged`; not where a
+                version cannot be read now.
             allow_lossy: also restore leaves that were saved with fewer bits, whose values are not exact.
 
         Raises:
@@ -269,6 +270,8 @@ class Checkpointer(Run):
             StateMismatch: leaves are missing, unexpected, or of another shape or dtype; nothing was changed.
             RankFailed: another rank failed, or did not call `restore`. With a process group all ranks must call it.
             Damaged: a chunk is missing or damaged in every tier.
+            Unreadable: what is wanted is stored, and the tiers that have it cannot be read now. So it is never passed
+                over for an older version: `NewestUnreadable` where it is the newest one.
             Unsafe: a leaf is a pickle, or lossy, and that was not allowed.
         """
         return self._restore(RestoreSpec(step, version, into, only, None, on_damage, self._pickles, allow_lossy), tag)

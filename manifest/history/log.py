@@ -194,13 +194,20 @@ class Log:
         if size > MAX_RECORD:
             raise FormatError(f"{self.tier.name}: {key}: {size} bytes are too many for a record")
         try:
-            record = Record.decode(view(self.tier.get(key)).toreadonly())
+            record = self._decoded(key)
         except FormatError as error:
             raise FormatError(f"{self.tier.name}: {key}: {error}") from error
         head = record.version.head
         if (head.run, head.seq) != (self.run, seq):
             raise FormatError(f"{self.tier.name}: {key}: holds version {head.seq} of run {head.run!r}")
         return record
+
+    def _decoded(self, key: str) -> Record:
+        """The record under a key, which is read twice before it is called damaged: bytes may be damaged on the way."""
+        try:
+            return Record.decode(view(self.tier.get(key)).toreadonly())
+        except FormatError:
+            return Record.decode(view(self.tier.get(key)).toreadonly())
 
     def look(self, seq: int) -> LogEntry:
         """Like `read`, with the error as a value."""

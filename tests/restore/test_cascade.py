@@ -232,7 +232,7 @@ def test_an_outage_of_the_source_while_it_is_read_is_made_up_for(slow):
         spec = policy({"first": first, "slow": slow})
         with ts.Checkpointer(spec, "run") as ckpt:
             faulty(first).add(Fault("read", 0, ts.TierUnavailable("first is gone")))
-            with pytest.raises(ts.Damaged, match="whole in no tier"):
+            with pytest.raises(ts.Unreadable, match="cannot be read now"):
                 ckpt.save(state(1), step=1).wait("slow")
             assert ckpt.stats().tiers["slow"].owed == 1
             faulty(first).heal()

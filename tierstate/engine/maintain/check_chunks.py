@@ -17,7 +17,7 @@ from tierstate.engine.restore.fetch import Fetch, RepairWriter
 from tierstate.engine.store.catalog import Holding, VersionCopies
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import Damaged
+from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.version import Head, Version
 from tierstate.tiers.memory.arena import Arena
 
@@ -269,7 +269,7 @@ class ChunkChecks:
             if mender is not None:
                 mender(failed, row, raw)
 
-        def gone(row: int, _error: Damaged) -> None:
+        def gone(row: int, _error: TierstateError) -> None:
             lost.add(row)
             self._told(int(version.chunk_nbytes[row]))
 

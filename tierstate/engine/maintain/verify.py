@@ -20,7 +20,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import Damaged, FormatError, NotFound, TierstateError
+from tierstate.manifest.errors import FormatError, NotFound, TierstateError
 from tierstate.manifest.format.leaf import Spec
 from tierstate.manifest.format.version import Version
 from tierstate.providers.base import Provider
@@ -254,7 +254,7 @@ class _Opening:
                 failed[int(version.chunk_leaf[row])] = error
             self._progress(raw.numel())
 
-        def lose(row: int, _error: Damaged) -> None:
+        def lose(row: int, _error: TierstateError) -> None:
             torn.add(int(version.chunk_leaf[row]))
 
         fetch = Fetch(version, entry.holdings, self._arena, workers=READ_WORKERS, lost=lose)

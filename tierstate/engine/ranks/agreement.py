@@ -15,10 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstate.engine.restore.restore import RestoreSpec
+from tierstate.engine.restore.restore import RestoreSpec, unreadable_now
 from tierstate.engine.store.catalog import RunCatalog, SeqVersions, VersionCopies, VersionMoved
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import Damaged, FormatError, NotFound, RankFailed, TierstateError, format_ranks
+from tierstate.manifest.errors import (
+    Damaged,
+    FormatError,
+    NotFound,
+    RankFailed,
+    TierstateError,
+    cannot_be_asked,
+    format_ranks,
+)
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.tags import TaggedVersion
 
@@ -191,7 +199,8 @@ class VersionAgreement:
         """The versions to try, newest first, the same on all ranks; each with this rank's copies, if it has any.
 
         Raises:
-            Damaged: no rank can read the record of the newest version, and ``on_damage`` is not ``older``.
+            Damaged: the record of the newest version is damaged for all ranks, and ``on_damage`` is not ``older``.
+            Unreadable: a record cannot be read now by any rank.
         """
         for seq in visible.seqs:
             if visible.named is not None and (seq > visible.named[0] or (seq < visible.named[0] and not self._older)):
@@ -222,7 +231,9 @@ class VersionAgreement:
     def _unreadable(self, seq: int, every: Sequence[Any], visible: VisibleVersions) -> None:
         problems = sorted({tuple(problem) for one in every for problem in one["problems"]})
         told = "; ".join(text for text, _ in problems)
-        if problems and visible.named is None and not self._older and not all(transient for _, transient in problems):
+        if any(away for _, away in problems) and (visible.named is None or visible.named[0] == seq):
+            raise unreadable_now(seq, told, newest=visible.named is None)
+        if problems and visible.named is None and not self._older:
             raise Damaged(
                 f"version {seq} is the newest, and its record can be read by no rank ({told}); "
                 "name a step, or say on_damage='older' to go back to the newest version that is whole"
@@ -256,7 +267,7 @@ def _version(data: bytes, id: str) -> Version:
 
 
 def _said(place: SeqVersions) -> dict[str, Any]:
-    problems = [[f"{name}: {error}", error.transient] for name, error in place.problems]
+    problems = [[f"{name}: {error}", cannot_be_asked(error)] for name, error in place.problems]
     return {"there": [[e.version.id, e.version.head.time] for e in place.entries], "problems": problems}
 
 

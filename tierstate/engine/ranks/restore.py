@@ -41,7 +41,7 @@ from tierstate.engine.store.catalog import (
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.digest import digest_function
-from tierstate.manifest.errors import Damaged, RankFailed, StateMismatch, TierstateError, format_ranks
+from tierstate.manifest.errors import Damaged, RankFailed, StateMismatch, TierstateError, Unreadable, format_ranks
 from tierstate.manifest.format import table as col
 from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.providers.tree.unflatten import NEW, Target, plan_restore
@@ -97,7 +97,7 @@ class ChunkRestore:
         self._wants, self._got = np.zeros(len(version.digests), bool), np.zeros(len(version.digests), bool)
         self._wants[targets.rows] = True
         self.reach = _reach(entry, query.team)
-        self.damage: Damaged | None = None
+        self.damage: Damaged | Unreadable | None = None
         self.failure: Exception | None = None
 
     @property
@@ -142,7 +142,7 @@ class ChunkRestore:
     def _read(self, rows: Array, passing: ChunkExchange) -> None:
         lost: list[int] = []
 
-        def lose(row: int, error: Damaged) -> None:
+        def lose(row: int, error: Damaged | Unreadable) -> None:
             lost.append(row)
             self.damage = self.damage or error
             passing.lose(row)
@@ -215,7 +215,7 @@ class IncompleteVersion(Exception):
         begun: whether chunks were read before this was known.
     """
 
-    def __init__(self, text: str, ranks: Sequence[int], own: Damaged | None, *, begun: bool) -> None:
+    def __init__(self, text: str, ranks: Sequence[int], own: Damaged | Unreadable | None, *, begun: bool) -> None:
         super().__init__(text)
         self.begun, self._ranks, self._own = begun, ranks, own
 
@@ -245,6 +245,7 @@ class RestoreAttempt:
         self._target: Target | None = None
         self._chunks: ChunkRestore | None = None
         self._listener: PeerListener | None = None
+        self._away = False
         self.begun = False
 
     def restore(self) -> Any:
@@ -252,6 +253,7 @@ class RestoreAttempt:
 
         Raises:
             IncompleteVersion: some ranks cannot get all chunks that they want.
+            Unreadable: so it is, and a tier that has some of them cannot be asked now.
             StateMismatch: the version does not fit some state.
             RankFailed: another rank failed.
         """
@@ -269,7 +271,11 @@ class RestoreAttempt:
                 assert self._chunks is not None
                 assert self._listener is not None
                 self._chunks.exchange(plan, wanted, self._listener, addresses)
-        raise self._not_whole(offers, plan)
+        incomplete = self._not_whole(offers, plan)
+        if self._away:
+            # A rank could not ask a tier that has a chunk: the version may be whole, and is not passed over for that.
+            raise Unreadable(f"cannot be read now: {incomplete}") from incomplete.error_for(self._team.rank)
+        raise incomplete
 
     def _plan(self) -> ChunkRestore:
         """Plan what this rank restores; done once per attempt."""
@@ -290,11 +296,13 @@ class RestoreAttempt:
         """Gather what all ranks still want, what they reach, and the addresses of their listening sockets."""
         rows, leaves = len(self._version.digests), len(self._version.leaves)
         offers, addresses, nowhere = [], [], np.ones(leaves, bool)
+        self._away = False
         for said in self._query.ask("offer", lambda: self._offer(opened)):
             head, columns = col.decode_table(memoryview(said), WHAT)
             sets = [decode_runs(_column(columns, f"rows.{i}"), rows) for i in range(WANTED + 1)]
             offers.append(RankRows(sets[WANTED], (sets[0], sets[1], sets[2], sets[3])))
             addresses.append(col.json_field(head, "address", str, WHAT))
+            self._away |= col.json_field(head, "away", bool, WHAT)
             nowhere &= mask_of(decode_runs(_column(columns, "elsewhere"), leaves), leaves)
         self._check_wanted(np.flatnonzero(nowhere).tolist())
         return offers, addresses
@@ -310,9 +318,8 @@ class RestoreAttempt:
         elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._target.elsewhere))
         sets = {f"rows.{i}": mask for i, mask in enumerate([*chunks.reach, chunks.missing])}
         columns = {name: encode_runs(runs_in(mask)) for name, mask in {**sets, "elsewhere": elsewhere}.items()}
-        return col.encode_table(
-            {"address": listener.address}, {name: np.frombuffer(d, "<u1") for name, d in columns.items()}
-        )
+        head = {"address": listener.address, "away": isinstance(chunks.damage, Unreadable)}
+        return col.encode_table(head, {name: np.frombuffer(d, "<u1") for name, d in columns.items()})
 
     def _check_wanted(self, nowhere: Sequence[int]) -> None:
         """Raise StateMismatch, on all ranks, if no rank's state has some leaves of the version."""
@@ -324,7 +331,7 @@ class RestoreAttempt:
                 "name what is to be restored by `only`:\n  " + "\n  ".join(names) + more
             )
 
-    def check_still_there(self, damage: Damaged | None) -> None:
+    def check_still_there(self, damage: Damaged | Unreadable | None) -> None:
         """Raise if chunks could not be read because the version has changed meanwhile.
 
         Raises:

@@ -23,7 +23,15 @@ from tierstate.engine.store.delta_base import WrongBase, undo_delta
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Event, empty_buffer
 from tierstate.manifest.digest import digest_function
-from tierstate.manifest.errors import CaptureError, Damaged, NotFound, TierError, TierstateError
+from tierstate.manifest.errors import (
+    CaptureError,
+    Damaged,
+    NotFound,
+    TierError,
+    TierstateError,
+    Unreadable,
+    cannot_be_asked,
+)
 from tierstate.manifest.format.layout import DELTA, RAW, ChunkPlace, Layout
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.base import IoAlignment, Range
@@ -40,8 +48,8 @@ ChunkSink = Callable[[int, Buffer, "Slab | None"], None]
 """Called with a row, its verified raw bytes, and their slab (to lease if the bytes are needed longer) or None."""
 
 
-OnLost = Callable[[int, Damaged], None]
-"""Called with a row that no tier has undamaged, and the error."""
+OnLost = Callable[[int, Damaged | Unreadable], None]
+"""Called with a row that could be read undamaged from no tier, and the error."""
 
 
 _Deliver = Callable[[int, Buffer, "Slab | None"], "Event | None"]
@@ -117,6 +125,7 @@ class Fetch:
 
         Raises:
             Damaged: no tier has a chunk undamaged; the message names the leaf, the version and each tier's error.
+            Unreadable: a tier that has a chunk cannot be asked now, and no other tier has it undamaged.
         """
 
         def give(row: int, raw: Buffer, slab: Slab | None) -> None:
@@ -154,7 +163,7 @@ class Fetch:
             self._give_up([row], self._fallback.nowhere(row))
         return runs
 
-    def _give_up(self, rows: Sequence[int], error: Damaged) -> None:
+    def _give_up(self, rows: Sequence[int], error: Damaged | Unreadable) -> None:
         if self._lost is None:
             raise error
         for row in rows:
@@ -252,16 +261,14 @@ class Fetch:
         row, layout = spot.rows[0], run.reads.layout
         try:
             if failure is None:
-                raw = self._fallback.verified(run.holding, row, layout.codecs[spot.codec], stored)
+                raw = self._fallback.sound(run.holding, row, layout.codecs[spot.codec], stored)
                 if raw is not None:
                     return raw
+            elif not isinstance(failure, Damaged):
+                raise failure
             place = layout.place(row)
             assert place is not None
-            if failure is None:
-                raise wrong_digest(place)
-            if not isinstance(failure, Damaged):
-                raise failure
-            # One damaged part made the whole run fail: read its chunks one by one.
+            # Again, by itself: one damaged part made the whole run fail, or a byte was flipped on the way.
             return self._fallback.alone(run.holding, row, place)
         except TierstateError as error:
             return self._elsewhere(run.holding, spot.rows, error)
@@ -269,7 +276,7 @@ class Fetch:
     def _elsewhere(self, holding: int, rows: Sequence[int], error: TierstateError) -> Buffer | None:
         try:
             return self._fallback.elsewhere(holding, rows[0], error)
-        except Damaged as nowhere:
+        except (Damaged, Unreadable) as nowhere:
             self._give_up(rows, nowhere)
             return None
 
@@ -321,16 +328,29 @@ class FallbackReader:
             raw = decompress(codec, stored, nbytes)
         return raw if self._digest(raw) == self._digests[16 * row : 16 * row + 16] else None
 
+    def sound(self, index: int, row: int, codec: str, stored: Buffer) -> Buffer | None:
+        """As `verified`, but None also if the bytes cannot be decoded."""
+        try:
+            return self.verified(index, row, codec, stored)
+        except Damaged:
+            return None
+
     def alone(self, index: int, row: int, place: ChunkPlace) -> Buffer:
         """Read and verify one chunk by itself, at ``place`` in the holding ``index``.
+
+        It is read twice before it is called damaged, since bytes may be damaged on the way.
 
         Raises:
             Damaged, TierError
         """
         # A buffer of its own: this is rare, and waiting for a second slab while holding one could be a deadlock.
-        out = empty_buffer(place.stored)
-        self._holdings[index].tier_run.tier.read(place.object, [Range(place.offset, out)])
-        raw = self.verified(index, row, place.codec, out)
+        out, tier = empty_buffer(place.stored), self._holdings[index].tier_run.tier
+        tier.read(place.object, [Range(place.offset, out)])
+        raw = self.sound(index, row, place.codec, out)
+        if raw is None:
+            out = empty_buffer(place.stored)  # the first one may be part of an error or in use by a codec
+            tier.read(place.object, [Range(place.offset, out)])
+            raw = self.verified(index, row, place.codec, out)
         if raw is None:
             raise wrong_digest(place)
         return raw
@@ -345,6 +365,7 @@ class FallbackReader:
 
         Raises:
             Damaged: no tier has it undamaged; the message names the leaf, the version and each tier's error.
+            Unreadable: a tier that has it cannot be asked now, and no other one has it undamaged.
         """
         place = self._holdings[failed].layout.place(row)
         tier_run = self._holdings[failed].tier_run
@@ -397,15 +418,18 @@ class FallbackReader:
     def _leaf(self, row: int) -> str:
         return self._version.leaves[int(self._version.chunk_leaf[row])].name
 
-    def nowhere(self, row: int, troubles: Sequence[ReadFailure] = ()) -> Damaged:
-        """The error for a chunk that no tier has undamaged."""
+    def nowhere(self, row: int, troubles: Sequence[ReadFailure] = ()) -> Damaged | Unreadable:
+        """The error for a chunk that could be read undamaged from no tier."""
         head = self._version.head
         told = "; ".join(f"{t.tier}: {t.error}" for t in troubles)
         tried = told or f"none of {', '.join(h.tier_run.name for h in self._holdings) or 'the tiers'} has it"
-        return Damaged(
+        what = (
             f"leaf {self._leaf(row)} of version {head.seq} (step {head.step}, {self._version.id[:12]}) "
-            f"of run {head.run!r} is whole in no tier: {tried}"
+            f"of run {head.run!r}"
         )
+        if away := [trouble.tier for trouble in troubles if cannot_be_asked(trouble.error)]:
+            return Unreadable(f"{what} cannot be read now: {tried}", tier=away[0])
+        return Damaged(f"{what} is whole in no tier: {tried}")
 
 
 def wrong_digest(place: ChunkPlace) -> Damaged:

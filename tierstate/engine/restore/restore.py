@@ -24,7 +24,16 @@ from tierstate.engine.store.catalog import (
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import Damaged, FormatError, NotFound, StateMismatch, TierstateError
+from tierstate.manifest.errors import (
+    Damaged,
+    FormatError,
+    NewestUnreadable,
+    NotFound,
+    StateMismatch,
+    TierstateError,
+    Unreadable,
+    cannot_be_asked,
+)
 from tierstate.manifest.format.leaf import Leaf, Path
 from tierstate.manifest.format.version import Version, copy_stages
 from tierstate.manifest.history.tags import TaggedVersion
@@ -201,6 +210,7 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
         StateMismatch: its leaves do not match the given state.
         FormatError: its shards do not cover their leaves.
         Damaged: a chunk is missing or damaged in every tier.
+        Unreadable: the version is stored, and a tier that has a part of it cannot be asked now.
 
     If the given state may have been changed before an error, a note on the error says so.
     """
@@ -284,13 +294,26 @@ def _unreadable(place: SeqVersions, wanted: RestoreSpec, reached: bool, passed: 
                 f"version {place.seq} was dropped, as `keep` says, before it was read; ask for the newest one"
             )
         return
-    told = "; ".join(f"{name}: {error}" for name, error in place.problems) or "dropped while it was looked for"
-    if reached and wanted.on_damage == "raise" and not all(e.transient for _, e in place.problems):
+    told = "; ".join(f"{name}: {error}" for name, error in place.problems)
+    away = any(cannot_be_asked(error) for _, error in place.problems)
+    if away and (reached or (wanted.tag is not None and wanted.tag.seq == place.seq)):
+        raise unreadable_now(place.seq, told, newest=wanted.newest)
+    if reached and wanted.on_damage == "raise":
         raise Damaged(
             f"version {place.seq} is the newest, and its record cannot be read ({told}); "
             "name a step, or say on_damage='older' to go back to the newest version that is whole"
         )
     _pass_over(passed, f"version {place.seq}", told)
+
+
+def unreadable_now(seq: int, told: str, *, newest: bool) -> Unreadable:
+    """The error for a version whose record is listed, and cannot be read now from any tier."""
+    if newest:
+        return NewestUnreadable(
+            f"version {seq} is the newest, and its record cannot be read now ({told}); "
+            "try again, or name the step of an older version"
+        )
+    return Unreadable(f"the record of version {seq} cannot be read now ({told}); try again")
 
 
 def _is_whole(entry: VersionCopies, rows: Array, wanted: RestoreSpec, passed: list[str]) -> bool:
@@ -317,7 +340,7 @@ def _dropped(entry: VersionCopies) -> str:
     return f"; {gone}: ask for others by `only`, or for another version" if gone else ""
 
 
-def raise_if_dropped(entry: VersionCopies, error: Damaged) -> None:
+def raise_if_dropped(entry: VersionCopies, error: Damaged | Unreadable) -> None:
     """Raise VersionDropped or VersionMoved if the damage is explained by records that are gone meanwhile."""
     seq = entry.version.head.seq
     try:

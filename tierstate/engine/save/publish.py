@@ -37,6 +37,7 @@ from tierstate.manifest.errors import (
     StateMismatch,
     TierstateError,
     TierUnavailable,
+    Unreadable,
 )
 from tierstate.manifest.format.layout import RAW, LayoutBuilder
 from tierstate.manifest.format.leaf import Leaf
@@ -600,7 +601,7 @@ class CascadeJob:
         return NoSource(text, tier=name)
 
 
-NOT_THE_TIERS_FAULT = (NoSource, Damaged, StateMismatch)
+NOT_THE_TIERS_FAULT = (NoSource, Damaged, Unreadable, StateMismatch)
 """Errors that are no failure of the tier that should get the save: it stays healthy."""
 
 

@@ -1,0 +1,117 @@
+"""Damaged, not to be asked now, absent: three different things in every decision of a restore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.checkpointer_worlds import policy, wrapped
+
+import tierstate as ts
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.base import Range
+from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.wrappers.base import Wrapping
+
+Health = Literal["sound", "flipped", "damaged", "away", "denied", "lost"]
+"""Of an object: as it was written; with a byte flipped in the first answer only, or in every one; a tier that does not
+answer, or refuses, when it is read; gone."""
+
+HEALTH: Sequence[Health] = ("sound", "sound", "flipped", "damaged", "away", "denied", "lost")
+ANSWERS = ("sound", "flipped")
+SILENT = ("away", "denied")
+STEPS = range(3)
+
+
+class Ill(Wrapping):
+    """A tier with objects that cannot be read as they should."""
+
+    def __init__(self) -> None:
+        super().__init__(Memory())
+        self.health: dict[str, Health] = {}
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        health = self.health.get(key, "sound")
+        if health == "away":
+            raise ts.TierUnavailable("no answer", key=key)
+        if health == "denied":
+            raise ts.AccessDenied("not allowed", key=key)
+        super().read(key, ranges)
+        if health in ("damaged", "flipped"):
+            for one in ranges:
+                one.out[one.out.numel() // 2] ^= 1
+        if health == "flipped":
+            self.health[key] = "sound"
+
+    def fall_ill(self, step: int, record: Health, pack: Health) -> None:
+        """From now on the record and the packs of a version are in that health."""
+        log = Log(self.inner, "run")
+        (found,) = [one for one in map(log.read, log.seqs()) if one.version.head.step == step]
+        for key, health in ((log.key(found.version.head.seq), record), *((pk, pack) for pk in found.layout.objects)):
+            if health == "lost":
+                self.inner.delete(key)
+            else:
+                self.health[key] = health
+
+
+Healths = list[list[tuple[Health, Health]]]
+"""For each version, oldest first, and each tier: the health of the record and of the pack."""
+
+
+def expected(healths: Healths, on_damage: str) -> int | type[ts.TierstateError]:
+    """The step that a restore of the newest version gives, or the error."""
+    passed = False
+    for step in reversed(STEPS):
+        records = [record for record, _ in healths[step]]
+        packs = [pack for record, pack in healths[step] if record in ANSWERS]
+        seen = packs or records
+        if all(one == "lost" for one in records):
+            continue  # no tier lists it
+        if any(one in ANSWERS for one in packs):
+            return step
+        if any(one in SILENT for one in seen):
+            return ts.Unreadable if packs else ts.NewestUnreadable
+        if on_damage == "raise":
+            return ts.Damaged
+        passed = True
+    return ts.Damaged if passed else ts.NotFound
+
+
+health = st.sampled_from(HEALTH)
+healths = st.lists(st.lists(st.tuples(health, health), min_size=2, max_size=2), min_size=3, max_size=3)
+SOUND: list[tuple[Health, Health]] = [("sound", "sound")] * 2
+
+
+@given(healths, st.sampled_from(["raise", "older"]))
+@example([SOUND, SOUND, [("away", "sound")] * 2], "older")
+@example([SOUND, SOUND, [("away", "sound"), ("damaged", "sound")]], "older")
+@example([SOUND, SOUND, [("sound", "away")] * 2], "older")
+@example([SOUND, SOUND, [("sound", "damaged"), ("sound", "denied")]], "older")
+@example([SOUND, SOUND, [("flipped", "flipped")] * 2], "raise")
+@example([SOUND, SOUND, [("damaged", "sound")] * 2], "older")
+@example([SOUND, SOUND, [("damaged", "sound"), ("lost", "lost")]], "raise")
+def test_an_older_version_is_taken_for_damage_only(healths: Healths, on_damage: Any) -> None:
+    with ExitStack() as stack:
+        tiers = [Ill(), Ill()]
+        keys = [stack.enter_context(wrapped(tier)) for tier in tiers]
+        spec = policy({"one": keys[0], "two": keys[1]}, durable="two")
+        with ts.Checkpointer(spec, "run") as ckpt:
+            for step in STEPS:
+                ckpt.save({"w": torch.full((64,), float(step))}, step=step)
+        for step, places in enumerate(healths):
+            for tier, (record, pack) in zip(tiers, places, strict=True):
+                tier.fall_ill(step, record, pack)
+        right = expected(healths, on_damage)
+        with ts.Checkpointer(spec, "run") as ckpt:
+            into = {"w": torch.full((64,), 9.0)}
+            if isinstance(right, int):
+                ckpt.restore(into, on_damage=on_damage)
+                assert into["w"].eq(right).all()
+            else:
+                with pytest.raises(right):
+                    ckpt.restore(into, on_damage=on_damage)
