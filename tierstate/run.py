@@ -52,7 +52,8 @@ class Run:
             tier_run.beside = self._tier_runs
 
     def versions(self) -> list[VersionInfo]:
-        """All versions of the run over all tiers, oldest first."""
+        """All versions of the run over all tiers, oldest first; also those whose records cannot be read, as such
+        (`VersionInfo.unreadable`)."""
         with gc_paused():  # it makes many small objects, and none of them is garbage
             return list_versions(self._tier_runs, self.policy, self._tags.by_version())
 

@@ -46,6 +46,27 @@ def test_ls_speaks_json(call: Call, policy: Path) -> None:
     ]
 
 
+def test_ls_shows_versions_that_cannot_be_read(call: Call, policy: Path) -> None:
+    """Of version 2 there is another record, of version 3 none."""
+    for seq in (2, 3):
+        path = policy.parent / f"nvme/versions/gpt/{seq:012d}"
+        path.write_bytes(path.read_bytes()[:-1])
+    found = call("ls", "-p", policy, "-r", "gpt")
+    assert found.status == 1
+    rows = [line.split() for line in found.out.splitlines()[1:4]]
+    assert rows[1][0:2] == ["2", "2"]
+    assert rows[1][-3:-1] == ["unreadable", "yes"]
+    assert rows[2] == ["3", "?", "?", "?", "?", "unreadable", "-"]
+    assert "version 2 cannot be read: nvme: " in found.err
+    assert "version 3 cannot be read: nvme: " in found.err
+    told = call("ls", "-p", policy, "-r", "gpt", "--json")
+    assert told.status == 1
+    assert [(v["step"], v["tiers"], list(v["unreadable"])) for v in told.json[1:]] == [
+        (2, ["store"], ["nvme"]),
+        (-1, [], ["nvme"]),
+    ]
+
+
 def test_policy_and_run_come_from_the_environment(call: Call, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERSTATE_POLICY", str(policy))
     monkeypatch.setenv("TIERSTATE_RUN", "gpt")

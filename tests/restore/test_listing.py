@@ -34,13 +34,25 @@ TIERS = ("nvme", "lustre", "file")
 
 def by_records(catalog: RunCatalog, spec: ts.Policy) -> list[VersionInfo]:
     """What is to be told, from every record of every tier, read whole."""
-    entries = [entry for place in catalog.newest_first() for entry in place.entries][::-1]
+    places = list(catalog.newest_first())[::-1]
+    entries = [entry for place in places for entry in place.entries[::-1]]
+    problems = {place.seq: {name: str(error) for name, error in place.problems} for place in places}
     late: dict[int, list[str]] = {}
     for one in spec.tiers:
         if one.persistent and one.name not in catalog.unreachable:
             for seq in lacking(one, entries, spec):
                 late.setdefault(seq, []).append(one.name)
-    return [replace(VersionInfo.of(e), late=tuple(late.get(e.version.head.seq, ()))) for e in entries]
+    found = [
+        replace(VersionInfo.of(e), late=tuple(late.get(seq, ())), unreadable=problems[seq])
+        for e in entries
+        for seq in [e.version.head.seq]
+    ]
+    found += [
+        VersionInfo("run", place.seq, -1, "", 0.0, 0, (), unreadable=problems[place.seq])
+        for place in places
+        if place.problems and not place.entries
+    ]
+    return sorted(found, key=lambda info: info.seq)
 
 
 def lacking(one: TierPolicy, entries: Sequence[VersionCopies], spec: ts.Policy) -> list[int]:

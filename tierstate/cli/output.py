@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,10 +106,7 @@ def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json
     rows = [
         (
             v.seq,
-            v.step,
-            v.id[:12],
-            when(v.time),
-            rough_size(v.nbytes),
+            *((v.step, v.id[:12], when(v.time), rough_size(v.nbytes)) if v.id else ("?", "?", "?", "?")),
             *(_copy(v, t) for t in tiers),
             *([", ".join(v.tags)] if named else []),
             _pairs({**v.metadata, **({"lossy": "+".join(v.lossy)} if v.lossy else {})}),
@@ -118,6 +116,9 @@ def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json
     table([">seq", ">step", "id", "saved", ">size", *tiers, *(["tags"] if named else []), "metadata"], rows)
     for tier in tiers:
         _show_lag(tier, versions)
+    for v in versions:
+        for why in v.unreadable.values():
+            print(f"version {v.seq} cannot be read: {why}", file=sys.stderr)
 
 
 def _show_lag(tier: str, versions: Sequence[VersionInfo]) -> None:
@@ -129,6 +130,8 @@ def _show_lag(tier: str, versions: Sequence[VersionInfo]) -> None:
 
 
 def _copy(version: VersionInfo, tier: str) -> str:
+    if tier in version.unreadable:
+        return "unreadable"
     if tier not in version.tiers:
         return "late" if tier in version.late else "-"
     return "part" if tier in version.partial else "yes"

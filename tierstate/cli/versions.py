@@ -132,7 +132,7 @@ def prune(
 
 @app.command("ls")
 def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False) -> None:
-    """List the versions of a run over all tiers, or all runs."""
+    """List the versions of a run over all tiers, or all runs. Exit status 1 if a record cannot be read."""
     if run is None:
         output.show_runs(_runs(Policy.load(policy)), as_json)
         return
@@ -141,6 +141,7 @@ def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False)
         if not versions:
             raise NotFound(f"run {run!r} has no version in {', '.join(t.name for t in ckpt.policy.tiers)}")
         output.show_versions(versions, [t.name for t in ckpt.policy.tiers], as_json)
+    raise typer.Exit(1 if any(version.unreadable for version in versions) else 0)
 
 
 @app.command()

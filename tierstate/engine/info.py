@@ -16,7 +16,7 @@ from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.catalog import VersionCopies
 from tierstate.engine.store.index import SeqSummaries
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.manifest.format.leaf import stored_lossy_methods
 from tierstate.manifest.format.record import Summary
 from tierstate.tiers.base import Tier
@@ -50,6 +50,9 @@ class VersionInfo:
         parent: id of the version before it.
         late: names of the tiers that should have it and do not have it yet.
         lossy: methods by which some of its leaves were saved with fewer bits, on request.
+        unreadable: the tiers that list it and whose record of it cannot be read, each with the reason; filled in by
+            `versions` only. Where no tier's record can be read, nothing but the number is known: the step is -1, the id
+            is empty, and ``tiers`` is too.
     """
 
     run: str
@@ -66,6 +69,7 @@ class VersionInfo:
     parent: str = ""
     late: tuple[str, ...] = ()
     lossy: tuple[str, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entry: VersionCopies) -> VersionInfo:
@@ -88,7 +92,12 @@ class VersionInfo:
 
     @classmethod
     def summed(
-        cls, run: str, copies: Mapping[str, Summary], tags: tuple[str, ...], late: tuple[str, ...]
+        cls,
+        run: str,
+        copies: Mapping[str, Summary],
+        tags: tuple[str, ...],
+        late: tuple[str, ...],
+        unreadable: Mapping[str, str],
     ) -> VersionInfo:
         """The information from the summaries of a version's records, by tier; reads no full record."""
         one = next(iter(copies.values()))
@@ -107,6 +116,7 @@ class VersionInfo:
             one.parent,
             late,
             one.lossy,
+            unreadable,
         )
 
 
@@ -203,7 +213,8 @@ class Stats:
 def list_versions(
     tier_runs: Sequence[TierRun], policy: Policy, tags: Mapping[tuple[int, str], tuple[str, ...]]
 ) -> list[VersionInfo]:
-    """All versions over all tiers, oldest first. A tier whose log cannot be listed is left out, with a warning.
+    """All versions over all tiers, oldest first, also those whose records cannot be read. A tier whose log cannot be
+    listed is left out, with a warning.
 
     Args:
         tier_runs: the run in each tier, nearest first.
@@ -223,12 +234,30 @@ def list_versions(
         if tier.persistent and tier.name in seen:
             for seq in late.of(tier):
                 found.setdefault(seq, []).append(tier.name)
-    run = tier_runs[0].run
-    return [
-        VersionInfo.summed(run, copies, tags.get((one.seq, one.id), ()), tuple(found.get(one.seq, ())))
+    run, unreadable = tier_runs[0].run, _unreadable(seen)
+    infos = [
+        VersionInfo.summed(
+            run, copies, tags.get((one.seq, one.id), ()), tuple(found.get(one.seq, ())), unreadable.get(one.seq, {})
+        )
         for copies in versions
         for one in [_any(copies)]
     ]
+    known = {info.seq for info in infos}
+    infos += [
+        VersionInfo(run, seq, -1, "", 0.0, 0, (), unreadable=why) for seq, why in unreadable.items() if seq not in known
+    ]
+    return sorted(infos, key=lambda info: info.seq)
+
+
+def _unreadable(seen: Mapping[str, Mapping[int, SeqSummaries]]) -> dict[int, dict[str, str]]:
+    """By number, the tiers whose record cannot be read, with the reason; not where it was dropped meanwhile."""
+    found: dict[int, dict[str, str]] = {}
+    for name, numbers in seen.items():
+        for seq, one in numbers.items():
+            why = [error for error in one.problems if not isinstance(error, NotFound)]
+            if one.current is None and why:
+                found.setdefault(seq, {})[name] = str(why[-1])
+    return found
 
 
 def _versions(seen: Mapping[str, Mapping[int, SeqSummaries]]) -> list[Copies]:
