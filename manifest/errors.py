@@ -9,6 +9,7 @@
     │   ├── NotFound           no such object, version, tag or tier
     │   ├── TierFull           no room left (ENOSPC, quota, capacity)
     │   ├── TierUnavailable    no answer, a broken connection, an I/O error: transient
+    │   │   ├── MediaError         the storage cannot read an object's bytes (EIO)
     │   │   └── Unreadable         what is wanted is stored, and cannot be read now from any tier that has it
     │   │       └── NewestUnreadable   so it is with the newest version
     │   └── AccessDenied       credentials or permissions do not allow it
@@ -81,6 +82,10 @@ class TierUnavailable(TierError):
     """The tier did not answer, or answered with an I/O error. Trying again may help."""
 
     transient: ClassVar[bool] = True
+
+
+class MediaError(TierUnavailable):
+    """The storage says that it cannot read the bytes of an object (EIO): a bad sector, or a dead server."""
 
 
 class Unreadable(TierUnavailable):

@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from support.checkpointer_worlds import policy, wrapped
 
 import tierstate as ts
+from tierstate.manifest.errors import MediaError
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.base import Range
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.wrappers.base import Wrapping
 
-Health = Literal["sound", "flipped", "damaged", "away", "denied", "lost"]
+Health = Literal["sound", "flipped", "damaged", "away", "denied", "bad sector", "lost"]
 """Of an object: as it was written; with a byte flipped in the first answer only, or in every one; a tier that does not
-answer, or refuses, when it is read; gone."""
+answer, refuses, or has an I/O error when it is read; gone."""
 
-HEALTH: Sequence[Health] = ("sound", "sound", "flipped", "damaged", "away", "denied", "lost")
+HEALTH: Sequence[Health] = ("sound", "sound", "flipped", "damaged", "away", "denied", "bad sector", "lost")
 ANSWERS = ("sound", "flipped")
-SILENT = ("away", "denied")
+SILENT = ("away", "denied", "bad sector")
 STEPS = range(3)
 
 
@@ -41,6 +42,8 @@ class Ill(Wrapping):
             raise ts.TierUnavailable("no answer", key=key)
         if health == "denied":
             raise ts.AccessDenied("not allowed", key=key)
+        if health == "bad sector":
+            raise MediaError("cannot be read (EIO)", key=key)
         super().read(key, ranges)
         if health in ("damaged", "flipped"):
             for one in ranges:
@@ -115,3 +118,28 @@ def test_an_older_version_is_taken_for_damage_only(healths: Healths, on_damage: 
             else:
                 with pytest.raises(right):
                     ckpt.restore(into, on_damage=on_damage)
+
+
+def test_a_record_in_a_bad_sector_hinders_no_save_and_is_made_again_by_rebuild() -> None:
+    tier = Ill()
+    with wrapped(tier) as keys:
+        spec = policy({"one": keys})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            for step in (0, 1):
+                ckpt.save({"w": torch.full((64,), float(step))}, step=step)
+        tier.fall_ill(1, "bad sector", "sound")
+        with ts.Checkpointer(spec, "run") as ckpt:
+            with pytest.raises(ts.NewestUnreadable, match="EIO"):
+                ckpt.load()
+            with pytest.raises(ts.NewestUnreadable, match="EIO"):
+                ckpt.load(on_damage="older")
+            assert ckpt.load(step=0)["w"].eq(0).all()
+            assert [version.step for version in ckpt.versions()] == [0, -1]
+            assert ["EIO" in problem.what for problem in ckpt.verify().problems] == [True]
+            ckpt.save({"w": torch.full((64,), 2.0)}, step=2).wait()
+            assert ckpt.load()["w"].eq(2).all()
+            assert ckpt.prune(grace=0) is not None
+            assert ckpt.rebuild("one").ok
+            assert [version.step for version in ckpt.versions()] == [0, 1, 2]
+            assert ckpt.load(step=1)["w"].eq(1).all()
+            assert ckpt.verify(deep=True).ok

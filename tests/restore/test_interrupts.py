@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpointer_worlds import arena_of, faulty, opened, policy, tensors, tier, unreferenced, wrapped
-from support.interrupts import Interrupted, interrupt_at
+from support.interrupts import Interrupted, in_a_thread_of_its_own, interrupt_at
 from support.slow_values import Fill
 
 import tierstate as ts
@@ -84,6 +84,7 @@ def test_after_an_interrupt_nobody_reads_the_state(place):
         signal.signal(signal.SIGALRM, before)
 
 
+@in_a_thread_of_its_own
 def test_nothing_is_written_once_an_interrupted_restore_has_raised(place):
     """Whichever thread was being started, waited for or ended at that moment."""
     states = {step: {str(i): torch.full((1 << 16,), step) for i in range(12)} for step in (1, 2)}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec
 
 from tierstate.tiers import concurrency, latch
 
 OURS = {concurrency.__file__, latch.__file__}
+
+
+P = ParamSpec("P")
 
 
 class Interrupted(BaseException):
@@ -43,6 +48,18 @@ def interrupt_at(step: int) -> Iterator[Callable[[], int]]:
         yield lambda: seen
     finally:
         sys.settrace(before)
+
+
+def in_a_thread_of_its_own(test: Callable[P, None]) -> Callable[P, None]:
+    """Runs a test that interrupts itself in another thread: one that is interrupted while it handles an error keeps
+    that error as the context of later ones, which a signal would not do."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(test, *args, **kwargs).result()
+
+    return run
 
 
 def _of_a_thread(frame: FrameType) -> bool:

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.interrupts import Interrupted, interrupt_at
+from support.interrupts import Interrupted, in_a_thread_of_its_own, interrupt_at
 
 from tierstate.tiers.concurrency import Cancelled, WorkerPool, run_concurrently
 
@@ -54,6 +54,7 @@ def test_the_first_error_is_raised_and_nothing_goes_on(count: int, data: st.Data
     assert not names("tierstate-call")
 
 
+@in_a_thread_of_its_own
 def test_nothing_runs_after_an_interrupt_at_any_step() -> None:
     """Also one in the middle of the start of a thread, which then runs without having been seen to start."""
     for step in itertools.count(1):

@@ -19,6 +19,7 @@ from tierstate.manifest.errors import (
     AccessDenied,
     AlreadyExists,
     Damaged,
+    MediaError,
     NotFound,
     TierError,
     TierFull,
@@ -39,6 +40,7 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVA
 _REMEDIES: dict[type[TierError], str] = {
     AlreadyExists: "nothing was changed",
     TierFull: "free some space, raise the quota, or keep fewer versions",
+    MediaError: "check the disk, or the server behind it",
     AccessDenied: "check the owner and mode of the path, the options it is mounted with, and that no part is a link",
 }
 
@@ -238,6 +240,8 @@ def errno_class(number: int | None) -> type[TierError]:
 def translate_os_error(error: OSError, doing: str, tier: str, key: str, path: Path) -> TierError:
     """An OSError as an error of the tier: what failed, where, with which errno, and what may help."""
     kind = errno_class(error.errno)
+    if error.errno == errno.EIO and doing == "read":
+        kind = MediaError
     if error.errno == errno.ENOTDIR:
         # A part of the key is an object. For a reader the object does not exist; for a writer the name is taken.
         kind = NotFound if doing == "read" else AlreadyExists

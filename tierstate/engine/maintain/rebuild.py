@@ -17,7 +17,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import to_bytes
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import FormatError, NotFound, TierstateError
+from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierstateError
 from tierstate.manifest.format.layout import Layout, LayoutBuilder
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
@@ -154,8 +154,10 @@ class _Rebuilder:
             try:
                 self._tier_run.log.read(seq)
                 readable.add(seq)
-            except FormatError as error:
-                foreign = any(_is_whole(self._tier_run, seq, generation) for generation in generations)
+            except (FormatError, MediaError) as error:
+                foreign = isinstance(error, FormatError) and any(
+                    _is_whole(self._tier_run, seq, generation) for generation in generations
+                )
                 damaged[seq] = _Lost(generations, str(error), foreign)
             except NotFound:
                 continue  # dropped meanwhile

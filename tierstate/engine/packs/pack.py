@@ -21,7 +21,7 @@ import numpy as np
 from tierstate.manifest.arrays import Array, digest_array
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import FormatError, NotFound, TierstateError
+from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierstateError
 from tierstate.manifest.format import table as col
 from tierstate.manifest.format.layout import DELTA, ChunkPlace, DeltaBase, Layout, is_pack_key
 from tierstate.manifest.format.version import Version, check_features
@@ -363,7 +363,7 @@ class PackScan:
             if key.startswith(pack_prefix(run)):
                 try:
                     found = [Version.decode(section) for section in version_sections(self._tier, key)]
-                except (FormatError, NotFound) as error:
+                except (FormatError, NotFound, MediaError) as error:
                     self.unread[key] = str(error)
                     continue
                 here = [version for version in found if version.head.run == run]
@@ -394,7 +394,7 @@ class PackScan:
             return []
         try:
             rows, size = read_footer(self._tier, key), self._tier.size(key)
-        except (FormatError, NotFound) as error:
+        except (FormatError, NotFound, MediaError) as error:
             self.unread[key] = str(error)
             return []
         self.packs += 1

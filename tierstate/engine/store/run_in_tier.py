@@ -15,7 +15,7 @@ from tierstate.engine.packs.keys import PACKS, is_mend, pack_prefix, run_of
 from tierstate.engine.packs.pack import FooterRow, read_footer
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.digest import DigestIndex
-from tierstate.manifest.errors import FormatError, NotFound
+from tierstate.manifest.errors import FormatError, MediaError, NotFound
 from tierstate.manifest.format.layout import ABSENT, DELTA, ChunkPlace, Layout, LayoutBuilder
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import Leases
@@ -118,7 +118,7 @@ class TierRun:
         return self.tier.name
 
     def newest(self) -> Record | None:
-        """The newest readable record; unreadable newer ones are skipped with a warning.
+        """The newest readable record; damaged newer ones, and those in bad sectors, are skipped with a warning.
 
         Raises:
             TierError: the tier could not be read.
@@ -133,7 +133,7 @@ class TierRun:
         for found in self.log.newest_first():
             if found.record is not None:
                 return found.record
-            if isinstance(found.error, (FormatError, NotFound)):
+            if isinstance(found.error, (FormatError, NotFound, MediaError)):
                 log.warning("%s: version %d of run %s is passed over: %s", self.name, found.seq, self.run, found.error)
             elif found.error is not None:
                 raise found.error
@@ -245,7 +245,7 @@ class TierRun:
                 try:
                     rows = read_footer(self.tier, key)
                     found |= {row.digest: row.place for row in rows if row.place.codec != DELTA}
-                except (FormatError, NotFound) as error:
+                except (FormatError, NotFound, MediaError) as error:
                     log.warning("%s: a mended pack cannot be used: %s", self.name, error)
         return found
 
