@@ -95,7 +95,7 @@ def test_a_record_that_is_none_of_ours_is_refused(place, name):
         assert [p.seq for p in report.problems] == [1]
         # The number stays taken, and the run goes on.
         ckpt.save(tensors(*STATE), step=1).wait()
-        assert [v.seq for v in ckpt.versions()] == [2]
+        assert [(v.seq, list(v.unreadable)) for v in ckpt.versions()] == [(1, ["nvme"]), (2, [])]
         assert difference(tensors(*STATE), ckpt.load()) == ""
 
 
