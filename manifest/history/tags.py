@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tierstate.manifest.chunk import as_buffer, to_bytes
+from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, NotFound
 from tierstate.manifest.format import table as col
 from tierstate.manifest.format.layout import ChunkPlace, Layout, LayoutBuilder
@@ -128,6 +129,7 @@ def read_tag(tier: KeyValueStore, run: str, name: str, number: int) -> TagTarget
         found = json.loads(to_bytes(tier.get(key)))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: a tag is a JSON object, and this is none; give or delete the tag again") from error
+    _check_own(found, run, name, number, what)
     if isinstance(found, dict) and "seq" in found and found["seq"] is None:
         return None
     if not (isinstance(found, dict) and type(found.get("seq")) is int and isinstance(found.get("id"), str)):
@@ -148,8 +150,29 @@ def write_tag(tier: KeyValueStore, run: str, name: str, number: int, tag: TagTar
     if number > MAX_TAG_NUMBER:
         text = f"tag {name!r} of run {run!r} has the highest number there is; delete its objects and give it again"
         raise FormatError(f"{tier.name}: {text}")
-    said = {"seq": None} if tag is None else tag._asdict()
-    tier.put(_key(run, check_tag(name), number), as_buffer(json.dumps(said, sort_keys=True).encode()))
+    said: dict[str, Any] = {"seq": None} if tag is None else tag._asdict()
+    said |= {"run": run, "name": check_tag(name), "number": number}
+    tier.put(_key(run, name, number), as_buffer(json.dumps({**said, "sum": _sum(said)}, sort_keys=True).encode()))
+
+
+def _sum(fields: Mapping[str, Any]) -> str:
+    return checksum(json.dumps(fields, sort_keys=True).encode()).hex()
+
+
+def _check_own(found: Any, run: str, name: str, number: int, what: str) -> None:
+    """Raise FormatError if an object is damaged, or was written under another key and copied to this one. Objects of
+    earlier programs say neither."""
+    if not isinstance(found, dict) or "sum" not in found:
+        return
+    fields = {key: value for key, value in found.items() if key != "sum"}
+    if found["sum"] != _sum(fields):
+        raise FormatError(f"{what}: is not what was written: its checksum differs; give or delete the tag again")
+    written = fields.get("run"), fields.get("name"), fields.get("number")
+    if written != (run, name, number):
+        raise FormatError(
+            f"{what}: was written as tag {written[1]!r:.80} of run {written[0]!r:.120}, number {written[2]!r:.20}; "
+            "give or delete the tag again"
+        )
 
 
 def drop_tag(tier: KeyValueStore, run: str, name: str, number: int) -> None:

@@ -22,7 +22,8 @@ from .tensors import check_shape
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
-MAX_ARRAY_DIMS = 32  # the limit of NumPy 1
+MAX_ARRAY_DIMS = 64 if int(np.__version__.split(".")[0]) >= 2 else 32
+"""The most axes that an array of the running NumPy may have."""
 
 
 class ArrayProvider(Provider):
@@ -92,7 +93,10 @@ class ArrayProvider(Provider):
             )
         check_shape(spec.shape, dtype.itemsize)
         if len(spec.shape) > MAX_ARRAY_DIMS or dtype.subdtype is not None or order not in ("C", "F"):
-            raise FormatError(f"an array of {len(spec.shape)} dimensions, dtype {dtype}, order {order!r:.20} is none")
+            raise FormatError(
+                f"an array of {len(spec.shape)} dimensions, dtype {dtype}, order {order!r:.20} cannot be made here: "
+                f"NumPy {np.__version__} has at most {MAX_ARRAY_DIMS} dimensions"
+            )
         return cls(np.empty(spec.shape, dtype, order=order))
 
     def mismatch(self, spec: Spec) -> str:

@@ -184,3 +184,18 @@ def test_versions_of_hosts_that_never_saw_each_other_are_in_the_order_of_their_s
         assert ckpt.load() == {"w": 4}
         ckpt.save({"w": 5}, step=5).wait()
         assert ckpt.versions()[-1].step == 5
+
+
+def test_the_beginning_of_an_id_that_several_versions_have_names_none(place: Path) -> None:
+    spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place, every=2)})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(17):  # of seventeen ids two begin with the same digit
+            ckpt.save({"w": step}, step=step).wait()
+        ids = [version.id for version in ckpt.versions()]
+        many = next(one[0] for i, one in enumerate(ids) if one[0] in {other[0] for other in ids[:i]})
+        for call in (ckpt.load, ckpt.info, ckpt.leaves):
+            with pytest.raises(ValueError, match=f"version='{many}' fits [2-9] versions: "):
+                call(version=many)
+        for step, one in enumerate(ids):
+            assert ckpt.load(version=one) == {"w": step}
+            assert ckpt.load(version=one[:8]) == {"w": step}

@@ -385,3 +385,23 @@ def test_a_number_that_is_too_high_is_told(three: list[Lasting], caplog: pytest.
     three[0].put("tags/run/best@" + "9" * 18, as_buffer(b'{"seq": 7, "id": "ff"}'))
     assert tags(three).current() == {}
     assert f"a: tags/run/best@{'9' * 18}: a tag's number is {MAX_TAG_NUMBER} at most, so this is none" in caplog.text
+
+
+def test_a_tag_that_was_copied_over_another_one_names_nothing_and_verify_says_so(place: Path) -> None:
+    spec = policy({"nvme": tier("nvme", place)})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save({"w": step}, step=step).wait()
+        ckpt.tag("best", step=1)
+        ckpt.tag("last", step=2)
+        assert ckpt.verify().ok
+        folder = place / "nvme/tags/run"
+        best, last = sorted(folder.iterdir())
+        best.write_bytes(last.read_bytes())
+        with pytest.raises(ts.FormatError, match="written as tag 'last' of run 'run'"):
+            ckpt.load(tag="best")
+        assert ckpt.load(tag="last") == {"w": 2}
+        assert ["written as tag 'last'" in problem.what for problem in ckpt.verify().problems] == [True]
+        ckpt.tag("best", step=1)
+        assert ckpt.load(tag="best") == {"w": 1}
+        assert ckpt.verify().ok

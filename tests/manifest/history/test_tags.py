@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import pins
 
-from tierstate.manifest.chunk import as_buffer
+from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.errors import AlreadyExists, FormatError
 from tierstate.manifest.format.version import MAX_SEQ
 from tierstate.manifest.history.leases import pin_version
@@ -114,3 +114,28 @@ def test_pins() -> None:
     assert pins(tier, "run") == {7: "forked by run-b", 9: "forked by a-fork-of-b"}, "each fork has its own"
     tier.delete(other)
     assert pins(tier, "run") == {9: "forked by a-fork-of-b"}
+
+
+def test_every_change_of_a_tag_is_noticed() -> None:
+    tier = Memory()
+    write_tag(tier, "run", "best", 1_000_000, TagTarget(7, "ab" * 16))
+    (key,) = tier.list("tags/")
+    data = bytes(to_bytes(tier.get(key)))
+    tier.delete(key)
+    for at in range(len(data)):
+        tier.put(key, as_buffer(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]))
+        try:
+            found = read_tag(tier, "run", "best", 1_000_000)
+        except FormatError:
+            found = None
+        else:
+            # A letter of the word `sum` itself: then it is the tag of an earlier program, with the right contents.
+            assert b'"sum"' not in to_bytes(tier.get(key))
+        assert found in (None, TagTarget(7, "ab" * 16))
+        tier.delete(key)
+
+
+def test_a_tag_of_an_earlier_program_has_no_checksum() -> None:
+    tier = Memory()
+    tier.put("tags/run/best@1000000", as_buffer(b'{"id": "ab", "seq": 7}'))
+    assert read_tag(tier, "run", "best", 1_000_000) == TagTarget(7, "ab")

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkpointer_worlds import policy, tier
 from support.equality import same
 from support.state_strategies import ARRAY_DTYPES, arrays
 from support.transfer import again, feed, stream
 
+import tierstate as ts
 from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.format.leaf import Leaf, Spec
-from tierstate.providers.tensors.arrays import ArrayProvider
+from tierstate.providers.tensors.arrays import MAX_ARRAY_DIMS, ArrayProvider
 from tierstate.providers.tensors.dtypes import numpy_dtype, numpy_name
 
 json_values = st.recursive(
@@ -120,7 +122,7 @@ def test_a_dtype_from_anybody_is_a_format_error_or_has_no_objects(described: Any
         Spec("array", "|O", 8, (1,)),
         Spec("array", "<f4", 8, (1,)),
         Spec("array", "<f4", 4, (-1,)),
-        Spec("array", "<f4", 4, (1,) * 40),
+        Spec("array", "<f4", 4, (1,) * 65),
         Spec("array", "<f4", 4, (1,), {"order": "K"}),
         Spec("array", "<f4,O", 4, (1,)),
         Spec("array", "|V8", 8, (1,), {"fields": {"names": ["a"], "formats": ["|O"]}}),
@@ -130,3 +132,16 @@ def test_a_dtype_from_anybody_is_a_format_error_or_has_no_objects(described: Any
 def test_specs_from_anybody(spec: Spec) -> None:
     with pytest.raises(FormatError):
         ArrayProvider.fresh(spec)
+
+
+@pytest.mark.skipif(MAX_ARRAY_DIMS < 64, reason="NumPy 1 has at most 32 dimensions")
+@pytest.mark.parametrize("ndim", [32, 33, 64])
+def test_an_array_of_as_many_dimensions_as_numpy_has_comes_back(place: Path, ndim: int) -> None:
+    value = np.arange(4.0).reshape((2, *(1 for _ in range(ndim - 2)), 2))
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.save({"a": value}, step=1).wait()
+        into = {"a": np.zeros_like(value)}
+        ckpt.restore(into)
+        for found in (into["a"], ckpt.load()["a"]):
+            assert found.shape == value.shape
+            assert (found == value).all()

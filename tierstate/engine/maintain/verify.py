@@ -16,13 +16,15 @@ from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, check_scatter
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
 from tierstate.engine.store.catalog import Holding, RunCatalog, SeqVersions, VersionCopies
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import FormatError, NotFound, TierstateError
+from tierstate.manifest.errors import FormatError, NotFound, TierError, TierstateError
 from tierstate.manifest.format.leaf import Spec
 from tierstate.manifest.format.version import Version
+from tierstate.manifest.history.tags import read_tag, tag_numbers
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY
 from tierstate.providers.tree.structure import version_tree
@@ -74,10 +76,25 @@ class Verifier:
                     self._doubtful.append(entry)
                 each(entry)
         self.report.problems += self._chunks.problems()
+        for tier_run in self._catalog.tier_runs:
+            self.report.problems += self._tags(tier_run)
         self.report.lost += filter(None, map(self._lost, self._doubtful))
         self.report.lost.sort(key=lambda bad: -bad.seq)
         self.report.unreachable = {name: str(error) for name, error in self._catalog.unreachable.items()}
         return self.report
+
+    def _tags(self, tier_run: TierRun) -> Iterator[Problem]:
+        """The tags of a tier that cannot be read, or that were written as another tag."""
+        try:
+            for name, numbers in tag_numbers(tier_run.tier, tier_run.run).items():
+                try:
+                    read_tag(tier_run.tier, tier_run.run, name, numbers[-1])
+                except NotFound:
+                    continue  # it was moved meanwhile
+                except FormatError as error:
+                    yield Problem(tier_run.name, 0, None, "", str(error))
+        except TierError as error:
+            self._catalog.unreachable.setdefault(tier_run.name, error)
 
     def _unreadable(self, place: SeqVersions) -> None:
         self.report.problems += [Problem(name, place.seq, None, "", str(error)) for name, error in place.problems]

@@ -180,6 +180,8 @@ class VersionAgreement:
                 return {"named": None, "none": str(error)}
             assert tagged is not None
             return {"named": [tagged.seq, tagged.id], "none": ""}
+        if self.wanted.version is not None:
+            self.catalog.check_unique(self.wanted.version)
         if not self.wanted.newest:
             for seq in reversed(self._seen):
                 for entry in self.catalog.look(seq, self._seen[seq]).entries:
@@ -190,8 +192,6 @@ class VersionAgreement:
 
     def _fits(self, entry: VersionCopies) -> bool:
         if self.wanted.version is not None:
-            if not self.wanted.version:
-                raise ValueError("version='' names none; give the beginning of an id")
             return entry.version.id.startswith(self.wanted.version)
         return entry.version.head.step == self.wanted.step
 

@@ -265,6 +265,8 @@ def find_version(catalog: RunCatalog, run: str, wanted: RestoreSpec) -> VersionC
 def _candidates(catalog: RunCatalog, wanted: RestoreSpec, passed: list[str]) -> Iterator[VersionCopies]:
     """Versions to try, newest first. After the wanted one, older ones only with ``on_damage="older"``."""
     reached = wanted.newest
+    if wanted.version is not None:
+        catalog.check_unique(wanted.version)
     for place in catalog.newest_first(wanted.tag.seq if wanted.tag else None):
         if not place.entries:
             _unreadable(place, wanted, reached, passed)
@@ -280,8 +282,6 @@ def _fits(entry: VersionCopies, wanted: RestoreSpec) -> bool:
     if wanted.tag is not None:
         return entry.version.id == wanted.tag.id and entry.version.head.seq == wanted.tag.seq
     if wanted.version is not None:
-        if not wanted.version:
-            raise ValueError("version='' names none; give the beginning of an id")
         return entry.version.id.startswith(wanted.version)
     return entry.version.head.step == wanted.step
 

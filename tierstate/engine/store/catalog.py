@@ -32,6 +32,10 @@ LEASE_FROM = 64 << 20
 else starts again; the three disk syncs of a lease would be most of its time."""
 
 
+ID_LENGTH = 32
+"""Hexadecimal digits of a version's id."""
+
+
 Source: TypeAlias = tuple[TierRun, Record]
 """A run in a tier, and the record by which a version is read there."""
 
@@ -108,6 +112,27 @@ class RunCatalog:
                 self.unreachable[tier_run.name] = error
                 log.warning("%s: its log cannot be listed: %s", tier_run.name, error)
         return dict(sorted(found.items()))
+
+    def check_unique(self, prefix: str) -> None:
+        """Check that the beginning of an id names at most one version, over all tiers that can be listed.
+
+        Raises:
+            ValueError: it is empty, or several versions have ids that begin so.
+        """
+        if not prefix:
+            raise ValueError("version='' names none; give the beginning of an id")
+        found: dict[str, tuple[int, int]] = {}
+        for tier_run in self.tier_runs if len(prefix) < ID_LENGTH else ():
+            try:
+                seen = tier_run.summaries.look()
+            except TierstateError as error:
+                log.warning("%s: its log cannot be listed: %s", tier_run.name, error)
+                continue
+            for one in seen.values():
+                found |= {s.id: (s.seq, s.step) for s in one.summaries if s.id.startswith(prefix)}
+        if len(found) > 1:
+            named = ", ".join(f"{id[:12]} (step {step})" for id, (_, step) in sorted(found.items())[:8])
+            raise ValueError(f"version={prefix!r} fits {len(found)} versions: {named}; give more of the id")
 
     def newest_first(self, upto: int | None = None) -> Iterator[SeqVersions]:
         """All numbers from the newest on, or from ``upto`` down; records are read lazily."""
