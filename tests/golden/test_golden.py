@@ -121,8 +121,11 @@ def test_the_reader_that_knows_only_the_format_reads_it(stored: Path) -> None:
 
 @pytest.mark.slow
 def test_todays_tables_are_those_of_the_format(place: Path) -> None:
-    """Who adds a column, or changes a type, says so in the list: `described` makes it."""
+    """Who adds a column says so in the list: `described` makes it. The stored repository was made before some of them;
+    none is left out any more, or of another type."""
     listed = json.loads((make.HERE / f"format-{make.FORMAT}.json").read_text())
-    assert make.described(make.HERE / f"format-{make.FORMAT}") == listed
+    stored = make.described(make.HERE / f"format-{make.FORMAT}")
+    assert stored.keys() == listed.keys()
+    assert all(stored[table].items() <= listed[table].items() for table in listed)
     make.build(place)
     assert make.described(place) == listed
