@@ -96,6 +96,7 @@ SOUND: list[tuple[Health, Health]] = [("sound", "sound")] * 2
 @example([SOUND, SOUND, [("sound", "away")] * 2], "older")
 @example([SOUND, SOUND, [("sound", "damaged"), ("sound", "denied")]], "older")
 @example([SOUND, SOUND, [("flipped", "flipped")] * 2], "raise")
+@example([SOUND, SOUND, [("sound", "damaged"), ("sound", "flipped")]], "raise")
 @example([SOUND, SOUND, [("damaged", "sound")] * 2], "older")
 @example([SOUND, SOUND, [("damaged", "sound"), ("lost", "lost")]], "raise")
 def test_an_older_version_is_taken_for_damage_only(healths: Healths, on_damage: Any) -> None:
