@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "files": ("checkpointer", "tiers.posix"),
     "cluster": ("tiers.policy", "tiers.testing", "tiers.object", "manifest.history"),
     "cli": ("files", "cluster", "tiers.peer"),
+    "__main__": ("cli",),
 }
 SPEC = importlib.util.find_spec("tierstate")
 assert SPEC is not None

@@ -238,3 +238,9 @@ def test_the_program_itself(policy: Path) -> None:
     helped = program("--help")
     assert helped.returncode == 0
     assert all(verb in helped.stdout for verb in ("ls", "show", "verify", "restore", "policy"))
+
+
+def test_its_version_and_python_m(call: Call) -> None:
+    assert call("--version").out == f"tierstate {ts.__version__}\n"
+    found = subprocess.run([sys.executable, "-m", "tierstate", "--version"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, f"tierstate {ts.__version__}\n")

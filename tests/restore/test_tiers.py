@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -191,3 +192,19 @@ def test_a_record_is_put_after_its_packs(place):
             gate.set()
             save.wait()
             assert unreferenced(where.inner, "run") == set()
+
+
+def test_scalars_of_numpy_and_torch_are_numbers_in_metadata(place):
+    given_ = {
+        "a": np.float32(0.5),
+        "b": np.int64(3),
+        "c": torch.tensor(2.25),
+        "d": np.array(True),
+        "e": [np.float64(1)],
+    }
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.save({"w": 1}, step=1, metadata={"loss": torch.tensor(1.5, requires_grad=True), **given_}).wait()
+        assert ckpt.info().metadata == {"loss": 1.5, "a": 0.5, "b": 3, "c": 2.25, "d": True, "e": [1.0]}
+        for wrong in (torch.ones(1), np.ones(2), np.complex64(1), torch.tensor(1j), np.datetime64("2026-01-01")):
+            with pytest.raises(ts.CaptureError, match="metadata must be JSON values"):
+                ckpt.save({"w": 1}, step=2, metadata={"x": wrong})

@@ -5,6 +5,7 @@ Exit status: 0 success; 1 a check found a problem or a difference; 2 the command
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +23,27 @@ from tierstate.tiers.units import parse_seconds, parse_size
 from . import files, output, peer, versions
 from .options import Json
 
-app = typer.Typer(
-    help="Training state on every tier of a cluster.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 for commands in (versions, files):
     app.add_typer(commands.app)
 policy_app = typer.Typer(help="Policies: check one, or print their schema.", no_args_is_help=True)
 app.add_typer(policy_app, name="policy")
 app.add_typer(peer.app, name="peer")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tierstate {importlib.metadata.version('tierstate')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Training state on every tier of a cluster."""
 
 
 @policy_app.command("check")

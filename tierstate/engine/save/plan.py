@@ -16,6 +16,7 @@ from itertools import compress, count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from tierstate.engine.packs.slab_layout import capture_order
 from tierstate.engine.placement import may_pickle
@@ -401,9 +402,26 @@ def checked_step(step: int) -> int:
     return step
 
 
+def _plain(value: object) -> object:
+    """The Python number of a scalar: a NumPy scalar, or an array or tensor without axes.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, np.generic) or (isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 0):
+        plain: object = value.item()
+        if isinstance(plain, (bool, int, float, str)):
+            return plain
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+
 def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The metadata after encoding to JSON and back. Raises CaptureError if they are not JSON values."""
+    """The metadata after encoding to JSON and back; scalars of NumPy and torch become Python's numbers.
+
+    Raises:
+        CaptureError: they are not JSON values.
+    """
     try:
-        return dict(json.loads(json.dumps(dict(metadata or {}))))
+        return dict(json.loads(json.dumps(dict(metadata or {}), default=_plain)))
     except (TypeError, ValueError) as error:
         raise CaptureError(f"metadata must be JSON values: {error}; convert tensors by float(...)") from error
