@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierstate.engine.packs.slab_layout import BIG, GRAIN, SlabChunks, alignment_classes, capture_order, fill_slabs
@@ -83,6 +83,7 @@ VALUES = st.lists(
 
 
 @given(values=VALUES, chunk=st.sampled_from([4096, 4112, 16_384]), slots=st.integers(2, 5))
+@example(values=[(bytes([n]) * 9000, False, False) for n in range(1, 6)], chunk=16_384, slots=2)
 def test_every_byte_goes_into_one_slab_under_its_digest(
     values: list[tuple[bytes, bool, bool]], chunk: int, slots: int
 ) -> None:
