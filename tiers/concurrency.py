@@ -231,14 +231,25 @@ class WorkerPool:
 
 
 def run_concurrently(
-    call: Callable[[T], R], items: Iterable[T], threads: int = CALL_THREADS, name: str = "tierstate-call"
+    call: Callable[[T], R],
+    items: Iterable[T],
+    threads: int = CALL_THREADS,
+    name: str = "tierstate-call",
+    *,
+    apart: bool = False,
 ) -> list[R]:
     """Run a call for each item in a few threads; returns the results in the order of the items.
 
-    Raises the first error once no call runs any more. This thread only waits, so that an interrupt ends the wait and
-    not a transfer into memory; when the interrupt is raised, no call runs any more.
+    Raises the first error once no call runs any more. This thread only waits; when it is interrupted, the interrupt is
+    raised when no call runs any more.
+
+    Args:
+        apart: run a single call in a thread, too, so that an interrupt ends the wait for it and not a transfer into
+            memory. Otherwise it runs in this thread, since to start one costs more than many a call.
     """
     given: Sequence[T] = list(items)
+    if len(given) == 1 and not apart:
+        return [call(given[0])]
     pool = WorkerPool(min(threads, len(given)), name)
     # Not a `with` block: an interrupt at the entry of `__exit__` would leave it without having closed the pool.
     try:

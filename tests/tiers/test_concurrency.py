@@ -76,6 +76,12 @@ def test_nothing_runs_after_an_interrupt_at_any_step() -> None:
     assert not names("tierstate-any")
 
 
+def test_a_single_call_has_a_thread_only_if_asked_for() -> None:
+    here = threading.current_thread()
+    assert run_concurrently(lambda _: threading.current_thread(), [1]) == [here]
+    assert run_concurrently(lambda _: threading.current_thread(), [1], apart=True) != [here]
+
+
 def test_calls_that_were_not_begun_are_cancelled() -> None:
     gate, ended = threading.Event(), []
     pool = WorkerPool(1, "tierstate-any")

@@ -184,7 +184,7 @@ class Fetch:
                 self._one(run, give, targets)
             return
         # Threads even for a single run: an interrupt then ends only this wait, and not a transfer into memory.
-        run_concurrently(lambda run: self._one(run, give, targets), runs, self._workers, "tierstate-fetch")
+        run_concurrently(lambda run: self._one(run, give, targets), runs, self._workers, "tierstate-fetch", apart=True)
 
     def _one(self, run: ReadRequest, give: _Deliver, targets: ScatterTargets | None) -> None:
         pending: list[tuple[Event, Buffer]] = []
