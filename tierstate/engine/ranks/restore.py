@@ -245,7 +245,6 @@ class RestoreAttempt:
         self._target: Target | None = None
         self._chunks: ChunkRestore | None = None
         self._listener: PeerListener | None = None
-        self._away = False
         self.begun = False
 
     def restore(self) -> Any:
@@ -260,7 +259,7 @@ class RestoreAttempt:
         hosts, nbytes = self._team.hosts, self._version.chunk_nbytes
         for number in range(ROUNDS + 1):
             with ExitStack() as opened:
-                offers, addresses = self._ask(opened)
+                offers, addresses, away = self._ask(opened)
                 wanted = np.flatnonzero(np.logical_or.reduce([mask_of(o.wants, len(nbytes)) for o in offers]))
                 if not len(wanted):
                     return self._finish()
@@ -272,7 +271,7 @@ class RestoreAttempt:
                 assert self._listener is not None
                 self._chunks.exchange(plan, wanted, self._listener, addresses)
         incomplete = self._not_whole(offers, plan)
-        if self._away:
+        if away:
             # A rank could not ask a tier that has a chunk: the version may be whole, and is not passed over for that.
             raise Unreadable(f"cannot be read now: {incomplete}") from incomplete.error_for(self._team.rank)
         raise incomplete
@@ -292,20 +291,20 @@ class RestoreAttempt:
         )
         return ChunkRestore(self._query, self._entry, plan_scatter(self._version, self._target), self._arena)
 
-    def _ask(self, opened: ExitStack) -> tuple[list[RankRows], list[str]]:
-        """Gather what all ranks still want, what they reach, and the addresses of their listening sockets."""
+    def _ask(self, opened: ExitStack) -> tuple[list[RankRows], list[str], bool]:
+        """Gather what all ranks still want, what they reach, the addresses of their listening sockets, and whether a
+        rank could not ask a tier that has a chunk."""
         rows, leaves = len(self._version.digests), len(self._version.leaves)
-        offers, addresses, nowhere = [], [], np.ones(leaves, bool)
-        self._away = False
+        offers, addresses, away, nowhere = [], [], False, np.ones(leaves, bool)
         for said in self._query.ask("offer", lambda: self._offer(opened)):
             head, columns = col.decode_table(memoryview(said), WHAT)
             sets = [decode_runs(_column(columns, f"rows.{i}"), rows) for i in range(WANTED + 1)]
             offers.append(RankRows(sets[WANTED], (sets[0], sets[1], sets[2], sets[3])))
             addresses.append(col.json_field(head, "address", str, WHAT))
-            self._away |= col.json_field(head, "away", bool, WHAT)
+            away |= col.json_field(head, "away", bool, WHAT)
             nowhere &= mask_of(decode_runs(_column(columns, "elsewhere"), leaves), leaves)
         self._check_wanted(np.flatnonzero(nowhere).tolist())
-        return offers, addresses
+        return offers, addresses, away
 
     def _offer(self, opened: ExitStack) -> bytes:
         # Opened here, within the all-gather, so that the other ranks get an error if it fails.
