@@ -133,15 +133,15 @@ class CaptureError(TierstateError):
     """A state could not be copied out: a value of no known type, or a value that could not be read."""
 
 
-def cannot_be_asked(error: BaseException) -> bool:
-    """Whether an error says that a tier cannot be asked now. Then what it has may be sound: it is neither damaged (a
-    digest or a format is wrong) nor absent (`NotFound`)."""
-    return isinstance(error, TierError) and not isinstance(error, NotFound)
-
-
 class Unsafe(TierstateError):
     """Pickle, or a lossy encoding, was found where the caller had not allowed it."""
 
 
 class SaveSkipped(RankFailed):
     """A rank skips this save because its arena is full (`on_full: skip`), so all ranks skip it."""
+
+
+def cannot_be_asked(error: BaseException) -> bool:
+    """Whether an error says that a tier cannot be asked now. Then what it has may be sound: it is neither damaged (a
+    digest or a format is wrong) nor absent (`NotFound`)."""
+    return isinstance(error, TierError) and not isinstance(error, NotFound)

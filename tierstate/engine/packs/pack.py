@@ -36,8 +36,8 @@ MAGIC = b"\x89TSP\r\n\x1a\n"
 
 
 MAX_PACK = 4 << 30
-"""Maximal length of a pack in bytes. A save writes as few packs as this allows: file systems are fastest with one
-large file per rank."""
+"""Most bytes of chunks in a pack; a single chunk that is longer has a pack of its own. A save writes as few packs as
+this allows: file systems are fastest with one large file per rank."""
 
 
 MAX_FOOTER = 256 << 20
