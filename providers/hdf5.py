@@ -289,9 +289,7 @@ PROVIDERS: dict[type, type[Provider]] = {h5py.Dataset: DatasetProvider}
 
 
 # A group's datasets are filled in place, and its attributes are set separately.
-register_stateful(
-    h5py.Group, Stateful(_tree, lambda _group, _tree: None, strict=True, settled=lambda _group, _values: True)
-)
+register_stateful(h5py.Group, Stateful(_tree, lambda _group, _tree: None, strict=True, transparent=True))
 
 
 register_stateful(GroupAttributes, Stateful(GroupAttributes.get, GroupAttributes.put))

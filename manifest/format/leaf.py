@@ -47,6 +47,10 @@ LOSSY = "lossy"
 """Attribute of leaves that were saved with a lossy encoding: its method and its error bound."""
 
 
+METADATA = "metadata"
+"""Attribute of an OrderedDict that is a module's state dict: what torch keeps in its ``_metadata``, by submodule."""
+
+
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON would join two surrogates into one character
 
 

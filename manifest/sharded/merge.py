@@ -11,8 +11,8 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tierstate.manifest.boxes import Boxes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, StateMismatch, format_ranks
 from tierstate.manifest.format.layout import Layout, LayoutBuilder
-from tierstate.manifest.format.leaf import Leaf, LeafTable
+from tierstate.manifest.format.leaf import METADATA, Leaf, LeafTable, Spec
 from tierstate.manifest.format.version import Head, Shards, Version
 from tierstate.manifest.reshard.coverage import check_complete
 
@@ -75,14 +75,21 @@ def unite_leaves(catalogs: Sequence[LeafTable], ranks: Sequence[int]) -> UnitedL
     places = [union.place(catalog, rank) for catalog, rank in zip(catalogs, ranks, strict=True)]
     first = catalogs[0]
     # Usually no rank has a leaf that the first does not have; then the first table is reused with its columns.
-    return UnitedLeaves(first if len(union.leaves) == len(first.leaves) else LeafTable.of(union.leaves), places)
+    same = len(union.leaves) == len(first.leaves) and not union.united
+    return UnitedLeaves(first if same else LeafTable.of(union.leaves), places)
 
 
 class _UnionBuilder:
-    """Builds the union of leaf tables."""
+    """Builds the union of leaf tables.
+
+    Attributes:
+        leaves: the leaves so far.
+        united: whether one of them has metadata of several ranks.
+    """
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
+        self.united = False
         self._at: dict[str, int] = {}
         self._first_rank: list[int] = []
         self._seen: dict[int, Array] = {}
@@ -105,7 +112,7 @@ class _UnionBuilder:
             if number == len(self.leaves):
                 self.leaves.append(leaf)
                 self._first_rank.append(rank)
-            elif self.leaves[number] is not leaf and self.leaves[number].spec != leaf.spec:
+            elif self.leaves[number] is not leaf and not self._unite(number, leaf):
                 raise StateMismatch(
                     f"ranks disagree on {leaf.name}: "
                     f"{format_ranks([self._first_rank[number]])} {self.leaves[number].spec}, "
@@ -113,6 +120,35 @@ class _UnionBuilder:
                 )
             numbers.append(number)
         return np.array(numbers, "i8")
+
+    def _unite(self, number: int, leaf: Leaf) -> bool:
+        """Whether a leaf is the one in the union, to which its metadata is added."""
+        known = self.leaves[number]
+        if not same_leaf(known, leaf):
+            return False
+        mine, theirs = _metadata(known), _metadata(leaf)
+        if mine != theirs:
+            attrs = {**known.spec.attrs, METADATA: {**mine, **theirs}}
+            self.leaves[number] = Leaf(known.path, dataclasses.replace(known.spec, attrs=attrs))
+            self.united = True
+        return True
+
+
+def same_leaf(one: Leaf, other: Leaf) -> bool:
+    """Whether two ranks have the same leaf. The metadata of their state dicts may be about different submodules."""
+    if one.spec == other.spec:
+        return True
+    mine, theirs = _metadata(one), _metadata(other)
+    return _bare(one) == _bare(other) and all(mine[key] == theirs[key] for key in mine.keys() & theirs.keys())
+
+
+def _metadata(leaf: Leaf) -> Mapping[str, Any]:
+    found = leaf.spec.attrs.get(METADATA)
+    return found if isinstance(found, dict) else {}
+
+
+def _bare(leaf: Leaf) -> Spec:
+    return dataclasses.replace(leaf.spec, attrs={k: v for k, v in leaf.spec.attrs.items() if k != METADATA})
 
 
 def rows_in_merged(version: Version, part: Version) -> Array:
@@ -152,7 +188,7 @@ def _leaves(version: Version, part: Version) -> Array:
     index, found = version.leaf_index, []
     for path, leaf in zip(part.catalog.paths, part.leaves, strict=True):
         number = index.get(path, -1)
-        if number < 0 or (version.leaves[number] is not leaf and version.leaves[number].spec != leaf.spec):
+        if number < 0 or (version.leaves[number] is not leaf and not same_leaf(version.leaves[number], leaf)):
             raise _mismatch(part, f"{leaf.name} is {'another leaf' if number >= 0 else 'no leaf'} of it")
         found.append(number)
     return np.array(found, "i8")

@@ -45,6 +45,11 @@ class ArrayProvider(Provider):
         self._value = value
         self._described = numpy_name(value.dtype)
 
+    @property
+    def value(self) -> Array:
+        """The array itself."""
+        return self._value
+
     @cached_property
     def spec(self) -> Spec:
         value, attrs = self._value, {}

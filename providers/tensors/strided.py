@@ -118,6 +118,14 @@ class Strided:
             memory.copy_(trial)
         return agrees
 
+    def as_stored(self, data: Buffer) -> Buffer:
+        """All bytes in row-major order, as they are in memory: with the conjugate or negative that is pending here."""
+        if not (self._conj or self._neg):
+            return data
+        values = data.to(self.device, copy=True).view(INT_DTYPES[self._unit])
+        self._flip(values)
+        return values.view(torch.uint8)
+
     @property
     def _tail(self) -> tuple[int, ...]:
         return (2,) if self._pairs == 2 else ()

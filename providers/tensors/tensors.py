@@ -50,6 +50,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local  # type: ignore[no-any-return]
 
 
+def is_meta(value: Any) -> bool:
+    """Whether a value is a plain tensor that has a shape and a dtype, and no memory (device ``meta``)."""
+    return type(value) in PLAIN_TENSORS and bool(value.is_meta)
+
+
 @lru_cache(maxsize=64)
 def upload_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream for all copies from the host to this device."""

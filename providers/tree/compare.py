@@ -7,24 +7,39 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
 
 from tierstate.manifest.errors import StateMismatch
 from tierstate.manifest.format.leaf import STORAGE, Leaf, Spec, encode_path, format_path, matches_any
 from tierstate.providers.base import Provider
+from tierstate.providers.sharded.shards import ShardsProvider, storage_id
+from tierstate.providers.tensors.arrays import ArrayProvider
+from tierstate.providers.tensors.dtypes import torch_name
 from tierstate.providers.tensors.lossy import LossyProvider
-from tierstate.providers.values.stateful import PerRank
+from tierstate.providers.tensors.strided import overlaps_itself
+from tierstate.providers.tensors.tensors import TensorProvider, is_meta
+from tierstate.providers.values.stateful import PerRank, changed_objects
 from tierstate.providers.values.values import ObjectProvider, ValueProvider
 
 from .structure import VersionNode
 from .ties import TiedLeaf, ViewLayout, find_ties, view_layout
-from .walk import StateNode
+from .walk import StateNode, typed_key
 
 log = logging.getLogger("tierstate")
 
 
 _LISTED = 20
+
+
+_COMPARED_ELSEWHERE = (TensorProvider, ShardsProvider, LossyProvider, ArrayProvider, ValueProvider, ObjectProvider)
+"""Providers of values that are compared by their memory, or that are replaced and not changed."""
+
+
+Content: TypeAlias = Callable[[int], Any]
+"""Index of a leaf with bytes -> something that is equal for two leaves only if their bytes are equal."""
 
 
 class Comparison:
@@ -37,6 +52,7 @@ class Comparison:
         elsewhere: indices of wanted leaves that only the version has, where this is allowed (other ranks have them).
         within: index of a wanted leaf that the state lacks -> the stateful object that will get it (a new optimizer
             has no moments yet, for example).
+        like: index of a wanted leaf that a stateful object gets in memory of its own -> the node of its present value.
     """
 
     def __init__(
@@ -47,6 +63,7 @@ class Comparison:
         only: Sequence[str] | None,
         classes: Mapping[int, type[Provider]],
         elsewhere: bool = False,
+        content: Content = lambda index: index,
     ) -> None:
         self.matched: dict[int, StateNode] = {}
         self.missing: list[str] = []
@@ -56,9 +73,12 @@ class Comparison:
         self._classes = classes
         self.elsewhere: list[int] = []
         self.within: dict[int, StateNode] = {}
-        self._may_be_elsewhere = elsewhere
+        self.like: dict[int, StateNode] = {}
+        self._may_be_elsewhere, self._content = elsewhere, content
         self._both: dict[int, int] = {}  # id of a node -> index of the leaf with its path
         self._renewable: set[int] = set()  # ids of nodes whose value may be replaced instead of filled
+        self._written: set[int] = set()  # ids of nodes into whose memory the stateful object copies what it gets
+        self._nodes: dict[int, VersionNode] = {}  # id of a node of the state -> the node of the version
 
     def run(self, node: VersionNode, place: StateNode) -> None:
         """Compare the two trees from these roots down.
@@ -68,6 +88,8 @@ class Comparison:
         """
         self._visit(node, place, self._only is None, saved=None)
         self._compare_memory(place)
+        self._compare_objects(place)
+        self.differ += self._expanded()
         self._raise_mismatches()
 
     def effective(self, index: int) -> Spec:
@@ -80,6 +102,7 @@ class Comparison:
 
     def _visit(self, node: VersionNode, place: StateNode, hit: bool, saved: StateNode | None) -> None:
         hit = self._hit(place, hit)
+        self._nodes[id(place)] = node
         if place.stateful is not None:
             saved = place if replaces_state(place, node, self._chosen) else None
         if type(place.value) is PerRank and node.kind == place.kind and node.children.keys() != place.children.keys():
@@ -104,8 +127,8 @@ class Comparison:
 
     def _note_absent(self, nodes: list[VersionNode], saved: StateNode | None) -> None:
         """Collect the leaves that only the version has."""
-        if saved is not None:
-            self.within.update((node.index, saved) for node in nodes)
+        if self._object_decides(saved):
+            self.within.update((node.index, saved) for node in nodes if saved is not None)
         elif self._may_be_elsewhere:
             self.elsewhere += [node.index for node in nodes]
         else:
@@ -130,33 +153,118 @@ class Comparison:
         if type(place.value) is PerRank:
             self._note_no_own(place, hit, saved)
             return
-        if hit and not place.children and not saved:
+        if hit and not place.children and not self._object_decides(saved):
             self.missing.append(place.name)
         for _, child in place.children.values():
             self._note_extra(child, hit, saved)
+
+    def _object_decides(self, saved: StateNode | None) -> bool:
+        """Whether a stateful object gets all that the version has for it, be it more or less than it has now.
+
+        Not so for modules of several ranks, where other ranks may have the other leaves.
+        """
+        return saved is not None and not (self._may_be_elsewhere and isinstance(saved.value, torch.nn.Module))
 
     def _wanted(self, node: VersionNode) -> bool:
         return any(s.index in self._chosen for s in node.walk())
 
     def _compare_leaf(self, node: VersionNode, place: StateNode, saved: StateNode | None) -> None:
+        wanted, spec = node.index in self._chosen, self.effective(node.index)
+        if wanted and place.own_memory:
+            self.like[node.index] = place
+        if place.own_memory and saved:
+            reason = self._compare_given(node, place, saved)
+        else:
+            self._both[id(place)] = node.index
+            if saved:
+                self._renewable.add(id(place))
+            reason = _unlike(place.value, spec) if is_meta(place.value) else self._compare_value(node, place, saved)
+        if wanted and reason:
+            self.differ.append(f"{place.name}: {reason}")
+
+    def _compare_given(self, node: VersionNode, place: StateNode, saved: StateNode) -> str:
+        """Why a stateful object should not get the leaf. Only what a module would round is not left to the object."""
+        if not isinstance(saved.value, torch.nn.Module):
+            return ""
         self._both[id(place)] = node.index
-        if saved:
-            self._renewable.add(id(place))
+        self._written.add(id(place))
+        return _cast(place, self.effective(node.index))
+
+    def _compare_value(self, node: VersionNode, place: StateNode, saved: StateNode | None) -> str:
+        """Why the leaf does not fit the present value; if it does, note the two as matched where it is filled."""
         if node.index not in self._chosen:
-            return
-        spec = self.effective(node.index)
-        cls = self._classes.get(node.index)
+            return ""
+        spec, cls = self.effective(node.index), self._classes.get(node.index)
         if cls is not None and place.provider is not None and place.provider.kind != spec.kind:
             place.provider = cls.wrap(_exact(place.provider), spec)
         replaced = saved or _replaced(place, spec)
         if place.provider is None or (place.provider.kind != spec.kind and replaced):
-            reason = "" if replaced else place.problem
-        else:
-            reason = place.provider.mismatch(spec)
-            if not reason and not (saved and node.index in self._ties):  # a saved state also brings its ties
-                self.matched[node.index] = place
-        if reason:
-            self.differ.append(f"{place.name}: {reason}")
+            return "" if replaced else place.problem
+        reason = place.provider.mismatch(spec)
+        # A saved state that replaces the present one also brings its ties.
+        if not reason and not place.own_memory and not (saved and node.index in self._ties):
+            self.matched[node.index] = place
+            self._written.add(id(place))
+        return reason
+
+    def _expanded(self) -> Iterator[str]:
+        """Tied leaves that are filled from memory elsewhere, and whose elements share memory here: whether these are
+        equal in the version is known only when the root is loaded, after other values were overwritten.
+        """
+        for index, place in self.matched.items():
+            tie, provider = self._ties.get(index), place.provider
+            if tie is None or not isinstance(provider, TensorProvider):
+                continue
+            value, root = provider.value, self.matched.get(tie.root)
+            near = root.provider if root is not None else None
+            beside = isinstance(near, TensorProvider) and storage_id(near.value) == storage_id(value)
+            if overlaps_itself(tuple(value.shape), value.stride()) and not beside and value.stride() != tie.strides:
+                yield f"{place.name}: has elements that share memory here (strides {value.stride()})"
+
+    def _compare_objects(self, root: StateNode) -> None:
+        """An object that is in the state twice must be equal in the version, or the last place would win."""
+        first: dict[int, StateNode] = {}
+        pending = [root]
+        while pending:
+            place = pending.pop()
+            again = False
+            for one, at in _objects(place):
+                other = first.setdefault(id(one), at)
+                if other is not at:
+                    again = True
+                    if not self._equal(other, at):
+                        self.differ.append(
+                            f"{at.name}: is the same object as {other.name} here, and not equal to it in the version"
+                        )
+            if not again and (place.stateful is None or place.stateful.transparent):
+                pending += [child for _, child in reversed(place.children.values())]
+
+    def _equal(self, one: StateNode, other: StateNode) -> bool:
+        """Whether the version has the same leaves at these two nodes, as far as they are wanted."""
+        nodes = self._nodes.get(id(one)), self._nodes.get(id(other))
+        return nodes[0] is None or nodes[1] is None or self._same(nodes[0], nodes[1])
+
+    def _same(self, one: VersionNode, other: VersionNode) -> bool:
+        if one.kind != other.kind:
+            return False
+        if not one.kind:
+            both = one.index in self._chosen and other.index in self._chosen
+            return not both or self._content_of(one.index) == self._content_of(other.index)
+        marks = {*one.children, *other.children}
+        return all(
+            self._same(one.children[mark], other.children[mark])
+            if mark in one.children and mark in other.children
+            else not self._wanted(one.children.get(mark) or other.children[mark])
+            for mark in marks
+        )
+
+    def _content_of(self, index: int) -> tuple[Any, ...]:
+        spec, tie = self.effective(index), self._ties.get(index)
+        what = (spec.kind, spec.dtype, spec.shape)
+        if tie is None:
+            return (*what, self._content(index), None)
+        place = None if tie.offset is None else (tie.root, tie.offset, tie.strides, tie.conj, tie.neg)
+        return (*what, self._content(tie.root), place)
 
     def _compare_memory(self, root: StateNode) -> None:
         """Leaves that share memory in the state must be tied alike in the version, or one would overwrite another."""
@@ -171,7 +279,7 @@ class Comparison:
             groups[to].append((places[at], view_layout(to, spec, spec.attrs)))
         for group in groups.values():
             here = [(place, view) for place, view in group if id(place) in self._both]
-            if any(self._both[id(place)] in self.matched for place, _ in here):
+            if any(id(place) in self._written for place, _ in here):
                 fixed = [(place, view) for place, view in here if id(place) not in self._renewable]
                 self.differ += self._conflicts(fixed)
                 if any(self._conflicts(here)):
@@ -232,7 +340,37 @@ def _exact(provider: Provider) -> Provider:
 def replaces_state(place: StateNode, node: VersionNode, chosen: set[int]) -> bool:
     """Whether the saved state of a stateful object replaces its present state as a whole."""
     assert place.stateful is not None
-    return not place.stateful.strict and all(s.children or s.index in chosen for s in node.walk())
+    whole = not place.stateful.strict or (place.own_memory and not place.stateful.transparent)
+    return whole and all(s.children or s.index in chosen for s in node.walk())
+
+
+def _objects(place: StateNode) -> Iterator[tuple[Any, StateNode]]:
+    """The objects that a restore changes at a node, each with the node of its state."""
+    if place.stateful is not None and not place.stateful.transparent:
+        for key, one in changed_objects(place.value):
+            child = place.children.get(typed_key(key)) if key is not None else None
+            yield one, child[1] if child is not None else place
+        return
+    custom = place.provider is not None and not isinstance(place.provider, _COMPARED_ELSEWHERE)
+    if place.kind in ("dict", "odict", "list") or place.stateful is not None or custom:
+        yield place.value, place
+
+
+def _cast(place: StateNode, spec: Spec) -> str:
+    """Why a module would round the saved values; empty where it would not."""
+    mine = place.provider.spec if place.provider is not None else None
+    if mine is None or mine.kind != spec.kind or mine.dtype == spec.dtype:
+        return ""
+    return f"has dtype {mine.dtype} here, {spec.dtype} in the version"
+
+
+def _unlike(value: torch.Tensor, spec: Spec) -> str:
+    """Why a saved leaf cannot replace a tensor on the meta device; empty where it can."""
+    if spec.kind != TensorProvider.kind:
+        return f"is {TensorProvider.kind} here, {spec.kind} in the version"
+    if (dtype := torch_name(value.dtype)) != spec.dtype:
+        return f"has dtype {dtype} here, {spec.dtype} in the version"
+    return f"has shape {tuple(value.shape)} here, {spec.shape} in the version" if value.shape != spec.shape else ""
 
 
 def _replaced(place: StateNode, spec: Spec) -> bool:

@@ -30,6 +30,7 @@ from tierstate.providers.sharded.shards import (
 )
 from tierstate.providers.tensors.lossy import LossyProvider
 from tierstate.providers.tensors.tensors import PLAIN_TENSORS, TensorProvider
+from tierstate.providers.values.modules import copied_metadata
 from tierstate.providers.values.stateful import PerRank, Stateful, stateful
 from tierstate.providers.values.values import ValueProvider
 
@@ -204,6 +205,7 @@ class CachedPlace:
         kind: the type of the container that was walked; None for a leaf.
         keys, key_types, children: a container's keys, their types, and the nodes below.
         idents: the keys with their types, where keys that compare equal may still differ.
+        metadata: what torch keeps about the modules of a state dict (`metadata_of`).
         how, thing: for a stateful object, how its state is read, and its type.
         facts: for a tensor, all that its bytes, spec and ties depend on (`_facts`).
         shard: for a sharded tensor, the same, and how its local tensor is found.
@@ -222,6 +224,7 @@ class CachedPlace:
     key_types: list[type] = field(default_factory=list)
     idents: list[Any] | None = None
     children: list[CachedPlace] = field(default_factory=list)
+    metadata: dict[str, Any] | None = None
     how: Stateful | None = None
     thing: type | None = None
     facts: tuple[Any, ...] | None = None
@@ -314,6 +317,7 @@ def _cached_place(place: StateNode, indices: Iterator[int], leaves: Iterator[int
         _note_facts(inner, place.tree, place.provider)
         return cached
     cached.kind, cached.inner = type(place.tree), True
+    cached.metadata = copied_metadata(place.tree)
     cached.keys = [key for key, _ in place.children.values()]
     cached.key_types = [*map(type, cached.keys)]
     if not {float, tuple}.isdisjoint(cached.key_types):
@@ -497,6 +501,8 @@ def _match_inner(cached: CachedPlace, value: Any, tensors: list[Any], moved: lis
     if isinstance(value, dict):
         keys = list(value)
         if keys != cached.keys or [*map(type, keys)] != cached.key_types or _odd(cached, keys):
+            raise _Changed
+        if getattr(value, "_metadata", None) != cached.metadata:
             raise _Changed
         items = value.values()
     elif len(items) != len(cached.children):

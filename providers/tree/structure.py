@@ -15,6 +15,7 @@ from typing import Any
 from tierstate.manifest.errors import FormatError
 from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf, Path, encode_path, matches_any
 from tierstate.manifest.format.version import Version
+from tierstate.providers.values.modules import set_metadata
 
 from .walk import MAX_PATH_DEPTH, StateNode, TypedKey, typed_key
 
@@ -138,11 +139,13 @@ def build_container(node: VersionNode, items: dict[Any, Any]) -> Any:
     A list, tuple or namedtuple of which some items are missing becomes a dict from index (or field) to value.
 
     Raises:
-        FormatError: the type of a namedtuple cannot be created.
+        FormatError: the type of a namedtuple cannot be created, or an OrderedDict's metadata is not valid.
     """
     kind = node.kind
     if kind == "odict":
-        return OrderedDict(items)
+        state = OrderedDict(items)
+        set_metadata(state, node.leaf.spec.attrs, node.leaf.name)
+        return state
     if kind == "dict" or len(items) < len(node.children):
         return items
     if kind == "list":

@@ -1,8 +1,6 @@
 """Tied tensors (leaves that share memory: tied weights, views of one storage): saved once, tied again by a restore.
 
-`find_ties` finds them in a state that is saved. `read_ties` reads and checks the tied leaves of a version. In a restore
-`OverlapStaging` loads shards that may overlap in memory into separate buffers first and compares them, so that one
-never silently overwrites another.
+`find_ties` finds them in a state that is saved. `read_ties` reads and checks the tied leaves of a version.
 """
 
 from __future__ import annotations
@@ -12,14 +10,13 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from tierstate.manifest.chunk import CHUNK_GRAIN, empty_buffer
-from tierstate.manifest.errors import FormatError, StateMismatch
+from tierstate.manifest.errors import FormatError
 from tierstate.manifest.format.leaf import STORAGE, TIED, Leaf, Path, Spec, encode_path
 from tierstate.providers.base import Provider
-from tierstate.providers.sharded.shards import ShardProvider, ShardsProvider, local_boxes_of, shard_provider
+from tierstate.providers.tensors.extents import Extent, overlapping_runs, sharing_groups
 from tierstate.providers.tensors.strided import INT_DTYPES, Strided
 from tierstate.providers.tensors.tensors import (
     MAX_TENSOR_BYTES,
@@ -33,14 +30,6 @@ _TIE_ATTRS = frozenset({"to", "offset", "strides", "conj", "neg"})
 
 
 _COPY = 1 << 22
-
-
-_MAX_EXACT = 256
-
-
-_MAX_WORK = 10_000
-"""Steps of NumPy's overlap solver, after which two views count as overlapping. Tying leaves that do not overlap is
-never wrong; it only saves more bytes."""
 
 
 PathProvider = tuple[Path, Provider]
@@ -182,90 +171,6 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     return copy.value
 
 
-class _Place(NamedTuple):
-    """The memory extent of a leaf's value: addresses in bytes."""
-
-    lo: int
-    hi: int
-    leaf: int
-
-
-class OverlapStaging:
-    """Loads shards whose memory may overlap that of other leaves into staging buffers, and then copies them back.
-
-    Plain tensors that share memory must be tied in the version. Shards need not be tied, since their leaves may be cut
-    into different boxes. The restore is correct if overlapping shards have equal bytes where they overlap, and this is
-    known only after all of them are loaded.
-
-    Args:
-        wanted: index of a leaf -> the provider that receives its bytes; changed here.
-    """
-
-    def __init__(self, wanted: dict[int, Provider]) -> None:
-        self._real: dict[int, tuple[Any, torch.Tensor]] = {}
-        for index in _doubtful(wanted) if any(local_boxes_of(provider) for provider in wanted.values()) else ():
-            provider: Any = wanted[index]
-            buffer = torch.empty(provider.value.shape, dtype=provider.value.dtype, device=provider.value.device)
-            frame = local_boxes_of(provider)
-            wanted[index] = TensorProvider(buffer) if frame is None else shard_provider(frame, buffer, provider.spec)
-            self._real[index] = provider, buffer
-
-    def copy_back(self, leaves: Sequence[Leaf]) -> dict[int, Any]:
-        """Copy the staged bytes into the shards; returns the filled values by leaf index.
-
-        Raises:
-            StateMismatch: leaves that share memory in the state have different bytes for it in the version.
-        """
-        for provider, buffer in self._real.values():
-            provider.value.detach().copy_(buffer)
-        for index, (provider, buffer) in self._real.items():
-            if not torch.equal(_bytes(provider.value), _bytes(buffer)):
-                raise StateMismatch(
-                    f"{leaves[index].name}: shares memory with another leaf here, and they are not equal there in the "
-                    "version; give each a tensor of its own, as after .clone()"
-                )
-        return {index: provider.done() for index, (provider, _) in self._real.items()}
-
-
-def _doubtful(wanted: Mapping[int, Provider]) -> Iterator[int]:
-    """Indices of shards, and of leaves whose memory extents overlap a shard's, directly or through other leaves."""
-    extents: dict[torch.device, list[_Place]] = defaultdict(list)
-    for index, provider in wanted.items():
-        if type(provider) in (TensorProvider, ShardProvider, ShardsProvider):
-            value: Any = provider.value  # type: ignore[attr-defined]
-            # A tensor that overlaps itself is staged by its own provider already.
-            if value is not None and value.numel() and 0 not in value.stride():
-                extents[value.device].append(_place(value, index))
-    for places in extents.values():
-        yield from (
-            at for run in _memory_touching(sorted(places)) if any(local_boxes_of(wanted[i]) for i in run) for at in run
-        )
-
-
-def _place(value: torch.Tensor, index: int) -> _Place:
-    reach = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-    return _Place(value.data_ptr(), value.data_ptr() + (reach + 1) * value.element_size(), index)
-
-
-def _memory_touching(places: Sequence[_Place]) -> Iterator[list[int]]:
-    """Groups of leaves whose extents overlap, directly or through others; groups of one are left out."""
-    run: list[int] = []
-    end = 0
-    for lo, hi, index in places:
-        if lo >= end:
-            if len(run) > 1:
-                yield run
-            run = []
-        run.append(index)
-        end = max(end, hi)
-    if len(run) > 1:
-        yield run
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
 class _View(NamedTuple):
     """A view of memory: addresses in bytes, and the indices of the items that are exactly this view."""
 
@@ -313,74 +218,18 @@ def find_ties(items: Sequence[PathProvider]) -> Ties:
 
 def _groups(items: Sequence[PathProvider], same: Iterable[list[int]]) -> Iterator[list[_View]]:
     """Groups of views of one storage that overlap, directly or through others."""
-    storages: dict[Hashable, list[_View]] = defaultdict(list)
+    storages: dict[Hashable, list[Extent]] = defaultdict(list)
     for indices in same:
         provider = items[indices[0]][1]
         if type(provider) is TensorProvider:
             tensor = provider.value
-            storages[tensor.device, tensor.untyped_storage().data_ptr()].append(_view(tensor, indices))
-    for views in storages.values():
-        for run in _touching(sorted(views, key=lambda view: view.lo)):
-            yield from _overlapping(run)
-
-
-def _view(tensor: torch.Tensor, items: list[int]) -> _View:
-    lo = tensor.data_ptr()
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return _View(tensor, lo, lo + (reach + 1) * tensor.element_size(), items)
-
-
-def _touching(views: list[_View]) -> Iterator[list[_View]]:
-    """Groups of views whose extents overlap; the views are given in order of their first byte."""
-    run, end = views[:1], views[0].hi
-    for view in views[1:]:
-        if view.lo >= end:
-            yield run
-            run = []
-        run.append(view)
-        end = max(end, view.hi)
-    yield run
-
-
-def _overlapping(run: list[_View]) -> Iterator[list[_View]]:
-    """The subsets of a group that really share bytes: columns of a matrix do not, though their extents overlap."""
-    if len(run) > _MAX_EXACT:
-        yield run
-        return
-    groups: list[list[_View]] = []
-    for view in run:
-        apart, merged = [], [view]
-        for group in groups:
-            if any(_share(view, other) for other in group):
-                merged += group
-            else:
-                apart.append(group)
-        groups = [*apart, merged]
-    yield from groups
-
-
-class _Address:
-    """Memory in the form that NumPy's overlap solver needs. It is never read, so a device's address works too."""
-
-    def __init__(self, view: _View) -> None:
-        size = view.tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (view.lo, False),
-            "typestr": f"|V{size}",
-            "shape": tuple(view.tensor.shape),
-            "strides": tuple(s * size for s in view.tensor.stride()),
-        }
-
-
-def _share(one: _View, other: _View) -> bool:
-    if one.lo >= other.hi or other.lo >= one.hi:
-        return False
-    try:
-        memories = np.asarray(_Address(one)), np.asarray(_Address(other))
-        return np.shares_memory(*memories, max_work=_MAX_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
+            extent = Extent.of_tensor(tensor, None)
+            view = _View(tensor, extent.lo, extent.hi, indices)
+            storages[tensor.device, tensor.untyped_storage().data_ptr()].append(extent._replace(item=view))
+    for extents in storages.values():
+        for run in overlapping_runs(extents):
+            for group in sharing_groups(run):
+                yield [extent.item for extent in group]
 
 
 def _tie_views(ties: Ties, items: Sequence[PathProvider], views: list[_View]) -> None:

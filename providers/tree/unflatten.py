@@ -1,7 +1,8 @@
 """Restores a state from a version's leaves: decides which provider receives each leaf's bytes, and rebuilds the state.
 
-`plan_restore` compares the version with the given state before anything is changed. The engine then loads the bytes
-into the providers of the returned `Target`, and `Target.finish` builds the state from them, in place where possible.
+`plan_restore` compares the version with the given state before anything is changed. The engine then loads bytes into
+the providers of the returned `Target`: first into new memory, from which stateful objects get their state and may
+refuse it, and then into the state's own memory.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from typing import Any, Final
 
 import torch
 
-from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch, Unsafe
-from tierstate.manifest.format.leaf import LOSSY, Leaf
+from tierstate.manifest.errors import FormatError, StateMismatch, Unsafe
+from tierstate.manifest.format.leaf import LOSSY, Leaf, Path
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY, Registry
 from tierstate.providers.sharded.shards import TiedShards, local_boxes_of
 from tierstate.providers.tensors.host_memory import HostAllocator
-from tierstate.providers.tensors.tensors import StorageProvider, TensorProvider
+from tierstate.providers.tensors.tensors import PLAIN_TENSORS, StorageProvider, TensorProvider
+from tierstate.providers.values.copies import copy_state
 
-from .compare import Comparison, no_match_error, replaces_state
-from .lossy_rules import Lossy
-from .structure import VersionNode, build_container, drop_other_ranks, select_leaves, version_tree
-from .ties import OverlapStaging, TiedLeaf, copy_value, read_ties
+from .compare import Comparison, Content, no_match_error
+from .structure import VersionNode, drop_other_ranks, select_leaves, version_tree
+from .target import Target
+from .ties import TiedLeaf, read_ties
 from .walk import PickleAllowed, StateNode, StateWalk, no_pickle
 
 
@@ -35,10 +37,17 @@ class NewValues:
         registry: where providers are looked up.
         device: the device of new tensors (default: host).
         within: index of a leaf -> the stateful object whose state it becomes a part of.
+        like: index of a leaf -> the node with a present value, on whose device the new one goes.
     """
 
-    def __init__(self, registry: Registry, device: torch.device | None, within: Mapping[int, StateNode]) -> None:
-        self._registry, self._device, self._within = registry, device, within
+    def __init__(
+        self,
+        registry: Registry,
+        device: torch.device | None,
+        within: Mapping[int, StateNode],
+        like: Mapping[int, StateNode],
+    ) -> None:
+        self._registry, self._device, self._within, self._like = registry, device, within, like
         self._blocks = HostAllocator()
         self._makers: dict[int, Callable[..., Any]] = {}
 
@@ -53,9 +62,15 @@ class NewValues:
             own = self._own(index, leaf)
             if own is not None:
                 return own.receiver(leaf.spec)
+            near = self._like.get(index)
+            if near is not None and near.provider is not None and _in_boxes(near.provider):
+                own = self._registry.exact(copy_state(near.value))
+                if own is not None and not own.mismatch(leaf.spec):
+                    return own.receiver(leaf.spec)
+            device = _device_of(near.value) if near is not None else None
             if cls in (TensorProvider, StorageProvider):
-                return cls.fresh(leaf.spec, self._device, self._blocks)
-            return cls.fresh(leaf.spec, self._device)
+                return cls.fresh(leaf.spec, device or self._device, self._blocks)
+            return cls.fresh(leaf.spec, device or self._device)
         except (FormatError, MemoryError) as error:
             raise type(error)(f"{leaf.name}: {error}") from error
 
@@ -68,6 +83,11 @@ class NewValues:
             self._makers[id(thing)] = thing.stateful.anew(thing.value)
         value = self._makers[id(thing)](leaf.path[len(thing.path) :], leaf.spec)
         return None if value is None else self._registry.exact(value)
+
+
+def _device_of(value: Any) -> torch.device | None:
+    """The device of a plain tensor that has memory; None for other values."""
+    return value.device if type(value) in PLAIN_TENSORS and not value.is_meta else None
 
 
 def join_tied_shards(
@@ -136,8 +156,9 @@ def plan_restore(
     allow_lossy: bool = False,
     rank: int = 0,
     elsewhere: bool = False,
+    content: Content = lambda index: index,
 ) -> Target:
-    """Plan a restore: decide which provider receives each leaf. The state is not changed before the first ``load``.
+    """Plan a restore: decide which provider receives each leaf. The state is not changed.
 
     Args:
         leaves: the version's leaves; they may be untrusted.
@@ -149,6 +170,7 @@ def plan_restore(
         rank: this process's rank, by which its `PerRank` values are found.
         elsewhere: whether leaves that only the version has belong to other ranks and are no error. They are listed in
             `Target.elsewhere`.
+        content: returns for a leaf something that is equal for leaves with equal bytes.
 
     Raises:
         FormatError: the leaves do not form a tree, or name an unknown provider.
@@ -161,6 +183,7 @@ def plan_restore(
     if into is not NEW:
         place = StateWalk(registry, lenient=True, rank=rank).take(into)
         drop_other_ranks(root, place)
+        _decide_memory(place, [leaves[i].path for i in ties])
     chosen = select_leaves(root, only)
     if only is not None and not chosen:
         raise no_match_error(leaves, only)
@@ -170,25 +193,56 @@ def plan_restore(
     }
     if not allow_lossy:
         _check_exact([leaves[i] for i in sorted(needed)])
-    matched: dict[int, StateNode] = {}
-    within: dict[int, StateNode] = {}
-    absent: Sequence[int] = ()
+    comparison = Comparison(leaves, ties, chosen, only, classes, elsewhere, content)
     if place is not None:
-        comparison = Comparison(leaves, ties, chosen, only, classes, elsewhere)
         comparison.run(root, place)
-        matched, within, absent = comparison.matched, comparison.within, comparison.elsewhere
+    matched, absent = comparison.matched, comparison.elsewhere
     chosen -= set(absent)
-    needed = _needed(ties, chosen)
-    fresh = NewValues(registry, device, within)
+    given = _given(root, place, chosen) if place is not None else set()
+    fresh = NewValues(registry, device, comparison.within, comparison.like)
+    ahead: dict[int, Provider] = {}
     wanted: dict[int, Provider] = {}
-    for i in sorted(needed & classes.keys()):
+    for i in sorted(_needed(ties, chosen - given) & classes.keys()):
         at = matched.get(i)
-        if at is not None and at.provider is not None:
-            wanted[i] = at.provider.receiver(leaves[i].spec)
-        else:
-            wanted[i] = fresh.provider(i, leaves[i], classes[i])
-    joined = join_tied_shards(wanted, leaves, {i: tie for i, tie in ties.items() if i in chosen}, matched)
-    return Target(leaves, root, wanted, ties, chosen, place, matched, registry, joined, absent)
+        found = at.provider.receiver(leaves[i].spec) if at is not None and at.provider is not None else None
+        filled = found is not None and at is not None and found is at.provider
+        (wanted if filled or place is None else ahead)[i] = found or fresh.provider(i, leaves[i], classes[i])
+    for i in sorted(_needed(ties, given) & classes.keys() - ahead.keys()):
+        ahead[i] = fresh.provider(i, leaves[i], classes[i])
+    tied = {i: tie for i, tie in ties.items() if i in chosen - given}
+    receivers = ahead | wanted
+    joined = join_tied_shards(receivers, leaves, tied, matched)
+    wanted |= {i: provider for i, provider in receivers.items() if i in wanted or provider is not ahead[i]}
+    return Target(leaves, root, ahead, wanted, ties, chosen, given, place, matched, registry, joined, absent)
+
+
+def _decide_memory(place: StateNode, tied: Sequence[Path], own: bool = False) -> None:
+    """Mark the nodes whose values stateful objects get in memory of their own, because code of theirs takes part.
+
+    Args:
+        tied: paths of the version's tied leaves. A tied value of an object that gets its state before anything is
+            filled cannot be a view of what is filled later.
+    """
+    how = place.stateful
+    if how is not None and not how.transparent:
+        suits = how.in_place is not None and how.in_place.suits(place.value, place.tree)
+        own = not suits or (not how.strict and any(path[: len(place.path)] == place.path for path in tied))
+    place.own_memory = own
+    for _, child in place.children.values():
+        _decide_memory(child, tied, own)
+
+
+def _given(node: VersionNode, place: StateNode, chosen: set[int], inside: bool = False) -> set[int]:
+    """Indices of the chosen leaves that stateful objects get in memory of their own."""
+    if place.stateful is not None and not place.stateful.transparent:
+        inside = place.own_memory
+    found = {node.index} & chosen if inside else set()
+    for mark, child in node.children.items():
+        if mark in place.children:
+            found |= _given(child, place.children[mark][1], chosen, inside)
+        elif inside:
+            found |= {below.index for below in child.walk()} & chosen
+    return found
 
 
 def _needed(ties: Mapping[int, TiedLeaf], chosen: set[int]) -> set[int]:
@@ -219,157 +273,3 @@ def _check_exact(leaves: Sequence[Leaf]) -> None:
             f"{lossy[0].name}{more} saved with fewer bits ({how!s:.120}), so that a restore is not exact; "
             "allow that by allow_lossy=True"
         )
-
-
-class Target:
-    """A planned restore.
-
-    Attributes:
-        wanted: index of a leaf -> the provider that receives its bytes, through its ``parts`` if it has several boxes.
-        elsewhere: indices of leaves that only the version has: they belong to other ranks.
-        is_new: whether no state was given, so that all values are created.
-    """
-
-    def __init__(
-        self,
-        leaves: Sequence[Leaf],
-        root: VersionNode,
-        wanted: dict[int, Provider],
-        ties: Mapping[int, TiedLeaf],
-        chosen: set[int],
-        place: StateNode | None,
-        matched: Mapping[int, StateNode],
-        registry: Registry,
-        joined: set[int],
-        elsewhere: Sequence[int],
-    ) -> None:
-        self.wanted, self.elsewhere = wanted, tuple(elsewhere)
-        self.is_new = place is None
-        self._leaves, self._root, self._ties, self._chosen = leaves, root, ties, chosen
-        self._place, self._matched, self._registry = place, matched, registry
-        self._joined, self._staging = joined, OverlapStaging(wanted)
-        self._values: dict[int, Any] = {}
-        self._pending: list[tuple[StateNode, VersionNode, Any]] = []
-
-    def finish(self) -> Any:
-        """Complete a restore after all bytes were loaded, and return the state: the given one, if it is mutable.
-
-        Stateful objects get their state last, in order, so that random generators are set only if all else succeeded.
-
-        Raises:
-            StateMismatch: a value does not accept what was saved; the message names it.
-            FormatError: the bytes of a plain value cannot be decoded.
-        """
-        for i, provider in self.wanted.items():
-            self._values[i] = self._done(i, provider)
-        self._values |= self._staging.copy_back(self._leaves)
-        for i in sorted(self._chosen):
-            if i in self._ties:
-                self._values[i] = self._tie(i, self._ties[i])
-        state = self._put(self._root, self._place, renew=False)
-        for place, node, tree in self._pending:
-            self._apply(place, node, tree)
-        return state
-
-    def _done(self, index: int, provider: Provider) -> Any:
-        try:
-            return provider.done()
-        except (StateMismatch, FormatError) as error:
-            raise type(error)(f"{self._leaves[index].name}: {error}") from error
-
-    def _tie(self, index: int, tie: TiedLeaf) -> Any:
-        """The value of a tied leaf, from the value of its root."""
-        root, place = self._values[tie.root], self._matched.get(index)
-        saved = self._leaves[tie.root].spec
-        if place is None or place.provider is None:
-            return tie.of(root, saved)
-        receiver = place.provider.receiver(tie.spec)
-        if receiver is not place.provider:  # the value is replaced, not filled
-            return tie.of(root, saved)
-        if index in self._joined:  # already filled together with its root
-            return self._done(index, receiver)
-        source = self.wanted[tie.root] if tie.offset is None else TensorProvider(tie.view(root))
-        alias = getattr(source, "alias", None)
-        if alias is None or alias != getattr(receiver, "alias", None):
-            copy_value(source, receiver)
-        return self._done(index, receiver)
-
-    def _put(self, node: VersionNode, place: StateNode | None, renew: bool) -> Any:
-        """The value for a node of the state: the given one after its change, or a new one."""
-        if place is None or place.stateful is None:
-            return self._assemble(node, place, renew)
-        if self._wanted(node):
-            tree = self._assemble(node, place, replaces_state(place, node, self._chosen))
-            self._pending.append((place, node, tree))
-        return place.value
-
-    def _assemble(self, node: VersionNode, place: StateNode | None, renew: bool) -> Any:
-        if not node.kind:
-            if place is not None and isinstance(place.value, Lossy):
-                return place.value  # its tensor was filled in place
-            return self._values.get(node.index, place.value if place is not None else None)
-        if place is None or renew:
-            kids = place.children if place is not None else {}
-            return build_container(
-                node,
-                {
-                    child.key: self._put(child, kids[mark][1] if mark in kids else None, renew)
-                    for mark, child in node.children.items()
-                    if self._wanted(child)
-                },
-            )
-        changed = {}
-        for mark, child in node.children.items():
-            if mark in place.children and self._wanted(child):
-                key, at = place.children[mark]
-                value = self._put(child, at, renew)
-                if value is not at.value:
-                    changed[key] = value
-        return _changed(place, changed)
-
-    def _wanted(self, node: VersionNode) -> bool:
-        return any(s.index in self._chosen for s in node.walk())
-
-    def _apply(self, place: StateNode, node: VersionNode, tree: Any) -> None:
-        """Set the state of a stateful object, and check that it kept the values exactly."""
-        how = place.stateful
-        assert how is not None
-        values = [self._values[s.index] for s in node.walk() if s.index in self._values]
-        if how.settled(place.value, values):
-            return
-        try:
-            how.put(place.value, tree)
-        except Exception as error:
-            kind = type(place.value).__qualname__
-            raise StateMismatch(f"{place.name}: the {kind} does not take the saved state: {error}") from error
-        if not how.strict:
-            self._check_kept(place, node)
-
-    def _check_kept(self, place: StateNode, node: VersionNode) -> None:
-        """Raises StateMismatch where dtype or shape has changed: optimizers cast values to their parameters' dtype."""
-        try:
-            again = StateWalk(self._registry, lenient=True).take(place.value, place.path)
-        except CaptureError as error:
-            raise StateMismatch(f"{place.name}: cannot be read after its state was set: {error}") from error
-        kept = {at.path: at for at in again.walk() if at.provider is not None}
-        for leaf in (s for s in node.walk() if s.index in self._values):
-            spec = self._ties[leaf.index].spec if leaf.index in self._ties else leaf.leaf.spec
-            at = kept.get(leaf.leaf.path)
-            if at is not None and at.provider is not None and at.provider.kind == spec.kind:
-                reason = at.provider.mismatch(spec)
-                if reason:
-                    raise StateMismatch(f"{leaf.leaf.name}: after the saved state was set, {reason}: it was cast")
-
-
-def _changed(place: StateNode, changed: Mapping[Any, Any]) -> Any:
-    """The container with some items changed: itself, if it is mutable."""
-    container = place.tree
-    if not changed:
-        return place.value if place.stateful is None else container
-    if place.kind in ("tuple", "namedtuple"):
-        keys = [key for key, _ in place.children.values()]
-        items = (changed.get(key, item) for key, item in zip(keys, container, strict=True))
-        return tuple.__new__(type(container), items)
-    for key, value in changed.items():
-        container[key] = value
-    return container

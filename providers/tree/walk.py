@@ -11,6 +11,7 @@ from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.format.leaf import Path, decode_path, encode_path, format_path
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import Registry
+from tierstate.providers.values.modules import metadata_of
 from tierstate.providers.values.stateful import PerRank, Stateful, per_rank_stateful, stateful
 from tierstate.providers.values.values import ObjectProvider, ValueProvider
 
@@ -51,6 +52,7 @@ class StateNode:
         provider: a leaf's provider.
         stateful: how the state of a stateful object is set.
         problem: why a lenient walk found no provider.
+        own_memory: whether a restore gives the value to a stateful object in memory of its own, and fills nothing here.
     """
 
     path: Path
@@ -62,6 +64,7 @@ class StateNode:
     provider: Provider | None = None
     stateful: Stateful | None = None
     problem: str = ""
+    own_memory: bool = False
 
     @property
     def name(self) -> str:
@@ -153,7 +156,7 @@ class StateWalk:
             del self._open[id(value)]
 
     def _container(self, value: Any, path: Path, kind: str) -> StateNode:
-        place = StateNode(path, value, value, kind, _named(value) if kind == "namedtuple" else {})
+        place = StateNode(path, value, value, kind, _attrs(value, kind))
         for key, item in _items(value, kind):
             mark = typed_key(key)
             if mark in place.children or not _faithful(key):
@@ -225,9 +228,16 @@ def _plain(value: Any) -> Provider | None:
         return None
 
 
-def _named(value: Any) -> dict[str, Any]:
-    kind = type(value)
-    return {"type": f"{kind.__module__}:{kind.__qualname__}", "fields": list(kind._fields)}
+def _attrs(value: Any, kind: str) -> dict[str, Any]:
+    """The attributes of a container's leaf."""
+    if kind == "odict":
+        return metadata_of(value)
+    named = type(value)
+    return (
+        {"type": f"{named.__module__}:{named.__qualname__}", "fields": list(named._fields)}
+        if kind == "namedtuple"
+        else {}
+    )
 
 
 def _type(value: Any) -> str:

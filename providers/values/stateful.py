@@ -7,17 +7,33 @@ object; `PerRank` is a value of which each rank saves and restores its own.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Path, Spec
-from tierstate.providers.tensors.tensors import PLAIN_TENSORS, empty_like_dtensor, local_of
+
+from .copies import HostCopy
+from .modules import assign_meta_tensors, back_up_module, back_up_tensors, fills_in_place, load_module
+from .optimizers import back_up_references, keeps_given_tensors, load_optimizer, new_moments, optimizer_state
+
+
+class InPlace(NamedTuple):
+    """How an object gets its state where its present tensors are filled, which saves a copy of them in memory.
+
+    Attributes:
+        suits: (object, its present state) -> whether this has the same result as `Stateful.put` of other tensors.
+        put: called in place of `Stateful.put`, with the present tensors in the state, before they are filled.
+        back_up: the object -> a function that undoes this `put`.
+    """
+
+    suits: Callable[[Any, Any], bool]
+    put: Callable[[Any, Any], None]
+    back_up: Callable[[Any], Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +42,13 @@ class Stateful:
 
     Attributes:
         get: the object -> its state, a tree of plain leaves.
-        put: sets the whole state of the object.
-        strict: the state always has the same leaves, so that a missing or unexpected leaf is an error; otherwise the
-            saved state replaces the present one.
-        settled: whether it is enough that these leaf values were filled in place, so that `put` is not called.
+        put: sets the whole state of the object. The state is the object's to keep: nothing else refers to it.
+        strict: the state always has the same leaves, so that where it is filled in place a missing or unexpected leaf
+            is an error; otherwise the saved state replaces the present one.
+        in_place: how the object's own tensors are filled in place; None: the object always gets new ones by `put`.
+        transparent: the state's values are the user's own, which the object only holds: they are restored as if it
+            were not there, and `put` comes last and refuses nothing.
+        back_up: the object -> a function that undoes a `put`; None: a copy of the whole state is kept for that.
         takes: returns for an object a function that says which saved leaves it restores on this rank, by their keys
             below the object; None: all leaves.
         anew: returns for an object a function that creates a value for a saved leaf that the object does not have yet;
@@ -39,9 +58,18 @@ class Stateful:
     get: Callable[[Any], Any]
     put: Callable[[Any, Any], Any]
     strict: bool = False
-    settled: Callable[[Any, Iterable[Any]], bool] = lambda thing, values: False
+    in_place: InPlace | None = None
+    transparent: bool = False
+    back_up: Callable[[Any], Callable[[], None]] | None = None
     takes: Callable[[Any], Callable[[Path], bool]] | None = None
     anew: Callable[[Any], Callable[[Path, Spec], Any]] | None = None
+
+    def backed_up(self, thing: Any) -> Callable[[], None]:
+        """A function that gives the object its present state back. Raises whatever a copy of the state raises."""
+        if self.back_up is not None:
+            return self.back_up(thing)
+        before = HostCopy(self.get(thing))
+        return lambda: self.put(thing, before.get())
 
 
 def stateful(value: Any) -> Stateful | None:
@@ -59,50 +87,19 @@ def register_stateful(kind: type, how: Stateful) -> None:
     _TABLE = {kind: how} | _TABLE  # looked up before its base classes
 
 
-def _settled(module: torch.nn.Module, values: Iterable[Any]) -> bool:
-    """Whether all values are in the module's own memory, and no hook or override has to run when a state is loaded."""
-    own = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    return not _has_load_hooks(module) and all(isinstance(v, torch.Tensor) and _memory(v) in own for v in values)
-
-
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    local = local_of(tensor)
-    plain = type(local) in PLAIN_TENSORS and local.layout is torch.strided
-    return (tensor.device, local.untyped_storage().data_ptr() if plain else id(tensor))
-
-
-def _has_load_hooks(module: torch.nn.Module) -> bool:
-    """Whether the module or a submodule overrides or hooks the loading of its state."""
-    hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    return any(
-        type(part).load_state_dict is not torch.nn.Module.load_state_dict
-        or any(getattr(part, hook, None) for hook in hooks)
-        for part in module.modules()
-    )
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
-    if any(getattr(p, "_fsdp_flattened", False) for group in optimizer.param_groups for p in group["params"]):
-        raise CaptureError(
-            "the optimizer of a module that FSDP1 has wrapped has states of flat parameters, which fit no other number "
-            "of ranks; save FSDP.optim_state_dict(module, optimizer) in its place"
-        )
-    return optimizer.state_dict()
-
-
-def _moments(optimizer: torch.optim.Optimizer) -> Callable[[Path, Spec], Any]:
-    """Creates optimizer states: for a parameter that is a DTensor a DTensor with the same placements. An optimizer that
-    has not stepped yet has no states to take them from.
+def changed_objects(thing: Any) -> list[tuple[str | None, Any]]:
+    """The objects that are changed where this one's state is set, each with the key of its part of the state (None: the
+    whole state). Several objects may be faces of one: ``Rng`` and ``torch.default_generator``, for example.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(thing, Rng):
+        return [("python", _PYTHON), ("numpy", np.random.mtrand._rand), ("torch", torch.default_generator)]
+    if isinstance(thing, torch.Generator | random.Random):
+        return [("state", thing)]
+    return [(None, thing.bit_generator if isinstance(thing, np.random.Generator) else thing)]
 
-    def make(path: Path, spec: Spec) -> torch.Tensor | None:
-        at = path[1] if len(path) == 3 and path[0] == "state" else None
-        if type(at) is not int or not 0 <= at < len(params) or type(params[at]) in PLAIN_TENSORS:
-            return None
-        return empty_like_dtensor(params[at], spec)
 
-    return make
+_PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]
+"""The generator of the functions of ``random``."""
 
 
 def _set_numpy(generator: np.random.Generator, state: Any) -> None:
@@ -117,8 +114,19 @@ _STATE_DICT = Stateful(lambda thing: thing.state_dict(), lambda thing, state: th
 
 
 _TABLE: dict[type, Stateful] = {
-    torch.nn.Module: Stateful(_STATE_DICT.get, _STATE_DICT.put, strict=True, settled=_settled),
-    torch.optim.Optimizer: Stateful(_optimizer_state, _STATE_DICT.put, anew=_moments),
+    torch.nn.Module: Stateful(
+        _STATE_DICT.get,
+        load_module,
+        strict=True,
+        in_place=InPlace(fills_in_place, assign_meta_tensors, back_up_tensors),
+        back_up=back_up_module,
+    ),
+    torch.optim.Optimizer: Stateful(
+        optimizer_state,
+        load_optimizer,
+        in_place=InPlace(keeps_given_tensors, load_optimizer, back_up_references),
+        anew=new_moments,
+    ),
     torch.Generator: Stateful(
         lambda g: {"state": g.get_state()}, lambda g, state: g.set_state(state["state"].cpu().contiguous())
     ),
@@ -220,4 +228,4 @@ def per_rank_stateful(rank: int) -> Stateful:
     def takes(path: Path) -> bool:
         return type(path[0]) is int and path[0] == rank
 
-    return Stateful(lambda own: {rank: own.value}, put, strict=True, takes=lambda _own: takes)
+    return Stateful(lambda own: {rank: own.value}, put, strict=True, transparent=True, takes=lambda _own: takes)

@@ -21,7 +21,7 @@ from tierstate.manifest.format.leaf import encode_path
 from tierstate.providers.base import Provider
 from tierstate.providers.tensors.dtypes import torch_dtype
 from tierstate.providers.tree.flatten import FlatState
-from tierstate.providers.tree.unflatten import Target
+from tierstate.providers.tree.target import Target
 
 WORLD = 64
 
@@ -136,7 +136,8 @@ def load(
     target: Target, leaves: Sequence[Any], whole: Mapping[str, torch.Tensor], data: Mapping[str, bytes] = {}
 ) -> Any:
     """Give each wanted box its bytes of the global tensors (or a leaf its own), and finish."""
-    for index, provider in target.wanted.items():
+
+    def give(index: int, provider: Provider) -> None:
         path = encode_path(leaves[index].path)
         for part in provider.parts:
             if path in whole:
@@ -145,4 +146,10 @@ def load(
                 raw = torch.frombuffer(bytearray(data[path]), dtype=torch.uint8)
             if raw.numel():
                 part.load(0, raw)
+
+    for index, provider in target.ahead:
+        give(index, provider)
+    target.settle()
+    for index, provider in target.wanted.items():
+        give(index, provider)
     return target.finish()

@@ -60,11 +60,22 @@ def restore(
     **options: Any,
 ) -> Any:
     """Restore what `transfer` gave, by ``load`` or straight into memory; options are those of ``plan_restore``."""
-    target = plan_restore(leaves, **options)
-    for index, provider in target.wanted.items():
+    target = plan_restore(leaves, content=data.get, **options)
+
+    def give(index: int, provider: Provider) -> None:
         memory = provider.memory() if by_memory else None
         if memory is not None and data[index]:
             memory.copy_(as_buffer(data[index]))
         else:
             feed(provider, data[index], piece, seed)
-    return target.finish()
+
+    for index, provider in target.ahead:
+        give(index, provider)
+    target.settle()
+    try:
+        for index, provider in target.wanted.items():
+            give(index, provider)
+        return target.finish()
+    except BaseException:
+        target.undo()
+        raise

@@ -113,9 +113,16 @@ def test_a_target_that_could_not_be_saved() -> None:
     with pytest.raises(StateMismatch, match=r"step: a builtins.object has no provider"):
         restore(LEAVES, DATA, into=target)
     assert restore(LEAVES, DATA, into=target, only=["model.**"]) is target
+
+
+def test_tensors_on_the_meta_device_are_replaced() -> None:
     target = nested() | {"model": OrderedDict(w=torch.zeros(2, 3, device="meta"), b=torch.ones(3))}
-    with pytest.raises(StateMismatch, match=r"model.w: a meta tensor has no bytes"):
-        restore(LEAVES, DATA, into=target)
+    restore(LEAVES, DATA, into=target)
+    assert same(target, nested())
+    for wrong in (torch.zeros(3, 3, device="meta"), torch.zeros(2, 3, device="meta", dtype=torch.int64)):
+        target = nested() | {"model": OrderedDict(w=wrong, b=torch.ones(3))}
+        with pytest.raises(StateMismatch, match=r"model\.w: has (shape|dtype) .* here"):
+            restore(LEAVES, DATA, into=target)
 
 
 @pytest.mark.parametrize(

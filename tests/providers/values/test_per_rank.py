@@ -37,6 +37,9 @@ def saved(*states: Any) -> tuple[list[Leaf], dict[int, bytes]]:
 
 def restore(leaves: list[Leaf], data: dict[int, bytes], into: Any = NEW, rank: int = 0, **options: Any) -> Any:
     target = plan_restore(leaves, into=into, rank=rank, **options)
+    for index, provider in target.ahead:
+        provider.load(0, as_buffer(data[index]))
+    target.settle()
     for index, provider in target.wanted.items():
         provider.load(0, as_buffer(data[index]))
     return target.finish()

@@ -22,8 +22,10 @@ from tierstate.engine.restore.restore import (
     MAX_RESTARTS,
     READ_WORKERS,
     Restored,
+    RestorePlan,
     RestoreSpec,
     VersionDropped,
+    content_of,
     describe_version,
     no_such_version,
     plan_scatter,
@@ -44,7 +46,8 @@ from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import Damaged, RankFailed, StateMismatch, TierstateError, Unreadable, format_ranks
 from tierstate.manifest.format import table as col
 from tierstate.manifest.history.tags import TaggedVersion
-from tierstate.providers.tree.unflatten import NEW, Target, plan_restore
+from tierstate.providers.tree.target import Target
+from tierstate.providers.tree.unflatten import NEW, plan_restore
 from tierstate.tiers.memory.arena import Arena
 
 from .agreement import GroupQuery, VersionAgreement
@@ -236,16 +239,18 @@ class RestoreAttempt:
         arena: the memory that bytes pass through.
 
     Attributes:
-        begun: whether bytes may have been loaded into the given state.
+        changed: whether the given state may have been changed.
     """
 
     def __init__(self, query: GroupQuery, entry: VersionCopies, wanted: RestoreSpec, arena: Arena) -> None:
         self._query, self._entry, self._wanted, self._arena = query, entry, wanted, arena
         self._team, self._version = query.team, entry.version
         self._target: Target | None = None
+        self._plan: RestorePlan | None = None
         self._chunks: ChunkRestore | None = None
         self._listener: PeerListener | None = None
-        self.begun = False
+        self._begun = False
+        self.changed = False
 
     def restore(self) -> Any:
         """The restored state.
@@ -256,17 +261,37 @@ class RestoreAttempt:
             StateMismatch: the version does not fit some state.
             RankFailed: another rank failed.
         """
+        try:
+            self._fetch(ahead=True)
+            self._settle()
+            self._chunks = None
+            self._fetch(ahead=False)
+            return self._finish()
+        except BaseException:
+            if self._target is not None:
+                self._target.undo()
+                self.changed = self.changed or self._target.changed
+            raise
+
+    def _fetch(self, *, ahead: bool) -> None:
+        """Load what all ranks want before, or after, the stateful objects are set."""
         hosts, nbytes = self._team.hosts, self._version.chunk_nbytes
         for number in range(ROUNDS + 1):
             with ExitStack() as opened:
-                offers, addresses, away = self._ask(opened)
+                offers, later, addresses, away = self._ask(opened, ahead=ahead)
                 wanted = np.flatnonzero(np.logical_or.reduce([mask_of(o.wants, len(nbytes)) for o in offers]))
+                if ahead and number == 0:
+                    # Nothing is begun unless all that is wanted can be had, also what comes later.
+                    plan = plan_exchange(later, hosts, nbytes, self._team.rank)
+                    if plan.lacking:
+                        break
                 if not len(wanted):
-                    return self._finish()
+                    return
                 plan = plan_exchange(offers, hosts, nbytes, self._team.rank, apart=number > 0)
                 if plan.lacking or number == ROUNDS:
                     break
-                self.begun = True
+                self._begun = True
+                self.changed = self.changed or not ahead
                 assert self._chunks is not None
                 assert self._listener is not None
                 self._chunks.exchange(plan, wanted, self._listener, addresses)
@@ -276,7 +301,7 @@ class RestoreAttempt:
             raise Unreadable(f"cannot be read now: {incomplete}") from incomplete.error_for(self._team.rank)
         raise incomplete
 
-    def _plan(self) -> ChunkRestore:
+    def _plan_restore(self) -> RestorePlan:
         """Plan what this rank restores; done once per attempt."""
         wanted = self._wanted
         self._target = plan_restore(
@@ -288,35 +313,43 @@ class RestoreAttempt:
             allow_lossy=wanted.allow_lossy,
             elsewhere=True,
             rank=self._team.rank,
+            content=content_of(self._version),
         )
-        return ChunkRestore(self._query, self._entry, plan_scatter(self._version, self._target), self._arena)
+        return plan_scatter(self._version, self._target)
 
-    def _ask(self, opened: ExitStack) -> tuple[list[RankRows], list[str], bool]:
-        """Gather what all ranks still want, what they reach, the addresses of their listening sockets, and whether a
-        rank could not ask a tier that has a chunk."""
+    def _ask(self, opened: ExitStack, *, ahead: bool) -> tuple[list[RankRows], list[RankRows], list[str], bool]:
+        """Gather what all ranks still want now, and in all, with what they reach, the addresses of their listening
+        sockets, and whether a rank could not ask a tier that has a chunk."""
         rows, leaves = len(self._version.digests), len(self._version.leaves)
-        offers, addresses, away, nowhere = [], [], False, np.ones(leaves, bool)
-        for said in self._query.ask("offer", lambda: self._offer(opened)):
+        offers, later, addresses, away, nowhere = [], [], [], False, np.ones(leaves, bool)
+        for said in self._query.ask("offer", lambda: self._offer(opened, ahead=ahead)):
             head, columns = col.decode_table(memoryview(said), WHAT)
             sets = [decode_runs(_column(columns, f"rows.{i}"), rows) for i in range(WANTED + 1)]
-            offers.append(RankRows(sets[WANTED], (sets[0], sets[1], sets[2], sets[3])))
+            reach = (sets[0], sets[1], sets[2], sets[3])
+            offers.append(RankRows(sets[WANTED], reach))
+            later.append(RankRows(decode_runs(_column(columns, "rows.all"), rows), reach))
             addresses.append(col.json_field(head, "address", str, WHAT))
             away |= col.json_field(head, "away", bool, WHAT)
             nowhere &= mask_of(decode_runs(_column(columns, "elsewhere"), leaves), leaves)
         self._check_wanted(np.flatnonzero(nowhere).tolist())
-        return offers, addresses, away
+        return offers, later, addresses, away
 
-    def _offer(self, opened: ExitStack) -> bytes:
+    def _offer(self, opened: ExitStack, *, ahead: bool) -> bytes:
         # Opened here, within the all-gather, so that the other ranks get an error if it fails.
         listener = self._listener = opened.enter_context(closing(PeerListener(len(set(self._team.hosts)))))
-        chunks = self._chunks = self._chunks or self._plan()
+        plan = self._plan = self._plan or self._plan_restore()
+        if self._chunks is None:
+            targets = plan.ahead if ahead else plan.wanted
+            self._chunks = ChunkRestore(self._query, self._entry, targets, self._arena)
+        chunks = self._chunks
         assert self._target is not None
         if chunks.failure is not None:
             raise chunks.failure
         self.check_still_there(chunks.damage)
         elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._target.elsewhere))
         sets = {f"rows.{i}": mask for i, mask in enumerate([*chunks.reach, chunks.missing])}
-        columns = {name: encode_runs(runs_in(mask)) for name, mask in {**sets, "elsewhere": elsewhere}.items()}
+        sets |= {"rows.all": chunks.missing | _mask(plan.wanted.rows, len(chunks.missing)), "elsewhere": elsewhere}
+        columns = {name: encode_runs(runs_in(mask)) for name, mask in sets.items()}
         head = {"address": listener.address, "away": isinstance(chunks.damage, Unreadable)}
         return col.encode_table(head, {name: np.frombuffer(d, "<u1") for name, d in columns.items()})
 
@@ -352,11 +385,21 @@ class RestoreAttempt:
         name, ranks = describe_version(self._entry), format_ranks(list(found))
         text = f"{name} is not whole for {ranks}, in no tier of any rank: {told}"
         own = self._chunks.damage if self._chunks is not None else None
-        return IncompleteVersion(text + more + gone, list(found), own, begun=self.begun)
+        return IncompleteVersion(text + more + gone, list(found), own, begun=self._begun)
 
     def _lacks(self, rank: int, rows: Array) -> str:
         leaves = np.unique(self._version.chunk_leaf[rows])
         return f"rank {rank} lacks {len(leaves)} leaves, {self._version.leaves[int(leaves[0])].name} the first"
+
+    def _settle(self) -> None:
+        """Set the stateful objects of all ranks; if one of them refuses, no rank's state is changed."""
+
+        def settle() -> bytes:
+            assert self._target is not None
+            self._target.settle()
+            return b""
+
+        self._query.ask("settle", settle)
 
     def _finish(self) -> Any:
         found = []
@@ -368,6 +411,12 @@ class RestoreAttempt:
 
         self._query.ask("finish", finish)
         return found[0]
+
+
+def _mask(rows: Array, count: int) -> Array:
+    mask = np.zeros(count, bool)
+    mask[rows] = True
+    return mask
 
 
 def _rows(runs: Array) -> Array:
@@ -416,7 +465,7 @@ def _restore(query: GroupQuery, agreement: VersionAgreement, arena: Arena) -> Re
     # Prepared in the background during the messages: the first touch of memory costs more than its later use.
     arena.prepare(READ_WORKERS * arena.slab_size)
     agreement.compare_arguments()
-    begun = False
+    changed = False
     try:
         for entry in agreement.candidates(agreement.look()):
             attempt = RestoreAttempt(query, entry, wanted, arena)
@@ -427,9 +476,9 @@ def _restore(query: GroupQuery, agreement: VersionAgreement, arena: Arena) -> Re
                     raise error.error_for(query.team.rank) from None
                 agreement.pass_over(describe_version(entry), error)
             finally:
-                begun = begun or attempt.begun
+                changed = changed or attempt.changed
         raise no_such_version(catalog.tier_runs[0].run, wanted, catalog, agreement.passed)
     except BaseException as error:
-        if begun and wanted.into is not NEW:
+        if changed and wanted.into is not NEW:
             error.add_note("the given state may be overwritten in part: do not train on from it")
         raise

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -40,7 +41,8 @@ from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.manifest.reshard.coverage import check_covered
 from tierstate.manifest.reshard.overlap import WantedBox, find_overlaps
 from tierstate.providers.base import Provider, memory_of
-from tierstate.providers.tree.unflatten import NEW, Target, plan_restore
+from tierstate.providers.tree.target import Target
+from tierstate.providers.tree.unflatten import NEW, plan_restore
 from tierstate.providers.values.values import ValueProvider
 from tierstate.tiers.memory.arena import Arena
 
@@ -62,17 +64,53 @@ MAX_RESTARTS = 5
 """How often a restore starts again because another process dropped or moved the version while it was read."""
 
 
-def plan_scatter(version: Version, target: Target) -> ScatterTargets:
+class RestorePlan(NamedTuple):
+    """Where each chunk of a version goes.
+
+    Attributes:
+        ahead: the chunks that are read before anything of the given state is overwritten.
+        wanted: those that are read after that.
+    """
+
+    ahead: ScatterTargets
+    wanted: ScatterTargets
+
+    @property
+    def rows(self) -> Array:
+        """All chunks that are read, rising."""
+        return np.union1d(self.ahead.rows, self.wanted.rows)
+
+
+def plan_scatter(version: Version, target: Target) -> RestorePlan:
     """Decide where each chunk of a version goes. Writes to no memory.
 
     Raises:
         StateMismatch: a provider's box is not within the shape of the saved leaf.
         FormatError: the shards do not cover the wanted boxes, or a leaf that is always whole was saved in shards.
     """
-    to = [place for i, provider in target.wanted.items() for place in _places(version.leaves[i], i, provider)]
-    targets = ScatterTargets(version, to, untouched=target.is_new)
-    check_scatter(version, targets)
-    return targets
+    plan = RestorePlan(
+        _scatter(version, target.ahead, untouched=True),
+        _scatter(version, target.wanted.items(), untouched=target.is_new),
+    )
+    for targets in plan:
+        check_scatter(version, targets)
+    return plan
+
+
+def _scatter(version: Version, providers: Iterable[tuple[int, Provider]], *, untouched: bool) -> ScatterTargets:
+    to = [place for i, provider in providers for place in _places(version.leaves[i], i, provider)]
+    return ScatterTargets(version, to, untouched=untouched)
+
+
+def content_of(version: Version) -> Callable[[int], Hashable]:
+    """For `plan_restore`: a leaf's boxes and digests, equal for leaves with equal bytes that were cut alike."""
+
+    def content(leaf: int) -> Hashable:
+        rows, shards = np.flatnonzero(version.chunk_leaf == leaf), np.flatnonzero(version.shard_leaf == leaf)
+        boxes = tuple(version.boxes[int(shard)] for shard in shards)
+        return boxes, version.chunk_nbytes[rows].tobytes(), version.digests[rows].tobytes()
+
+    return content
 
 
 def check_scatter(version: Version, targets: ScatterTargets) -> None:
@@ -106,20 +144,43 @@ def _cut(version: Version, leaf: int) -> FormatError:
     )
 
 
-def fill_target(entry: VersionCopies, target: Target, targets: ScatterTargets, arena: Arena) -> Any:
-    """Read and verify what the target wants, and return the finished state."""
-    read_into(entry, targets, arena)
-    return target.finish()
+def fill_target(entry: VersionCopies, target: Target, plan: RestorePlan, arena: Arena) -> Any:
+    """Read and verify what the target wants, and return the finished state. Repairs damaged chunks on the way.
+
+    If this fails, `Target.changed` says whether a given state may have been changed.
+    """
+    try:
+        with _reading(entry, plan.rows, arena) as read:
+            read(plan.ahead)
+            target.settle()
+            target.changed = not target.is_new
+            read(plan.wanted)
+        return target.finish()
+    except BaseException:
+        target.undo()
+        raise
 
 
 def read_into(entry: VersionCopies, targets: ScatterTargets, arena: Arena) -> None:
     """Read and verify the wanted chunks, and copy them to their destinations. Repairs damaged chunks on the way."""
-    version, rows = entry.version, targets.rows
+    with _reading(entry, targets.rows, arena) as read:
+        read(targets)
+
+
+@contextmanager
+def _reading(entry: VersionCopies, rows: Array, arena: Arena) -> Iterator[Callable[[ScatterTargets], None]]:
+    """Holds a lease on these chunks. Gives a function that reads those of some targets."""
+    version = entry.version
     repair = RepairWriter(version, entry.holdings)
-    fetch = Fetch(version, entry.holdings, arena, workers=READ_WORKERS, mended=repair)
+
+    def read(targets: ScatterTargets) -> None:
+        if len(targets.rows):
+            fetch = Fetch(version, entry.holdings, arena, workers=READ_WORKERS, mended=repair)
+            fetch.fill(restore_on_device(entry, targets.rows, targets), targets)
+
     try:
         with lease_for_reading(read_sources(entry, rows), int(version.chunk_nbytes[rows].sum(dtype="i8"))):
-            fetch.fill(restore_on_device(entry, rows, targets), targets)
+            yield read
     finally:
         repair.close()
 
@@ -215,26 +276,27 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
     If the given state may have been changed before an error, a note on the error says so.
     """
     passed: list[str] = []
-    touched = False
+    target: Target | None = None
+    changed = False
     # In the background, while records are read: the page faults of new memory cost more than the reads into it.
     arena.prepare(READ_WORKERS * arena.slab_size)
     try:
         for entry in _candidates(catalog, wanted, passed):
             target = _plan(entry, wanted)
-            targets = plan_scatter(entry.version, target)
+            plan = plan_scatter(entry.version, target)
             try:
-                if not _is_whole(entry, targets.rows, wanted, passed):
+                if not _is_whole(entry, plan.rows, wanted, passed):
                     continue
-                touched = wanted.into is not NEW
-                return Restored(fill_target(entry, target, targets, arena), entry)
+                return Restored(fill_target(entry, target, plan, arena), entry)
             except Damaged as error:
+                changed = changed or target.changed
                 if wanted.on_damage == "raise":
                     raise_if_dropped(entry, error)
                     raise
                 _pass_over(passed, describe_version(entry), error)
         raise no_such_version(run, wanted, catalog, passed)
     except BaseException as error:
-        if touched:
+        if changed or (target is not None and target.changed):
             error.add_note("the given state may be overwritten in part: do not train on from it")
         raise
 
@@ -247,6 +309,7 @@ def _plan(entry: VersionCopies, wanted: RestoreSpec) -> Target:
         device=wanted.device,
         allow_pickle=wanted.allow_pickle,
         allow_lossy=wanted.allow_lossy,
+        content=content_of(entry.version),
     )
 
 
