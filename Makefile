@@ -11,7 +11,7 @@ BESIDE   = -n $(WORKERS) --dist loadgroup
 # The tests start hundreds of processes, each of which would compile all of tierstate again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-ranks quick test check format lint types wheel bench mutants soak fuzz clean
+.PHONY: demo demo-ranks quick test test-lowest test-newest check format lint types wheel bench mutants soak fuzz clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,20 @@ quick: $(VENV)/ready
 # All that this machine can run; what it cannot is skipped, and named in one line at the end.
 test: $(VENV)/ready
 	$(BIN)/pytest -q $(BESIDE) -m "not soak"
+
+# The quick tests, in environments of their own: with the lowest versions that pyproject.toml allows, and with the newest
+# that install. Another Python: make test-newest PYTHON=python3.13
+test-lowest: .venv-lowest/ready
+test-newest: .venv-newest/ready
+test-lowest test-newest:
+	HYPOTHESIS_PROFILE=quick $(@:test-%=.venv-%)/bin/pytest -q -n $(CORES) --dist loadgroup -m "not (soak or slow or server or root)"
+
+.venv-lowest/ready .venv-newest/ready: pyproject.toml tests/lowest_versions.py
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --upgrade "pip>=25.1"
+	$(PYTHON) tests/lowest_versions.py $(@D) > $(@D)/constraints.txt
+	$(@D)/bin/pip install --quiet --upgrade --constraint $(@D)/constraints.txt --editable . --group test
+	touch $@
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -81,4 +95,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-swift .demo build dist *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-swift .venv-lowest .venv-newest .demo build dist *.egg-info

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -17,6 +17,7 @@ from tierstate.manifest.format.leaf import CONTAINERS, TIED
 from tierstate.providers.tensors.arrays import ArrayProvider
 from tierstate.providers.tensors.lossy import LOSSY_METHODS
 from tierstate.providers.tensors.tensors import StorageProvider, TensorProvider
+from tierstate.providers.values.classes import trust_class
 from tierstate.providers.values.encoding import PLAIN_TYPES
 from tierstate.providers.values.values import ObjectProvider, ValueProvider
 
@@ -56,7 +57,14 @@ class Registry:
         self._types |= dict.fromkeys(PLAIN_TYPES, ValueProvider)
         self.changes = 0
         """Number of registrations so far; a cache of providers is stale when it has changed."""
-        for container in (list, tuple, dict, OrderedDict):  # `StateWalk` decides: one value, or a container
+        for container in (
+            list,
+            tuple,
+            dict,
+            OrderedDict,
+            deque,
+            defaultdict,
+        ):  # `StateWalk` decides: one value, or a container
             del self._types[container]
 
     def register(self, value_type: type, provider: type[Provider]) -> None:
@@ -135,6 +143,13 @@ REGISTRY = Registry()
 """The default registry."""
 
 
-def register_provider(value_type: type, provider: type[Provider]) -> None:
-    """Use this provider for values of this type, in every state of this process. See `Registry.register`."""
-    REGISTRY.register(value_type, provider)
+def register_provider(value_type: type, provider: type[Provider] | None = None) -> None:
+    """Use this provider for values of this type, in every state of this process. See `Registry.register`.
+
+    Without a provider: let versions make values of this class, a dataclass, an Enum or a subclass of dict. It is saved
+    as its fields, name or items; ``load`` makes no value of a class that only the version names.
+    """
+    if provider is None:
+        trust_class(value_type)
+    else:
+        REGISTRY.register(value_type, provider)

@@ -198,7 +198,8 @@ class Checkpointer(Run):
             state: nested dict, list, tuple of tensors, arrays, plain values, modules, optimizers, or anything with a
                 provider.
             step: the training step, 0 or more.
-            metadata: JSON values that are stored with the version, such as the loss.
+            metadata: what is stored with the version as JSON values, such as the loss: numbers (also scalars of NumPy
+                and torch), text, lists, dicts; dates, paths and Enums as text or their values.
 
         Raises:
             CaptureError: the state could not be copied; nothing was saved.

@@ -11,7 +11,8 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
@@ -33,6 +34,11 @@ Path: TypeAlias = tuple[Any, ...]
 
 CONTAINERS = frozenset({"dict", "odict", "list", "tuple", "namedtuple"})
 """Kinds of leaves that contain other leaves and have no bytes; a container comes before its items."""
+
+
+STRIDES = "strides"
+"""Attribute of tensors that do not lie in memory in row-major order: their strides, in elements. The bytes of the leaf
+are in row-major order all the same. (Of a tied leaf with an offset: the strides of the view.)"""
 
 
 TIED = "tied"
@@ -58,6 +64,10 @@ _BARE = re.compile(r"[^\W\d][\w\-/:@+]*", re.UNICODE)
 
 
 _WORDS = frozenset({"True", "False", "None"})
+
+
+_NAN = struct.pack(">d", float("nan"))
+"""The bits of the usual NaN. Other NaNs are written as their bits: ``float.hex`` gives all of them the same text."""
 
 
 MAX_NESTING = 16
@@ -136,7 +146,20 @@ def format_key(key: Any) -> str:
         bare = _BARE.fullmatch(key) and key not in _WORDS
         return key if bare else json.dumps(key, ensure_ascii=not key.isprintable())
     # The dot in a float must not look like the dot between two keys.
-    return f"({key!r})" if isinstance(key, float) else repr(key)
+    return f"({_text(key)})" if isinstance(key, float) else _text(key)
+
+
+def _text(key: Any) -> str:
+    """The key as Python writes it, but a NaN of another sign or payload than the usual one with its bits."""
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_text, key))}{',' * (len(key) == 1)})"
+    odd = isinstance(key, float) and key != key and float_bits(key) != _NAN
+    return f"nan 0x{float_bits(key).hex()}" if odd else repr(key)
+
+
+def float_bits(number: float) -> bytes:
+    """The eight bytes of a float, the highest first: equal only for the same float, also for NaN and zero."""
+    return struct.pack(">d", number)
 
 
 def format_path(path: Path) -> str:
@@ -147,7 +170,8 @@ def format_path(path: Path) -> str:
 def encode_path(path: Path) -> str:
     """The path as canonical ASCII JSON: two paths have the same text if and only if they are equal.
 
-    Two keys are equal here if type and value are equal: ``True``, ``1`` and ``1.0`` are three keys, and NaN is one.
+    Two keys are equal here if type and value are equal, floats bit for bit: ``True``, ``1`` and ``1.0`` are three keys,
+    0.0 and -0.0 are two, and NaNs of different sign or payload too.
 
     Raises:
         CaptureError: a key is of a type that cannot be saved, or nested deeper than MAX_NESTING.
@@ -198,7 +222,8 @@ def _encode_key(key: Any, depth: int = 0) -> Any:
     if key is None or type(key) in (bool, int):
         return key
     if type(key) is float:
-        return {"float": key.hex()}
+        odd = key != key and float_bits(key) != _NAN
+        return {"nan": float_bits(key).hex()} if odd else {"float": key.hex()}
     if type(key) is bytes:
         return {"bytes": key.hex()}
     if type(key) is tuple and depth < MAX_NESTING:
@@ -219,17 +244,28 @@ def _decode_key(key: Any, depth: int = 0) -> Any:
     if isinstance(key, dict) and len(key) == 1:
         ((kind, value),) = key.items()
         try:
-            if kind == "float":
-                return float.fromhex(value)
-            if kind == "bytes":
-                return bytes.fromhex(value)
-            if kind == "text":
-                return bytes.fromhex(value).decode("utf-8", "surrogatepass")
+            if kind in _KEY_KINDS:
+                return _KEY_KINDS[kind](value)
         except (ValueError, TypeError, OverflowError) as error:
             raise FormatError(f"leaf key {reprlib.repr(key)} cannot be read") from error
         if kind == "tuple" and isinstance(value, list) and depth < MAX_NESTING:
             return tuple(_decode_key(k, depth + 1) for k in value)
     raise FormatError(f"leaf key {reprlib.repr(key)} is of no known kind, or nested deeper than {MAX_NESTING}")
+
+
+def _nan(bits: bytes) -> float:
+    if len(bits) != 8 or (number := float(struct.unpack(">d", bits)[0])) == number:
+        raise ValueError("no NaN")
+    return number
+
+
+_KEY_KINDS: dict[str, Callable[[str], Any]] = {
+    "float": float.fromhex,
+    "nan": lambda text: _nan(bytes.fromhex(text)),
+    "bytes": bytes.fromhex,
+    "text": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
+}
+"""Kind of a key that is no JSON value -> how it is read."""
 
 
 @lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from tierstate.manifest.boxes import Boxes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, StateMismatch, format_ranks
 from tierstate.manifest.format.layout import Layout, LayoutBuilder
-from tierstate.manifest.format.leaf import METADATA, Leaf, LeafTable, Spec
+from tierstate.manifest.format.leaf import METADATA, STRIDES, TIED, Leaf, LeafTable, Spec
 from tierstate.manifest.format.version import Head, Shards, Version
 from tierstate.manifest.reshard.coverage import check_complete
 
@@ -135,7 +135,9 @@ class _UnionBuilder:
 
 
 def same_leaf(one: Leaf, other: Leaf) -> bool:
-    """Whether two ranks have the same leaf. The metadata of their state dicts may be about different submodules."""
+    """Whether two ranks have the same leaf. The metadata of their state dicts may be about different submodules, and
+    the strides of a tensor are each rank's own.
+    """
     if one.spec == other.spec:
         return True
     mine, theirs = _metadata(one), _metadata(other)
@@ -148,7 +150,8 @@ def _metadata(leaf: Leaf) -> Mapping[str, Any]:
 
 
 def _bare(leaf: Leaf) -> Spec:
-    return dataclasses.replace(leaf.spec, attrs={k: v for k, v in leaf.spec.attrs.items() if k != METADATA})
+    own = {METADATA} if leaf.spec.kind == TIED else {METADATA, STRIDES}
+    return dataclasses.replace(leaf.spec, attrs={k: v for k, v in leaf.spec.attrs.items() if k not in own})
 
 
 def rows_in_merged(version: Version, part: Version) -> Array:

@@ -15,11 +15,11 @@ import torch
 
 from tierstate.manifest.chunk import Buffer, Chunk, spans
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.manifest.format.leaf import LOSSY, Spec
+from tierstate.manifest.format.leaf import LOSSY, STRIDES, Spec
 from tierstate.providers.base import Provider
 
 from .dtypes import torch_dtype, torch_name
-from .strided import Strided
+from .strided import Strided, overlaps_itself, row_major_strides
 from .tensors import CPU, TensorProvider, check_shape, check_tensor
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -81,8 +81,9 @@ class LossyProvider(Provider):
     def spec(self) -> Spec:
         of = self._tensor.spec
         dtype, itemsize, shape = self.encoded(of.shape)
+        shared = overlaps_itself(tuple(self.value.shape), self.value.stride())
         attrs = {
-            **of.attrs,
+            **{key: value for key, value in of.attrs.items() if key != STRIDES or not shared},
             "of": of.dtype,
             "shape": list(of.shape),
             LOSSY: {"method": self.method, **self.promise(self.value.dtype)},
@@ -137,9 +138,11 @@ class LossyProvider(Provider):
         check_shape(tuple(shape), size)
         if (spec.dtype, spec.itemsize, spec.shape) != cls.encoded(tuple(shape)):
             raise FormatError(f"a leaf of kind {spec.kind} and shape {spec.shape} does not hold a tensor of {shape}")
-        rest = {key: value for key, value in spec.attrs.items() if key in ("requires_grad", "parameter")}
+        rest = {key: value for key, value in spec.attrs.items() if key in ("requires_grad", "parameter", STRIDES)}
         found = Spec(TensorProvider.kind, str(of), size, tuple(shape), rest)
         check_tensor(found)
+        if overlaps_itself(found.shape, found.attrs.get(STRIDES, row_major_strides(found.shape))):
+            raise FormatError(f"a leaf of kind {spec.kind} has elements that share memory")  # which may differ now
         return found
 
     def mismatch(self, spec: Spec) -> str:

@@ -6,6 +6,8 @@ Elements are copied as integers and without autograd, so that NaN payloads and -
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tierstate.manifest.boxes import Box, row_major_runs
@@ -186,6 +188,20 @@ def copy_box(words: torch.Tensor, at: Box, data: torch.Tensor, part: Box) -> Non
     """
     source = data.view(at.shape + words.shape[len(at.shape) :])
     words[part.slices()].copy_(source[part.slices(at.offset)])
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape, in elements."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def storage_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The number of elements from the first to the last one of a tensor in memory, gaps included."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

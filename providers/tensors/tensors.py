@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, Self
 
@@ -17,12 +18,12 @@ import torch
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, Chunk, Event, spans
 from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
-from tierstate.manifest.format.leaf import Spec
+from tierstate.manifest.format.leaf import STRIDES, Spec
 from tierstate.providers.base import Provider
 
 from .dtypes import torch_dtype, torch_name
 from .host_memory import HostAllocator
-from .strided import INT_DTYPES, Strided, copy_box
+from .strided import INT_DTYPES, Strided, copy_box, row_major_strides, storage_elements
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """Tensor types that have one storage and no further state."""
@@ -115,7 +116,8 @@ class TensorProvider(Provider):
     def spec(self) -> Spec:
         if self._saved is not None:
             return self._saved
-        return tensor_spec(self._value, tuple(self._value.shape), self.kind)
+        spec, strides = tensor_spec(self._value, tuple(self._value.shape), self.kind), strides_to_save(self._value)
+        return spec if strides is None else replace(spec, attrs={**spec.attrs, STRIDES: strides})
 
     @property
     def value(self) -> torch.Tensor:
@@ -225,8 +227,24 @@ def tensor_spec(value: torch.Tensor, shape: tuple[int, ...], kind: str = TensorP
     return Spec(kind, torch_name(value.dtype), value.dtype.itemsize, shape, attrs)
 
 
+def strides_to_save(value: torch.Tensor) -> list[int] | None:
+    """The strides that a restored tensor shall have, in elements; None for those of row-major order.
+
+    They are the tensor's own (channels_last, transposed, expanded), as ``torch.save`` keeps them. A tensor that leaves
+    gaps in its memory gets none again: its dimensions stay in the same order, as after ``clone()``.
+    """
+    shape, strides = tuple(value.shape), value.stride()
+    if value.is_contiguous() and 1 not in shape and 0 not in shape:
+        return None  # the usual case; a dimension of length 1 may have any stride
+    if storage_elements(shape, strides) > math.prod(shape):
+        gaps = torch.empty_strided(shape, strides, dtype=torch.uint8, device="meta")
+        strides = torch.empty_like(gaps, memory_format=torch.preserve_format).stride()
+    usual = strides == row_major_strides(shape) or max(strides) > MAX_TENSOR_BYTES
+    return None if usual else list(strides)
+
+
 def allocate(spec: Spec, device: torch.device, blocks: HostAllocator | None = None) -> torch.Tensor:
-    """A contiguous, uninitialised tensor of a spec that may be untrusted.
+    """An uninitialised tensor of a spec that may be untrusted, with its strides.
 
     Args:
         blocks: the allocator for host memory; None for torch's own.
@@ -237,27 +255,45 @@ def allocate(spec: Spec, device: torch.device, blocks: HostAllocator | None = No
     """
     dtype, shape = check_tensor(spec), spec.shape
     unit = INT_DTYPES.get(dtype.itemsize, dtype)
-    if blocks is not None and device.type == "cpu":
-        return blocks.take(math.prod(shape) * dtype.itemsize).view(unit).view(shape).view(dtype).detach()
+    strides = spec.attrs.get(STRIDES, row_major_strides(shape))
+    count = storage_elements(shape, strides)
     # Through integers: torch warns about making a complex32 tensor, and knows no empty() of some rare dtypes.
-    return torch.empty(shape, dtype=unit, device=device).view(dtype).detach()
+    if blocks is not None and device.type == "cpu":
+        flat = blocks.take(count * dtype.itemsize).view(unit)
+    else:
+        flat = torch.empty(count, dtype=unit, device=device)
+    return flat.as_strided(shape, strides).view(dtype).detach()
 
 
 def check_tensor(spec: Spec) -> torch.dtype:
     """Check the spec of a tensor, which may be untrusted; returns its dtype.
 
     Raises:
-        FormatError: the dtype is unknown, itemsize or attributes do not fit the dtype, or the shape is not valid.
+        FormatError: the dtype is unknown, itemsize or attributes do not fit the dtype, or shape or strides are not
+            valid.
     """
     dtype = torch_dtype(spec.dtype)
     if spec.itemsize != dtype.itemsize:
         raise FormatError(f"a tensor of {spec.dtype} has {dtype.itemsize} bytes per element, not {spec.itemsize!r:.20}")
     check_shape(spec.shape, dtype.itemsize)
+    _check_strides(spec)
     if spec.kind == StorageProvider.kind and (dtype != torch.uint8 or len(spec.shape) != 1):
         raise FormatError(f"a storage is a run of uint8, not {spec.dtype} of shape {spec.shape}")
     if spec.attrs.get("requires_grad") is True and not (dtype.is_floating_point or dtype.is_complex):
         raise FormatError(f"a tensor of {spec.dtype} cannot require a gradient")
     return dtype
+
+
+def _check_strides(spec: Spec) -> None:
+    """Raises FormatError unless the strides of a spec, if it has any, take no more memory than its elements."""
+    if STRIDES not in spec.attrs:
+        return
+    strides = spec.attrs[STRIDES]
+    numbers = isinstance(strides, list) and all(type(n) is int and 0 <= n <= MAX_TENSOR_BYTES for n in strides)
+    if spec.kind != TensorProvider.kind or not numbers or len(strides) != len(spec.shape):
+        raise FormatError(f"{strides!r:.80} are no strides of a {spec.kind} of shape {spec.shape}")
+    if storage_elements(spec.shape, strides) > math.prod(spec.shape):
+        raise FormatError(f"strides {strides!r:.80} reach beyond the elements of shape {spec.shape}")
 
 
 def check_shape(shape: tuple[int, ...], itemsize: int) -> None:

@@ -21,6 +21,7 @@ from tierstate.providers.tensors.dtypes import torch_name
 from tierstate.providers.tensors.lossy import LossyProvider
 from tierstate.providers.tensors.strided import overlaps_itself
 from tierstate.providers.tensors.tensors import TensorProvider, is_meta
+from tierstate.providers.values.classes import FORM
 from tierstate.providers.values.stateful import PerRank, changed_objects
 from tierstate.providers.values.values import ObjectProvider, ValueProvider
 
@@ -103,6 +104,8 @@ class Comparison:
     def _visit(self, node: VersionNode, place: StateNode, hit: bool, saved: StateNode | None) -> None:
         hit = self._hit(place, hit)
         self._nodes[id(place)] = node
+        if FORM in place.attrs and node.leaf.spec.kind == ObjectProvider.kind:
+            place.kind, place.attrs, place.children = "", {}, {}  # it was pickled as a whole, and comes back so
         if place.stateful is not None:
             saved = place if replaces_state(place, node, self._chosen) else None
         if type(place.value) is PerRank and node.kind == place.kind and node.children.keys() != place.children.keys():

@@ -7,7 +7,7 @@ with the one of the last save, and makes new providers only for values that have
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,13 +30,14 @@ from tierstate.providers.sharded.shards import (
 )
 from tierstate.providers.tensors.lossy import LossyProvider
 from tierstate.providers.tensors.tensors import PLAIN_TENSORS, TensorProvider
+from tierstate.providers.values.classes import FORM
 from tierstate.providers.values.modules import copied_metadata
 from tierstate.providers.values.stateful import PerRank, Stateful, stateful
 from tierstate.providers.values.values import ValueProvider
 
 from .lossy_rules import LossyRule, apply_lossy_rules, lossy_provider
 from .ties import Ties, find_ties
-from .walk import PickleAllowed, StateNode, StateWalk, no_pickle, typed_key
+from .walk import PickleAllowed, StateNode, StateWalk, container_attrs, container_items, no_pickle, typed_key
 
 _NO_VALUE = object()
 """Sentinel for 'no value': equal to nothing in a state."""
@@ -203,6 +204,7 @@ class CachedPlace:
         index: its leaf's index.
         path: its keys from the root.
         kind: the type of the container that was walked; None for a leaf.
+        attrs: the attributes of a container with a class of its own; otherwise empty.
         keys, key_types, children: a container's keys, their types, and the nodes below.
         idents: the keys with their types, where keys that compare equal may still differ.
         metadata: what torch keeps about the modules of a state dict (`metadata_of`).
@@ -220,6 +222,7 @@ class CachedPlace:
     index: int
     path: Path
     kind: type | None = None
+    attrs: Mapping[str, Any] = field(default_factory=dict)
     keys: list[Any] = field(default_factory=list)
     key_types: list[type] = field(default_factory=list)
     idents: list[Any] | None = None
@@ -317,7 +320,8 @@ def _cached_place(place: StateNode, indices: Iterator[int], leaves: Iterator[int
         _note_facts(inner, place.tree, place.provider)
         return cached
     cached.kind, cached.inner = type(place.tree), True
-    cached.metadata = copied_metadata(place.tree)
+    cached.attrs = place.attrs if FORM in place.attrs else {}
+    cached.metadata = None if cached.attrs else copied_metadata(place.tree)
     cached.keys = [key for key, _ in place.children.values()]
     cached.key_types = [*map(type, cached.keys)]
     if not {float, tuple}.isdisjoint(cached.key_types):
@@ -497,17 +501,24 @@ def _match_inner(cached: CachedPlace, value: Any, tensors: list[Any], moved: lis
             return
     if type(value) is not cached.kind:
         raise _Changed
-    items: Any = value
-    if isinstance(value, dict):
-        keys = list(value)
+    items: Any = _items_of_own_class(cached, value) if cached.attrs else value
+    if isinstance(items, dict):
+        keys = list(items)
         if keys != cached.keys or [*map(type, keys)] != cached.key_types or _odd(cached, keys):
             raise _Changed
-        if getattr(value, "_metadata", None) != cached.metadata:
+        if not cached.attrs and getattr(value, "_metadata", None) != cached.metadata:
             raise _Changed
-        items = value.values()
+        items = items.values()
     elif len(items) != len(cached.children):
         raise _Changed
     _match(cached.children, items, tensors, moved)
+
+
+def _items_of_own_class(cached: CachedPlace, value: Any) -> dict[Any, Any]:
+    """The items of a container with a class of its own."""
+    if container_attrs(value) != cached.attrs:
+        raise _Changed
+    return dict(container_items(value))
 
 
 def _odd(cached: CachedPlace, keys: list[Any]) -> bool:
@@ -534,7 +545,7 @@ def _roots(ties: Ties, root: StateNode) -> set[int]:
 def _is_odd(root: StateNode) -> bool:
     """Whether a list or tuple has only plain values, but is not saved as one value; a later state may differ."""
     return any(
-        isinstance(place.tree, (list, tuple))
+        isinstance(place.tree, (list, tuple, deque))
         and place.provider is None
         and all(type(below.provider) is ValueProvider for below in place.walk() if below.provider is not None)
         for place in root.walk()

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from tierstate.manifest.errors import FormatError
+from tierstate.manifest.errors import FormatError, TierstateError
 from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf, Path, encode_path, matches_any
 from tierstate.manifest.format.version import Version
+from tierstate.providers.values.classes import CLASS, FORM, build_form, check_classes, imported_class
 from tierstate.providers.values.modules import set_metadata
 
 from .walk import MAX_PATH_DEPTH, StateNode, TypedKey, typed_key
@@ -139,9 +139,16 @@ def build_container(node: VersionNode, items: dict[Any, Any]) -> Any:
     A list, tuple or namedtuple of which some items are missing becomes a dict from index (or field) to value.
 
     Raises:
-        FormatError: the type of a namedtuple cannot be created, or an OrderedDict's metadata is not valid.
+        FormatError: the type of a namedtuple cannot be created, or the attributes are not valid.
+        Unsafe: the class of the container is not known here.
+        StateMismatch: the dataclass has other fields here.
     """
-    kind = node.kind
+    kind, attrs = node.kind, node.leaf.spec.attrs
+    if FORM in attrs:
+        try:
+            return build_form(kind, attrs, items, len(items) == len(node.children))
+        except TierstateError as error:
+            raise type(error)(f"{node.leaf.name}: {error}") from error
     if kind == "odict":
         state = OrderedDict(items)
         set_metadata(state, node.leaf.spec.attrs, node.leaf.name)
@@ -164,12 +171,10 @@ def named_type(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
 
     Nothing is imported and no code of the class is run.
     """
-    module, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields:
+    found = imported_class(name)
+    if found is not None and issubclass(found, tuple) and getattr(found, "_fields", None) == fields:
         return found
+    module, _, qualname = name.partition(":")
     return _equivalent(module, qualname, fields)
 
 
@@ -178,6 +183,30 @@ def _equivalent(module: str, qualname: str, fields: tuple[str, ...]) -> type[tup
     made = namedtuple(qualname.rpartition(".")[2], fields, module=module)  # type: ignore[misc]
     made.__qualname__ = qualname  # so that a later save writes the same name
     return made
+
+
+def check_known_classes(
+    node: VersionNode, place: StateNode | None, wanted: Callable[[VersionNode], bool], created: bool = False
+) -> None:
+    """Check that the classes of the values that a restore creates are known here, before anything is restored.
+
+    Args:
+        place: what the state has at the node; None if it has nothing there.
+        wanted: whether something of a node is restored.
+        created: whether the node is part of a state that a stateful object is given anew.
+
+    Raises:
+        Unsafe: one is not; the message names the leaf and the class.
+    """
+    created = created or place is None or place.stateful is not None
+    if (created or not node.kind) and CLASS in node.leaf.spec.attrs and wanted(node):
+        try:
+            check_classes(node.leaf.spec.attrs)
+        except TierstateError as error:
+            raise type(error)(f"{node.leaf.name}: {error}") from error
+    for mark, below in node.children.items():
+        known = place.children.get(mark) if place is not None else None
+        check_known_classes(below, known[1] if known is not None else None, wanted, created)
 
 
 def drop_other_ranks(node: VersionNode, place: StateNode) -> None:

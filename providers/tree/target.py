@@ -18,6 +18,7 @@ from tierstate.manifest.format.leaf import Leaf
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import Registry
 from tierstate.providers.tensors.tensors import TensorProvider, is_meta
+from tierstate.providers.values.classes import FORM, change_form, like_form
 from tierstate.providers.values.copies import copy_state
 
 from .compare import replaces_state
@@ -282,6 +283,8 @@ class Target:
 def _like(place: StateNode, items: Mapping[Any, Any]) -> Any:
     """A new container like that of a node, with other items under the same keys."""
     container = place.tree
+    if FORM in place.attrs:
+        return like_form(container, items)
     if place.kind == "odict":
         state = OrderedDict(items)
         vars(state).update(vars(container))
@@ -300,6 +303,8 @@ def _changed(place: StateNode, changed: Mapping[Any, Any]) -> Any:
         keys = [key for key, _ in place.children.values()]
         items = (changed.get(key, item) for key, item in zip(keys, container, strict=True))
         return tuple.__new__(type(container), items)
+    if FORM in place.attrs:
+        return change_form(container, changed)
     for key, value in changed.items():
         container[key] = value
     return container

@@ -14,10 +14,10 @@ import torch
 
 from tierstate.manifest.chunk import CHUNK_GRAIN, empty_buffer
 from tierstate.manifest.errors import FormatError
-from tierstate.manifest.format.leaf import STORAGE, TIED, Leaf, Path, Spec, encode_path
+from tierstate.manifest.format.leaf import STORAGE, STRIDES, TIED, Leaf, Path, Spec, encode_path
 from tierstate.providers.base import Provider
 from tierstate.providers.tensors.extents import Extent, overlapping_runs, sharing_groups
-from tierstate.providers.tensors.strided import INT_DTYPES, Strided
+from tierstate.providers.tensors.strided import INT_DTYPES, Strided, row_major_strides
 from tierstate.providers.tensors.tensors import (
     MAX_TENSOR_BYTES,
     StorageProvider,
@@ -26,7 +26,7 @@ from tierstate.providers.tensors.tensors import (
     with_autograd_flags,
 )
 
-_TIE_ATTRS = frozenset({"to", "offset", "strides", "conj", "neg"})
+_TIE_ATTRS = frozenset({"to", "offset", "conj", "neg"})
 
 
 _COPY = 1 << 22
@@ -102,12 +102,13 @@ def _read(tied: Spec, leaves: Sequence[Leaf], index: Mapping[str, int]) -> TiedL
         if (tied.dtype, tied.itemsize, tied.shape) != (root.dtype, root.itemsize, root.shape) or root.kind == STORAGE:
             raise FormatError(f"is {tied.dtype} {tied.shape}, but tied to {leaves[at].name}, {root.dtype} {root.shape}")
         return TiedLeaf(at, Spec(root.kind, tied.dtype, tied.itemsize, tied.shape, attrs))
+    strides = attrs.pop(STRIDES, None)  # of the view
     spec = Spec(TensorProvider.kind, tied.dtype, tied.itemsize, tied.shape, attrs)
     conj, neg = tied.attrs.get("conj") is True, tied.attrs.get("neg") is True
     dtype = check_tensor(spec)
     if (conj and not dtype.is_complex) or (neg and not (dtype.is_complex or dtype.is_floating_point)):
         raise FormatError(f"a tensor of {tied.dtype} is no lazy conjugate or negative")
-    offset, strides = tied.attrs["offset"], tied.attrs.get("strides")
+    offset = tied.attrs["offset"]
     return TiedLeaf(at, spec, offset, _extent(spec, offset, strides, root.nbytes), conj, neg)
 
 
@@ -134,7 +135,7 @@ class ViewLayout(NamedTuple):
 
 def view_layout(root: Any, spec: Spec, attrs: Mapping[str, Any]) -> ViewLayout:
     """The layout of a leaf by the attributes of its tie; contiguous from the first byte, if they have no offset."""
-    strides = attrs["strides"] if "offset" in attrs else _dense(spec.shape)
+    strides = attrs[STRIDES] if "offset" in attrs else row_major_strides(spec.shape)
     in_bytes = tuple(s * spec.itemsize if n > 1 else 0 for s, n in zip(strides, spec.shape, strict=True))
     return ViewLayout(root, attrs.get("offset", 0), in_bytes, (bool(attrs.get("conj")), bool(attrs.get("neg"))))
 
@@ -149,14 +150,6 @@ def copy_value(source: Provider, sink: Provider) -> None:
         loaded = sink.load(start, piece)
         if loaded is not None:
             loaded.synchronize()
-
-
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
 
 
 def _flags(spec: Spec) -> tuple[bool, bool]:
@@ -275,7 +268,7 @@ def _add_storage(ties: Ties, items: Sequence[PathProvider], views: list[_View]) 
 def _position(view: _View, origin: int) -> dict[str, Any]:
     """The attributes of a tie: offset in bytes from the root's first byte, strides in elements, conj and neg bits."""
     tensor = view.tensor
-    attrs: dict[str, Any] = {"offset": view.lo - origin, "strides": list(tensor.stride())}
+    attrs: dict[str, Any] = {"offset": view.lo - origin, STRIDES: list(tensor.stride())}
     if tensor.is_conj():
         attrs["conj"] = True
     if tensor.is_neg():

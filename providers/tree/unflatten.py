@@ -24,10 +24,10 @@ from tierstate.providers.tensors.tensors import PLAIN_TENSORS, StorageProvider, 
 from tierstate.providers.values.copies import copy_state
 
 from .compare import Comparison, Content, no_match_error
-from .structure import VersionNode, drop_other_ranks, select_leaves, version_tree
+from .structure import VersionNode, check_known_classes, drop_other_ranks, select_leaves, version_tree
 from .target import Target
 from .ties import TiedLeaf, read_ties
-from .walk import PickleAllowed, StateNode, StateWalk, no_pickle
+from .walk import PickleAllowed, StateNode, StateWalk, no_pickle, pickle_remedy
 
 
 class NewValues:
@@ -198,6 +198,7 @@ def plan_restore(
         comparison.run(root, place)
     matched, absent = comparison.matched, comparison.elsewhere
     chosen -= set(absent)
+    check_known_classes(root, place, lambda node: any(below.index in chosen for below in node.walk()))
     given = _given(root, place, chosen) if place is not None else set()
     fresh = NewValues(registry, device, comparison.within, comparison.like)
     ahead: dict[int, Provider] = {}
@@ -258,7 +259,7 @@ def _provider_class(leaf: Leaf, registry: Registry, allow_pickle: PickleAllowed)
     if cls.unsafe and not allow_pickle(leaf.path):
         what = leaf.spec.attrs.get("type", leaf.spec.kind)
         raise Unsafe(
-            f"{leaf.name}: {what!s:.80} {cls.unsafe}; if you trust where it comes from, allow pickle for this leaf"
+            f"{leaf.name}: {what!s:.80} {cls.unsafe}; if you trust where it comes from, {pickle_remedy(leaf.path)}"
         )
     return cls
 

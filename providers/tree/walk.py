@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.manifest.format.leaf import Path, decode_path, encode_path, format_path
+from tierstate.manifest.format.leaf import Path, decode_path, encode_path, float_bits, format_path
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import Registry
+from tierstate.providers.values.classes import class_form, form_items
 from tierstate.providers.values.modules import metadata_of
 from tierstate.providers.values.stateful import PerRank, Stateful, per_rank_stateful, stateful
 from tierstate.providers.values.values import ObjectProvider, ValueProvider
@@ -30,7 +31,15 @@ TypedKey: TypeAlias = tuple[Any, ...]
 _KINDS: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
 
 
-_REMEDY = "allow pickle for this leaf, or register a provider for its type"
+def pickle_remedy(path: Path) -> str:
+    """What to write in a policy so that the leaf at this path may be a pickle."""
+    where = format_path(path).replace("'", "''")
+    return f"allow pickle for this leaf (in the policy: `rules: [{{match: '{where}', pickle: true}}]`)"
+
+
+def _remedy(path: Path, value: Any) -> str:
+    kind = type(value).__qualname__
+    return f"{pickle_remedy(path)}, or register a provider for its type (ts.register_provider({kind}, MyProvider))"
 
 
 def no_pickle(path: Path) -> bool:
@@ -47,7 +56,7 @@ class StateNode:
         value: the value in its parent; for a stateful object the object itself, not its state.
         tree: the value that was walked: ``value`` itself, or the state of a stateful object.
         kind: a container's kind; empty for a leaf.
-        attrs: a container's attributes.
+        attrs: a container's attributes; with `FORM` if it has a class of its own (see `class_form`).
         children: the items of a container, in order, each with its key.
         provider: a leaf's provider.
         stateful: how the state of a stateful object is set.
@@ -116,6 +125,8 @@ class StateWalk:
         provider, problem = self._provider(value, path, kind)
         if provider is not None:
             return StateNode(path, value, value, provider=provider)
+        if problem and not kind:
+            kind, problem = self._own_class(value, path, problem)
         if kind or not problem:
             return self._descend(value, path, kind)
         if self._allow_pickle(path):
@@ -128,17 +139,25 @@ class StateWalk:
         """A provider, or the reason why there is none; neither if the value is a container or stateful object."""
         try:
             found = self._registry.exact(value)
-            if found is None and kind in ("list", "tuple"):
+            if found is None and (kind in ("list", "tuple") or type(value) is deque):
                 found = _plain(value)
             if found is None and not kind:
                 found = self._registry.inherited(value)
         except CaptureError as error:
-            return None, f"{error}; or {_REMEDY}"
+            return None, f"{error}; or {_remedy(path, value)}"
         except Exception as error:
             raise CaptureError(f"{format_path(path)}: {_type(value)} failed while it was read: {error!r}") from error
         if found is not None or kind or self._how(value) is not None:
             return found, ""
-        return None, f"a {_type(value)} has no provider; {_REMEDY}"
+        return None, f"a {_type(value)} has no provider; {_remedy(path, value)}"
+
+    def _own_class(self, value: Any, path: Path, problem: str) -> tuple[str, str]:
+        """The kind of a container with a class of its own; empty, and the problem, for any other value."""
+        try:
+            form = class_form(value)
+        except CaptureError as error:
+            return "", f"{error}; {_remedy(path, value)}"
+        return (form[0], "") if form is not None else ("", problem)
 
     def _how(self, value: Any) -> Stateful | None:
         return per_rank_stateful(self._rank) if type(value) is PerRank else stateful(value)
@@ -156,10 +175,13 @@ class StateWalk:
             del self._open[id(value)]
 
     def _container(self, value: Any, path: Path, kind: str) -> StateNode:
-        place = StateNode(path, value, value, kind, _attrs(value, kind))
-        for key, item in _items(value, kind):
+        place = StateNode(path, value, value, kind, container_attrs(value))
+        for key, item in container_items(value):
             mark = typed_key(key)
             if mark in place.children or not _faithful(key):
+                whole = _plain(value)
+                if whole is not None:
+                    return StateNode(path, value, value, provider=whole)
                 raise CaptureError(
                     f"{format_path(path)}: the key {key!r:.60} of type {type(key).__qualname__} cannot be saved, or "
                     "looks like another when saved; use str, int, bool, float, bytes, None or a tuple of these"
@@ -195,19 +217,32 @@ def container_kind(value: Any) -> str:
     return found
 
 
+def container_attrs(value: Any) -> Mapping[str, Any]:
+    """The attributes of a container's leaf: of an OrderedDict, a namedtuple, or a container with a class of its own."""
+    kind = container_kind(value)
+    if kind:
+        return _attrs(value, kind)
+    form = class_form(value)
+    return form[1] if form is not None else {}
+
+
+def container_items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The items of a container that `StateWalk` descends into, each with its key."""
+    kind = container_kind(value)
+    if kind in ("dict", "odict"):
+        return cast("Iterable[tuple[Any, Any]]", value.items())
+    if kind == "namedtuple":
+        return zip(value._fields, value, strict=True)
+    return enumerate(value) if kind else form_items(value)
+
+
 def typed_key(key: Any) -> TypedKey:
     """The key with its type, so that it differs from every other key."""
     if type(key) is float:
-        return (float, key.hex())
+        return (float, float_bits(key))
     if type(key) is tuple:
         return (tuple, *map(typed_key, key))
     return (type(key), key)
-
-
-def _items(value: Any, kind: str) -> Any:
-    if kind in ("dict", "odict"):
-        return value.items()
-    return zip(value._fields, value, strict=True) if kind == "namedtuple" else enumerate(value)
 
 
 def _faithful(key: Any) -> bool:

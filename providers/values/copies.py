@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from tierstate.providers.tensors.tensors import PLAIN_TENSORS, local_of
+
+from .classes import form_items
 
 
 def copy_state(
@@ -33,8 +37,10 @@ def copy_state(
                 memo[id(value)] = _copied(value, move)
         elif isinstance(value, Mapping):
             pending += value.values()
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | deque):
             pending += value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            pending += [item for _, item in form_items(value)]
     return copy.deepcopy(state, memo)
 
 

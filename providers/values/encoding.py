@@ -1,10 +1,12 @@
 """Plain Python values as bytes and back: a tagged, canonical binary encoding (serialization), without pickle.
 
-Decoding is safe with untrusted bytes: every length is checked before anything is allocated, and no code is run.
+Decoding is safe with untrusted bytes: every length is checked before anything is allocated, nothing is imported, and no
+code is run. Values of the standard library's types (dates, paths, decimals ...) are encoded by `standard`.
 """
 
 from __future__ import annotations
 
+import enum
 import re
 import struct
 from collections import Counter, OrderedDict
@@ -16,6 +18,9 @@ import torch
 
 from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.providers.tensors.dtypes import torch_dtype, torch_name
+
+from .classes import enum_member, trust_class
+from .standard import BUILDERS, PARTS
 
 VALUE_FORMAT = 1
 
@@ -38,13 +43,27 @@ _SCALAR = re.compile(r"[<>|][biufcmMV]\d{1,5}(\[\d{0,9}(generic|[a-zA-Zμ]{1,2})
 _PADDED = (np.longdouble, np.clongdouble) if np.finfo(np.longdouble).nmant == 63 else ()
 
 
-def encode_value(value: Any) -> bytes:
+class _Output(bytearray):
+    """Encoded bytes.
+
+    Attributes:
+        classes: the classes of the user's that they name.
+    """
+
+    classes: set[str]
+
+
+def encode_value(value: Any, classes: set[str] | None = None) -> bytes:
     """The value as bytes; equal values of equal types give equal bytes (the order of a dict is part of its value).
+
+    Args:
+        classes: gets the names of the user's classes (Enums) that the bytes name.
 
     Raises:
         CaptureError: the value, or one inside it, is of a type that cannot be encoded exactly, or nested too deeply.
     """
-    out = bytearray([VALUE_FORMAT])
+    out = _Output([VALUE_FORMAT])
+    out.classes = set() if classes is None else classes
     _put(out, value, 0)
     return bytes(out)
 
@@ -54,25 +73,26 @@ def decode_value(data: bytes | memoryview) -> Any:
 
     Raises:
         FormatError: the bytes are not an encoded value.
+        Unsafe: they name an Enum that is not known here (`tierstate.providers.values.classes`).
     """
     reader = _Reader(memoryview(data).cast("B"))
     try:
         if reader.take(1)[0] != VALUE_FORMAT:
             raise FormatError(f"an encoded value starts with {VALUE_FORMAT}, not {data[0]}")
         value = reader.value(0)
-    except (ValueError, TypeError, OverflowError, RuntimeError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, RecursionError, MemoryError) as error:
         raise FormatError(f"an encoded value cannot be read at byte {reader.at}: {error}") from error
     if reader.at != len(data):
         raise FormatError(f"an encoded value of {reader.at} bytes has {len(data)}")
     return value
 
 
-def _put(out: bytearray, value: Any, depth: int) -> None:
+def _put(out: _Output, value: Any, depth: int) -> None:
     writer = _WRITERS.get(type(value))
     if writer is None:
-        if not isinstance(value, np.generic):
-            raise CaptureError(f"a {type(value).__module__}.{type(value).__qualname__} is not a plain value")
-        writer = _put_scalar
+        writer = next((writer for base, writer in _BASE_WRITERS if isinstance(value, base)), None)
+    if writer is None:
+        raise CaptureError(f"a {type(value).__module__}.{type(value).__qualname__} is not a plain value")
     if depth > MAX_VALUE_DEPTH:
         raise CaptureError(f"plain values are nested deeper than {MAX_VALUE_DEPTH}")
     writer(out, value, depth)
@@ -95,12 +115,12 @@ def _put_int(out: bytearray, value: int, depth: int = 0) -> None:
     _put_bytes(out, b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
-def _put_text(tag: bytes) -> Callable[[bytearray, Any, int], None]:
+def _put_text(tag: bytes) -> Callable[[_Output, Any, int], None]:
     return lambda out, value, depth: _put_bytes(out, tag, value.encode("utf-8", "surrogatepass"))
 
 
-def _put_items(tag: bytes, packed: bytes = b"") -> Callable[[bytearray, Any, int], None]:
-    def put(out: bytearray, value: Any, depth: int) -> None:
+def _put_items(tag: bytes, packed: bytes = b"") -> Callable[[_Output, Any, int], None]:
+    def put(out: _Output, value: Any, depth: int) -> None:
         if packed and len(value) >= _PACKED and set(map(type, value)) == {int} and _fits(value):
             _put_bytes(out, packed, np.array(value, "<i8").tobytes())
             return
@@ -116,11 +136,12 @@ def _fits(value: Iterable[int]) -> bool:
     return min(value) in _INT64 and max(value) in _INT64
 
 
-def _put_set(tag: bytes) -> Callable[[bytearray, Any, int], None]:
-    def put(out: bytearray, value: Any, depth: int) -> None:
+def _put_set(tag: bytes) -> Callable[[_Output, Any, int], None]:
+    def put(out: _Output, value: Any, depth: int) -> None:
         items = []
         for item in value:
-            items.append(bytearray())
+            items.append(_Output())
+            items[-1].classes = out.classes
             _put(items[-1], item, depth + 1)
         out += tag
         _put_count(out, len(items))
@@ -130,8 +151,8 @@ def _put_set(tag: bytes) -> Callable[[bytearray, Any, int], None]:
     return put
 
 
-def _put_dict(tag: bytes) -> Callable[[bytearray, Any, int], None]:
-    def put(out: bytearray, value: Any, depth: int) -> None:
+def _put_dict(tag: bytes) -> Callable[[_Output, Any, int], None]:
+    def put(out: _Output, value: Any, depth: int) -> None:
         out += tag
         _put_count(out, len(value))
         for key, item in value.items():
@@ -163,7 +184,27 @@ def _put_torch_dtype(out: bytearray, value: torch.dtype, depth: int) -> None:
     _put_bytes(out, b"D", torch_name(value).encode())
 
 
-_WRITERS: dict[type, Callable[[bytearray, Any, int], None]] = {
+def _put_parts(name: str, parts: Callable[[Any], tuple[Any, ...]]) -> Callable[[_Output, Any, int], None]:
+    def put(out: _Output, value: Any, depth: int) -> None:
+        _put_bytes(out, b"P", name.encode())
+        for part in (found := parts(value)):
+            _put(out, part, depth + 1)
+        assert len(found) == BUILDERS[name].parts
+
+    return put
+
+
+def _put_enum(out: _Output, value: enum.Enum, depth: int) -> None:
+    kind = type(value)
+    member: Any = value.name if kind.__members__.get(value.name or "") is value else value.value
+    if type(member) not in (str, int):
+        raise CaptureError(f"{value!r:.60} is no member of its {kind.__module__}.{kind.__qualname__}")
+    out.classes.add(trust_class(kind))
+    _put_bytes(out, b"e", kind.__module__.encode() + b":" + kind.__qualname__.encode())
+    _put(out, member, depth + 1)
+
+
+_WRITERS: dict[type, Callable[[_Output, Any, int], None]] = {
     type(None): lambda out, value, depth: out.extend(b"N"),
     bool: lambda out, value, depth: out.extend(b"T" if value else b"F"),
     int: _put_int,
@@ -188,8 +229,18 @@ _WRITERS: dict[type, Callable[[bytearray, Any, int], None]] = {
 }
 
 
-PLAIN_TYPES: tuple[type, ...] = tuple(_WRITERS)
-"""The types that are encoded as plain values; NumPy scalars are too."""
+_WRITERS |= {kind: _put_parts(name, parts) for kind, (name, parts) in PARTS.items()}
+
+
+_BASE_WRITERS: tuple[tuple[type, Callable[[_Output, Any, int], None]], ...] = (
+    (np.generic, _put_scalar),
+    (enum.Enum, _put_enum),
+    (np.dtype, _WRITERS[np.dtype]),
+)
+
+
+PLAIN_TYPES: tuple[type, ...] = (*_WRITERS, *(base for base, _ in _BASE_WRITERS))
+"""The types that are encoded as plain values, with the subclasses of the last three."""
 
 
 class _Reader:
@@ -272,6 +323,19 @@ class _Reader:
         dtype = np.dtype(name)
         return np.frombuffer(bytes(self.take(dtype.itemsize)), dtype)[0]  # type: ignore[no-any-return]
 
+    def standard(self, depth: int) -> Any:
+        name = self.text()
+        found = BUILDERS.get(name)
+        if found is None:
+            raise FormatError(f"an encoded value of unknown type {name!r:.40} before byte {self.at}")
+        return found.build(*(self.value(depth) for _ in range(found.parts)))
+
+    def enumerated(self, depth: int) -> enum.Enum:
+        name, member = self.text(), self.value(depth)
+        if type(member) not in (str, int):
+            raise FormatError(f"an encoded Enum has no name or number before byte {self.at}")
+        return enum_member(name, member)
+
     def device(self) -> torch.device:
         name = self.text()
         if not _DEVICE.fullmatch(name):
@@ -305,4 +369,6 @@ _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"D": lambda r, depth: torch_dtype(r.text()),
     b"V": lambda r, depth: r.device(),
     b"z": lambda r, depth: torch.Size(r.items(depth)),
+    b"P": lambda r, depth: r.standard(depth),
+    b"e": lambda r, depth: r.enumerated(depth),
 }

@@ -77,7 +77,8 @@ def stateful(value: Any) -> Stateful | None:
     for kind, found in _TABLE.items():
         if isinstance(value, kind):
             return found
-    has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    of = type(value) if isinstance(value, dict) else value  # a dict's attributes may be its items
+    has_both = callable(getattr(of, "state_dict", None)) and callable(getattr(of, "load_state_dict", None))
     return _STATE_DICT if has_both and not isinstance(value, type) else None
 
 

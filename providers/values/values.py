@@ -1,4 +1,4 @@
-"""Providers of plain values (numbers, text, bytes, None, sequences, sets and dicts of them) and of pickled objects.
+"""Providers of plain values (numbers, text, dates, paths, Enums, sequences, sets and dicts of them), and of pickles.
 
 Plain values are encoded without pickle. An object is pickled only where the user allows it, and marked in the manifest.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -15,6 +16,7 @@ from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.format.leaf import Spec
 from tierstate.providers.base import Provider
 
+from .classes import CLASS, check_classes
 from .encoding import decode_value, encode_value
 
 
@@ -87,13 +89,27 @@ class ValueProvider(EncodedProvider):
 
     Raises:
         CaptureError: the value, or a value inside it, is of a type that cannot be encoded exactly.
+        Unsafe: by `fresh`: the value has an Enum that is not known here.
     """
 
     kind: ClassVar[str] = "value"
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self._bytes = as_buffer(encode_value(value))
+        classes: set[str] = set()
+        self._bytes = as_buffer(encode_value(value, classes))
+        self._attrs = {CLASS: sorted(classes)} if classes else {}
+
+    @property
+    def spec(self) -> Spec:
+        return replace(super().spec, attrs=self._attrs)
+
+    @classmethod
+    def fresh(cls, spec: Spec, device: object = None) -> Self:
+        check_classes(spec.attrs)
+        provider = super().fresh(spec, device)
+        provider._attrs = {CLASS: spec.attrs[CLASS]} if CLASS in spec.attrs else {}
+        return provider
 
     @staticmethod
     def _decode(data: bytes) -> Any:

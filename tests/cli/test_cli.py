@@ -156,7 +156,7 @@ def test_restore_of_what_is_damaged_writes_nothing(call: Call, policy: Path) -> 
 def test_a_pickle_is_loaded_only_where_that_is_said(call: Call, policy: Path, tmp_path: Path) -> None:
     with ts.Checkpointer(policy, "pickled") as ckpt:
         ckpt.save({"trust": {1, 2}, "a": 1}, step=1)
-        ckpt.save({"trust": Path("x"), "a": 1}, step=2)
+        ckpt.save({"trust": print, "a": 1}, step=2)
     bare = tmp_path / "bare.yaml"
     bare.write_text(policy.read_text().partition("rules:")[0])
     to = tmp_path / "out.pt"

@@ -724,10 +724,11 @@ def test_a_pipe_is_not_waited_for(call: Call, policy: Path, name: str) -> None:
     assert "not a regular file" in answer.err
 
 
-@pytest.mark.parametrize(("step", "said"), [("-1", "or equal to 0"), (str(1 << 63), "or equal to 9223372036854775807")])
+@pytest.mark.parametrize(("step", "said"), [("-1", "0"), (str(1 << 63), "9223372036854775807")])
 def test_a_step_that_no_version_can_have_is_refused(call: Call, policy: Path, step: str, said: str) -> None:
     path = policy.parent / "w.safetensors"
     path.write_bytes(header(W, bytes(8)))
     answer = call("import", "-p", policy, "-r", "gpt", path, "--step", step)
     assert answer.status == 2
+    assert "--step" in answer.err
     assert said in answer.err

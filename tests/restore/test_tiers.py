@@ -206,5 +206,5 @@ def test_scalars_of_numpy_and_torch_are_numbers_in_metadata(place):
         ckpt.save({"w": 1}, step=1, metadata={"loss": torch.tensor(1.5, requires_grad=True), **given_}).wait()
         assert ckpt.info().metadata == {"loss": 1.5, "a": 0.5, "b": 3, "c": 2.25, "d": True, "e": [1.0]}
         for wrong in (torch.ones(1), np.ones(2), np.complex64(1), torch.tensor(1j), np.datetime64("2026-01-01")):
-            with pytest.raises(ts.CaptureError, match="metadata must be JSON values"):
+            with pytest.raises(ts.CaptureError, match=r"metadata\['x'\]: a .* is not a JSON value; write "):
                 ckpt.save({"w": 1}, step=2, metadata={"x": wrong})

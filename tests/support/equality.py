@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import datetime
+import decimal
 import struct
+import types
+import zoneinfo
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -33,17 +40,29 @@ def _difference(one: Any, other: Any, at: str, found: tuple[list[Any], list[Any]
         found[1].append(other)
         alike = _tensor(one) == _tensor(other) if isinstance(one, torch.Tensor) else _array(one) == _array(other)
         return "" if alike else f"{at}: {one} and {other}"
-    if isinstance(one, dict):
-        if [_exact(k) for k in one] != [_exact(k) for k in other]:
-            return f"{at}: keys {list(one)} and {list(other)}"
-        pairs = zip(one.values(), other.values(), strict=True)
-        return next(filter(None, (_difference(a, b, f"{at}.x", found) for a, b in pairs)), "")
-    if isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            return f"{at}: {len(one)} and {len(other)} items"
-        pairs = zip(one, other, strict=True)
-        return next(filter(None, (_difference(a, b, f"{at}.{i}", found) for i, (a, b) in enumerate(pairs))), "")
-    return "" if _exact(one) == _exact(other) else f"{at}: {one!r} and {other!r}"
+    if _own(one) != _own(other):
+        return f"{at}: {one!r} and {other!r}"
+    pairs = _items(one), _items(other)
+    if pairs[0] is None or pairs[1] is None:
+        return "" if _exact(one) == _exact(other) else f"{at}: {one!r} and {other!r}"
+    if [_exact(k) for k, _ in pairs[0]] != [_exact(k) for k, _ in pairs[1]]:
+        return f"{at}: keys {[k for k, _ in pairs[0]]} and {[k for k, _ in pairs[1]]}"
+    together = zip(*pairs, strict=True)
+    return next(filter(None, (_difference(a, b, f"{at}.{key}", found) for (key, a), (_, b) in together)), "")
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """The items of a container, each with its key; None for what is none."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return list(enumerate(value)) if isinstance(value, (list, tuple, deque)) else None
+
+
+def _own(value: Any) -> Any:
+    """What a container has beside its items."""
+    return getattr(value, "maxlen", None), getattr(value, "default_factory", None)
 
 
 def _tensor(t: torch.Tensor) -> tuple[Any, ...]:
@@ -65,6 +84,12 @@ def _exact(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
+    if isinstance(value, (decimal.Decimal, datetime.datetime, datetime.time, datetime.timezone, zoneinfo.ZoneInfo)):
+        return repr(value)  # equal values may have other zones, signs, or payloads of a NaN
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return {name: _exact(item) for name, item in vars(value).items()}
+    if isinstance(value, slice):
+        return tuple(map(_exact, (value.start, value.stop, value.step)))
     if type(value) in (float, complex):
         return struct.pack("<dd", value.real, value.imag)
     if isinstance(value, (str, np.bytes_)):  # NumPy's own == takes "a" for "a\0"

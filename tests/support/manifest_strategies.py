@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,10 +63,10 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 def strict(key: Any) -> Any:
-    """A key with its types, so that True, 1 and 1.0 differ, and NaN is equal to itself."""
+    """A key with its types and bits, so that True, 1 and 1.0 differ, and a NaN is equal to itself only."""
     if isinstance(key, tuple):
         return ("tuple", tuple(map(strict, key)))
-    return (type(key).__name__, key.hex() if isinstance(key, float) else key)
+    return (type(key).__name__, struct.pack("<d", key) if isinstance(key, float) else key)
 
 
 @st.composite

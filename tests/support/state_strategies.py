@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
 import struct
-from collections import Counter, OrderedDict
+import types
+import uuid
+import zoneinfo
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +45,49 @@ class Point(NamedTuple):
 
     x: Any
     y: Any
+
+
+@dataclasses.dataclass
+class Settings:
+    """A dataclass that can be found again."""
+
+    x: Any
+    y: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    """A dataclass that nothing can be set in, and that has no dict."""
+
+    x: Any
+    y: Any = None
+
+
+class Named(dict):  # type: ignore[type-arg]
+    """A dict of which the items are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+class Ordered(OrderedDict):  # type: ignore[type-arg]
+    """A subclass of OrderedDict."""
+
+
+class Colour(enum.Enum):
+    RED = 1
+    GREEN = "g"
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
 
 
 def remake(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
@@ -153,7 +206,8 @@ KEYS = st.recursive(
         st.sampled_from(["a.b", "a/b", '"', "0", "None", "storage", "to"]),
         st.integers(),
         st.booleans(),
-        st.floats(allow_nan=False),
+        st.floats(),
+        st.deferred(lambda: NANS),
         st.binary(max_size=4),
         st.none(),
     ),
@@ -161,7 +215,46 @@ KEYS = st.recursive(
     max_leaves=3,
 )
 NANS = st.integers(1, (1 << 51) - 1).map(lambda n: struct.unpack("<d", struct.pack("<Q", 0x7FF8 << 48 | n))[0])
+_ZONES = st.one_of(
+    st.none(),
+    st.just(datetime.UTC),
+    st.builds(datetime.timezone, st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)), TEXT),
+    st.sampled_from([zoneinfo.ZoneInfo("Europe/Berlin"), zoneinfo.ZoneInfo("UTC")]),
+)
+_FOLDED = st.tuples(st.one_of(st.datetimes(timezones=_ZONES), st.times(timezones=_ZONES)), st.integers(0, 1))
+_SAFE_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
+_HASHABLE_STANDARD = st.one_of(
+    st.sampled_from([*Colour, *Level, *Access, Access.READ | Access.WRITE, Access(0)]),
+    st.dates(),
+    _FOLDED.map(lambda pair: pair[0].replace(fold=pair[1])),
+    st.timedeltas(),
+    st.fractions(),
+    st.uuids(),
+    st.builds(pathlib.PurePosixPath, _SAFE_TEXT, _SAFE_TEXT),
+    st.builds(pathlib.Path, _SAFE_TEXT),
+    st.builds(pathlib.PureWindowsPath, _SAFE_TEXT),
+)
+STANDARD = st.one_of(
+    _HASHABLE_STANDARD,
+    _ZONES,
+    st.decimals(),
+    st.sampled_from([decimal.Decimal(text) for text in ("-0E+7", "sNaN12", "-NaN3", "1E-999999", "Infinity")]),
+    st.sampled_from([uuid.uuid1(), ..., torch.channels_last, torch.strided, fractions.Fraction(-1, 3)]),
+    st.sampled_from([*(np.dtype(name) for name in ("<f4", ">i2", "q", "M8[ns]")), np.dtype([("a", "<i2", (2,))])]),
+    st.builds(slice, st.none() | st.integers(), st.floats(), TEXT),
+    st.dictionaries(TEXT, st.floats(), max_size=2).map(lambda items: _filled(argparse.Namespace(), items)),
+    st.dictionaries(TEXT, st.floats(), max_size=2).map(lambda items: _filled(types.SimpleNamespace(), items)),
+)
+"""Values of the standard library's types, Enums and dtypes."""
+
+
+def _filled(namespace: Any, items: dict[str, Any]) -> Any:
+    vars(namespace).update(items)
+    return namespace
+
+
 SCALARS = st.one_of(
+    STANDARD,
     st.none(),
     st.booleans(),
     st.integers(),
@@ -179,10 +272,29 @@ SCALARS = st.one_of(
     st.sampled_from([*DTYPES, torch.device("cpu"), torch.device("cuda:1"), torch.Size([2, 3]), torch.Size([])]),
 )
 _HASHABLE = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXT, st.binary(max_size=4)),
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXT, st.binary(max_size=4), _HASHABLE_STANDARD),
     lambda inner: st.one_of(st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)),
     max_leaves=4,
 )
+
+
+FACTORIES = st.sampled_from([None, int, list, dict, str, deque, OrderedDict])
+
+
+def _deques(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(deque, st.lists(items, max_size=3), st.none() | st.integers(0, 4))
+
+
+def _dicts(keys: st.SearchStrategy[Any], values: st.SearchStrategy[Any], max_size: int) -> st.SearchStrategy[Any]:
+    """Dicts of which no two keys are the same NaN: those cannot be told apart as paths."""
+    found = st.dictionaries(keys, values, max_size=max_size)
+    return found.filter(lambda items: len({repr(_bits(key)) for key in items}) == len(items))
+
+
+def _bits(key: Any) -> Any:
+    if isinstance(key, float):
+        return struct.pack("<d", key)
+    return tuple(map(_bits, key)) if isinstance(key, tuple) else (type(key), key)
 
 
 def _plain(keys: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -191,9 +303,11 @@ def _plain(keys: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         lambda inner: st.one_of(
             st.lists(inner, max_size=3),
             st.lists(inner, max_size=3).map(tuple),
-            st.dictionaries(keys, inner, max_size=3),
-            st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
-            st.dictionaries(keys, st.integers(), max_size=3).map(Counter),
+            _deques(inner),
+            _dicts(keys, inner, 3),
+            _dicts(keys, inner, 3).map(OrderedDict),
+            _dicts(keys, st.integers(), 3).map(Counter),
+            st.builds(defaultdict, FACTORIES, _dicts(keys, inner, 3)),
         ),
         max_leaves=6,
     )
@@ -213,11 +327,17 @@ _PICKS = st.builds(_Pick, st.integers(0, 16))
 _TREES = st.recursive(
     st.one_of(_PICKS, _PICKS, _plain(KEYS)),
     lambda inner: st.one_of(
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict),
+        _dicts(KEYS, inner, 4),
+        _dicts(KEYS, inner, 4).map(OrderedDict),
+        _dicts(KEYS, inner, 2).map(Named),
+        _dicts(KEYS, inner, 2).map(Ordered),
+        st.builds(defaultdict, FACTORIES, _dicts(KEYS, inner, 2)),
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
+        _deques(inner),
         st.builds(Point, inner, inner),
+        st.builds(Settings, inner, inner),
+        st.builds(Fixed, inner, inner),
     ),
     max_leaves=12,
 )
@@ -238,13 +358,22 @@ def states(draw: st.DrawFn) -> Any:
 def _picked(value: Any, pool: list[Any]) -> Any:
     if isinstance(value, _Pick):
         return pool[value.index % len(pool)] if pool else value.index
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _picked(item, pool)) for key, item in value.items())
+    return _mapped(value, lambda item: _picked(item, pool), value)
+
+
+def _mapped(value: Any, change: Any, other: Any) -> Any:
+    """A container with its items changed; ``other`` for all else."""
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory, {key: change(item) for key, item in value.items()})
+    if type(value) in (dict, OrderedDict, Named, Ordered):
+        return type(value)((key, change(item)) for key, item in value.items())
+    if isinstance(value, deque):
+        return deque(map(change, value), value.maxlen)
+    if dataclasses.is_dataclass(value):
+        return type(value)(change(value.x), change(value.y))
     if isinstance(value, Point):
-        return Point(*(_picked(item, pool) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_picked(item, pool) for item in value)
-    return value
+        return Point(*map(change, value))
+    return type(value)(map(change, value)) if type(value) in (list, tuple) else other
 
 
 def scrambled(state: Any) -> Any:
@@ -263,9 +392,4 @@ def _scrambled(value: Any, memo: dict[Any, Any]) -> Any:
         if id(value) not in memo:
             memo[id(value)] = np.zeros(value.shape, value.dtype)
         return memo[id(value)]
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _scrambled(item, memo)) for key, item in value.items())
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [_scrambled(item, memo) for item in value]
-        return type(value)(*items) if isinstance(value, Point) else type(value)(items)
-    return "scrambled"
+    return _mapped(value, lambda item: _scrambled(item, memo), "scrambled")

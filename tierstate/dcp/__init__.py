@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from tierstate.engine.placement import may_pickle
-from tierstate.engine.save.plan import checked_metadata, checked_step
+from tierstate.engine.save.plan import checked_step
 from tierstate.manifest.errors import PolicyError, StateMismatch, TierstateError
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
 from tierstate.pause_gc import gc_paused
+from tierstate.providers.values.metadata import json_metadata
 from tierstate.tiers.policy.policy import Policy
 
 from .commit import commit_parts
@@ -65,7 +66,7 @@ class TierWriter(StorageWriter):
         policy: a `Policy`, the text of one, or the path of its file.
         run: name of the run.
         step: step of saves without a ``checkpoint_id``; by default one more than the newest version's.
-        metadata: JSON values that are stored with the version.
+        metadata: what is stored with the version, as JSON values (see `Checkpointer.save`).
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class TierWriter(StorageWriter):
         super().__init__()
         self._policy, self._run = _policy(policy), check_run(run)
         self._step = None if step is None else checked_step(step)
-        self._metadata = checked_metadata(metadata)
+        self._metadata = json_metadata(metadata)
         self._said: int | None = None
         self._rank = 0
 

@@ -18,6 +18,7 @@ from tierstate.manifest.format.leaf import STORAGE, Leaf, Spec, decode_path, enc
 from tierstate.providers.tree.compare import no_match_error
 from tierstate.providers.tree.structure import VersionNode, build_container, select_leaves, version_tree
 from tierstate.providers.tree.ties import TiedLeaf, read_ties
+from tierstate.providers.values.classes import stand_in_classes
 from tierstate.providers.values.encoding import decode_value, encode_value
 from tierstate.providers.values.values import ValueProvider
 
@@ -191,7 +192,7 @@ def decode_outline(found: Any, what: str) -> list[OutlineLeaf]:
 
 
 def state_of_outline(parts: Sequence[OutlineLeaf], find: FindTensor, what: str) -> Any:
-    """The state of an outline; tensors are lazy values that stay in the file.
+    """The state of an outline; tensors are lazy values that stay in the file, unknown classes have stand-ins.
 
     Only tensors of which other tensors are views are read now, since the views need their memory.
 
@@ -205,14 +206,16 @@ def state_of_outline(parts: Sequence[OutlineLeaf], find: FindTensor, what: str) 
     values: dict[int, Any] = {}
     for i, part in enumerate(parts):
         if part.leaf.spec.kind == ValueProvider.kind:
-            values[i] = decode_value(_given(part.value, part.leaf, what))
+            with stand_in_classes():
+                values[i] = decode_value(_given(part.value, part.leaf, what))
         elif part.leaf.spec.has_bytes:
             held = find(_given(part.name, part.leaf, what), part.leaf.spec)
             values[i] = read_tensor(held) if i in viewed else held
     for i, tie in ties.items():
         held = values[tie.root]
         values[i] = held.like(tie.spec) if isinstance(held, FileValue) else tie.of(held, leaves[tie.root].spec)
-    return _put(root, values)
+    with stand_in_classes():
+        return _put(root, values)
 
 
 def _put(stem: VersionNode, values: Mapping[int, Any]) -> Any:
@@ -243,7 +246,8 @@ def _encode_part(part: OutlineLeaf) -> dict[str, Any]:
 
 def _encode_value(value: bytes) -> dict[str, Any]:
     """A plain value as readable JSON, if JSON returns it exactly; otherwise as its encoded bytes."""
-    plain = decode_value(value)
+    with stand_in_classes():
+        plain = decode_value(value)
     if type(plain) in (int, str, bool, type(None)) or (type(plain) is float and math.isfinite(plain)):
         return {"json": plain}
     return {"value": base64.b64encode(value).decode("ascii")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
 
 import pytest
 from hypothesis import example, given
@@ -22,11 +23,16 @@ from tierstate.manifest.format.leaf import (
     matches_any,
 )
 
+NANS = [
+    struct.unpack(">d", bytes.fromhex(text))[0] for text in ("7ff8000000000001", "7ff4000000000000", "ffffffffffffffff")
+]
+
 
 @given(paths)
 @example((True, 1, 1.0, "1", "True", None, "None", b"1", (1,), ("1",)))
 @example(("\ud800\udc00", "\U00010000"))
 @example((float("nan"), float("-inf"), -0.0, 0.0, 5e-324))
+@example((-float("nan"), *NANS, (NANS[0],)))
 def test_a_path_comes_back_with_its_types(path):
     text = encode_path(path)
     assert text.isascii()
@@ -38,6 +44,7 @@ def test_a_path_comes_back_with_its_types(path):
 @example([(1.5,), (1, 5)])
 @example([(1,), (True,), (1.0,), ("1",), (b"1",), ((1,),)])
 @example([("\ud800\udc00",), ("\U00010000",), ("a.b",), ("a", "b")])
+@example([(key,) for nan in (float("nan"), -float("nan"), *NANS) for key in (nan, (nan,), (nan, nan))])
 def test_different_paths_look_different(found):
     different = {strict(p) for p in found}
     assert len({encode_path(p) for p in found}) == len(different)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import tierstate as ts
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
 from tierstate.manifest.format.leaf import Spec
+from tierstate.providers.tensors.strided import storage_elements
 from tierstate.providers.tensors.tensors import StorageProvider, TensorProvider
 
 
@@ -131,6 +133,57 @@ def test_expanded_targets_take_only_what_agrees() -> None:
         assert torch.equal(target, values)
 
 
+@given(tensors())
+@settings(deadline=None, max_examples=300)
+def test_a_fresh_tensor_has_the_strides_that_torch_gives(tensor: torch.Tensor) -> None:
+    provider = TensorProvider(tensor)
+    fresh = TensorProvider.fresh(provider.spec)
+    feed(fresh, stream(provider), 5)
+    made = fresh.done()
+    assert bits(made) == bits(tensor)
+    compact = storage_elements(tensor.shape, tensor.stride()) <= tensor.numel()
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8)  # torch.save has not every dtype
+    oracle = _reloaded(twin) if compact else twin.clone()
+    assert made.stride() == oracle.stride()
+    assert made.untyped_storage().nbytes() <= tensor.numel() * tensor.itemsize
+
+
+def _reloaded(tensor: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("how", ["codec: raw", "codec: small", "format: safetensors", "format: hdf5"])
+def test_loaded_tensors_have_their_strides_in_every_format(tmp_path: Path, how: str) -> None:
+    x = torch.arange(120.0)
+    state = {
+        "channels_last": x.view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "one_pixel": x.view(12, 10, 1, 1).clone(memory_format=torch.channels_last),
+        "volume": x.view(1, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last_3d),
+        "transposed": torch.nn.Parameter(x.view(10, 12).t()),
+        "permuted": x.view(2, 3, 4, 5).permute(2, 0, 3, 1).clone(),
+        "expanded": torch.ones(3, 1).expand(3, 4),
+        "lossy": ts.Lossy(x.view(10, 12).clone().t(), "bf16"),
+    }
+    state["tied"] = state["channels_last"]
+    policy = ts.Policy.parse(f"{{version: 1, chunk: 4KiB, tiers: {{t: {{type: nvme, path: '{tmp_path}', {how}}}}}}}")
+    with ts.Checkpointer(policy, run="run") as ckpt:
+        ckpt.save(state, step=1).wait()
+        state["lossy"] = state["lossy"].value
+        loaded = ckpt.load(allow_lossy=True)
+        assert {k: v.stride() for k, v in loaded.items()} == {k: v.stride() for k, v in state.items()}
+        assert all(torch.equal(loaded[name], state[name]) for name in state)
+        assert loaded["tied"] is loaded["channels_last"]
+        part = ckpt.load(only=["tied"])["tied"]
+        assert part.is_contiguous(memory_format=torch.channels_last)
+        given_state = {k: torch.zeros(v.shape) for k, v in state.items()}
+        given_state["tied"] = given_state["channels_last"]
+        ckpt.restore(into=given_state, allow_lossy=True)
+        assert all(v.is_contiguous() and torch.equal(v, state[k]) for k, v in given_state.items())
+
+
 class Odd(torch.Tensor):
     pass
 
@@ -170,6 +223,13 @@ def test_nested_and_quantized_tensors_are_refused() -> None:
         Spec("tensor", "float32", 4, (0, 1 << 62, 1 << 62)),
         Spec("tensor", "float32", 4, (1,) * 65),
         Spec("tensor", "int64", 8, (1,), {"requires_grad": True}),
+        Spec("tensor", "float32", 4, (2, 2), {"strides": [1]}),
+        Spec("tensor", "float32", 4, (2, 2), {"strides": None}),
+        Spec("tensor", "float32", 4, (2, 2), {"strides": [1, True]}),
+        Spec("tensor", "float32", 4, (2, 2), {"strides": [-1, 2]}),
+        Spec("tensor", "float32", 4, (2, 2), {"strides": [1, 3]}),
+        Spec("tensor", "float32", 4, (1, 2), {"strides": [1 << 63, 1]}),
+        Spec("storage", "uint8", 1, (2,), {"strides": [1]}),
         Spec("storage", "float32", 4, (2,)),
         Spec("storage", "uint8", 1, (2, 2)),
     ],

@@ -23,6 +23,7 @@ from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.diff import ElementDiff, LeafDiff, diff_versions
 from tierstate.providers.tree.compare import no_match_error
 from tierstate.providers.tree.structure import selected_paths
+from tierstate.providers.values.classes import stand_in_classes
 from tierstate.providers.values.encoding import decode_value
 from tierstate.providers.values.values import ValueProvider
 from tierstate.tiers.memory.arena import Arena
@@ -333,7 +334,8 @@ class _Comparison:
             self._progress(raw.numel())
 
         fetch.run(version.rows_of(leaves).tolist(), take)
-        return {i: _short(decode_value(bytes(data))) for i, data in found.items()}
+        with stand_in_classes():
+            return {i: _short(decode_value(bytes(data))) for i, data in found.items()}
 
 
 def _gone(entry: VersionCopies) -> set[int]:

@@ -29,6 +29,7 @@ from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY
 from tierstate.providers.tree.structure import version_tree
 from tierstate.providers.tree.ties import read_ties
+from tierstate.providers.values.classes import stand_in_classes
 from tierstate.tiers.memory.arena import Arena
 
 from .check_chunks import ChunkChecks, Depth, Problem, Unrestorable, VerifyReport
@@ -209,7 +210,8 @@ class _Opening:
             self._tell(entry, -1, error)
             return
         for batch in _batches(version, list(self._unopened(version))):
-            self._open(entry, batch)
+            with stand_in_classes():  # of the user's classes only names are known here
+                self._open(entry, batch)
 
     def _unopened(self, version: Version) -> Iterator[int]:
         """Indices of the leaves to load."""

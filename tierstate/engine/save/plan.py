@@ -7,7 +7,6 @@ digests of the last save: with them an unchanged chunk is found before it is cop
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from itertools import compress, count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from tierstate.engine.packs.slab_layout import capture_order
 from tierstate.engine.placement import may_pickle
@@ -32,6 +30,7 @@ from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.tensors.lossy import LossyProvider
 from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.providers.tree.flatten import FlatState, FlattenCache
+from tierstate.providers.values.metadata import json_metadata
 from tierstate.tiers.memory.cuda import stream_fences
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.policy.policy import Policy, TierPolicy
@@ -389,9 +388,9 @@ def new_head(policy: Policy, run: str, seq: int, step: int, metadata: Mapping[st
 
     Raises:
         ValueError: the step is not an int of 0 or more.
-        CaptureError: the metadata are not JSON values.
+        CaptureError: the metadata have no form in JSON.
     """
-    said, now = checked_metadata(metadata), time.time()
+    said, now = json_metadata(metadata), time.time()
     return Head(run, seq, checked_step(step), now, chunk=policy.chunk, digest=policy.digest, metadata=said)
 
 
@@ -400,28 +399,3 @@ def checked_step(step: int) -> int:
     if type(step) is not int or step < 0:
         raise ValueError(f"step={step!r}: a step is an int, 0 or more")
     return step
-
-
-def _plain(value: object) -> object:
-    """The Python number of a scalar: a NumPy scalar, or an array or tensor without axes.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if isinstance(value, np.generic) or (isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 0):
-        plain: object = value.item()
-        if isinstance(plain, (bool, int, float, str)):
-            return plain
-    raise TypeError(f"{type(value).__name__} is not a JSON value")
-
-
-def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The metadata after encoding to JSON and back; scalars of NumPy and torch become Python's numbers.
-
-    Raises:
-        CaptureError: they are not JSON values.
-    """
-    try:
-        return dict(json.loads(json.dumps(dict(metadata or {}), default=_plain)))
-    except (TypeError, ValueError) as error:
-        raise CaptureError(f"metadata must be JSON values: {error}; convert tensors by float(...)") from error
