@@ -100,6 +100,36 @@ def test_in_place_the_objects_of_the_state_are_filled() -> None:
     assert before["f"].x == 0
 
 
+class Loader:
+    """An object whose state holds every kind of container."""
+
+    def __init__(self, number: float) -> None:
+        self.state = {
+            "buffer": deque([torch.full((2,), number)], 5),
+            "settings": Settings(number, torch.full((1,), number)),
+            "fixed": Fixed(torch.full((1,), number)),
+            "seen": defaultdict(int, x=number),
+            "named": Named(y=torch.full((1,), number)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_the_state_of_an_object_may_hold_them_all() -> None:
+    leaves, data = transfer(flatten({"loader": Loader(1.0)}))
+    into = {"loader": Loader(0.0)}
+    restore(leaves, data, into=into)
+    assert difference(into["loader"].state, Loader(1.0).state) == ""
+    into = {"loader": Loader(0.0)}
+    restore(leaves, data, into=into, only=["loader.settings.x", "loader.seen"])
+    expected = Loader(0.0).state | {"settings": Settings(1.0, torch.zeros(1)), "seen": defaultdict(int, x=1.0)}
+    assert difference(into["loader"].state, expected) == ""
+
+
 def test_a_part_of_a_dataclass_or_deque_is_a_dict() -> None:
     state = {"s": Settings(1, 2), "q": deque([torch.zeros(1), torch.ones(1)]), "d": defaultdict(int, a=1, b=2)}
     found = again(state, only=["s.x", "q.1", "d.a"])
