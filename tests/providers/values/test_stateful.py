@@ -13,6 +13,9 @@ from torch import nn
 from tierstate.manifest.errors import StateMismatch
 from tierstate.providers.tree.flatten import flatten
 
+# torch 2.7 warns of what its own schedulers do.
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+
 
 class Tied(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
