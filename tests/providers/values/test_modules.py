@@ -192,7 +192,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "weight norm and spectral norm": old_norms,
     "quantizing": quantizing,
     "buffers that are not saved": Unlisted,
-    "compiled": lambda: torch.compile(nn.Linear(2, 2)),
+    "compiled": lambda: torch.compile(nn.Linear(2, 2), backend="eager"),
     "wrapped": lambda: nn.DataParallel(nn.Linear(2, 2)),
     "empty": nn.Identity,
     "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
