@@ -180,16 +180,30 @@ class Checkpointer(Run):
         recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
         self._planner = Planner(recall, self._guard, sharing)
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lazy capture of what only this optimizer's step changes: its parameters and its state.
+    def guard(self, optimizer: object) -> None:
+        """Lazy capture of what only the steps of an optimizer change: its parameters and its state.
 
         `save` then returns as soon as everything else is captured. The guarded tensors are captured during the next
-        forward and backward pass, and the optimizer's next step waits until that is done. Code that changes parameters
-        in another way than by ``optimizer.step()`` must call `wait_captured` of the returned `Save` first. `restore`
-        and `close` wait by themselves.
+        forward and backward pass, and the next step of any optimizer waits until that is done, before its hooks.
+        `restore`, `unguard` and `close` wait too. Whether guarded tensors were changed in another way meanwhile is
+        found out by their version counters; that save fails then, and is never committed. Code that changes
+        parameters by other means than a step can call `wait_captured` of the returned `Save` first.
+
+        Args:
+            optimizer: a torch optimizer, or what wraps one: accelerate's, DeepSpeed's engine or optimizer,
+                ``ZeroRedundancyOptimizer`` and others that have the wrapped one as an attribute.
+
+        Raises:
+            TypeError: it is no optimizer, and wraps none.
         """
         self._check_open()
         self._guard.add(optimizer)
+
+    def unguard(self, optimizer: object) -> None:
+        """End `guard` for an optimizer, as it was given there: its steps are as they were, and `save` returns when its
+        tensors are captured. Waits for captures under way. Nothing happens if it is not guarded. `close` does it too.
+        """
+        self._guard.remove(optimizer)
 
     def save(self, state: Any, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
         """Save a state. Returns when all of it is captured, except what is guarded; then the state may change again.

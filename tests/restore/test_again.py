@@ -126,7 +126,7 @@ def test_a_plan_that_failed_halfway_is_not_built_upon(place: Path, monkeypatch: 
             raise KeyboardInterrupt
 
         state |= {"w": torch.full((1000,), 3.0), "lr": 0.125}
-        monkeypatch.setattr(Guard, "signature", interrupted)
+        monkeypatch.setattr(Guard, "tensors", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(state, step=4)
         monkeypatch.undo()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from queue import SimpleQueue
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -277,8 +277,39 @@ class Capture:
         if self._plan.guarded.any():
             self._outlet.unguarded_done()
             self._look_back()
+            self._check_memory()
             self._copy_all(self._plan.guarded, 1)
+            self._validate()
         return LastCapture(self._plan.nbytes, self._digests, self._samples, self._stood.likely)
+
+    def _check_memory(self) -> None:
+        """Raises CaptureError if memory that is still to be read was freed; reading it would crash."""
+        if self._plan.read_set is not None and (freed := self._plan.read_set.freed()):
+            self._give_up(freed)
+
+    def _validate(self) -> None:
+        """Raises CaptureError unless what was captured after `save` had returned is what it was at the call."""
+        if (read_set := self._plan.read_set) is None:
+            return
+        settled = read_set.settle(self._stopped)
+        if changed := read_set.changed() or (set() if settled else self._differing() | read_set.changed()):
+            self._give_up(changed)
+
+    def _differing(self) -> set[int]:
+        """Leaves of guarded sources in host memory that are not what was captured of them."""
+        plan, chunk, found = self._plan, self._chunk, set()
+        for source in np.flatnonzero(plan.guarded & (plan.address != 0)).tolist():
+            nbytes, row = int(plan.nbytes[source]), int(self._first[source])
+            for start in range(0, nbytes, chunk):
+                memory = _memory_at(int(plan.address[source]) + start, min(chunk, nbytes - start))
+                if self._digest(memory) != self._digests[row + start // chunk].tobytes():
+                    found.add(int(plan.leaf[source]))
+                    break
+        return found
+
+    def _give_up(self, leaves: set[int]) -> NoReturn:
+        assert self._plan.read_set is not None
+        raise self._plan.read_set.refuse([self._plan.leaves[leaf] for leaf in sorted(leaves)])
 
     def _look_back(self) -> None:
         # Takes a millisecond or two; so not while the caller waits for what is not guarded, which is little.

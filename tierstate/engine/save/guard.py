@@ -1,49 +1,133 @@
-"""Lazy capture: `save` returns early, and the step of a guarded optimizer waits until its tensors are captured.
+"""Lazy capture: `save` returns early, and the steps of optimizers wait until the guarded tensors are captured.
 
 Between two steps the parameters and the optimizer's state do not change, so they can be copied while the next forward
-and backward pass runs (DataStates-LLM, arXiv 2406.10707).
+and backward pass runs (DataStates-LLM, arXiv 2406.10707). That nothing else changed them is validated (`read_set`).
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tierstate.manifest.format.leaf import Path
 from tierstate.providers.base import Provider
 from tierstate.providers.sharded.shards import ShardsProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of
 
 from .save_state import SaveState
 
+log = logging.getLogger("tierstate")
+
+
 Memory = tuple[torch.device, int]
 
 
+WRAPPED = ("optimizer", "_optimizer", "optim", "base_optimizer")
+"""Attributes under which wrappers have the optimizer that they wrap: accelerate, DeepSpeed, Lightning, Megatron,
+``torch.distributed.optim`` and others.
+"""
+
+
+WRAPPED_LISTS = ("optimizers", "chained_optimizers")
+"""Attributes under which wrappers have several."""
+
+
+class Stepper(Protocol):
+    """What `Guard.add` takes, or has inside: parameters in groups, state by parameter, and a step that changes them."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def step(self, closure: Any = None) -> Any:
+        """Change the parameters and the state."""
+
+
+class _Guarded(NamedTuple):
+    """One guarded optimizer: as given, it and those that it wraps, and what undoes the patches of their steps."""
+
+    given: object
+    layers: list[Stepper]
+    undo: Callable[[], None]
+
+
 class Guard:
-    """The guarded optimizers of a Checkpointer, and the saves for whose capture their steps wait."""
+    """The guarded optimizers of a Checkpointer, and the saves for whose capture steps wait.
+
+    Attributes:
+        waited: seconds that steps have waited.
+        unstable: paths of leaves that were changed outside of a step, so that a save failed. They are captured before
+            `save` returns from then on.
+    """
 
     def __init__(self) -> None:
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._hooks: list[Any] = []
+        self._guarded: list[_Guarded] = []
+        self._hook: Any = None
         self._save_states: list[SaveState] = []
+        self._recorded = False
+        self._pid = os.getpid()
         self.waited = 0.0
-        """Seconds that steps have waited."""
+        self.unstable: set[Path] = set()
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Guard an optimizer: from now on its step waits for captures."""
-        if all(known is not optimizer for known in self._optimizers):
-            self._optimizers.append(optimizer)
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+    @property
+    def lazy(self) -> bool:
+        """Whether anything may be captured after `save` has returned."""
+        return bool(self._guarded) and not self._recorded
 
-    def signature(self) -> list[int]:
-        """Addresses of the guarded tensors. Equal lists mean that no tensor got other memory."""
-        return [local_of(tensor).data_ptr() for optimizer in self._optimizers for tensor in _tensors(optimizer)]
+    def add(self, optimizer: object) -> None:
+        """Guard an optimizer, or one that wraps others: from now on steps wait for captures.
+
+        Raises:
+            TypeError: there is no optimizer in it.
+        """
+        if any(known.given is optimizer for known in self._guarded):
+            return
+        layers = list(_layers(optimizer))
+        if not layers:
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            raise TypeError(
+                f"guard takes an optimizer, or what has one as .{', .'.join((*WRAPPED, *WRAPPED_LISTS))}: {kind} has "
+                "no param_groups, nor has anything in it"
+            )
+        if self._hook is None:
+            self._hook = _run_first(_step_hook(self))
+        hooked = any(getattr(type(layer).step, "hooked", False) for layer in layers)
+        self._guarded.append(_Guarded(optimizer, layers, (lambda: None) if hooked else _patch(layers[0], self.wait)))
+
+    def remove(self, optimizer: object) -> None:
+        """Wait for all captures, then let go of an optimizer. Nothing happens if it is not guarded."""
+        if any(known.given is optimizer for known in self._guarded):
+            self.wait()
+            self._drop([known for known in self._guarded if known.given is optimizer])
+
+    def close(self) -> None:
+        """Wait for all captures, then let go of all optimizers."""
+        self.wait()
+        self._drop(list(self._guarded))
+
+    def _drop(self, guarded: Sequence[_Guarded]) -> None:
+        for known in guarded:
+            known.undo()
+            self._guarded.remove(known)
+        if not self._guarded and self._hook is not None:
+            self._hook.remove()
+            self._hook, self._recorded = None, False
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that steps of the guarded optimizers change: parameters and optimizer state."""
+        layers = [layer for known in self._guarded for layer in known.layers]
+        found = [tensor for layer in layers for tensor in _tensors(layer)]
+        return found if len(layers) < 2 else list({id(tensor): tensor for tensor in found}.values())
 
     def covers(self) -> Callable[[Provider], bool]:
         """Returns a function: whether a provider's tensor lies in memory of the guarded tensors, as they are now."""
-        memory = {_memory(tensor) for optimizer in self._optimizers for tensor in _tensors(optimizer)}
+        memory = {_memory(tensor) for tensor in self.tensors()}
         return lambda provider: _lies_in(provider, memory)
 
     def watch(self, save_state: SaveState) -> None:
@@ -53,6 +137,10 @@ class Guard:
 
     def wait(self) -> None:
         """Wait until every watched save is captured or has failed. Does not raise its error: the `Save` reports it."""
+        if os.getpid() != self._pid:
+            return  # a forked child: the threads that capture are the parent's
+        if _in_cuda_graph():
+            self.record()
         save_states, start = self._save_states, time.monotonic()
         for save_state in save_states:
             save_state.captured.exception()
@@ -60,25 +148,112 @@ class Guard:
         self._save_states = [save_state for save_state in self._save_states if not save_state.captured.done()]
         self.waited += time.monotonic() - start if save_states else 0.0
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.wait()
+    def record(self) -> None:
+        """A step is recorded, to be run again without Python: it cannot wait, so that nothing is captured lazily."""
+        if not self._recorded:
+            self._recorded = True
+            log.warning(
+                "a guarded step is part of a graph (torch.compile with fullgraph=True, or a CUDA graph), in which it "
+                "cannot wait: save returns when all is copied from now on"
+            )
 
-    def close(self) -> None:
-        """Wait for all captures, then remove the hooks from the optimizers."""
-        self.wait()
-        for hook in self._hooks:
-            hook.remove()
-        self._optimizers, self._hooks = [], []
+
+def _step_hook(guard: Guard) -> Callable[[Any, Any, Any], None]:
+    """The hook that waits before a step, also where `torch.compile` traces the step."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def in_one_graph() -> bool:
+        """Runs while the step is traced, once. Whether the graph cannot be left in order to wait (`fullgraph`)."""
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tracing = InstructionTranslator.current_tx()
+        whole = bool(getattr(tracing, "one_graph", True) or getattr(tracing, "error_on_graph_break", False))
+        if whole:
+            guard.record()
+            guard.wait()
+        return whole
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def wait() -> None:
+        guard.wait()
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() and in_one_graph():
+            return
+        wait()
+
+    return hook
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors that a step changes: parameters and optimizer state."""
+def _in_cuda_graph() -> bool:
+    """Whether what runs now is recorded into a CUDA graph."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
+
+
+def _run_first(hook: Callable[[Any, Any, Any], None]) -> Any:
+    """Register a hook that runs before the step of every optimizer, and before all other hooks.
+
+    Of every one, since any may have parameters of a guarded one: it may have replaced it.
+    """
+    handle = register_optimizer_step_pre_hook(hook)
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None:
+        hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def _layers(optimizer: object) -> Iterator[Stepper]:
+    """An optimizer and those that it wraps, from the outside in: all that have parameters in groups."""
+    seen: set[int] = set()
+    left: list[Any] = [optimizer]
+    while left:
+        layer = left.pop(0)
+        if layer is None or id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        if isinstance(getattr(layer, "param_groups", None), list) and callable(getattr(layer, "step", None)):
+            yield layer
+        left += [getattr(layer, name, None) for name in WRAPPED]
+        for name in WRAPPED_LISTS:
+            several = getattr(layer, name, None)
+            left += several if isinstance(several, (list, tuple)) else []
+
+
+def _patch(optimizer: Stepper, wait: Callable[[], None]) -> Callable[[], None]:
+    """Make the step of an object that is no torch optimizer wait. Returns what undoes it."""
+    own = vars(optimizer).get("step")
+    step, active = optimizer.step, True
+
+    @functools.wraps(step)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        if active:
+            wait()
+        return step(*args, **kwargs)
+
+    def undo() -> None:
+        nonlocal active
+        active = False
+        if vars(optimizer).get("step") is not waiting:
+            return  # patched again since, by a learning rate scheduler for example
+        if own is None:
+            del optimizer.step
+        else:
+            vars(optimizer)["step"] = own
+
+    vars(optimizer)["step"] = waiting
+    return undo
+
+
+def _tensors(optimizer: Stepper) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-    # In an optimizer that shards its state over ranks, such as ZeroRedundancyOptimizer, the inner one has this rank's.
-    inner = getattr(optimizer, "optim", None)
-    for state in (inner if isinstance(inner, torch.optim.Optimizer) else optimizer).state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    for state in getattr(optimizer, "state", {}).values():
+        if isinstance(state, dict):
+            for value in state.values():
+                # The type first: isinstance takes ten times as long, and there are thousands.
+                if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
+                    yield value
 
 
 def _lies_in(provider: Provider, memory: set[Memory]) -> bool:

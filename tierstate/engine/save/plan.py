@@ -15,6 +15,7 @@ from itertools import compress, count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from tierstate.engine.packs.slab_layout import capture_order
 from tierstate.engine.placement import may_pickle
@@ -27,8 +28,9 @@ from tierstate.manifest.format.version import Head, ShardRow
 from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
 from tierstate.manifest.sharded.ownership import ONE_OWNER
 from tierstate.providers.base import Provider, memory_of
+from tierstate.providers.sharded.shards import ShardsProvider
 from tierstate.providers.tensors.lossy import LossyProvider
-from tierstate.providers.tensors.tensors import TensorProvider
+from tierstate.providers.tensors.tensors import TensorProvider, local_of
 from tierstate.providers.tree.flatten import FlatState, FlattenCache
 from tierstate.providers.values.metadata import json_metadata
 from tierstate.tiers.memory.cuda import stream_fences
@@ -36,6 +38,7 @@ from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 
 from .guard import Guard
+from .read_set import ReadSet
 
 HOST = -1
 """The device number that means host memory."""
@@ -90,6 +93,7 @@ class CapturePlan:
         device: ``(sources,)`` of int64, as in `CaptureSource`.
         keep: references that keep the memory alive.
         fences: points on device streams to wait for before reading.
+        read_set: proves that the guarded sources are captured as they were at the call; None if there are none.
     """
 
     leaves: tuple[Leaf, ...]
@@ -102,6 +106,7 @@ class CapturePlan:
     device: Array
     keep: Any = None
     fences: tuple[Fence, ...] = ()
+    read_set: ReadSet | None = None
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf], sources: Sequence[CaptureSource], fences: Sequence[Fence] = ()) -> CapturePlan:
@@ -161,7 +166,7 @@ class CapturePlan:
 
     def without_memory(self) -> CapturePlan:
         """A copy of the plan without references to the state's memory, for use after the state is gone."""
-        return replace(self, chunks={}, keep=None, fences=())
+        return replace(self, chunks={}, keep=None, fences=(), read_set=None)
 
     def stages(self) -> Array:
         """``(leaves,)``: in which stage of the capture a leaf is captured; -1 if it is not captured, or not whole.
@@ -271,6 +276,7 @@ class Planner:
         self._numbers: dict[int, list[int | None]] = {}  # by leaf: of each box, the number of its source
         self._boxes: dict[int, list[Box]] = {}
         self._devices: set[int] = set()
+        self._turn = 0
         self._covers: Callable[[Provider], bool] = lambda _provider: False
 
     def plan(self, state: Any, seq: int = 0) -> CapturePlan:
@@ -285,7 +291,9 @@ class Planner:
         """
         # Forget the last plan until the new one is complete: a failure must not leave an outdated plan.
         last, self._plan = self._plan, None
-        tree, signature = self._recall.flatten(state), self._guard.signature()
+        tree, tensors = self._recall.flatten(state), self._guard.tensors()
+        local = [local_of(tensor) for tensor in tensors]
+        signature = [tensor.data_ptr() for tensor in local]
         alike = last is not None and tree.token is self._token and signature == self._signature
         plan = self._again(last, tree, seq) if alike and last is not None else None
         if plan is None:
@@ -294,7 +302,31 @@ class Planner:
         # The remembered plan has no references to the state's memory.
         chunks = dict.fromkeys(plan.chunks, _gone)
         self._token, self._plan = tree.token, replace(plan, keep=None, chunks=chunks, fences=())
-        return plan
+        return self._with_read_set(plan, tree, tensors, local) if plan.guarded.any() else plan
+
+    def _with_read_set(
+        self, plan: CapturePlan, tree: FlatState, tensors: Sequence[torch.Tensor], local: Sequence[torch.Tensor]
+    ) -> CapturePlan:
+        """The plan with the read set of what is guarded. What cannot be proven unchanged later is not guarded.
+
+        Args:
+            tensors, local: the tensors of the guarded optimizers, and of DTensors among them the local ones.
+        """
+        guarded, unstable = plan.guarded & self._guard.lazy, self._guard.unstable
+        if unstable:
+            guarded &= ~np.array([leaf.path in unstable for leaf in plan.leaves], bool)[plan.leaf]
+        some, read_set = np.zeros(len(plan.leaves), bool), None
+        some[plan.leaf[guarded]] = True
+        leaves = np.flatnonzero(some)
+        if len(leaves):
+            values = [_tensor(tree, leaf) for leaf in leaves.tolist()]
+            host = guarded & (plan.address != 0) & (plan.nbytes > 0)
+            columns = plan.leaf[host], plan.address[host], plan.nbytes[host]
+            others = [*tensors, *(here for here, whole in zip(local, tensors, strict=True) if here is not whole)]
+            addresses = [*self._signature, *(here.data_ptr() for here in others[len(tensors) :])]
+            self._turn += 1
+            read_set = ReadSet.of(leaves, values, others, addresses, columns, self._turn, unstable)
+        return replace(plan, guarded=guarded & (read_set is not None), read_set=read_set)
 
     def _anew(self, tree: FlatState, seq: int) -> CapturePlan:
         self._devices.clear()
@@ -377,6 +409,17 @@ def _part(tree: FlatState, leaf: int, number: int, size: int) -> Iterator[Chunk]
     provider = tree.provider(leaf)
     if provider is not None:
         yield from provider.parts[number].chunks(size)
+
+
+def _tensor(tree: FlatState, leaf: int) -> torch.Tensor:
+    """The tensor of a guarded leaf; the local one, if it is sharded."""
+    value = tree.values[leaf] if tree.values else None
+    if value is None:
+        provider = tree.provider(leaf)
+        assert isinstance(provider, (TensorProvider, ShardsProvider))
+        value = provider.value
+    assert isinstance(value, torch.Tensor)
+    return value
 
 
 def _gone(size: int) -> Iterator[Chunk]:

@@ -133,8 +133,11 @@ def _snapped(work: CaptureJob, queue: TierQueue, job: DirectJob, tier: Gpu) -> C
     if not live.any():
         work.save_state.capture_ended(None)
     # Copied sources are captured last, like guarded ones. If all guarded sources are copied, no step has to wait.
+    snapped = not (live & plan.guarded).any()
     copied = _from(plan, layout, memory, tier.line.mark(), taken | ~live)
-    return work._replace(plan=copied, snapped=not (live & plan.guarded).any())
+    if plan.read_set is not None:
+        copied = replace(copied, read_set=None if snapped else plan.read_set.only(plan.leaf[live & plan.guarded]))
+    return work._replace(plan=copied, snapped=snapped)
 
 
 def _layout(plan: CapturePlan, leaves: Array, device: torch.device) -> _Layout | None:
