@@ -133,6 +133,12 @@ class CaptureError(TierstateError):
     """A state could not be copied out: a value of no known type, or a value that could not be read."""
 
 
+class Reentered(TierstateError):
+    """A thread that is inside `save`, `restore`, `load` or `close` has called one of them, or `wait`: from a signal
+    handler, or from code that they run. Waiting there for locks of the interrupted call would never end.
+    """
+
+
 class Unsafe(TierstateError):
     """Pickle, or a lossy encoding, was found where the caller had not allowed it."""
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -31,7 +32,7 @@ from tierstate.engine.save.plan import CapturePlan, Planner, allowed_pickles, ne
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import HISTORY
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import TierstateError, TierUnavailable
+from tierstate.manifest.errors import Reentered, TierstateError, TierUnavailable
 from tierstate.manifest.format.leaf import Path, check_glob
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
@@ -84,7 +85,9 @@ class Save:
 
         Raises:
             CaptureError: the state could not be copied.
+            Reentered: called by a signal handler that has interrupted `Checkpointer.save` or `restore`.
         """
+        _refuse_inside("wait_captured")
         self._save_state.captured.result(timeout)
 
     def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
@@ -94,7 +97,9 @@ class Save:
             NotFound: the tier does not get this save; the message says why.
             TierUnavailable: the commit took longer than ``timeout`` seconds; the save continues.
             TierstateError: the save failed on that tier.
+            Reentered: called by a signal handler that has interrupted `Checkpointer.save` or `restore`.
         """
+        _refuse_inside("wait")
         self._save_state.wait(tier or self._durable, timeout)
 
     def done(self, tier: str | None = None) -> bool:
@@ -118,6 +123,22 @@ def raise_failures(error: BaseException | None, failures: Sequence[tuple[SaveSta
         for save_state, tier, reason in failures:
             error.add_note(f"step {save_state.head.step} did not arrive at {tier}: {reason}")
         raise error
+
+
+def _refuse_inside(call: str, checkpointer: Checkpointer | None = None) -> None:
+    """Raises Reentered if this thread is inside a call of a Checkpointer (of this one, if given) that may hold locks.
+
+    The stack tells, and not a mark that an interrupt could leave behind.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code in _HOLDING and checkpointer in (None, frame.f_locals.get("self")):
+            inside = frame.f_code.co_name
+            raise Reentered(
+                f"{call} was called while this thread is inside {inside}, by a signal handler or by what {inside} "
+                f"runs. Set a flag in the handler, and call {call} when {inside} has returned"
+            )
+        frame = frame.f_back
 
 
 class Checkpointer(Run):
@@ -218,8 +239,10 @@ class Checkpointer(Run):
         Raises:
             CaptureError: the state could not be copied; nothing was saved.
             TierstateError: an earlier save reached no persistent tier; raised once, and this save was not made.
+            Reentered: called by a signal handler that has interrupted `save`, `restore` or `load` of this thread.
         """
         start = time.monotonic()
+        _refuse_inside("save", self)
         self._check_open()
         with gc_paused():
             if (together := self._together) is None:
@@ -288,7 +311,9 @@ class Checkpointer(Run):
             Unreadable: what is wanted is stored, and the tiers that have it cannot be read now. So it is never passed
                 over for an older version: `NewestUnreadable` where it is the newest one.
             Unsafe: a leaf is a pickle, or lossy, and that was not allowed.
+            Reentered: called by a signal handler that has interrupted `save`, `restore` or `load` of this thread.
         """
+        _refuse_inside("restore", self)
         return self._restore(RestoreSpec(step, version, into, only, None, on_damage, self._pickles, allow_lossy), tag)
 
     def load(
@@ -312,6 +337,7 @@ class Checkpointer(Run):
 
         Raises: as `restore`.
         """
+        _refuse_inside("load", self)
         place = torch.device(device) if device is not None else None
         return self._restore(RestoreSpec(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy), tag)
 
@@ -367,6 +393,7 @@ class Checkpointer(Run):
         """
         if self._closed:
             return
+        _refuse_inside("close", self)
         self._closed = True
         atexit.unregister(self._at_exit)
         if os.getpid() != self._pid:
@@ -402,3 +429,9 @@ class Checkpointer(Run):
             self.close()
         except TierstateError as failure:
             log.error("at exit: %s", failure)
+
+
+_HOLDING = {
+    function.__code__ for function in (Checkpointer.save, Checkpointer.restore, Checkpointer.load, Checkpointer.close)
+}
+"""Calls during which a thread may hold locks that another call would wait for."""

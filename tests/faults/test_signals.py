@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
@@ -125,3 +126,19 @@ def test_sigterm_itself(place: Path, io: str) -> None:
     status, out, errors = signalled(place, io, moment, signal.SIGTERM, "")
     assert (status, out, errors) == (-signal.SIGTERM, "", "")
     restores(place, io, moment)
+
+
+@pytest.mark.parametrize("inner", ["save", "wait", "restore", "close"])
+@pytest.mark.parametrize("outer", ["save", "wait", "restore", "close"])
+def test_a_handler_that_uses_the_checkpointer_works_or_gets_an_error(outer: str, inner: str, place: Path) -> None:
+    """At moments all over the interrupted call: it never hangs, and a later process restores what was saved."""
+    dice = random.Random(f"{outer} {inner}")
+    for leaves in ("catches", "leaves"):
+        steps = [*map(str, sorted(dice.sample(range(1000), 2)))]
+        command = [sys.executable, "-m", "support.reentry", outer, inner, leaves, str(place / leaves), *steps]
+        tests = str(Path(__file__).parents[1])
+        ended = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+        outcomes = ended.stdout.split()
+        assert len(outcomes) == len(steps)
+        assert {*outcomes} <= {"done", "never", "Reentered", "TierstateError"}, ended.stdout

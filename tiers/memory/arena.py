@@ -271,7 +271,7 @@ class Slab:
 
     def lease(self) -> None:
         """Add a lease."""
-        with self._arena.changed:
+        with self._arena.lock:
             self.leases += 1
 
     def release(self) -> None:
@@ -307,7 +307,9 @@ class Arena:
             )
         self.shared = SharedPages(self.slab_size) if is_shared(self.slab_size) else None
         self.device = current_device()
-        self.changed = threading.Condition()
+        # Entered and left in C: an interrupt at the beginning of `Condition.__exit__` would leave it locked for ever.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.closed = False
         self.in_flight = 0
         self.kept = 0
@@ -324,7 +326,7 @@ class Arena:
 
     def lacks(self, nbytes: int) -> bool:
         """Whether a capture of ``nbytes`` bytes would have to wait; one longer than the arena needs all slabs free."""
-        with self.changed:
+        with self.lock:
             slots = self.slots - RESERVED_SLABS
             return max(0, slots - self.in_flight) * self.slab_size < min(nbytes, slots * self.slab_size)
 
@@ -340,7 +342,7 @@ class Arena:
             CaptureError: ``stop`` returned true while waiting.
             TierstateError: the arena is closed.
         """
-        with self.changed:
+        with self.lock:
             while self._is_full(last):
                 if stop():
                     raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
@@ -354,7 +356,7 @@ class Arena:
         Raises:
             TierstateError: the arena is closed.
         """
-        with self.changed:
+        with self.lock:
             if self._is_full(last=False):
                 return None
             slab = self._take()
@@ -390,7 +392,7 @@ class Arena:
         pinned in the context of its CUDA device.
         """
         self.device = current_device()
-        with self.changed:
+        with self.lock:
             wanted = min(self.slots, -(-nbytes // self.slab_size))
             if self.closed or self._preparing or self.in_flight + len(self._free) >= wanted:
                 return
@@ -410,17 +412,17 @@ class Arena:
         except Exception as error:
             log.warning("memory could not be prepared, so that saves wait for it: %r", error)
         finally:
-            with self.changed:
+            with self.lock:
                 self._preparing = False
 
     def _add_prepared(self, wanted: int) -> bool:
         """Add one free slab, unless there are enough. Returns whether it was added."""
-        with self.changed:
+        with self.lock:
             if self.closed or self.in_flight + len(self._free) >= wanted:
                 return False
         slab = Slab(self)
         slab.prepare()
-        with self.changed:
+        with self.lock:
             useful = not self.closed and self.in_flight + len(self._free) < wanted
             if useful:
                 self._free.append(slab)
@@ -434,7 +436,7 @@ class Arena:
         Returns:
             Bytes that this keeps in addition: 0 if the slab is kept already or is not of this arena.
         """
-        with self.changed:
+        with self.lock:
             slab = self._out.get(_address(buffer))
             if slab is None or slab.kept:
                 return 0
@@ -445,7 +447,7 @@ class Arena:
             return self.slab_size
 
     def _release(self, slab: Slab) -> None:
-        with self.changed:
+        with self.lock:
             slab.leases -= 1
             if slab.leases > 0:
                 return
@@ -473,7 +475,7 @@ class Arena:
         """
         if not self.is_ours():
             return
-        with self.changed:
+        with self.lock:
             self.closed = True
             free, self._free = self._free, []
             preparer = self._preparer
@@ -487,7 +489,7 @@ class Arena:
 
     def wake(self) -> None:
         """Wake waiting callers, so that they call their ``stop`` again."""
-        with self.changed:
+        with self.lock:
             self.changed.notify_all()
 
 

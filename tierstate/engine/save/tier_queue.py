@@ -96,7 +96,9 @@ class TierQueue:
         self.counters = TierCounters()
         self.healthy, self.looked = True, False
         self.held: dict[int, str] = {}
-        self._changed = threading.Condition()
+        # Entered and left in C: an interrupt at the beginning of `Condition.__exit__` would leave it locked for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._direct_jobs: deque[DirectJob] = deque()
         self._backlog = backlog
         self._running: Job | None = None  # None again when its result is known, before retention
@@ -111,7 +113,7 @@ class TierQueue:
 
     def put(self, job: Job) -> bool:
         """Add a job. Returns whether the queue was idle: no job running, and none waiting that writes from slabs."""
-        with self._changed:
+        with self._lock:
             first = not self._busy and not self._direct_jobs
             if isinstance(job, DirectJob):
                 self._direct_jobs.append(job)
@@ -122,13 +124,13 @@ class TierQueue:
 
     def end(self) -> None:
         """End the thread after the jobs in the queue and one more try of the missing versions."""
-        with self._changed:
+        with self._lock:
             self._ended = True
             self._changed.notify()
 
     def stop(self) -> None:
         """Cancel copies and end the thread as soon as possible."""
-        with self._changed:
+        with self._lock:
             self._ended = self._gave_up = True
             for copy in [self._running, *self._backlog.owed.values()]:
                 if isinstance(copy, CascadeJob):
@@ -154,12 +156,12 @@ class TierQueue:
 
     def outstanding(self) -> list[PendingVersion]:
         """All versions still to be written: running, waiting or missing; oldest first."""
-        with self._changed:
+        with self._lock:
             return sorted([*(job.due for job in self._begun()), *self._backlog.dues()], key=lambda due: due.seq)
 
     def owed(self) -> list[PendingVersion]:
         """The missing versions, which are copied when that is possible, oldest first."""
-        with self._changed:
+        with self._lock:
             running = self._running
             running_copy = [running.due] if isinstance(running, CascadeJob) and running.save_state is None else []
             return sorted([*running_copy, *(copy.due for copy in self._backlog.owed.values())], key=lambda due: due.seq)
@@ -167,7 +169,7 @@ class TierQueue:
     @property
     def waiting(self) -> int:
         """Number of saves that run or wait; missing versions do not count."""
-        with self._changed:
+        with self._lock:
             return sum(job.save_state is not None for job in self._begun()) + len(self._backlog)
 
     def _begun(self) -> list[Job]:
@@ -176,7 +178,7 @@ class TierQueue:
     @property
     def left(self) -> int:
         """About how many raw bytes are still to be written to this tier."""
-        with self._changed:
+        with self._lock:
             written = self._running.stored if self._running else 0
             return max(0, sum(due.nbytes for due in self.outstanding()) - written)
 
@@ -191,7 +193,7 @@ class TierQueue:
     def _look_back(self) -> None:
         try:
             for copy in self._cascade.missed(self._name):
-                with self._changed:
+                with self._lock:
                     self._backlog.owe(copy)
                 log.info("step %d is owed to %s since an earlier process", copy.due.step, self.tier_run.name)
         except BaseException as error:
@@ -200,7 +202,7 @@ class TierQueue:
         self.looked = True
 
     def _next(self) -> Job | None:
-        with self._changed:
+        with self._lock:
             self._running, self._busy = None, False
             while True:
                 self._leave_out(self._backlog.trim())
@@ -263,7 +265,7 @@ class TierQueue:
         counters.stored += job.stored
         if isinstance(job, CascadeJob) and job.began is not None:
             counters.copied(job.due.nbytes, time.monotonic() - job.began)
-        with self._changed:
+        with self._lock:
             # Before the commit is reported: faster tiers then hold the version no longer for this one.
             self._backlog.arrived(job.due)
             self._running = None
@@ -302,7 +304,7 @@ class TierQueue:
         foreign = not isinstance(error, TierstateError)  # a bug: log the traceback
         log.error("step %d was not saved to %s: %s%s", save_state.head.step, name, error, later, exc_info=foreign)
         drop_frames(error)
-        with self._changed:
+        with self._lock:
             self._running = None
         # Before a waiting caller returns and makes the next save, which may be due on this tier instead.
         self._cascade.report_failure(self._name, save_state, error)
@@ -315,7 +317,7 @@ class TierQueue:
             later = None if job.cancelled.is_set() else job
         else:
             later = None if job.save_state.lost else self._cascade.copy_later(self._name, job.save_state)
-        with self._changed:
+        with self._lock:
             self._gave_up = self._gave_up or self._ended
             if later is not None and self._backlog.owe(later):
                 self._running = None  # it must not count twice
