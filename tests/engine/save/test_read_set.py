@@ -134,6 +134,16 @@ def test_a_changed_version_another_tensor_and_freed_memory_are_seen() -> None:
     assert reads.changed() == {3}
 
 
+def test_a_tensor_that_was_swapped_with_another_is_seen() -> None:
+    tensor, other = torch.zeros(100), torch.ones(100)
+    nowhere = (np.zeros(0, "i8"),) * 3
+    reads = ReadSet.of(np.array([7]), [tensor.detach()], [tensor], [tensor.data_ptr()], nowhere, 0, set())
+    assert reads is not None
+    torch.utils.swap_tensors(tensor, other)
+    assert tensor._version == other._version
+    assert reads.changed() == {7}
+
+
 def test_bytes_that_changed_without_a_version_are_found_in_the_sample() -> None:
     """Dense changes in every save; of a part of the tensor only where the sample of that save lies."""
     tensor = torch.zeros(5000)
