@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from tierstate.manifest.errors import StateMismatch
 from tierstate.manifest.format.leaf import Leaf
@@ -21,7 +21,7 @@ from tierstate.providers.sharded.shards import ShardProvider, ShardsProvider, lo
 from tierstate.providers.tensors.arrays import ArrayProvider
 from tierstate.providers.tensors.extents import Extent, overlapping_runs, sharing_groups
 from tierstate.providers.tensors.strided import Strided
-from tierstate.providers.tensors.tensors import TensorProvider
+from tierstate.providers.tensors.tensors import TensorProvider, allocate, tensor_spec
 
 from .ties import copy_value
 
@@ -84,7 +84,8 @@ def _buffer_for(provider: Any) -> Provider:
     """A provider of a new value like this provider's, with the same boxes."""
     if isinstance(provider, ArrayProvider):
         return ArrayProvider(np.empty(provider.spec.shape, provider.value.dtype))
-    buffer = torch.empty(provider.value.shape, dtype=provider.value.dtype, device=provider.value.device)
+    spec = tensor_spec(provider.value, tuple(provider.value.shape))
+    buffer = allocate(replace(spec, attrs={}), provider.value.device)
     frame = local_boxes_of(provider)
     return TensorProvider(buffer) if frame is None else shard_provider(frame, buffer, provider.spec)
 
