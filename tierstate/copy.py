@@ -17,12 +17,13 @@ from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_version
 from tierstate.engine.save.plan import CapturePlan, CaptureSource
-from tierstate.engine.store.catalog import VersionCopies
+from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Chunk, spans
 from tierstate.manifest.errors import AlreadyExists, NotFound, StateMismatch, TierFull
 from tierstate.manifest.format.version import Head
+from tierstate.manifest.history.removals import removal_key
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
@@ -100,6 +101,7 @@ def _copy_to(run: Run, entry: VersionCopies, name: str, progress: Progress) -> C
                 f"{name} has a record of number {head.seq} that is another version, or damaged", tier=name
             )
         copy_version(entry, TierRun(tier_run.tier, run.run), run.policy, run._arena, progress)
+        tier_run.tier.delete(removal_key(run.run, head.seq, entry.version.id))  # it may have been removed there once
         tier_run.look_again()
         done = (name,)
     return CopyResult(VersionInfo.of(find_version(run._catalog(), run.run, RestoreSpec(None, entry.version.id))), done)
@@ -151,9 +153,9 @@ def _plan(entry: VersionCopies, arena: Arena, progress: Progress) -> CapturePlan
     absent = entry.absent(np.arange(len(version.digests)))
     if len(absent):
         name = version.leaves[int(version.chunk_leaf[absent[0]])].name
-        why = f"; {entry.thinned}" if entry.thinned else ""
+        why = f" ({entry.thinned})" if entry.thinned else f"; {LOOK_FURTHER}"
         raise StateMismatch(
-            f"leaf {name} of step {version.head.step} is in none of the tiers{why}: copy another version"
+            f"leaf {name} of step {version.head.step} is in none of the tiers that have a record of it{why}"
         )
     ahead = _Ahead(entry, arena, progress)
     ends = version.chunk_end.tolist()

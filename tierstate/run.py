@@ -8,10 +8,12 @@ from dataclasses import replace
 from tierstate.engine.info import VersionInfo, list_versions
 from tierstate.engine.maintain.check_chunks import Depth, VerifyReport
 from tierstate.engine.maintain.compare import compare
+from tierstate.engine.maintain.doctor import DoctorReport, doctor
 from tierstate.engine.maintain.fork import fork
 from tierstate.engine.maintain.leaf_locations import LeafLocation, locate_leaves
 from tierstate.engine.maintain.prune import PendingSaves, PruneReport, PruneRun
 from tierstate.engine.maintain.rebuild import RebuildReport, rebuild
+from tierstate.engine.maintain.remove import RemoveReport, remove_version
 from tierstate.engine.maintain.tags import Tags
 from tierstate.engine.maintain.verify import verify_run
 from tierstate.engine.progress import Progress, no_progress
@@ -124,6 +126,12 @@ class Run:
         self._check_open()
         return rebuild(self._tier_runs, tier, self.policy, partial=partial, dry_run=dry_run)
 
+    def doctor(self, *, apply: bool = False, progress: Progress = no_progress) -> DoctorReport:
+        """Find what is lost of this run over all tiers, and what can be repaired; with ``apply`` repair it. See
+        `tierstate.engine.maintain.doctor`."""
+        self._check_open()
+        return doctor(self._tier_runs, self.policy, self._arena, apply=apply, progress=progress)
+
     def tag(self, name: str, step: int | None = None, *, version: str | None = None) -> VersionInfo:
         """Give a version a tag, by default the newest; a version that had the tag loses it.
 
@@ -206,6 +214,44 @@ class Run:
             dry_run=dry_run,
             progress=progress,
         ).run()
+
+    def remove(
+        self,
+        *,
+        step: int | None = None,
+        version: str | None = None,
+        seq: int | None = None,
+        tier: str | None = None,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> RemoveReport:
+        """Remove one version from one tier, or from all tiers; its chunks too, but for those that others need.
+
+        A version that is tagged, forked or read now stays. Nothing brings a removed version back to a tier but `copy`.
+
+        Args:
+            step, version, seq: which version; one of them. The number also names one whose record cannot be read.
+            tier: the only tier to remove it from.
+            force: also the newest version, the only durable copy (where ``tier`` is given), and one whose record cannot
+                be read.
+            dry_run: change nothing; the report says what would be done, and what stands in the way.
+
+        Raises:
+            NotFound: there is no such version or tier.
+            TierstateError: it must stay; nothing was changed.
+        """
+        if sum(one is not None for one in (step, version, seq)) != 1:
+            raise ValueError("name the version to remove: by its step, or the beginning of its id, or its number")
+        found: VersionCopies | int
+        if seq is None:
+            found = self._find(step, version)
+        else:
+            entries = RunCatalog.look(seq, self._tier_runs).entries
+            found = entries[0] if entries else seq
+        tags: tuple[str, ...] = ()
+        if not isinstance(found, int):
+            tags = self._tags.by_version().get((found.version.head.seq, found.version.id), ())
+        return remove_version(self._tier_runs, found, tags, tier=tier, force=force, dry_run=dry_run)
 
     def _saving(self) -> PendingSaves | None:
         """The saves of this process that are in progress; a `Run` without saves has none."""

@@ -165,6 +165,28 @@ def decode_sections(data: memoryview) -> dict[str, memoryview]:
     return sections
 
 
+def surviving_parts(data: memoryview) -> tuple[Version | None, Layout | None]:
+    """The version and the layout in a damaged record, each as far as its own section is unchanged by its checksum.
+
+    A truncated record may still have its version, and one with a damaged layout too. Not for records that are whole.
+    """
+    sections = {}
+    for i in range(min(int.from_bytes(data[12:16], "little"), MAX_SECTIONS)):
+        entry = data[_FIXED + i * _ENTRY : _FIXED + (i + 1) * _ENTRY]
+        offset, length = int.from_bytes(entry[16:24], "little"), int.from_bytes(entry[24:32], "little")
+        section = data[offset : offset + length]
+        if len(entry) == _ENTRY and len(section) == length and checksum(section) == bytes(entry[32:48]):
+            sections[bytes(entry[:16]).rstrip(b"\0")] = section
+    try:
+        version = Version.decode(sections[b"version"])
+    except (KeyError, FormatError):
+        return None, None
+    try:
+        return version, Layout.decode(sections[b"layout"], version)
+    except (KeyError, FormatError):
+        return version, None
+
+
 def _check_frame(data: memoryview) -> int:
     """Check magic, format number, length and checksum; returns the number of sections."""
     if bytes(data[:8]) != RECORD_MAGIC[: min(8, len(data))] or len(data) == 0:

@@ -163,7 +163,7 @@ def test_a_truncated_pack_is_told(place: Path) -> None:
     with pack.open("r+b") as file:
         file.truncate(5000)
     close()
-    with pytest.raises(CheckpointException, match=r"is whole in no tier: .* the object has 5000"):
+    with pytest.raises(CheckpointException, match=r"is whole in no tier that .*: .* the object has 5000"):
         dcp.load(fresh(state()), storage_reader=TierReader(policy, "run"))
 
 

@@ -194,7 +194,7 @@ def test_the_beginning_of_an_id_that_several_versions_have_names_none(place: Pat
         ids = [version.id for version in ckpt.versions()]
         many = next(one[0] for i, one in enumerate(ids) if one[0] in {other[0] for other in ids[:i]})
         for call in (ckpt.load, ckpt.info, ckpt.leaves):
-            with pytest.raises(ValueError, match=f"version='{many}' fits [2-9] versions: "):
+            with pytest.raises(ValueError, match=f"'{many}' fits the ids of [2-9] versions: "):
                 call(version=many)
         for step, one in enumerate(ids):
             assert ckpt.load(version=one) == {"w": step}

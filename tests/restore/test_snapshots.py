@@ -279,7 +279,7 @@ def test_damage_that_no_tier_can_make_good_is_told(place: Path) -> None:
         state["a"] += 1
         ckpt.save(state, step=1).wait("gpu")
         gpu_of(ckpt)._objects[packs(ckpt)[-1]].pieces[0].buffer[5] ^= 128
-        with pytest.raises(Damaged, match=r"leaf a of version 2 .* is whole in no tier: gpu: "):
+        with pytest.raises(Damaged, match=r"leaf a of version 2 .* is whole in no tier that has a record of it: gpu: "):
             ckpt.restore(state)
         ckpt.restore(state, on_damage="older")
         assert alike(state, truth)

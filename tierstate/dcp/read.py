@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, check_scatter, find_version, read_into
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
-from tierstate.engine.store.catalog import VersionCopies
+from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import Damaged, StateMismatch, Unsafe
 from tierstate.manifest.format.leaf import LOSSY, Leaf
@@ -60,7 +60,7 @@ def _lack(entry: VersionCopies) -> str:
     if not len(rows):
         return ""
     first = entry.version.leaves[int(entry.version.chunk_leaf[rows[0]])].name
-    dropped = f"; {entry.thinned}" if entry.thinned else ""
+    dropped = f"; {entry.thinned or LOOK_FURTHER}"
     return f"{len(rows)} chunks are in none of {', '.join(entry.tiers)}, the first of {first}{dropped}"
 
 

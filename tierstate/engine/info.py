@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.manifest.format.leaf import stored_lossy_methods
 from tierstate.manifest.format.record import Summary
+from tierstate.manifest.history.removals import removed_seqs
 from tierstate.tiers.base import Tier
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.wrappers.measure import OperationStats, operations_of
@@ -292,7 +293,18 @@ class _Late:
         newer = [copies for copies in self._versions if last is None or _any(copies).seq > last.seq]
         going = [_any(copies) for copies in newer if self._goes(copies, tier.name)]
         dues = [PendingVersion(one.seq, one.step, one.time, one.nbytes) for one in going]
-        return [due.seq for due in missed_versions(tier.every, (last.step, last.time) if last else None, dues)]
+        late = [due.seq for due in missed_versions(tier.every, (last.step, last.time) if last else None, dues)]
+        gone = self._removed(tier.name) if late else ()
+        return [seq for seq in late if seq not in gone]
+
+    def _removed(self, name: str) -> Collection[int]:
+        """Numbers of the versions that were removed from a tier by hand."""
+        tier_run = self._tier_runs[name]
+        try:
+            return removed_seqs(tier_run.tier, tier_run.run)
+        except TierstateError as error:
+            log.warning("%s: what was removed from it cannot be listed: %s", name, error)
+            return ()
 
     def _goes(self, copies: Copies, name: str) -> bool:
         """Whether the rules send any leaf of a version to a tier."""

@@ -23,7 +23,7 @@ from tierstate.engine.packs.hdf5 import OWN
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, check_leaves_whole
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
-from tierstate.engine.store.catalog import VersionCopies
+from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
 from tierstate.manifest.errors import Damaged, StateMismatch
@@ -232,7 +232,9 @@ class _Job:
         absent = self._entry.absent(self._entry.version.rows_of(leaves))
         if len(absent):
             name = self._entry.version.leaves[int(self._entry.version.chunk_leaf[absent[0]])].name
-            raise Damaged(f"leaf {name} of step {self._entry.version.head.step} is in none of the tiers; name another")
+            raise Damaged(
+                f"leaf {name} of step {self._entry.version.head.step} is in none of the tiers; {LOOK_FURTHER}"
+            )
 
     def values(self, chosen: Sequence[SelectedLeaf]) -> dict[int, bytes]:
         """Read the encoded plain values; returns them by index of the version's leaf."""

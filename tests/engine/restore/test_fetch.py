@@ -225,7 +225,7 @@ def test_damage_in_place_is_healed_from_the_next_tier(tmp_path: Path, shift: int
     places = {layout.place(row) for row in hurt}
     assert {layout.place(t.row) for t in fetch.troubles} == places
     assert {layout.place(row) for _, row in mended} == places
-    with pytest.raises(Damaged, match=r"is whole in no tier: near: .*digest"):
+    with pytest.raises(Damaged, match=r"is whole in no tier that has a record of it: near: .*digest"):
         fill(holdings[:1], land(version, into, no_load), Arena(4 * MIB, MIB))
     pack.write_bytes(data[: len(data) // 2])
     again = destinations(leaves, shift)

@@ -59,11 +59,11 @@ class Depth:
             ValueError: the sample is not between 0 and 1, or all data is read anyway.
         """
         if not 0 <= sample <= 1:
-            raise ValueError(f"sample={sample!r}: a share is between 0 and 1, or between 0% and 100%")
+            raise ValueError(f"a sample of {sample!r}: a share is between 0 and 1, or between 0% and 100%")
         if sample and (deep or data):
             raise ValueError("either a sample of the data is read or all of it; leave out one of them")
         if seed is not None and seed < 0:
-            raise ValueError(f"seed={seed}: right is a number from 0 on")
+            raise ValueError(f"a seed of {seed}: right is a number from 0 on")
         whole = data or deep or (mend and not sample)
         return cls(whole, sample, secrets.randbits(32) if seed is None else seed, deep, mend)
 

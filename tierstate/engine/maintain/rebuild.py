@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -194,7 +194,7 @@ class _Rebuilder:
         if found < chunks and not (self._partial and was_here and found):
             return _because(told, f"the packs have {found} of {chunks} chunks")
         if not self._dry_run:
-            self._commit(version, draft.build(contents.sizes), lost)
+            commit_rebuilt(self._tier_run, version, draft.build(contents.sizes), lost.generations)
         return RebuiltVersion(seq, version.head.step, version.id, chunks, found, True)
 
     def _draw(self, version: Version, contents: PackScan) -> tuple[LayoutBuilder, int, int]:
@@ -209,14 +209,25 @@ class _Rebuilder:
                 placed[row] = True
         return draft, int(routed.sum()), int((routed & placed).sum())
 
-    def _commit(self, version: Version, layout: Layout, lost: _Lost) -> None:
-        """Commit the record. Keys are create-only: it replaces a damaged record as a new generation."""
-        commit = {"id": commit_id(), "tier": self._tier_run.name, "host": socket.gethostname(), "pid": os.getpid()}
-        seq = version.head.seq
-        generation = max(lost.generations, default=-1) + 1
-        self._tier_run.summaries.renew(seq)
-        self._tier_run.log.commit(Record(version, layout, {**commit, "rebuilt": True}), generation)
-        self._tier_run.log.forget(seq, lost.generations)
+
+def commit_rebuilt(
+    tier_run: TierRun,
+    version: Version,
+    layout: Layout,
+    replaced: Sequence[int],
+    commit: Mapping[str, Any] | None = None,
+) -> None:
+    """Commit a record in the place of damaged or lost ones. Keys are create-only: it is a new generation.
+
+    Args:
+        replaced: all generations that the number has in the tier now; they are deleted after the commit.
+        commit: commit data of the record that it replaces, if that can be read.
+    """
+    about = commit or {"tier": tier_run.name, "host": socket.gethostname(), "pid": os.getpid(), "rebuilt": True}
+    seq = version.head.seq
+    tier_run.summaries.renew(seq)
+    tier_run.log.commit(Record(version, layout, {**about, "id": commit_id()}), max(replaced, default=-1) + 1)
+    tier_run.log.forget(seq, replaced)
 
 
 def _because(told: RebuiltVersion, why: str) -> RebuiltVersion:
@@ -226,7 +237,11 @@ def _because(told: RebuiltVersion, why: str) -> RebuiltVersion:
 def _is_whole(tier_run: TierRun, seq: int, generation: int) -> bool:
     """Whether an unreadable record is intact: then a newer program version wrote it, and it is not lost."""
     try:
-        data = to_bytes(tier_run.tier.get(tier_run.log.key(seq, generation)))
+        return is_intact(to_bytes(tier_run.tier.get(tier_run.log.key(seq, generation))))
     except NotFound:
         return False
-    return len(data) > 16 and checksum(data[:-16]) == data[-16:]
+
+
+def is_intact(record: bytes) -> bool:
+    """Whether the bytes of a record are what was written, by the checksum at their end."""
+    return len(record) > 16 and checksum(record[:-16]) == record[-16:]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from tierstate.engine.store.catalog import VersionCopies
 from tierstate.engine.store.run_in_tier import TierRun
@@ -41,6 +42,13 @@ class _Look:
             for name, used in names.items():
                 found[name] = max(found.get(name, 0), used[-1])
         return dict(sorted(found.items()))
+
+
+class TagFlaw(NamedTuple):
+    """What is wrong with a tag: whether some tier has a legible object of it, and what was found."""
+
+    legible: bool
+    why: str
 
 
 class Tags:
@@ -129,6 +137,36 @@ class Tags:
             f"version {head.seq} (step {head.step}) of run {self._run!r} was dropped while it was named {name!r}; "
             "it has no tag"
         )
+
+    def flaws(self) -> dict[str, TagFlaw]:
+        """Tags that not all persistent tiers have, or whose object in one of them cannot be read."""
+        look, found = self._look(), {}
+        for name, number in look.highest.items():
+            wrong, target = [], False
+            for tier_run in self._lasting():
+                numbers = look.there.get(tier_run.name, {}).get(name, ())
+                if tier_run.name in look.there and number not in numbers:
+                    wrong.append(f"{tier_run.name} lacks it")
+                elif numbers:
+                    try:
+                        read_tag(tier_run.tier, self._run, name, number)
+                        target = True
+                    except FormatError as error:
+                        wrong.append(str(error))
+                    except TierError as error:
+                        log.warning("%s: tag %r cannot be read now: %s", tier_run.name, name, error)
+            if wrong:
+                found[name] = TagFlaw(target, "; ".join(wrong))
+        return found
+
+    def level(self) -> None:
+        """Write each of the `flaws` again, to all persistent tiers.
+
+        Raises: as `give`.
+        """
+        for name, flaw in self.flaws().items():
+            if flaw.legible:
+                self.give(name, self._read(name, self._look()))
 
     def _now(self, name: str) -> TagTarget | None:
         """The version that has a tag; None if none has it or it cannot be read."""

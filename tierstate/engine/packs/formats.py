@@ -14,8 +14,10 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from tierstate.manifest.chunk import empty_buffer, view
 from tierstate.manifest.errors import FormatError
 from tierstate.manifest.format.leaf import STORAGE, Leaf, Path, encode_path, format_key, format_path
+from tierstate.tiers.base import Range, Tier
 
 from .slab_layout import BIG, BLOCK
 
@@ -55,6 +57,9 @@ MAX_HEADER = 100_000_000
 
 
 _LENGTH = 8
+
+
+_METADATA = "__metadata__"
 
 
 class FileInfo(NamedTuple):
@@ -119,6 +124,15 @@ class FileFormat(ABC):
     def lay_out(self, items: Sequence[FileLeaf], about: FileInfo) -> FileLayout:
         """The layout of a file whose leaves follow each other in the given order."""
 
+    @abstractmethod
+    def spans(self, tier: Tier, key: str) -> list[tuple[int, int]]:
+        """Offset and length in bytes of each leaf of a file in a tier, from the file's own header.
+
+        Raises:
+            FormatError: it is no such file, or damaged.
+            TierError: the tier could not be read.
+        """
+
 
 def format_of(name: str) -> FileFormat | None:
     """The format of that name in a policy; None for native packs.
@@ -131,6 +145,12 @@ def format_of(name: str) -> FileFormat | None:
     room, cls = _ROOMS[name]
     made: FileFormat = getattr(import_module(f"{__package__}.{room}"), cls)()
     return made
+
+
+def format_of_key(key: str) -> FileFormat | None:
+    """The format of a pack, from its key; None for native packs and for files of unknown kinds."""
+    suffix = "." + key.rpartition("/")[2].partition(".")[2]
+    return next((found for name in _ROOMS if (found := format_of(name)) and found.suffix == suffix), None)
 
 
 def element_type(leaf: Leaf) -> str:
@@ -269,9 +289,26 @@ class Safetensors(FileFormat):
         head = (data - _LENGTH).to_bytes(_LENGTH, "little") + header.ljust(data - _LENGTH)
         return FileLayout(data + starts[-1], tuple(data + at for at in starts[:-1]), head)
 
+    def spans(self, tier: Tier, key: str) -> list[tuple[int, int]]:
+        size, first = tier.size(key), empty_buffer(_LENGTH)
+        if size < _LENGTH:
+            raise FormatError(f"{tier.name}: {key}: {size} bytes are no safetensors file")
+        tier.read(key, [Range(0, first)])
+        length = int.from_bytes(bytes(view(first)), "little")
+        if length > min(size - _LENGTH, MAX_HEADER):
+            raise FormatError(f"{tier.name}: {key}: a header of {length} bytes in a file of {size}")
+        data = empty_buffer(length)
+        tier.read(key, [Range(_LENGTH, data)])
+        try:
+            entries = [e["data_offsets"] for name, e in json.loads(bytes(view(data))).items() if name != _METADATA]
+            found = [(_LENGTH + length + int(at), int(end) - int(at)) for at, end in entries]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise FormatError(f"{tier.name}: {key}: its header is not what was written: {error}") from error
+        return [(at, nbytes) for at, nbytes in found if 0 < nbytes <= size - at]
+
 
 def _header(leaves: Sequence[Leaf], starts: Sequence[int], about: FileInfo) -> dict[str, Any]:
-    names = dotted_names((leaf.path for leaf in leaves), ["__metadata__"])
+    names = dotted_names((leaf.path for leaf in leaves), [_METADATA])
     pairs = list(zip(names, leaves, strict=True))
     paths = {name: encode_path(leaf.path) for name, leaf in pairs if not is_plain(leaf.path, name.split("."))}
     metadata = {
@@ -286,4 +323,4 @@ def _header(leaves: Sequence[Leaf], starts: Sequence[int], about: FileInfo) -> d
         }
         for (name, leaf), at in zip(pairs, starts, strict=False)
     }
-    return {"__metadata__": metadata, **entries}
+    return {_METADATA: metadata, **entries}

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
+from tierstate.manifest.chunk import empty_buffer, view
+from tierstate.manifest.errors import FormatError, TierstateError
 from tierstate.manifest.format.leaf import Leaf, encode_path
+from tierstate.tiers.base import Range, Tier
 
 from .formats import FileFormat, FileInfo, FileLayout, FileLeaf, element_type, group_names, is_plain
 from .slab_layout import BIG, BLOCK
@@ -94,6 +97,52 @@ class Hdf5(FileFormat):
             at = head.index(mark)
             head[at : at + len(value)] = value
         return mould._replace(head=bytes(head))
+
+    def spans(self, tier: Tier, key: str) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+
+        def note(_name: str, member: Any) -> None:
+            at = member.id.get_offset() if isinstance(member, h5py.Dataset) else None
+            if at is not None:
+                found.append((at, member.id.get_storage_size()))
+
+        try:
+            with h5py.File(_StoredFile(tier, key), "r") as file:
+                file.visititems(note)
+        except TierstateError:
+            raise
+        except Exception as error:  # h5py has an exception of almost any type for a damaged file
+            raise FormatError(f"{tier.name}: {key}: cannot be read as HDF5: {error}") from error
+        return found
+
+
+class _StoredFile(io.RawIOBase):
+    """An object of a tier as a file, for h5py to read."""
+
+    def __init__(self, tier: Tier, key: str) -> None:
+        self._tier, self._key, self._size, self._at = tier, key, tier.size(key), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, out: Any) -> int:
+        into = memoryview(out).cast("B")
+        data = empty_buffer(max(0, min(len(into), self._size - self._at)))
+        if len(data):
+            self._tier.read(self._key, [Range(self._at, data)])
+        into[: len(data)] = view(data)
+        self._at += len(data)
+        return len(data)
 
 
 class _Entry(NamedTuple):

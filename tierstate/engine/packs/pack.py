@@ -13,15 +13,16 @@ Packs that are files of another format (`formats`) have no footer: their own hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from tierstate.manifest.arrays import Array, digest_array
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierstateError
+from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierError, TierstateError
 from tierstate.manifest.format import table as col
 from tierstate.manifest.format.layout import DELTA, ChunkPlace, DeltaBase, Layout, is_pack_key
 from tierstate.manifest.format.version import Version, check_features
@@ -41,6 +42,9 @@ this allows: file systems are fastest with one large file per rank."""
 
 
 MAX_FOOTER = 256 << 20
+
+
+T = TypeVar("T")
 
 
 _TRAILER = 4 + 16 + 8
@@ -328,17 +332,26 @@ class PackScan:
     Args:
         tier: the tier to read.
         run: the run.
+        related: other runs whose packs are read; None: those that it was forked from, as the pins in the tier say.
+        go_on: list packs that cannot be asked now as ``away`` instead of raising.
 
     Attributes:
+        runs: the runs whose packs were read; the run itself is the last one.
         packs: how many packs were read.
         sizes: lengths of packs by key.
         seqs: numbers of the run's versions for which packs were written, or of which packs have a copy.
         unread: packs whose footer cannot be read, and why.
+        rows: all rows of all footers.
+        away: packs that cannot be asked now, and why.
     """
 
-    def __init__(self, tier: Tier, run: str) -> None:
-        self._tier = tier
+    def __init__(self, tier: Tier, run: str, related: Sequence[str] | None = None, *, go_on: bool = False) -> None:
+        self._tier, self._go_on = tier, go_on
+        self.away: dict[str, str] = {}
+        found = related_runs([pinned_runs(tier)], check_run(run)) if related is None else related
+        self.runs = [*reversed(found), run]
         self.packs = 0
+        self.rows: list[FooterRow] = []
         self.sizes: dict[str, int] = {}
         self.seqs: set[int] = set()
         self.unread: dict[str, str] = {}
@@ -361,46 +374,55 @@ class PackScan:
         """The versions of a run of which its packs have a copy."""
         for key in self.sizes:
             if key.startswith(pack_prefix(run)):
-                try:
-                    found = [Version.decode(section) for section in version_sections(self._tier, key)]
-                except (FormatError, NotFound, MediaError) as error:
-                    self.unread[key] = str(error)
-                    continue
+                found = self._asked(key, partial(self._copies, key)) or []
                 here = [version for version in found if version.head.run == run]
                 self.seqs.update(version.head.seq for version in here)
                 yield from (version for version in here if not _may_be_part(version))
 
     def _keys(self, run: str) -> Iterator[str]:
-        """Packs of the runs that it was forked from, then of the run; repair packs last."""
-        for name in [*reversed(self._forked_from(check_run(run))), run]:
+        """Packs of the related runs, then of the run; repair packs last."""
+        for name in self.runs:
             keys = [key for key in self._tier.list(pack_prefix(name)) if is_pack_key(key) and not is_part(key)]
             for key in sorted(keys, key=lambda key: (is_mend(key), key)):
                 if name == run and not is_mend(key) and (seq := seq_of(key)) is not None:
                     self.seqs.add(seq)
                 yield key
 
-    def _forked_from(self, run: str) -> list[str]:
-        """The runs that it was forked from, directly or indirectly, as the pins say; nearest first."""
-        pins = pinned_runs(self._tier)
-        found = [run]
-        for by in found:
-            found += sorted(pins.get(by, set()) - set(found))
-        return found[1:]
-
     def _look(self, key: str) -> list[FooterRow]:
         """Add the chunks of a pack; returns its deltas, which need a base."""
         if not has_footer(key):
             self.unread[key] = "a file of another kind has no list of its chunks"
             return []
-        try:
-            rows, size = read_footer(self._tier, key), self._tier.size(key)
-        except (FormatError, NotFound, MediaError) as error:
-            self.unread[key] = str(error)
+        found = self._asked(key, lambda: (read_footer(self._tier, key), self._tier.size(key)))
+        if found is None:
             return []
+        rows, size = found
         self.packs += 1
         self.sizes[key] = size
+        self.rows += rows
         self._places |= {row.digest: (row.nbytes, row.place) for row in rows if not row.base}
         return [row for row in rows if row.base]
+
+    def _copies(self, key: str) -> list[Version]:
+        return [Version.decode(section) for section in version_sections(self._tier, key)]
+
+    def _asked(self, key: str, read: Callable[[], T]) -> T | None:
+        """Read something of a pack; None if it cannot be read, which is noted.
+
+        It is read twice before it is called damaged, since bytes may be damaged on the way.
+        """
+        try:
+            try:
+                return read()
+            except FormatError:
+                return read()
+        except (FormatError, NotFound, MediaError) as error:
+            self.unread[key] = str(error)
+        except TierError as error:
+            if not self._go_on:
+                raise
+            self.away[key] = str(error)
+        return None
 
     def _on_base(self, row: FooterRow) -> ChunkPlace | None:
         """The place of a delta, if its base is found too and is not a delta; else None."""
@@ -409,6 +431,21 @@ class PackScan:
             return None
         place = known[1]
         return row.place._replace(base=DeltaBase(place.object, place.offset, place.stored, place.codec, row.base))
+
+
+def related_runs(pins: Sequence[Mapping[str, set[str]]], run: str, *, forks: bool = False) -> list[str]:
+    """The runs that a run was forked from, directly or indirectly, nearest first.
+
+    Args:
+        pins: of each tier, for each fork the runs whose versions it pins (`pinned_runs`).
+        forks: also its forks, and all runs that are so related to it.
+    """
+    found = [run]
+    for one in found:
+        more = {source for these in pins for source in these.get(one, ())}
+        more |= {by for these in pins for by, of in these.items() if forks and one in of}
+        found += sorted(more - set(found))
+    return found[1:]
 
 
 def _may_be_part(version: Version) -> bool:

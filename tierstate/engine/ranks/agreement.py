@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierstate.engine.restore.restore import RestoreSpec, unreadable_now
-from tierstate.engine.store.catalog import RunCatalog, SeqVersions, VersionCopies, VersionMoved
+from tierstate.engine.store.catalog import LOOK_FURTHER, RunCatalog, SeqVersions, VersionCopies, VersionMoved
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import (
     Damaged,
@@ -236,7 +236,8 @@ class VersionAgreement:
         if problems and visible.named is None and not self._older:
             raise Damaged(
                 f"version {seq} is the newest, and its record can be read by no rank ({told}); "
-                "name a step, or say on_damage='older' to go back to the newest version that is whole"
+                "name a step, or say on_damage='older' to go back to the newest version that is whole; "
+                f"{LOOK_FURTHER}"
             )
         if problems:
             self.pass_over(f"version {seq}", told)

@@ -33,6 +33,7 @@ from tierstate.engine.restore.restore import (
 )
 from tierstate.engine.restore.scatter import ScatterTargets
 from tierstate.engine.store.catalog import (
+    LOOK_FURTHER,
     RunCatalog,
     Source,
     VersionCopies,
@@ -381,7 +382,7 @@ class RestoreAttempt:
         found = plan.lacking or {rank: _rows(offer.wants) for rank, offer in enumerate(offers) if len(offer.wants)}
         told = "; ".join(self._lacks(rank, rows) for rank, rows in list(found.items())[:8])
         more = f"; and {len(found) - 8} more ranks" if len(found) > 8 else ""
-        gone = f"; {self._entry.thinned}" if self._entry.thinned else ""
+        gone = f"; {self._entry.thinned or LOOK_FURTHER}"
         name, ranks = describe_version(self._entry), format_ranks(list(found))
         text = f"{name} is not whole for {ranks}, in no tier of any rank: {told}"
         own = self._chunks.damage if self._chunks is not None else None

@@ -18,7 +18,7 @@ import numpy as np
 from tierstate.engine.codecs.codecs import decompress
 from tierstate.engine.packs.keys import MEND
 from tierstate.engine.packs.pack import FooterRow, PackWriter
-from tierstate.engine.store.catalog import Holding
+from tierstate.engine.store.catalog import LOOK_FURTHER, Holding
 from tierstate.engine.store.delta_base import WrongBase, undo_delta
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Event, empty_buffer
@@ -429,7 +429,7 @@ class FallbackReader:
         )
         if away := [trouble.tier for trouble in troubles if cannot_be_asked(trouble.error)]:
             return Unreadable(f"{what} cannot be read now: {tried}", tier=away[0])
-        return Damaged(f"{what} is whole in no tier: {tried}")
+        return Damaged(f"{what} is whole in no tier that has a record of it: {tried}; {LOOK_FURTHER}")
 
 
 def wrong_digest(place: ChunkPlace) -> Damaged:

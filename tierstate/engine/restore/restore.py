@@ -5,6 +5,7 @@ Damaged versions are skipped if the caller allows it. Stored shards are resharde
 
 from __future__ import annotations
 
+import bisect
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from tierstate.engine.store.catalog import (
+    LOOK_FURTHER,
     RunCatalog,
     SeqVersions,
     VersionCopies,
@@ -58,6 +60,10 @@ log = logging.getLogger("tierstate")
 
 
 OnDamage = Literal["raise", "older"]
+
+
+STEPS_NAMED = 8
+"""How many steps of versions that are there an error names, where there is none of the wanted step."""
 
 
 MAX_RESTARTS = 5
@@ -364,7 +370,8 @@ def _unreadable(place: SeqVersions, wanted: RestoreSpec, reached: bool, passed: 
     if reached and wanted.on_damage == "raise":
         raise Damaged(
             f"version {place.seq} is the newest, and its record cannot be read ({told}); "
-            "name a step, or say on_damage='older' to go back to the newest version that is whole"
+            "name a step, or say on_damage='older' to go back to the newest version that is whole; "
+            f"{LOOK_FURTHER}"
         )
     _pass_over(passed, f"version {place.seq}", told)
 
@@ -398,9 +405,9 @@ def _is_whole(entry: VersionCopies, rows: Array, wanted: RestoreSpec, passed: li
 
 
 def _dropped(entry: VersionCopies) -> str:
-    """Text for a message: which leaves of the version retention has dropped; empty if none."""
+    """Text for a message: which leaves of the version retention has dropped; if none, what can be done."""
     gone = entry.thinned
-    return f"; {gone}: ask for others by `only`, or for another version" if gone else ""
+    return f"; {gone}: ask for others by `only`, or for another version" if gone else f"; {LOOK_FURTHER}"
 
 
 def raise_if_dropped(entry: VersionCopies, error: Damaged | Unreadable) -> None:
@@ -433,9 +440,26 @@ def no_such_version(run: str, wanted: RestoreSpec, catalog: RunCatalog, passed: 
     what = f"step {wanted.step}" if wanted.step is not None else f"id {wanted.version}" if wanted.version else ""
     what = f"tag {wanted.tag.name}" if wanted.tag else what
     if passed:
-        return Damaged(f"run {run!r} has no whole version{' of ' + what if what else ''}: " + "; ".join(passed))
+        told = "; ".join(passed)
+        more = "" if LOOK_FURTHER in told else f"; {LOOK_FURTHER}"
+        return Damaged(f"run {run!r} has no whole version{' of ' + what if what else ''}: {told}{more}")
     where = ", ".join(s.name for s in catalog.tier_runs)
     if tag := wanted.tag:
         what = f"tag {tag.name!r}: it names version {tag.seq} ({tag.id[:12]}), which is not there any more,"
     lost = "".join(f"; {name} cannot be asked: {error}" for name, error in catalog.unreachable.items())
-    return NotFound(f"run {run!r} has no version{' with ' + what if what else ''} in {where}{lost}")
+    return NotFound(
+        f"run {run!r} has no version{' with ' + what if what else ''} in {where}{_there(wanted, catalog)}{lost}"
+    )
+
+
+def _there(wanted: RestoreSpec, catalog: RunCatalog) -> str:
+    """Text for a message about a version that is not there: what is."""
+    steps = catalog.steps()
+    if not steps:
+        return catalog.stray_packs()
+    if wanted.step is None:
+        return ""
+    at = bisect.bisect(steps, wanted.step)
+    near = steps[max(0, min(at - STEPS_NAMED // 2, len(steps) - STEPS_NAMED)) :][:STEPS_NAMED]
+    word = "the nearest of its" if len(steps) > len(near) else "its"
+    return f"; {word} steps: {', '.join(map(str, near))}"

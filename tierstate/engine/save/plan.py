@@ -440,5 +440,5 @@ def new_head(policy: Policy, run: str, seq: int, step: int, metadata: Mapping[st
 def checked_step(step: int) -> int:
     """Return the step. Raises ValueError if it is not an int of 0 or more."""
     if type(step) is not int or step < 0:
-        raise ValueError(f"step={step!r}: a step is an int, 0 or more")
+        raise ValueError(f"step {step!r}: a step is an int, 0 or more")
     return step

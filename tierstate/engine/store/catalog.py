@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from tierstate.engine.packs.keys import pack_prefix
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import NotFound, TierError, TierstateError
 from tierstate.manifest.format.layout import Layout
@@ -34,6 +35,11 @@ else starts again; the three disk syncs of a lease would be most of its time."""
 
 ID_LENGTH = 32
 """Hexadecimal digits of a version's id."""
+
+
+LOOK_FURTHER = "`tierstate doctor` looks in all packs of all tiers, and repairs what it finds"
+"""What errors say about chunks that no record leads to: a pack whose record is lost, or a copy that belongs to another
+version, may have them."""
 
 
 Source: TypeAlias = tuple[TierRun, Record]
@@ -113,6 +119,27 @@ class RunCatalog:
                 log.warning("%s: its log cannot be listed: %s", tier_run.name, error)
         return dict(sorted(found.items()))
 
+    def steps(self) -> list[int]:
+        """The steps of all versions whose records can be read, ascending; tiers that cannot be listed are left out."""
+        found: set[int] = set()
+        for tier_run in self.tier_runs:
+            try:
+                found |= {s.step for one in tier_run.summaries.look().values() for s in one.summaries}
+            except TierstateError as error:
+                log.debug("%s: its log cannot be listed: %s", tier_run.name, error)
+        return sorted(found)
+
+    def stray_packs(self) -> str:
+        """Text for a message about a run without any record: the tiers that have packs of it; empty if none has."""
+        found = []
+        for tier_run in self.tier_runs:
+            try:
+                if any(True for _ in tier_run.tier.list(pack_prefix(tier_run.run))):
+                    found.append(tier_run.name)
+            except TierstateError as error:
+                log.debug("%s: its packs cannot be listed: %s", tier_run.name, error)
+        return f"; there are packs of it in {', '.join(found)}, whose records are lost: {LOOK_FURTHER}" if found else ""
+
     def check_unique(self, prefix: str) -> None:
         """Check that the beginning of an id names at most one version, over all tiers that can be listed.
 
@@ -120,7 +147,7 @@ class RunCatalog:
             ValueError: it is empty, or several versions have ids that begin so.
         """
         if not prefix:
-            raise ValueError("version='' names none; give the beginning of an id")
+            raise ValueError("an empty id names no version; give the beginning of one")
         found: dict[str, tuple[int, int]] = {}
         for tier_run in self.tier_runs if len(prefix) < ID_LENGTH else ():
             try:
@@ -132,7 +159,7 @@ class RunCatalog:
                 found |= {s.id: (s.seq, s.step) for s in one.summaries if s.id.startswith(prefix)}
         if len(found) > 1:
             named = ", ".join(f"{id[:12]} (step {step})" for id, (_, step) in sorted(found.items())[:8])
-            raise ValueError(f"version={prefix!r} fits {len(found)} versions: {named}; give more of the id")
+            raise ValueError(f"{prefix!r} fits the ids of {len(found)} versions: {named}; give more of the id")
 
     def newest_first(self, upto: int | None = None) -> Iterator[SeqVersions]:
         """All numbers from the newest on, or from ``upto`` down; records are read lazily."""

@@ -20,6 +20,7 @@ from tierstate.manifest.format.layout import ABSENT, DELTA, ChunkPlace, Layout, 
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.log import Log
+from tierstate.manifest.history.removals import removed_seqs
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.gpu import gpu_in
@@ -338,5 +339,7 @@ class TierRun:
         return self.retention.known
 
     def worth_bringing(self, marks: Collection[RetentionEntry]) -> set[int]:
-        """The numbers, of versions that are not in the tier yet, that the policy would keep there."""
-        return self.retention.worth_bringing(marks)
+        """The numbers, of versions that are not in the tier yet, that the policy would keep there; not those that were
+        removed by hand."""
+        gone = removed_seqs(self.tier, self.run) if marks else ()
+        return self.retention.worth_bringing([mark for mark in marks if mark.seq not in gone])
