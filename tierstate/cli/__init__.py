@@ -1,30 +1,29 @@
 """The command line ``tierstate``: the operations of a Checkpointer, for people and, with ``--json``, for machines.
 
-Exit status: 0 success; 1 a check found a problem or a difference; 2 the command failed.
+Exit status: 0 success; 1 a check found a problem or a difference; 2 the command failed; 130 it was interrupted.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tierstate.engine.progress import status_line
-from tierstate.manifest.errors import PolicyError, TierstateError
+from tierstate.manifest.errors import PolicyError
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.schema import policy_schema
 from tierstate.tiers.units import parse_seconds, parse_size
 
-from . import files, output, peer, versions
+from . import errors, files, output, peer, repairs, versions
 from .options import Json
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-for commands in (versions, files):
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+for commands in (versions, repairs, files):
     app.add_typer(commands.app)
 policy_app = typer.Typer(help="Policies: check one, or print their schema.", no_args_is_help=True)
 app.add_typer(policy_app, name="policy")
@@ -43,7 +42,12 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Training state on every tier of a cluster."""
+    """Training state on every tier of a cluster: look at its versions, check, repair, move and drop them.
+
+    Most commands are about one run, and need a policy file and the run's name: --policy FILE --run NAME, or the
+    environment's TIERSTATE_POLICY and TIERSTATE_RUN. Begin with `tierstate ls`; when something is wrong, with
+    `tierstate doctor`. Exit status: 0 success, 1 a check found a problem, 2 the command failed.
+    """
 
 
 @policy_app.command("check")
@@ -82,18 +86,9 @@ def print_schema() -> None:
     output.print_json(policy_schema())
 
 
-@contextmanager
-def _errors_as_exit_status() -> Iterator[None]:
-    """Print an error of tierstate as one message, without a traceback, and exit with status 2."""
-    try:
-        yield
-    except (TierstateError, ValueError, OSError, ImportError) as error:
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"tierstate: {error}{notes}", file=sys.stderr)
-        sys.exit(2)
-
-
 def main() -> None:
     """Entry point of the command ``tierstate``."""
-    with _errors_as_exit_status():
-        app()
+    words = sys.argv[1:]
+    sys.exit(
+        errors.run(partial(app, words, prog_name="tierstate", standalone_mode=False), as_json=errors.wants_json(words))
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -37,7 +38,10 @@ def restore(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Restore a version, every chunk verified, into one file that torch.load reads."""
+    """Restore a version into one file that torch.load reads.
+
+    By default the newest. Every chunk is verified.
+    """
     if to.exists() and not force:
         raise TierstateError(f"{to} exists; name another file, or say --force to replace it")
     with Checkpointer(policy, run, allow_pickle=allow_pickle or ()) as ckpt:
@@ -63,7 +67,10 @@ def export(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write a version to a safetensors or HDF5 file that other programs open, every chunk verified."""
+    """Write a version to a safetensors or HDF5 file.
+
+    By default the newest. Every chunk is verified.
+    """
     from tierstate.files.export import export as write
 
     with Checkpointer(policy, run) as ckpt, byte_progress("exporting", shown=not as_json) as progress:
@@ -97,7 +104,10 @@ def import_file(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Save what lies in another program's file as a new version of the run. No code in the file is run."""
+    """Save what is in another program's file as a new version.
+
+    No code in the file is run.
+    """
     from tierstate.files.importing import import_version
 
     with Checkpointer(policy, run) as ckpt, byte_progress("importing", shown=not as_json) as progress:
@@ -109,6 +119,8 @@ def _save_whole(state: Any, to: Path) -> None:
     """Save the state to a temporary file, then rename it: the file is whole or absent."""
     import torch
 
+    if not to.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(to.parent))
     handle, name = tempfile.mkstemp(dir=to.parent, prefix=f".{to.name}-")
     try:
         with os.fdopen(handle, "wb") as file:

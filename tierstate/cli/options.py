@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from tierstate import run as runs
+from tierstate.engine.store.catalog import RunCatalog
+from tierstate.manifest.errors import NotFound
+
 PolicyFile = Annotated[Path, typer.Option("--policy", "-p", envvar="TIERSTATE_POLICY", help="The policy file.")]
 
 
@@ -32,6 +36,13 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exi
 
 
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of a table.")]
+
+
+def no_versions(run: runs.Run) -> NotFound:
+    """The error for a run of which no tier has a version."""
+    catalog = RunCatalog(run._tier_runs)
+    names = ", ".join(tier.name for tier in run.policy.tiers)
+    return NotFound(f"run {run.run!r} has no version in {names}{catalog.stray_packs()}")
 
 
 def parse_share(text: str) -> float:

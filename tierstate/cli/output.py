@@ -18,9 +18,12 @@ from tierstate.cluster.check import TierFinding
 from tierstate.copy import CopyResult
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.maintain.check_chunks import Problem, VerifyReport
+from tierstate.engine.maintain.doctor import DoctorReport, Repair
 from tierstate.engine.maintain.leaf_locations import LeafLocation, TierShare, subtotals
 from tierstate.engine.maintain.prune import PruneReport, TierPrune
 from tierstate.engine.maintain.rebuild import RebuildReport
+from tierstate.engine.maintain.remove import RemoveReport
+from tierstate.engine.store.catalog import LOOK_FURTHER
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.format.leaf import CONTAINERS, format_path
 from tierstate.manifest.history.diff import LeafDiff
@@ -451,16 +454,94 @@ def _show_outcome(report: VerifyReport) -> None:
     for lost in report.lost:
         what = "no record of it can be read"
         if lost.leaves:
-            what = f"{lost.leaves} of its leaves are whole nowhere, {lost.first} the first"
+            what = f"{lost.leaves} of its leaves are damaged wherever a record names them, {lost.first} the first"
             what += f"; {lost.thinned}" if lost.thinned else ""
         name = f"version {lost.seq}" + ("" if lost.step is None else f" (step {lost.step})")
         print(f"{name} cannot be restored as a whole: {what}")
+    if report.lost:
+        print(LOOK_FURTHER)
 
 
 def _state(problem: Problem) -> str:
     if problem.mended:
         return "mended"
     return {True: "whole", False: "no", None: "-"}[problem.whole]
+
+
+def show_doctor(found: DoctorReport, tiers: Sequence[str], as_json: bool) -> None:
+    """Each version with the state of its copies, the repairs in their order, and what cannot be repaired."""
+    if as_json:
+        print_fields(found, ok=found.ok)
+        return
+    rows = [
+        (v.seq, "?" if v.step is None else v.step, v.id[:12] or "?", *(v.tiers.get(t, "-") for t in tiers), v.state)
+        for v in found.versions
+    ]
+    if rows:
+        table([">seq", ">step", "id", *tiers, "all in all"], rows)
+    for v in found.versions:
+        if v.why:
+            lost = f"; not whole: {_named(v.lost, v.leaves)}" if v.leaves else ""
+            print(f"version {v.seq} is {v.state}: {v.why}{lost}")
+    for name, reason in found.unreachable.items():
+        print(f"{name} cannot be asked: {reason}")
+    for note in found.notes:
+        print(note)
+    if found.unknown:
+        told = ", ".join(map(str, found.unknown))
+        print(f"packs of versions {told} are there, and no record of them anywhere: they were dropped, or are lost")
+    _show_repairs(found)
+
+
+def _named(names: Sequence[str], count: int) -> str:
+    more = f" and {count - len(names)} more" if count > len(names) else ""
+    return ", ".join(names) + more
+
+
+def _show_repairs(found: DoctorReport) -> None:
+    if found.repairs:
+        rows = [
+            (n, r.tier or "all", r.kind, r.seq or "-", "-" if r.step is None else r.step, r.what, _written(r),
+             "done" if r.done else r.error or "to do")
+            for n, r in enumerate(found.repairs, 1)
+        ]  # fmt: skip
+        table([">", "tier", "repair", ">seq", ">step", "since", "writes", "state"], rows)
+    lost = sum(v.state in ("lost", "unknown") for v in found.versions)
+    left = sum(not r.done for r in found.repairs)
+    if not lost and not left:
+        print("all of it has been repaired" if found.repairs else "nothing is lost, and nothing is to be repaired")
+    if left and not found.applied:
+        print(f"{_count(left, 'repair')} to do, in this order: `tierstate doctor --apply`, while nobody saves this run")
+    if lost:
+        print(f"{_count(lost, 'version')} cannot be had as a whole; `tierstate rm --seq N` removes one for good")
+
+
+def _written(repair: Repair) -> str:
+    if not repair.chunks:
+        return "its record" if repair.kind in ("rebuild", "mend") else "-"
+    where = f" from {', '.join(repair.sources)}" if repair.sources else ""
+    return f"{rough_size(repair.nbytes)}{where}"
+
+
+def show_removed(found: RemoveReport, forced: bool, as_json: bool) -> None:
+    """What a removal did in each tier, or would do, and what stands in its way."""
+    if as_json:
+        print_fields(found, ok=found.ok)
+        return
+    name = f"version {found.seq}" + ("" if found.step is None else f" (step {found.step})")
+    for t in found.tiers:
+        stays = [*t.reasons, *(() if forced else t.forced)]
+        packs = f"{_count(len(t.packs), 'pack')}, {rough_size(sum(t.packs.values()))}"
+        if t.removed:
+            print(f"{t.tier}: {name} was removed, with {packs}")
+        elif found.dry_run and not stays:
+            print(f"{t.tier}: {name} would be removed, with {packs}")
+        if t.error or (stays and found.dry_run):
+            print(f"{t.tier}: {name} stays: {t.error or '; '.join(stays)}")
+        if found.dry_run and not t.reasons and t.forced and not forced:
+            print(f"{t.tier}: --force removes it all the same")
+    for tier, why in found.unreachable.items():
+        print(f"{tier} cannot be asked, and {name} may stay there: {why}")
 
 
 def show_copied(found: CopyResult, where: str, as_json: bool) -> None:

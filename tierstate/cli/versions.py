@@ -1,8 +1,7 @@
-"""The commands about versions: ls, show, diff, verify, copy, rebuild, tag, fork and prune."""
+"""The commands about versions: ls, show, diff, copy, tag, fork, rm and prune."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +15,49 @@ from tierstate.tiers.policy.policy import Policy, open_policy_tier
 from tierstate.tiers.units import parse_seconds
 
 from . import output
-from .options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, parse_share
+from .errors import warn
+from .options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, no_versions
 
 app = typer.Typer()
+
+
+@app.command("ls")
+def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False) -> None:
+    """List the versions of a run over all tiers, or all runs.
+
+    Without --run all runs are listed. Exit status 1 if a record cannot be read.
+    """
+    if run is None:
+        output.show_runs(_runs(Policy.load(policy), as_json), as_json)
+        return
+    with Checkpointer(policy, run) as ckpt:
+        versions = ckpt.versions()
+        if not versions:
+            raise no_versions(ckpt)
+        output.show_versions(versions, [t.name for t in ckpt.policy.tiers], as_json)
+    raise typer.Exit(1 if any(version.unreadable for version in versions) else 0)
+
+
+@app.command()
+def show(
+    policy: PolicyFile,
+    run: Run,
+    step: Step = None,
+    version: Id = None,
+    tag: TagName = None,
+    only: Only = None,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="Sums of what lies below so many keys, instead of leaves.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show one version: its leaves, and what each tier has of them.
+
+    By default the newest. Reads records only.
+    """
+    with Checkpointer(policy, run) as ckpt:
+        info = ckpt.info(step=step, version=version, tag=tag)
+        output.show_leaves(info, ckpt.located(version=info.id, only=only), depth, as_json)
 
 
 @app.command()
@@ -49,28 +88,13 @@ def copy(
     into_run: Annotated[str | None, typer.Option(help="With --into: the run's name there; none: the same.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a version, every chunk verified, to a tier of its policy or into the tiers of another."""
+    """Copy a version to another tier, or into another policy.
+
+    By default the newest. Every chunk is verified. Say --to or --into.
+    """
     with Checkpointer(policy, run) as ckpt, byte_progress("copying", shown=not as_json) as progress:
         found = ckpt.copy(step=step, version=version, to=to, into=into, run=into_run, progress=progress)
     output.show_copied(found, to or str(into), as_json)
-
-
-@app.command()
-def rebuild(
-    policy: PolicyFile,
-    run: Run,
-    tier: Annotated[str, typer.Argument(help="The tier whose records are lost.")],
-    partial: Annotated[bool, typer.Option("--partial", help="Also versions that its packs hold in part.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Make a tier's lost or damaged records again, from its packs; exit 1 if one cannot be made."""
-    with Checkpointer(policy, run) as ckpt:
-        found = ckpt.rebuild(tier, partial=partial, dry_run=dry_run)
-        if not (found.packs or found.versions or found.unknown or ckpt.versions()):
-            raise NotFound(f"run {run!r} has neither records nor packs in {tier}")
-    output.show_rebuilt(found, dry_run, as_json)
-    raise typer.Exit(0 if found.ok else 1)
 
 
 @app.command("tag")
@@ -83,7 +107,11 @@ def tag_version(
     delete: Annotated[str | None, typer.Option("--delete", help="The name to take back.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Give a version a name, which retention may keep and every verb takes as --tag; list names, or take one back."""
+    """Give a version a name, list the names, or take one back.
+
+    The newest version gets it, unless another is said. Retention may keep what has a name, and other commands take it
+    as --tag.
+    """
     if delete is not None and name is not None:
         raise ValueError(f"--delete {delete} takes a name back, and {name} is one to give: one at a time")
     if name is None and not (step is None and version is None):
@@ -112,6 +140,33 @@ def fork_run(
         output.show_fork(ckpt.fork(new_run, step, version=version, tag=tag), run, as_json)
 
 
+@app.command("rm")
+def remove(
+    policy: PolicyFile,
+    run: Run,
+    step: Annotated[int | None, typer.Option(help="The version of this step.")] = None,
+    version: Id = None,
+    seq: Annotated[int | None, typer.Option(help="The version of this number (seq in ls).")] = None,
+    tier: Annotated[str | None, typer.Option(help="Remove it from this tier only; none: from all.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also the newest version, or the only copy, or one that cannot be read.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove one version from one tier, or from all.
+
+    And the chunks that nothing else needs. A version that has a tag, was forked or is being read stays. Exit status 1
+    if it could not be removed everywhere.
+    """
+    if sum(one is not None for one in (step, version, seq)) != 1:
+        raise ValueError("say which version to remove: --step, --version or --seq")
+    with Checkpointer(policy, run) as ckpt:
+        report = ckpt.remove(step=step, version=version, seq=seq, tier=tier, force=force, dry_run=dry_run)
+    output.show_removed(report, force, as_json)
+    raise typer.Exit(0 if report.ok or (dry_run and force and not any(t.reasons for t in report.tiers)) else 1)
+
+
 @app.command()
 def prune(
     policy: PolicyFile,
@@ -120,7 +175,10 @@ def prune(
     grace: Annotated[str, typer.Option(help="How old a pack must be that no version names; 0: nobody saves.")] = "1d",
     as_json: Json = False,
 ) -> None:
-    """Drop what the policy does not keep, and delete what no version needs; exit 1 if a tier could not be pruned."""
+    """Drop what the policy does not keep, and what nothing needs.
+
+    Exit status 1 if a tier could not be pruned.
+    """
     seconds = 0.0 if grace.strip() == "0" else parse_seconds(grace)
     with Checkpointer(policy, run) as ckpt, status_line(shown=not as_json) as on_step:
         report = ckpt.prune(dry_run=dry_run, grace=seconds, progress=on_step)
@@ -130,64 +188,7 @@ def prune(
     raise typer.Exit(0 if report.ok else 1)
 
 
-@app.command("ls")
-def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False) -> None:
-    """List the versions of a run over all tiers, or all runs. Exit status 1 if a record cannot be read."""
-    if run is None:
-        output.show_runs(_runs(Policy.load(policy)), as_json)
-        return
-    with Checkpointer(policy, run) as ckpt:
-        versions = ckpt.versions()
-        if not versions:
-            raise NotFound(f"run {run!r} has no version in {', '.join(t.name for t in ckpt.policy.tiers)}")
-        output.show_versions(versions, [t.name for t in ckpt.policy.tiers], as_json)
-    raise typer.Exit(1 if any(version.unreadable for version in versions) else 0)
-
-
-@app.command()
-def show(
-    policy: PolicyFile,
-    run: Run,
-    step: Step = None,
-    version: Id = None,
-    tag: TagName = None,
-    only: Only = None,
-    depth: Annotated[
-        int | None, typer.Option(min=0, help="Sums of what lies below so many keys, instead of leaves.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Show one version: its leaves with kind, dtype, shape and size, and what each tier has of them."""
-    with Checkpointer(policy, run) as ckpt:
-        info = ckpt.info(step=step, version=version, tag=tag)
-        output.show_leaves(info, ckpt.located(version=info.id, only=only), depth, as_json)
-
-
-@app.command()
-def verify(
-    policy: PolicyFile,
-    run: Run,
-    data: Annotated[bool, typer.Option("--data", help="Read every chunk and compare its digest.")] = False,
-    sample: Annotated[str | None, typer.Option(help="Read a random share of each tier's bytes, as in 5%.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="With --sample: choose as a report with this seed did.")
-    ] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="--data, and open every leaf; footers too.")] = False,
-    mend: Annotated[bool, typer.Option("--mend", help="Write again what is whole in another tier.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Check that every tier has what it claims to have; exit 1 if something is wrong and was not mended."""
-    share = parse_share(sample) if sample is not None else 0.0
-    reads = data or deep or mend or sample is not None
-    with Checkpointer(policy, run) as ckpt, byte_progress("verifying", shown=reads and not as_json) as progress:
-        report = ckpt.verify(data=data, sample=share, seed=seed, deep=deep, mend=mend, progress=progress)
-    if not report.versions and report.ok:
-        raise NotFound(f"run {run!r} has no version in {', '.join(t.name for t in ckpt.policy.tiers)}")
-    output.show_report(report, as_json)
-    raise typer.Exit(0 if report.ok else 1)
-
-
-def _runs(policy: Policy) -> dict[str, list[str]]:
+def _runs(policy: Policy, as_json: bool) -> dict[str, list[str]]:
     """The names of all runs, and the tiers that have each."""
     found: dict[str, list[str]] = {}
     for spec in policy.tiers:
@@ -196,7 +197,7 @@ def _runs(policy: Policy) -> dict[str, list[str]]:
             for run in list_runs(tier):
                 found.setdefault(run, []).append(spec.name)
         except TierstateError as error:
-            print(f"{spec.name}: {error}", file=sys.stderr)
+            warn(f"{spec.name}: {error}", as_json=as_json)
         finally:
             tier.close()
     return found

@@ -1,0 +1,161 @@
+"""Errors of the command line: JSON where JSON was asked for, and options in place of Python's arguments."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from support.cli_calls import Call, damage
+
+import tierstate as ts
+from tierstate.cli.errors import in_options, run
+from tierstate.run import Run
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no such step": (["show", "-r", "gpt", "--step", "99"], "NotFound"),
+    "no such run": (["ls", "-r", "nobody"], "NotFound"),
+    "no run's name": (["ls", "-r", "../../etc"], "ValueError"),
+    "nothing to copy to": (["copy", "-r", "gpt"], "ValueError"),
+    "no place": (["restore", "-r", "gpt", "/nowhere/at/all.pt"], "FileNotFoundError"),
+    "no leaf": (["restore", "-r", "gpt", "/tmp/never-written.pt", "--only", "x.**"], "StateMismatch"),
+    "not a number": (["show", "-r", "gpt", "--step", "x"], "UsageError"),
+    "no run": (["show"], "UsageError"),
+    "no such option": (["ls", "--bogus"], "UsageError"),
+    "no such command": (["nonsense"], "UsageError"),
+    "too many arguments": (["ls", "-r", "gpt", "more"], "UsageError"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_with_json_an_error_is_one_json_object_on_standard_error(
+    call: Call, policy: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TIERSTATE_RUN", raising=False)
+    arguments, kind = WRONG[name]
+    first = [] if kind == "UsageError" and arguments == ["nonsense"] else ["-p", str(policy)]
+    plain = call(arguments[0], *first, *arguments[1:])
+    answer = call(arguments[0], *first, *arguments[1:], "--json")
+    assert (answer.status, answer.out) == (plain.status, "") == (2, "")
+    error = json.loads(answer.err)["error"]
+    assert (error["type"], error["status"]) == (kind, 2)
+    assert error["message"] in " ".join(plain.err.split()) or kind == "UsageError"
+
+
+def test_warnings_are_json_too(call: Call, policy: Path) -> None:
+    damage(policy)
+    answer = call("restore", "-p", policy, "-r", "gpt", policy.parent / "out.pt", "--json")
+    *warnings, last = [json.loads(line) for line in answer.err.splitlines()]
+    assert last["error"]["type"] == "Damaged"
+    assert [list(each) for each in warnings] == [["warning"]] * len(warnings)
+    assert warnings
+
+
+def test_an_error_names_the_steps_that_are_there(call: Call, policy: Path) -> None:
+    assert (
+        "no version with step 99 in nvme, store; its steps: 1, 2, 3"
+        in call("show", "-p", policy, "-r", "gpt", "--step", "99").err
+    )
+    with ts.Checkpointer(policy, "long") as ckpt:
+        for step in range(0, 100, 5):
+            ckpt.save({"a": step}, step=step)
+    assert (
+        "the nearest of its steps: 30, 35, 40, 45, 50, 55, 60, 65"
+        in call("show", "-p", policy, "-r", "long", "--step", "47").err
+    )
+
+
+def test_messages_name_options(call: Call, policy: Path) -> None:
+    told = call("copy", "-p", policy, "-r", "gpt").err
+    assert ("(--to)" in told, "(--into)" in told, "to=" in told) == (True, True, False)
+    record = policy.parent / "nvme/versions/gpt/000000000003"
+    record.write_bytes(record.read_bytes()[:-1])
+    told = call("restore", "-p", policy, "-r", "gpt", policy.parent / "out.pt").err
+    assert ("say --older to go back" in told, "on_damage" in told) == (True, False)
+
+
+def arguments_of_python() -> set[str]:
+    """Keyword arguments of the public API."""
+    kinds: list[Any] = [ts.Checkpointer, Run, ts.Policy]
+    calls = [call for kind in kinds for name, call in vars(kind).items() if inspect.isfunction(call)]
+    return {name for call in calls for name in inspect.signature(call).parameters} - {"self", "device"}
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """The text of every string in the library that is not documentation, and where it is."""
+    top = Path(ts.__file__).parent
+    for path in sorted(top.rglob("*.py")):
+        if "cli" in path.relative_to(top).parts:
+            continue
+        tree = ast.parse(path.read_text())
+        plain = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+                yield "".join(map(str, parts)), f"{path.name}:{node.lineno}"
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in plain:
+                yield node.value, f"{path.name}:{node.lineno}"
+
+
+def test_no_message_of_the_library_has_an_argument_that_is_no_option() -> None:
+    """As the command line prints them. A string that is no sentence, such as a key, is no message."""
+    names = arguments_of_python()
+    assert {"on_damage", "allow_lossy", "into", "step"} <= names
+    assigned = re.compile(rf"(?<![\w.\-])({'|'.join(sorted(names))})=(?!\s)")
+    odd = re.compile(rf"\b({'|'.join(sorted(name for name in names if '_' in name))})\b")
+    wrong = [
+        (where, text)
+        for text, where in messages()
+        if " " in text and "restore(" not in text
+        for shown in [in_options(text)]
+        if assigned.search(shown) or odd.search(shown)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, tmp_path: Path) -> None:
+    """Of the program itself, in a process with a home of its own."""
+    env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(p for p in sys.path if p)}
+    env["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # or it is the shell that runs the tests
+    program = [sys.executable, "-m", "tierstate"]
+    shown = subprocess.run([*program, "--show-completion", shell], capture_output=True, text=True, env=env, check=False)
+    assert (shown.returncode, "_TIERSTATE_COMPLETE" in shown.stdout) == (0, True), shown
+    words = {"COMP_WORDS": "tierstate do", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "tierstate do"}
+    fish = {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_WORD_TO_COMPLETE": "do"}
+    found = subprocess.run(
+        program, capture_output=True, text=True, check=False,
+        env={**env, **words, **fish, "_TIERSTATE_COMPLETE": f"complete_{shell}"},
+    )  # fmt: skip
+    assert "doctor" in found.stdout, found
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupt_is_told_by_the_exit_status(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    def interrupted() -> None:
+        raise typer.Abort
+
+    assert run(interrupted, as_json=as_json) == 130
+    err = capsys.readouterr().err
+    assert (json.loads(err)["error"]["type"] if as_json else err) == (
+        "Aborted" if as_json else "tierstate: interrupted\n"
+    )
+
+
+def test_a_defect_is_json_where_json_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise AssertionError("never")
+
+    with pytest.raises(AssertionError):
+        run(broken, as_json=False)
+    assert run(broken, as_json=True) == 2
+    error = json.loads(capsys.readouterr().err)["error"]
+    assert (error["type"], "never" in error["traceback"]) == ("AssertionError", True)

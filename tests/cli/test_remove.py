@@ -1,0 +1,99 @@
+"""`rm`: one version goes, what others need stays, and nothing brings it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpointer_worlds import alike, scratch
+from support.cli_calls import Call, state
+from support.damaged_runs import Shape, make_world, shapes
+from support.equality import difference
+
+import tierstate as ts
+
+ARGUMENTS = ("-r", "gpt")
+
+
+def test_a_version_goes_from_all_tiers(call: Call, policy: Path) -> None:
+    dry = call("rm", "-p", policy, *ARGUMENTS, "--step", "1", "--dry-run")
+    assert dry.status == 0
+    assert "nvme: version 1 (step 1) would be removed, with 0 packs, " in dry.out
+    assert len(call("ls", "-p", policy, *ARGUMENTS, "--json").json) == 3
+    found = call("rm", "-p", policy, *ARGUMENTS, "--step", "1", "--json").json
+    assert (found["ok"], [t["removed"] for t in found["tiers"]]) == (True, [True, True])
+    assert [t["packs"] for t in found["tiers"]] == [{}, {}], "later versions need them"
+    assert [v["step"] for v in call("ls", "-p", policy, *ARGUMENTS, "--json").json] == [2, 3]
+    newest = call("rm", "-p", policy, *ARGUMENTS, "--step", "2", "--dry-run")
+    assert newest.status == 1
+    assert "store: version 2 (step 2) stays: it is the newest version there\nstore: --force" in newest.out
+    assert call("verify", "-p", policy, *ARGUMENTS, "--deep").status == 0
+    forced = call("rm", "-p", policy, *ARGUMENTS, "--step", "2", "--force", "--json").json
+    assert [len(t["packs"]) for t in forced["tiers"]] == [1, 2], "in the second tier nothing is left"
+    again = call("rm", "-p", policy, *ARGUMENTS, "--step", "1")
+    assert (again.status, "its steps: 3" in again.err) == (2, True)
+
+
+def test_what_must_stay_stays(call: Call, policy: Path) -> None:
+    newest = call("rm", "-p", policy, *ARGUMENTS, "--step", "3")
+    assert newest.status == 2
+    assert "it is the newest version; say --force" in newest.err
+    call("tag", "-p", policy, *ARGUMENTS, "best", "--step", "1")
+    for force in ([], ["--force"]):
+        tagged = call("rm", "-p", policy, *ARGUMENTS, "--step", "1", *force)
+        assert (tagged.status, "it has the tag best" in tagged.err) == (2, True)
+    assert call("fork", "-p", policy, *ARGUMENTS, "new", "--step", "2").status == 0
+    forked = call("rm", "-p", policy, *ARGUMENTS, "--step", "2", "--force")
+    assert (forked.status, "it is forked by new" in forked.err) == (2, True)
+    assert len(call("ls", "-p", policy, *ARGUMENTS, "--json").json) == 3
+    for wrong in ([], ["--step", "1", "--seq", "1"], ["--step", "1", "--tier", "nowhere"]):
+        assert call("rm", "-p", policy, *ARGUMENTS, *wrong).status == 2
+    assert call("rm", "-p", policy, *ARGUMENTS, "--step", "3", "--force").status == 0
+
+
+def test_from_one_tier_only(call: Call, policy: Path) -> None:
+    assert call("rm", "-p", policy, *ARGUMENTS, "--step", "1", "--tier", "nvme").status == 0
+    alone = call("rm", "-p", policy, *ARGUMENTS, "--step", "1", "--tier", "store")
+    assert (alone.status, "no other persistent tier has all" in alone.err) == (2, True)
+    for verb in (["doctor", "--apply"], ["rebuild", "nvme"]):
+        assert call(verb[0], "-p", policy, *ARGUMENTS, *verb[1:]).status == 0
+    assert call("ls", "-p", policy, *ARGUMENTS, "--json").json[0]["tiers"] == ["store"], "nothing brings it back"
+    assert call("copy", "-p", policy, *ARGUMENTS, "--step", "1", "--to", "nvme").status == 0, "but who says so"
+    assert call("ls", "-p", policy, *ARGUMENTS, "--json").json[0]["tiers"] == ["nvme", "store"]
+
+
+def test_a_version_whose_record_cannot_be_read(call: Call, policy: Path) -> None:
+    path = policy.parent / "nvme/versions/gpt/000000000003"
+    path.write_bytes(b"?")
+    assert "`tierstate doctor` may be able" in call("rm", "-p", policy, *ARGUMENTS, "--seq", "3").err
+    assert call("rm", "-p", policy, *ARGUMENTS, "--seq", "3", "--force").status == 0
+    assert call("ls", "-p", policy, *ARGUMENTS).status == 0
+    assert call("doctor", "-p", policy, *ARGUMENTS).status == 0
+    to = policy.parent / "out.pt"
+    assert call("restore", "-p", policy, *ARGUMENTS, to).status == 0
+    assert difference(state(2), torch.load(to, weights_only=True)) == ""
+
+
+@pytest.mark.slow
+@given(shapes, st.integers(0, 9), st.booleans())
+def test_all_others_are_as_they_were(shape: Shape, number: int, forced: bool) -> None:
+    with scratch() as place:
+        world = make_world(shape, place)
+        run, id = sorted(world.truth)[number % len(world.truth)]
+        with ts.Checkpointer(world.spec, run) as ckpt:
+            try:
+                gone = ckpt.remove(version=id, force=forced).ok
+            except ts.TierstateError:
+                gone = False
+        for key, truth in world.truth.items():
+            with ts.Checkpointer(world.spec, key[0]) as ckpt:
+                there = {version.id for version in ckpt.versions()}
+                assert (key[1] in there) != (gone and key == (run, id))
+                assert key[1] not in there or alike(ckpt.load(version=key[1]), truth)
+                report = ckpt.doctor(apply=True)
+                assert (report.ok, report.repairs) == (True, []), "a removed version is not taken for lost"
+                assert ckpt.verify(deep=True).ok
+                assert ckpt.prune(grace=0).ok
