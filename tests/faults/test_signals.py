@@ -128,17 +128,32 @@ def test_sigterm_itself(place: Path, io: str) -> None:
     restores(place, io, moment)
 
 
-@pytest.mark.parametrize("inner", ["save", "wait", "restore", "close"])
-@pytest.mark.parametrize("outer", ["save", "wait", "restore", "close"])
+CALLS = ["save", "wait", "restore", "close"]
+
+
+def reentered(outer: str, inner: str, leaves: str, place: Path, count: int) -> None:
+    dice = random.Random(f"{outer} {inner} {leaves}")
+    steps = [*map(str, sorted(dice.sample(range(1000), count)))]
+    command = [sys.executable, "-m", "support.reentry", outer, inner, leaves, str(place / leaves), *steps]
+    tests = str(Path(__file__).parents[1])
+    ended = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=100 + 20 * count)
+    assert ended.returncode == 0, ended.stderr
+    outcomes = ended.stdout.split()
+    assert len(outcomes) == count
+    assert {*outcomes} <= {"done", "never", "Reentered", "TierstateError"}, ended.stdout
+
+
+@pytest.mark.parametrize("inner", CALLS)
+@pytest.mark.parametrize("outer", CALLS)
 def test_a_handler_that_uses_the_checkpointer_works_or_gets_an_error(outer: str, inner: str, place: Path) -> None:
     """At moments all over the interrupted call: it never hangs, and a later process restores what was saved."""
-    dice = random.Random(f"{outer} {inner}")
-    for leaves in ("catches", "leaves"):
-        steps = [*map(str, sorted(dice.sample(range(1000), 2)))]
-        command = [sys.executable, "-m", "support.reentry", outer, inner, leaves, str(place / leaves), *steps]
-        tests = str(Path(__file__).parents[1])
-        ended = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stderr
-        outcomes = ended.stdout.split()
-        assert len(outcomes) == len(steps)
-        assert {*outcomes} <= {"done", "never", "Reentered", "TierstateError"}, ended.stdout
+    leaves = "leaves" if (CALLS.index(outer) + CALLS.index(inner)) % 2 else "catches"
+    reentered(outer, inner, leaves, place, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("leaves", ["catches", "leaves"])
+@pytest.mark.parametrize("inner", CALLS)
+@pytest.mark.parametrize("outer", CALLS)
+def test_a_handler_at_many_moments(outer: str, inner: str, leaves: str, place: Path) -> None:
+    reentered(outer, inner, leaves, place, 100)
