@@ -10,6 +10,7 @@
     │   ├── TierFull           no room left (ENOSPC, quota, capacity)
     │   ├── TierUnavailable    no answer, a broken connection, an I/O error: transient
     │   │   ├── MediaError         the storage cannot read an object's bytes (EIO)
+    │   │   ├── WrongTier          the tier that is expected is not there: not mounted, or another one is in its place
     │   │   └── Unreadable         what is wanted is stored, and cannot be read now from any tier that has it
     │   │       └── NewestUnreadable   so it is with the newest version
     │   └── AccessDenied       credentials or permissions do not allow it
@@ -86,6 +87,13 @@ class TierUnavailable(TierError):
 
 class MediaError(TierUnavailable):
     """The storage says that it cannot read the bytes of an object (EIO): a bad sector, or a dead server."""
+
+
+class WrongTier(TierUnavailable):
+    """A tier is not the one that is expected: its file system is not mounted, or another one lies in its place.
+
+    What was saved there may be whole. When it is back, the same call succeeds.
+    """
 
 
 class Unreadable(TierUnavailable):

@@ -118,6 +118,27 @@ class Traits:
     notes: tuple[str, ...] = ()
 
 
+class Place(NamedTuple):
+    """Where a tier's objects lie, to find two tiers in one place.
+
+    Attributes:
+        paths: the place as lists of names, each from the outside in, as in ``(file, device, ckpt, a)``. One place may
+            have several. Two tiers lie in one place, or one within the other, if a path of one begins with a path of
+            the other.
+        state: changes if something else may lie there than before, such as another directory; empty if not known.
+        mount: the mount point of the file system; empty where the tier is in none.
+    """
+
+    paths: tuple[tuple[str, ...], ...]
+    state: str = ""
+    mount: str = ""
+
+    def overlaps(self, other: Place) -> bool:
+        """Whether the two are one place, or one lies within the other."""
+        pairs = ((a, b) for a in self.paths for b in other.paths)
+        return any(a[: len(b)] == b[: len(a)] for a, b in pairs)
+
+
 class ObjectWriter(ABC):
     """One object being written. Leaving the ``with`` block closes it, or aborts it on an exception."""
 
@@ -277,6 +298,14 @@ class Tier(ABC):
 
     def room(self) -> int | None:
         """Free bytes, if cheap to find out; None if not known."""
+        return None
+
+    def place(self) -> Place | None:
+        """Where the objects lie; None, the default, if that is not known. Reads no object.
+
+        Raises:
+            TierError: it could not be looked at.
+        """
         return None
 
     def meet(self, team: RankGroup) -> None:  # noqa: B027 - most tiers are the same, whoever uses them

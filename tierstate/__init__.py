@@ -20,6 +20,7 @@ from tierstate.manifest.errors import (
     TierUnavailable,
     Unreadable,
     Unsafe,
+    WrongTier,
 )
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import register_provider
@@ -65,6 +66,7 @@ __all__ = [
     "Unreadable",
     "Unsafe",
     "VersionInfo",
+    "WrongTier",
     "register_provider",
     "register_tier",
 ]

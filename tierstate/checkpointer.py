@@ -40,6 +40,7 @@ from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.providers.tree.flatten import FlattenCache
 from tierstate.providers.tree.unflatten import NEW
 from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
 
 from .copy import CopyResult, copy
@@ -305,6 +306,8 @@ class Checkpointer(Run):
 
         Raises:
             NotFound: there is no such version.
+            WrongTier: a tier is not the one that is expected, so that the newest version, or one that was not found,
+                may be out of sight.
             StateMismatch: leaves are missing, unexpected, or of another shape or dtype; nothing was changed.
             RankFailed: another rank failed, or did not call `restore`. With a process group all ranks must call it.
             Damaged: a chunk is missing or damaged in every tier.
@@ -314,7 +317,42 @@ class Checkpointer(Run):
             Reentered: called by a signal handler that has interrupted `save`, `restore` or `load` of this thread.
         """
         _refuse_inside("restore", self)
-        return self._restore(RestoreSpec(step, version, into, only, None, on_damage, self._pickles, allow_lossy), tag)
+        return self._restored(RestoreSpec(step, version, into, only, None, on_damage, self._pickles, allow_lossy), tag)
+
+    def resume(
+        self,
+        into: Any,
+        *,
+        only: Sequence[str] | None = None,
+        on_damage: OnDamage = "raise",
+        allow_lossy: bool = False,
+    ) -> VersionInfo | None:
+        """Restore the newest version in place, or say that there is none yet: the first call of a training job.
+
+        It says so only if every persistent tier of the policy answers and none has a version of the run, and nothing
+        says that a tier is missing. If several ranks save together, all of them call it and get the same answer.
+
+        Args:
+            into, only, on_damage, allow_lossy: as in `restore`.
+
+        Returns:
+            The restored version; None if the run has none yet, and then nothing was changed.
+
+        Raises:
+            WrongTier: a tier is not the one that is expected: its file system is not mounted, or another one is.
+            PolicyError: two tiers lie in one place.
+            TierUnavailable: nothing was found, and a persistent tier cannot be asked now.
+            Damaged, Unreadable, StateMismatch, Unsafe, RankFailed: as `restore`.
+        """
+        _refuse_inside("resume", self)
+        self._check_open()
+        if self._together is None:  # many ranks have checked it together when they began
+            check_places([tier_run.tier for tier_run in self._tier_runs])
+        wanted = RestoreSpec(None, None, into, only, None, on_damage, self._pickles, allow_lossy, optional=True)
+        if (found := self._restore(wanted, None)) is None:
+            log.info("run %s has no version yet: a fresh start", self.run)
+            return None
+        return VersionInfo.of(found.entry)
 
     def load(
         self,
@@ -339,19 +377,26 @@ class Checkpointer(Run):
         """
         _refuse_inside("load", self)
         place = torch.device(device) if device is not None else None
-        return self._restore(RestoreSpec(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy), tag)
+        return self._restored(RestoreSpec(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy), tag)
 
-    def _restore(self, wanted: RestoreSpec, tag: str | None) -> Any:
+    def _restored(self, wanted: RestoreSpec, tag: str | None) -> Any:
+        found = self._restore(wanted, tag)
+        assert found is not None  # it is not optional
+        return found.state
+
+    def _restore(self, wanted: RestoreSpec, tag: str | None) -> Restored | None:
         self._check_open()
         self._guard.wait()
         with gc_paused():
             found = self._found(wanted, tag)
+        if found is None:
+            return None
         self.restored = VersionInfo.of(found.entry)
         self._pipeline.continue_from(self.restored.id)
         log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
-        return found.state
+        return found
 
-    def _found(self, wanted: RestoreSpec, tag: str | None) -> Restored:
+    def _found(self, wanted: RestoreSpec, tag: str | None) -> Restored | None:
         def resolve(name: str | None) -> TaggedVersion | None:
             return self._tagged(name, wanted.step, wanted.version)
 

@@ -25,6 +25,7 @@ from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.history.diff import LeafDiff
 from tierstate.manifest.history.tags import TaggedVersion, TagTarget
 from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy
 
 from .pause_gc import gc_paused
@@ -50,8 +51,10 @@ class Run:
         self._tier_runs, self._arena = list(tier_runs), arena
         self._tags = Tags(self._tier_runs)
         self._closed = False
+        identities = [tier_run.identity for tier_run in self._tier_runs]
         for tier_run in self._tier_runs:
-            tier_run.beside = self._tier_runs
+            tier_run.beside, tier_run.identity.beside = self._tier_runs, identities
+            tier_run.identity.required = policy.tier(tier_run.name).initialized
 
     def versions(self) -> list[VersionInfo]:
         """All versions of the run over all tiers, oldest first; also those whose records cannot be read, as such
@@ -204,8 +207,12 @@ class Run:
             grace: seconds for which an unreferenced pack is kept; by default a day, which is longer than any save
                 takes. 0 is correct only while no other process saves, forks or prunes this run.
             progress: called with the name of each step.
+
+        Raises:
+            PolicyError: two tiers lie in one place; nothing was deleted.
         """
         self._check_open()
+        check_places([tier_run.tier for tier_run in self._tier_runs])
         return PruneRun(
             self.policy,
             self._tier_runs,

@@ -26,7 +26,6 @@ from support.equality import difference
 import tierstate as ts
 from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
 from tierstate.tiers.memory.host import Memory
-from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import Fault
 
 
@@ -140,17 +139,6 @@ def test_a_host_tier_lets_go_of_its_slabs(place):
         assert ckpt.stats().arena_peak <= 256 * 1024 + 3 * 20 * 4096
         assert difference(tensors(80_000, seed=5), ckpt.load()) == ""
     assert arena.kept == 0
-
-
-def test_two_tiers_of_one_place_are_one_log_and_the_second_is_told(place):
-    """A policy that names a place twice: nothing is lost, and the conflict is said."""
-    spec = policy({"one": tier("nvme", place), "two": tier("nvme", place)})
-    with pytest.raises(ts.AlreadyExists), ts.Checkpointer(spec, "run") as ckpt:
-        ckpt.save(tensors(9000), step=1)
-    with ts.Checkpointer(spec, "run") as ckpt:
-        assert difference(tensors(9000), ckpt.load()) == ""
-        assert ckpt.verify(deep=True).ok
-    assert len(names(Nvme(path=place / "nvme"), "packs/")) == 1
 
 
 def test_what_a_lagging_tier_held_back_is_dropped_at_close(place):

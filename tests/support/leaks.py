@@ -14,6 +14,7 @@ from typing import Any
 from support.checkpointer_worlds import arena_of
 
 import tierstate as ts
+from tierstate.manifest.format.marker import MARKER_KEY
 
 
 def open_files() -> Counter[str]:
@@ -46,8 +47,9 @@ def temporary(folder: Path) -> list[str]:
 
 
 def objects(folder: Path) -> list[str]:
-    """All files below a folder."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    """All files below a folder, but the tier's marker."""
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != MARKER_KEY)
 
 
 def at_rest(ckpt: ts.Checkpointer) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from tierstate.manifest.chunk import Buffer, view
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierError, TierUnavailable
-from tierstate.tiers.base import ObjectWriter, Range, Tier, Traits, check_key, check_ranges, is_key
+from tierstate.tiers.base import ObjectWriter, Place, Range, Tier, Traits, check_key, check_ranges, is_key
 from tierstate.tiers.capacity import CapacityCounter
 from tierstate.tiers.clock import RemoteClock
 from tierstate.tiers.concurrency import WorkerPool
@@ -160,6 +160,11 @@ class Bucket(Tier):
             conditional_create=self._conditional,
             notes=self._notes,
         )
+
+    def place(self) -> Place:
+        """By endpoint, bucket and prefix: an endpoint of two names is not recognised as one."""
+        store = self._store
+        return Place(((store.protocol.replace("s3a", "s3"), store.host, *store.root.strip("/").split("/")),))
 
     def explained(self, doing: str, key: str) -> AbstractContextManager[None]:
         """Raise errors of the store in the block as tier errors, without secrets."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from tierstate.manifest.chunk import Buffer
-from tierstate.tiers.base import ObjectWriter, Range, Tier, Traits
+from tierstate.tiers.base import ObjectWriter, Place, Range, Tier, Traits
 from tierstate.tiers.object.s3.bucket import S3Bucket
 from tierstate.tiers.object.s3.signing import ChecksumChoice
 from tierstate.tiers.posix.directory import Directory
@@ -118,6 +118,9 @@ class ObjectStore(Tier):
 
     def room(self) -> int | None:
         return self._inner.room()
+
+    def place(self) -> Place | None:
+        return self._inner.place()
 
     def close(self) -> None:
         self._inner.close()

@@ -229,6 +229,8 @@ class TierKeys(Frozen):
         bandwidth: most bytes per second that this process reads and writes; None for no limit.
         operations: most calls per second; None for no limit.
         retries: how often a call is repeated after a transient error.
+        initialized: whether the tier must have a marker, which ``tierstate init`` writes once: without it, it counts as
+            not mounted.
         on_lag: if several saves wait to be copied to this tier: ``queue`` copies all of them, ``skip`` only the newest.
     """
 
@@ -241,6 +243,7 @@ class TierKeys(Frozen):
     operations: Times | None = None
     retries: Annotated[int, Field(ge=0, le=MAX_RETRIES), BeforeValidator(no_bool)] = 0
     on_lag: Literal["queue", "skip"] = "queue"
+    initialized: bool = False
 
 
 class PolicyKeys(Frozen):

@@ -21,6 +21,7 @@ from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError
 from tierstate.tiers.base import (
     DEFAULT_PART_SIZE,
     AtomicWriter,
+    Place,
     Range,
     Release,
     Tier,
@@ -48,6 +49,7 @@ from .files import (
     translate_os_error,
     walk,
 )
+from .mounts import place_of
 
 MAX_NAME = 255
 """Longest file name in bytes that file systems allow."""
@@ -267,6 +269,10 @@ class Directory(Tier):
             disk = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
         free, left = disk.f_bavail * disk.f_frsize, self.gauge.left
         return free if left is None else min(free, left)
+
+    def place(self) -> Place:
+        with os_errors_translated("look at", self.name, "", self.path):
+            return place_of(self.path)
 
     def close(self) -> None:
         self._io.close()

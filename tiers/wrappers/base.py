@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import TierError
-from tierstate.tiers.base import ObjectWriter, Range, RankGroup, Release, Tier, Traits
+from tierstate.tiers.base import ObjectWriter, Place, Range, RankGroup, Release, Tier, Traits
 
 
 class Wrapping(Tier):
@@ -70,6 +70,9 @@ class Wrapping(Tier):
 
     def room(self) -> int | None:
         return self.inner.room()
+
+    def place(self) -> Place | None:
+        return self.inner.place()
 
     def close(self) -> None:
         self.inner.close()

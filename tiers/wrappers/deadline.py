@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
-from tierstate.tiers.base import KeepingArena, ObjectWriter, Range, Release, Tier, Traits
+from tierstate.tiers.base import KeepingArena, ObjectWriter, Place, Range, Release, Tier, Traits
 from tierstate.tiers.memory.arena import PAGE, map_pages
 from tierstate.tiers.memory.memcpy import memcpy
 
@@ -232,6 +232,9 @@ class Deadline(Wrapping):
 
     def room(self) -> int | None:
         return self._watch.run("look at the room", self.inner.room)
+
+    def place(self) -> Place | None:
+        return self._watch.run("look at the place", self.inner.place)
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         make = partial(self.inner.writer, key, size_hint)

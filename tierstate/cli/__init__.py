@@ -19,11 +19,11 @@ from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.schema import policy_schema
 from tierstate.tiers.units import parse_seconds, parse_size
 
-from . import errors, files, output, peer, repairs, versions
+from . import errors, files, output, peer, repairs, tiers, versions
 from .options import Json
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-for commands in (versions, repairs, files):
+for commands in (versions, repairs, files, tiers):
     app.add_typer(commands.app)
 policy_app = typer.Typer(help="Policies: check one, or print their schema.", no_args_is_help=True)
 app.add_typer(policy_app, name="policy")
@@ -64,6 +64,11 @@ def check_policy(
     except PolicyError as error:
         output.show_policy_errors(str(error), as_json)
         raise typer.Exit(1) from error
+    from tierstate.cluster.check import find_same_places
+
+    if same := find_same_places(policy):
+        output.show_policy_errors(f"{file}: {same}", as_json)
+        raise typer.Exit(1)
     if state and not live:
         raise ValueError("--state is what live tiers are compared with; say --live too")
     if not live:

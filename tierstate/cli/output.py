@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tierstate.cluster.check import TierFinding
 from tierstate.copy import CopyResult
 from tierstate.engine.info import VersionInfo
+from tierstate.engine.maintain.adopt import MarkerResult
 from tierstate.engine.maintain.check_chunks import Problem, VerifyReport
 from tierstate.engine.maintain.doctor import DoctorReport, Repair
 from tierstate.engine.maintain.leaf_locations import LeafLocation, TierShare, subtotals
@@ -198,6 +199,15 @@ def _keep(keep: Any) -> str:
     best = keep.best and f"{keep.best.count} {keep.best.metric} ({keep.best.mode})"
     said = (("last", keep.last), ("every", keep.every), ("within", within), ("best", best))
     return ", ".join([*(f"{name} {n}" for name, n in said if n), *(["tags"] if keep.tags else [])])
+
+
+def show_markers(found: Sequence[MarkerResult], as_json: bool) -> None:
+    """Tiers and their ids."""
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+        return
+    rows = [(one.tier, one.id, "created" if one.created else "as it was", ", ".join(one.replaces)) for one in found]
+    table(["tier", "id", "marker", "in place of"], rows)
 
 
 def show_policy_errors(message: str, as_json: bool) -> None:

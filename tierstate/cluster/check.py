@@ -9,19 +9,20 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
 
 from tierstate.manifest.chunk import Buffer, as_buffer, spans
-from tierstate.manifest.errors import AccessDenied, TierError, TierFull, TierstateError, TierUnavailable
+from tierstate.manifest.errors import AccessDenied, PolicyError, TierError, TierFull, TierstateError, TierUnavailable
 from tierstate.manifest.history.log import list_runs
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.arena import map_pages
 from tierstate.tiers.object.filesystem import scrub, secrets_in
-from tierstate.tiers.policy.policy import TierPolicy
+from tierstate.tiers.places import check_places
+from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.testing import PROMISES
 from tierstate.tiers.wrappers.limit import Limited
@@ -133,6 +134,24 @@ def _seconds(call: Callable[[], object]) -> float:
     call()
     # A clock may not tick between two very short calls.
     return max(time.monotonic() - start, 1e-9)
+
+
+def find_same_places(policy: Policy) -> str:
+    """Why the tiers of a policy cannot be used together; empty if no two lie in one place. Reads and writes no object.
+
+    A tier that cannot be opened here, such as one whose package is missing, is left out.
+    """
+    with ExitStack() as closing:
+        opened = []
+        for spec in policy.tiers:
+            with suppress(TierstateError, ImportError):
+                opened.append(open_tier(spec.name, spec.type, spec.options))
+                closing.callback(opened[-1].close)
+        try:
+            check_places(opened)
+        except PolicyError as error:
+            return str(error)
+    return ""
 
 
 @dataclass

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +11,9 @@ from tierstate.engine.packs.keys import seq_prefix
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import NotFound, StateMismatch, TierError, TierstateError
 from tierstate.manifest.format.leaf import Path
+from tierstate.manifest.format.marker import check_same_tier
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
-from tierstate.manifest.history.log import commit_id
 from tierstate.manifest.sharded.merge import join_layouts, merge_parts
 from tierstate.manifest.sharded.part import PartReader
 
@@ -149,8 +147,10 @@ def _create(tier_run: PartTierRun, whole: MergedParts, parts: Sequence[_Given]) 
     if tier_run.tier.traits.shared != "site":
         for rank, part in enumerate(parts):
             _check_seen(tier_run, rank, part.record)
-    said = {"id": commit_id(), "tier": tier_run.name, "host": socket.gethostname(), "pid": os.getpid()}
-    tier_run.publish(Record(whole.version, layout, said))
+    signature = tier_run.signature()
+    for rank, part in enumerate(parts):
+        check_same_tier(tier_run.name, signature, part.record.commit, rank)
+    tier_run.publish(Record(whole.version, layout, signature))
 
 
 def _check_seen(tier_run: PartTierRun, rank: int, part: Record) -> None:

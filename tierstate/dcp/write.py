@@ -22,6 +22,7 @@ from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import next_seq
 from tierstate.manifest.sharded.part import encode_part
 from tierstate.tiers.concurrency import Task, WorkerPool
+from tierstate.tiers.places import check_places
 
 from .engine import DcpEngine, PartTierRun
 from .leaves import ListValues
@@ -83,8 +84,12 @@ def save_targets(engine: DcpEngine, step: int | None, now: float, hosts: int, *,
             do not read their clocks.
 
     Raises:
+        PolicyError: two tiers lie in one place.
         TierstateError: the durable tier does not answer.
     """
+    check_places([tier_run.tier for tier_run in engine.tier_runs])
+    for tier_run in engine.tier_runs:
+        tier_run.identity.prepare()
     durable = engine.tier_run(engine.policy.durable)
     highest = durable.refresh()
     newest = durable.newest()

@@ -22,6 +22,7 @@ from support.equality import difference
 
 import tierstate as ts
 from tierstate.manifest.errors import TierFull
+from tierstate.manifest.format.marker import MARKER_KEY
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.host import Host, Memory
@@ -147,7 +148,7 @@ def check(ckpt: ts.Checkpointer, where: Wrapped, states: list[Any], failed: str,
 
 def test_packs_stay_while_a_record_that_was_not_answered_may_still_arrive() -> None:
     with wrapped(Memory()) as keys, ts.Checkpointer(policy({"bad": keys}), "run") as ckpt:
-        faulty(keys).add(Fault("put", 1, ts.TierUnavailable("no answer")))
+        faulty(keys).add(Fault("put", 2, ts.TierUnavailable("no answer")))  # the first one is of the marker
         made = ckpt.save(tensors(*SIZES), step=0)
         assert "no answer" in outcome(made, "bad")
         inner = faulty(keys).inner
@@ -169,7 +170,7 @@ def test_a_tier_that_always_fails_is_tried_at_every_save(operation: Any) -> None
                 assert "full" in outcome(made, "bad")
                 assert outcome(made, "good") == "", "from the second on it is entered directly"
             assert ckpt.stats().tiers["bad"].failures >= 4
-            assert list(faulty(bad).inner.list("")) == []
+            assert set(faulty(bad).inner.list("")) <= {MARKER_KEY}
             assert arena_of(ckpt).in_flight == 0
 
 

@@ -18,7 +18,7 @@ from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import pin_version
-from tierstate.manifest.history.log import RACE_RETRIES, Log, check_run, commit_id
+from tierstate.manifest.history.log import RACE_RETRIES, Log, check_run
 from tierstate.manifest.history.retention import dropped_groups
 from tierstate.manifest.history.tags import fork_version, move_rows
 
@@ -171,7 +171,7 @@ def _commit(tier_run: TierRun, old: Version, new: Version, into: Log) -> Record:
     for _ in range(RACE_RETRIES):
         source = _source(tier_run, old)
         gone = dropped_groups(source.commit)
-        said = {"id": commit_id(), **({"thinned": list(gone)} if gone else {})}
+        said = tier_run.signature() | ({"thinned": list(gone)} if gone else {})
         record = Record(new, _layout(tier_run, old, source), said)
         into.commit(record)
         try:

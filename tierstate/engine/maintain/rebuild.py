@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -223,7 +221,7 @@ def commit_rebuilt(
         replaced: all generations that the number has in the tier now; they are deleted after the commit.
         commit: commit data of the record that it replaces, if that can be read.
     """
-    about = commit or {"tier": tier_run.name, "host": socket.gethostname(), "pid": os.getpid(), "rebuilt": True}
+    about = commit or {**tier_run.signature(), "rebuilt": True}
     seq = version.head.seq
     tier_run.summaries.renew(seq)
     tier_run.log.commit(Record(version, layout, {**about, "id": commit_id()}), max(replaced, default=-1) + 1)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstate.engine.restore.restore import RestoreSpec, unreadable_now
+from tierstate.engine.restore.restore import RestoreSpec, check_missing, unreadable_now
 from tierstate.engine.store.catalog import LOOK_FURTHER, RunCatalog, SeqVersions, VersionCopies, VersionMoved
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import (
@@ -206,13 +206,33 @@ class VersionAgreement:
             if visible.named is not None and (seq > visible.named[0] or (seq < visible.named[0] and not self._older)):
                 continue
             place = self.catalog.look(seq, self._seen.get(seq, []))
-            every = self._query.ask_json("look", partial(_said, place))
+            every = self._query.ask_json("look", partial(self._said, place))
             there = sorted({(-time, id) for one in every for id, time in one["there"]})
             if not there:
                 self._unreadable(seq, every, visible)
             for _, id in there:
                 if visible.named is None or seq != visible.named[0] or id == visible.named[1]:
                     yield self._shared(place, id, [any(id == name for name, _ in one["there"]) for one in every])
+
+    def _said(self, place: SeqVersions) -> dict[str, Any]:
+        if self.newest and place.entries:
+            self.catalog.check_tiers()
+        problems = [[f"{name}: {error}", cannot_be_asked(error)] for name, error in place.problems]
+        return {"there": [[e.version.id, e.version.head.time] for e in place.entries], "problems": problems}
+
+    def check_missing(self) -> None:
+        """Check on all ranks that no tier is missing in which the wanted version may be; all agree on the answer.
+
+        Raises:
+            WrongTier, Unreadable: as `tierstate.engine.restore.restore.check_missing`.
+            RankFailed: another rank has found that.
+        """
+
+        def check() -> bytes:
+            check_missing(self.catalog, self.wanted._replace(tag=None), [*self.passed, *filter(None, [self._tag])])
+            return b""
+
+        self._query.ask("missing", check)
 
     @property
     def newest(self) -> bool:
@@ -265,11 +285,6 @@ def _version(data: bytes, id: str) -> Version:
     if checksum(section).hex() != id:
         raise FormatError(f"version {id[:12]} came damaged from another rank")
     return Version.decode(memoryview(section))
-
-
-def _said(place: SeqVersions) -> dict[str, Any]:
-    problems = [[f"{name}: {error}", cannot_be_asked(error)] for name, error in place.problems]
-    return {"there": [[e.version.id, e.version.head.time] for e in place.entries], "problems": problems}
 
 
 def _steps(seqs: Iterable[int]) -> list[int]:

@@ -14,6 +14,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import Damaged, FormatError, RankFailed, SaveSkipped, StateMismatch, format_ranks
+from tierstate.manifest.format.marker import check_same_tier
 from tierstate.manifest.format.record import MAX_RECORD, Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
@@ -145,6 +146,8 @@ class Coordinator:
                 raise StateMismatch(f"rank {rank} gave a part of {name} {its!r}, where rank 0 saves {name} {ours!r}")
         if others := set(part.version.shard_rank.tolist()) - {rank}:
             raise FormatError(f"rank {rank} gave a part with shards of {format_ranks(others)}; right are its own")
+        if self._tier.traits.shared == "site":
+            check_same_tier(self._tier.name, self._part.commit, part.commit, rank)
         return part
 
 

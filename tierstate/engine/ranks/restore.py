@@ -27,7 +27,7 @@ from tierstate.engine.restore.restore import (
     VersionDropped,
     content_of,
     describe_version,
-    no_such_version,
+    none_found,
     plan_scatter,
     raise_if_dropped,
 )
@@ -435,7 +435,7 @@ def restore_together(
     wanted: RestoreSpec,
     tag: str | None,
     resolve: Callable[[str], TaggedVersion | None],
-) -> Restored:
+) -> Restored | None:
     """Restore the asked version, by default the newest that all ranks can get completely.
 
     All ranks call this together. Each gets what its own state wants, or an error.
@@ -461,7 +461,7 @@ def restore_together(
     return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena)
 
 
-def _restore(query: GroupQuery, agreement: VersionAgreement, arena: Arena) -> Restored:
+def _restore(query: GroupQuery, agreement: VersionAgreement, arena: Arena) -> Restored | None:
     wanted, catalog = agreement.wanted, agreement.catalog
     # Prepared in the background during the messages: the first touch of memory costs more than its later use.
     arena.prepare(READ_WORKERS * arena.slab_size)
@@ -478,7 +478,9 @@ def _restore(query: GroupQuery, agreement: VersionAgreement, arena: Arena) -> Re
                 agreement.pass_over(describe_version(entry), error)
             finally:
                 changed = changed or attempt.changed
-        raise no_such_version(catalog.tier_runs[0].run, wanted, catalog, agreement.passed)
+        agreement.check_missing()
+        none_found(catalog.tier_runs[0].run, wanted, catalog, agreement.passed)
+        return None
     except BaseException as error:
         if changed and wanted.into is not NEW:
             error.add_note("the given state may be overwritten in part: do not train on from it")

@@ -28,6 +28,7 @@ from tierstate.manifest.history.retention import RetentionDecision, RetentionPol
 from tierstate.manifest.sharded.part import part_of
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy
 
 from .commit import GroupCommit
@@ -79,13 +80,26 @@ def agree_on_start(team: Team, tier_runs: Sequence[TierRun], highest: Callable[[
 
     Raises:
         RankFailed: a rank does not answer.
+        PolicyError: for some rank two tiers lie in one place.
     """
+    refused = _same_place(tier_runs)
     seen = {tier_run.name: _newest(tier_run) for tier_run in tier_runs}
-    mine = {"seq": next_seq(max(map(highest, tier_runs), default=0)) - 1, "newest": seen}
+    mine = {"seq": next_seq(max(map(highest, tier_runs), default=0)) - 1, "newest": seen, "refused": refused}
     every = [json.loads(said) for said in team.gather("opening", json.dumps(mine).encode())]
+    if refusals := [f"rank {rank}: {said['refused']}" for rank, said in enumerate(every) if said["refused"]]:
+        raise PolicyError(refusals[0])
     newest: dict[str, list[float]] = {name: max((said["newest"][name] for said in every), default=[]) for name in seen}
     last = {name: (int(found[1]), float(found[2])) if found else None for name, found in newest.items()}
     return StartState(max(int(said["seq"]) for said in every), last)
+
+
+def _same_place(tier_runs: Sequence[TierRun]) -> str:
+    """Why these tiers cannot be used together; empty if nothing was found."""
+    try:
+        check_places([tier_run.tier for tier_run in tier_runs])
+    except PolicyError as error:
+        return str(error)
+    return ""
 
 
 def _newest(tier_run: TierRun) -> list[float]:
@@ -189,6 +203,7 @@ class SharedTierRun(TierRun):
         self.rank, self.leads = team.rank, team.leads(shared)
         self.whole = len(team.ranks_sharing(shared)) == team.size
         self.alone = self.whole and team.coordinator
+        self.identity.leads = self.leads
         self._merged, self._coordinator = merged, team.coordinator
         self._group_commit = GroupCommit(team, tier.name, tier, _Checked(self), merged)
         self._there: dict[int, None] = {}

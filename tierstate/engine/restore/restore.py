@@ -223,6 +223,7 @@ class RestoreSpec(NamedTuple):
         allow_pickle: whether the pickle at a path may be loaded.
         allow_lossy: whether leaves may be restored that were saved with fewer bits.
         tag: the version that a tag names, instead of a step or an id.
+        optional: the result is None, and not NotFound, if the run has no version at all.
     """
 
     step: int | None = None
@@ -234,6 +235,7 @@ class RestoreSpec(NamedTuple):
     allow_pickle: Callable[[Path], bool] = lambda _path: False
     allow_lossy: bool = False
     tag: TaggedVersion | None = None
+    optional: bool = False
 
     @property
     def newest(self) -> bool:
@@ -252,7 +254,7 @@ class VersionDropped(NotFound):
     """A version was dropped while it was read."""
 
 
-def restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -> Restored:
+def restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -> Restored | None:
     """Restore the newest undamaged version that matches. Starts again if it is dropped or moved while it is read.
 
     Raises: as `_restore`.
@@ -269,11 +271,12 @@ def restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) ->
     return _restore(catalog, arena, run, wanted)
 
 
-def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -> Restored:
+def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -> Restored | None:
     """Restore the newest undamaged version that matches.
 
     Raises:
         NotFound: there is no such version.
+        WrongTier: a tier is not the one that is expected: the newest version, or the wanted one, may be there.
         StateMismatch: its leaves do not match the given state.
         FormatError: its shards do not cover their leaves.
         Damaged: a chunk is missing or damaged in every tier.
@@ -288,7 +291,7 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
     arena.prepare(READ_WORKERS * arena.slab_size)
     try:
         for entry in _candidates(catalog, wanted, passed):
-            target = _plan(entry, wanted)
+            target = _plan(catalog, entry, wanted)
             plan = plan_scatter(entry.version, target)
             try:
                 if not _is_whole(entry, plan.rows, wanted, passed):
@@ -300,14 +303,31 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
                     raise_if_dropped(entry, error)
                     raise
                 _pass_over(passed, describe_version(entry), error)
-        raise no_such_version(run, wanted, catalog, passed)
+        check_missing(catalog, wanted, passed)
+        none_found(run, wanted, catalog, passed)
+        return None
     except BaseException as error:
         if changed or (target is not None and target.changed):
             error.add_note("the given state may be overwritten in part: do not train on from it")
         raise
 
 
-def _plan(entry: VersionCopies, wanted: RestoreSpec) -> Target:
+def check_missing(catalog: RunCatalog, wanted: RestoreSpec, passed: Sequence[str]) -> None:
+    """Check, where the wanted version was not found, that no tier is missing in which it may be.
+
+    Raises:
+        WrongTier: a tier is not the one that is expected.
+        Unreadable: there is no version at all, and a persistent tier cannot be asked now.
+    """
+    if wanted.newest and not passed:
+        catalog.check_empty()
+    else:
+        catalog.check_tiers()
+
+
+def _plan(catalog: RunCatalog, entry: VersionCopies, wanted: RestoreSpec) -> Target:
+    if wanted.newest:
+        catalog.check_tiers()  # before anything is touched: a tier that is missing may have a newer one
     return plan_restore(
         entry.version.leaves,
         into=wanted.into,
@@ -433,6 +453,12 @@ def _pass_over(passed: list[str], name: str, error: object) -> None:
 def describe_version(entry: VersionCopies) -> str:
     """Number, step and run of a version, for messages."""
     return f"version {entry.version.head.seq} (step {entry.version.head.step}) of run {entry.version.head.run!r}"
+
+
+def none_found(run: str, wanted: RestoreSpec, catalog: RunCatalog, passed: list[str]) -> None:
+    """Return if the run may have no version, and it has none; else raise the error of `no_such_version`."""
+    if passed or not wanted.optional:
+        raise no_such_version(run, wanted, catalog, passed)
 
 
 def no_such_version(run: str, wanted: RestoreSpec, catalog: RunCatalog, passed: list[str]) -> TierstateError:

@@ -21,6 +21,7 @@ from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, Tie
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import next_seq
 from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy
 
 from .backlog import PendingVersion
@@ -138,8 +139,13 @@ class SavePipeline:
         self._saves.raise_if_lost([n for n, s in self._tier_runs.items() if s.tier.traits.persistent], before)
 
     def next_seq(self) -> int:
-        """The number of the next version (`next_seq`), above all that are in the tiers whose log can be listed."""
+        """The number of the next version (`next_seq`), above all that are in the tiers whose log can be listed.
+
+        Raises:
+            PolicyError: two tiers lie in one place.
+        """
         if self._look:
+            check_places([tier_run.tier for tier_run in self._tier_runs.values()])
             self._look = False
             # Never lower than a number that this process has used: such a save may still be in progress.
             self._seq = max(self._seq, *map(self._highest, self._tier_runs.values()))

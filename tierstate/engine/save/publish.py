@@ -6,14 +6,12 @@ from the slabs of a capture that is still running, a `CascadeJob` copies from th
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -43,7 +41,7 @@ from tierstate.manifest.format.layout import RAW, LayoutBuilder
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version, copy_stages
-from tierstate.manifest.history.log import RACE_RETRIES, commit_id
+from tierstate.manifest.history.log import RACE_RETRIES
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena, Slab
 
@@ -248,7 +246,9 @@ class TierWrite:
         if self._adopted is not None:
             self._adopted.place(version, self._draft)
         sizes = self._sizes()
-        record = Record(version, self._draft.build(sizes), self._signature())
+        self.tier_run.identity.wait_for_others()  # the record names the tiers by their markers
+        self.tier_run.identity.ensure()
+        record = Record(version, self._draft.build(sizes), self.tier_run.signature())
         self._sent = True
         self.tier_run.publish(record, stop)
         return record
@@ -277,9 +277,6 @@ class TierWrite:
     def _written_sizes(self) -> dict[str, int]:
         """Lengths of the objects written here."""
         return dict(self._packs.sizes)
-
-    def _signature(self) -> dict[str, Any]:
-        return {"id": commit_id(), "tier": self.tier_run.name, "host": socket.gethostname(), "pid": os.getpid()}
 
     def abort(self, error: BaseException) -> None:
         """Delete what was written, unless the record may still be created: then its packs must stay.
@@ -436,7 +433,7 @@ class DirectJob:
 
     def run(self) -> Record:
         """Write slab by slab, then commit. After a failure still releases slabs, so that the capture need not wait."""
-        failure: BaseException | None = None
+        failure = self._unexpected()
         while isinstance(item := self._queue.get(), (SlabChunks, UnchangedChunks)):
             try:
                 if failure is None:
@@ -455,6 +452,14 @@ class DirectJob:
         except BaseException as error:
             self.publication.abort(error)
             raise
+
+    def _unexpected(self) -> BaseException | None:
+        """The error if the tier is not the expected one, or cannot be asked."""
+        try:
+            self.publication.tier_run.identity.ensure(create=False)
+        except BaseException as error:
+            return error
+        return None
 
     def _take(self, item: SlabChunks | UnchangedChunks) -> None:
         if isinstance(item, SlabChunks):
@@ -528,6 +533,7 @@ class CascadeJob:
         return self._run()
 
     def _run(self) -> Record:
+        self._tier_run.identity.ensure(create=False)
         coming = self._coming()  # called before the records are read
         records = self._found(coming)
         version = records[0][1].version

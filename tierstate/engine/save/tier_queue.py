@@ -183,6 +183,7 @@ class TierQueue:
             return max(0, sum(due.nbytes for due in self.outstanding()) - written)
 
     def _run(self) -> None:
+        self.tier_run.identity.prepare()
         self._look_back()
         while (job := self._next()) is not None:
             self._publish(job)
@@ -393,6 +394,8 @@ class Cascade:
         """
         self._before = seq
         self.queues = {name: self._queue(name) for name in self._tier_runs}
+        for tier_run in self._tier_runs.values():
+            tier_run.identity.settled = Latch()  # before any thread writes a record
         for queue in self.queues.values():
             queue.start()
 

@@ -16,13 +16,14 @@ import numpy as np
 
 from tierstate.engine.packs.keys import pack_prefix
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.errors import NotFound, TierError, TierstateError
+from tierstate.manifest.errors import NotFound, TierError, TierstateError, Unreadable
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.retention import dropped_groups
 
+from .identity import check_nothing_missing, check_tiers
 from .run_in_tier import TierRun
 
 log = logging.getLogger("tierstate")
@@ -167,6 +168,31 @@ class RunCatalog:
             if upto is None or seq <= upto:
                 yield self.look(seq, tier_runs)
 
+    def check_tiers(self) -> None:
+        """Check that each tier is the one that the records name that were read so far.
+
+        Raises:
+            WrongTier: a tier is not; it may hold newer versions.
+        """
+        check_tiers([tier_run.identity for tier_run in self.tier_runs])
+
+    def check_empty(self) -> None:
+        """Check, where no version was found, that nothing says that a tier is missing in which there may be some.
+
+        Raises:
+            WrongTier: a tier is not the expected one.
+            TierUnavailable: a persistent tier cannot be read now.
+        """
+        for tier_run in self.tier_runs:
+            error = self.unreachable.get(tier_run.name)
+            if error is not None and tier_run.tier.traits.persistent:
+                raise Unreadable(
+                    f"run {tier_run.run!r} has no version in the tiers that answer, and {tier_run.name} cannot be "
+                    f"asked now: {error}",
+                    tier=tier_run.name,
+                ) from error
+        check_nothing_missing([tier_run.identity for tier_run in self.tier_runs])
+
     @staticmethod
     def look(seq: int, tier_runs: Sequence[TierRun]) -> SeqVersions:
         """The versions that these tiers have with one number."""
@@ -180,6 +206,7 @@ class RunCatalog:
             except TierstateError as error:
                 problems.append((tier_run.name, error))
                 continue
+            tier_run.identity.learn(record)
             copies.setdefault(record.version.id, []).append((Holding(tier_run, record.layout), record))
         entries = [
             VersionCopies(found[0][1].version, tuple(h for h, _ in found), tuple(r for _, r in found))

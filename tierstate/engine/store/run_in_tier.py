@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,14 +19,16 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.digest import DigestIndex
 from tierstate.manifest.errors import FormatError, MediaError, NotFound
 from tierstate.manifest.format.layout import ABSENT, DELTA, ChunkPlace, Layout, LayoutBuilder
+from tierstate.manifest.format.marker import names_tiers
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import Leases
-from tierstate.manifest.history.log import Log
+from tierstate.manifest.history.log import Log, commit_id
 from tierstate.manifest.history.removals import removed_seqs
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.gpu import gpu_in
 
+from .identity import TierIdentity
 from .index import Summaries
 from .retention import Retention
 
@@ -80,6 +84,7 @@ class TierRun:
         rules: by glob of leaf paths, the retention of those leaves, in place of ``keep``.
 
     Attributes:
+        identity: whether this is the expected tier.
         beside: the run in all tiers of the policy, in their order, if there are several.
         rank, together: rank of this process, and whether several ranks commit together.
         leads: whether this rank is the host leader: it drops versions for all ranks that see the same objects.
@@ -101,6 +106,7 @@ class TierRun:
     ) -> None:
         self.tier, self.run, self.keep, self.rules = tier, run, keep, rules
         self.log = Log(tier, run)
+        self.identity = TierIdentity(tier, self._find_newest)
         self.beside: Sequence[TierRun] = ()
         self.summaries = Summaries(tier, run)
         self.retention = Retention(self, keep, rules)
@@ -133,6 +139,7 @@ class TierRun:
     def _find_newest(self) -> Record | None:
         for found in self.log.newest_first():
             if found.record is not None:
+                self.identity.learn(found.record)
                 return found.record
             if isinstance(found.error, (FormatError, NotFound, MediaError)):
                 log.warning("%s: version %d of run %s is passed over: %s", self.name, found.seq, self.run, found.error)
@@ -286,14 +293,20 @@ class TierRun:
 
         Raises:
             NotFound: another process dropped the version that it builds on; it was not committed.
-            TierstateError: as `Log.commit`.
+            TierstateError: as `Log.commit`, and `TierIdentity.ensure`.
         """
         self.create(record)
         self.build_on(record)
         self.retention.add(record)
 
+    def signature(self) -> dict[str, Any]:
+        """The commit data of a new record: a new id, the writer, and the tiers of the policy as far as known."""
+        writer = {"id": commit_id(), "tier": self.name, "host": socket.gethostname(), "pid": os.getpid()}
+        return writer | names_tiers(self.identity.names())
+
     def create(self, record: Record) -> None:
         """Commit a record without adding it to the cache. Raises: as `publish`."""
+        self.identity.ensure()  # once more: a file system may have been unmounted while the packs were written
         base = self._newest
         self.summaries.expect(record.version.head.seq)
         self.log.commit(record)

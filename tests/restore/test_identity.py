@@ -1,0 +1,545 @@
+"""Tiers that are not the expected ones: not mounted, replaced, copied, or two of them in one place."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.checkpointer_worlds import faulty, opened, policy, scratch, tensors, wrapped
+from support.equality import difference
+from support.filesystems import tmpfs
+
+import tierstate as ts
+from tierstate.engine.maintain.adopt import adopt_tier, init_tiers
+from tierstate.engine.store.identity import read_marker
+from tierstate.manifest.chunk import as_buffer
+from tierstate.manifest.format.marker import MARKER_KEY, TierMarker, named_tiers
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.posix.directory import Nvme
+from tierstate.tiers.testing import Fault
+
+
+def spec(place: Path, **keys: Any) -> ts.Policy:
+    """A tier of this host, and one of the site."""
+    return policy(
+        {
+            "local": {"type": "nvme", "path": str(place / "local")},
+            "site": {"type": "lustre", "path": str(place / "site"), **keys},
+        },
+        durable="site",
+    )
+
+
+def save(policy: ts.Policy, step: int, run: str = "run") -> None:
+    with ts.Checkpointer(policy, run) as ckpt:
+        ckpt.save(tensors(9000, seed=step), step=step).wait()
+
+
+def resumed(policy: ts.Policy, run: str = "run") -> int | None:
+    """The step that a job of this policy goes on from; None: it starts afresh."""
+    state = tensors(9000, seed=99)
+    with ts.Checkpointer(policy, run) as ckpt:
+        found = ckpt.resume(into=state)
+    if found is None:
+        assert difference(tensors(9000, seed=99), state) == "", "a fresh start changes nothing"
+        return None
+    assert difference(tensors(9000, seed=found.step), state) == ""
+    return found.step
+
+
+def test_a_job_starts_afresh_once(place):
+    assert resumed(spec(place)) is None
+    assert list(place.iterdir()) == [], "looking writes nothing"
+    save(spec(place), 1)
+    assert resumed(spec(place)) == 1
+    assert resumed(spec(place), "other") is None
+
+
+def test_records_name_the_tiers_they_were_written_with(place):
+    save(spec(place), 1)
+    save(spec(place), 2)
+    markers = {name: read_marker(opened(spec(place), name)) for name in ("local", "site")}
+    assert {name: marker.tier for name, marker in markers.items() if marker} == {"local": "local", "site": "site"}
+    for name in markers:
+        newest = Log(opened(spec(place), name), "run").latest()
+        assert newest is not None
+        named = named_tiers(newest.commit)
+        assert {n: t.id for n, t in named.items()} == {n: m.id for n, m in markers.items() if m}
+
+
+def test_what_is_not_mounted_is_expected(place):
+    save(spec(place), 1)
+    (place / "site").rename(place / "away")
+    for _ in range(2):
+        with pytest.raises(ts.WrongTier, match=r"site: tier .* is expected here.*no marker.*tierstate adopt site"):
+            resumed(spec(place))
+        with ts.Checkpointer(spec(place), "run") as ckpt:
+            with pytest.raises(ts.WrongTier):
+                ckpt.load()
+            with pytest.raises(ts.WrongTier):
+                ckpt.load(step=7)
+            assert difference(tensors(9000, seed=1), ckpt.load(step=1)) == "", "what is named and there is given"
+    assert not (place / "site").exists()
+
+
+def test_nothing_is_saved_where_the_tier_is_not_and_all_of_it_later(place):
+    save(spec(place), 1)
+    (place / "site").rename(place / "away")
+    (place / "site").mkdir()  # the mount point
+    with ts.Checkpointer(spec(place), "run") as ckpt:
+        made = ckpt.save(tensors(9000, seed=2), step=2)
+        made.wait("local")
+        with pytest.raises(ts.WrongTier):
+            made.wait("site")
+        assert list((place / "site").iterdir()) == []
+        (place / "site").rmdir()
+        (place / "away").rename(place / "site")
+        ckpt.save(tensors(9000, seed=3), step=3).wait("site")
+    shutil.rmtree(place / "local")
+    with ts.Checkpointer(spec(place), "run") as ckpt:
+        assert [v.step for v in ckpt.versions()] == [1, 2, 3], "it was owed, and brought"
+
+
+def test_a_mount_that_goes_away_under_a_running_job(place):
+    with ts.Checkpointer(spec(place), "run") as ckpt:
+        ckpt.save(tensors(9000, seed=1), step=1).wait()
+        (place / "site").rename(place / "away")
+        with pytest.raises(ts.WrongTier, match="this process has used it"):
+            ckpt.save(tensors(9000, seed=2), step=2).wait()
+        with pytest.raises(ts.WrongTier):
+            ckpt.resume(into=tensors(9000))
+        assert not (place / "site").exists()
+        (place / "away").rename(place / "site")
+        assert ckpt.resume(into=tensors(9000)) is not None
+
+
+def test_a_new_disk_of_a_node_is_no_error(place):
+    save(spec(place), 1)
+    old = read_marker(opened(spec(place), "local"))
+    shutil.rmtree(place / "local")
+    assert resumed(spec(place)) == 1
+    save(spec(place), 2)
+    new = read_marker(opened(spec(place), "local"))
+    assert old is not None
+    assert new is not None
+    assert old.id != new.id
+    assert resumed(spec(place)) == 2
+
+
+@pytest.mark.root
+def test_a_disk_of_a_node_that_is_not_mounted_is_one(place, tmp_path):
+    keys = policy(
+        {
+            "local": {"type": "nvme", "path": str(tmp_path / "disk" / "ckpt")},
+            "site": {"type": "lustre", "path": str(place / "site"), "every": 2},
+        }
+    )
+    with tmpfs(tmp_path / "disk", 1 << 22):
+        save(keys, 1)
+        subprocess.run(["umount", tmp_path / "disk"], check=True)
+        try:
+            with pytest.raises(ts.WrongTier, match=r"in the file system at .*disk, not in"):
+                resumed(keys)
+            with ts.Checkpointer(keys, "run") as ckpt:
+                made = ckpt.save(tensors(9000), step=2)
+                with pytest.raises(ts.WrongTier):
+                    made.wait("local")
+                with pytest.raises(ts.TierUnavailable):
+                    made.wait("site")
+                made = ckpt.save(tensors(9000, seed=2), step=2)
+                made.wait("site")
+                with pytest.raises(ts.WrongTier):
+                    made.wait("local")
+            assert list((tmp_path / "disk").iterdir()) == []
+        finally:
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path / "disk"], check=True)
+        assert resumed(keys) == 2, "a disk that is mounted and empty is a new one"
+
+
+@pytest.mark.root
+def test_a_single_tier_that_was_initialized_is_missed(tmp_path):
+    one = policy({"disk": {"type": "nvme", "path": str(tmp_path / "disk"), "initialized": True}})
+    with tmpfs(tmp_path / "disk", 1 << 22):
+        with pytest.raises(ts.WrongTier, match="tierstate init"):
+            resumed(one)
+        with ts.Checkpointer(one, "run") as ckpt, pytest.raises(ts.WrongTier, match="initialized: true"):
+            ckpt.save(tensors(9000), step=1).wait()
+        (made,) = init_tiers(one)
+        assert made.created
+        assert not init_tiers(one)[0].created
+        save(one, 1)
+        subprocess.run(["umount", tmp_path / "disk"], check=True)
+        try:
+            with pytest.raises(ts.WrongTier):
+                resumed(one)
+        finally:
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path / "disk"], check=True)
+
+
+def test_another_tier_in_its_place_is_refused_until_it_is_adopted(place):
+    save(spec(place), 1)
+    (place / "site").rename(place / "away")
+    save(policy({"site": {"type": "lustre", "path": str(place / "site")}}), 5, "stranger")
+    with pytest.raises(ts.WrongTier, match="marker of another tier"):
+        resumed(spec(place))
+    with ts.Checkpointer(spec(place), "run") as ckpt, pytest.raises(ts.WrongTier):
+        ckpt.save(tensors(9000, seed=2), step=2).wait()
+    adopted = adopt_tier(spec(place), "site")
+    assert not adopted.created
+    assert len(adopted.replaces) == 1
+    assert resumed(spec(place)) == 2, "it was saved to the local tier"
+    save(spec(place), 3)
+    assert resumed(spec(place)) == 3
+    shutil.rmtree(place / "site")
+    (place / "away").rename(place / "site")
+    with pytest.raises(ts.WrongTier, match="marker of another tier"):
+        resumed(spec(place))
+
+
+def test_a_run_that_nothing_names_does_not_start_afresh_beside_runs_that_name_the_missing_tier(place):
+    save(spec(place), 1, "other")
+    (place / "site").rename(place / "away")
+    with pytest.raises(ts.WrongTier):
+        resumed(spec(place))
+    with pytest.raises(ts.WrongTier), ts.Checkpointer(spec(place), "run") as ckpt:
+        ckpt.restore(tensors(9000))
+    with pytest.raises(ts.WrongTier):
+        init_tiers(spec(place))
+    adopt_tier(spec(place), "site")
+    assert resumed(spec(place)) is None
+
+
+def test_a_tier_that_cannot_be_asked_is_no_reason_to_start_afresh(place):
+    with ExitStack() as held:
+        local, site = held.enter_context(wrapped(Memory())), held.enter_context(wrapped(Memory()))
+        with ts.Checkpointer(policy({"local": local, "site": site}, durable="site"), "run") as ckpt:
+            ckpt.save(tensors(9000, seed=1), step=1).wait()
+            faulty(site).add(Fault("list", 0, ts.TierUnavailable("no answer")))
+            found = ckpt.resume(into=tensors(9000))
+            assert found is not None
+            assert found.tiers == ("local",)
+            for key in list(faulty(local).inner.list("versions/")):
+                faulty(local).inner.delete(key)
+            with pytest.raises(ts.Unreadable, match="site cannot be asked now: no answer"):
+                ckpt.resume(into=tensors(9000))
+            faulty(site).heal()
+            found = ckpt.resume(into=tensors(9000))
+            assert found is not None
+            assert (found.step, found.tiers) == (1, ("site",))
+
+
+def test_a_damaged_newest_version_is_no_reason_either(place):
+    save(spec(place), 1)
+    for record in place.glob("*/versions/run/*"):
+        record.write_bytes(b"damaged" * 100)
+    with pytest.raises(ts.Damaged):
+        resumed(spec(place))
+
+
+def test_a_lost_marker_comes_back_with_its_id(place):
+    save(spec(place), 1)
+    before = read_marker(opened(spec(place), "site"))
+    (place / "site" / MARKER_KEY).unlink()
+    assert resumed(spec(place)) == 1
+    save(spec(place), 2)
+    after = read_marker(opened(spec(place), "site"))
+    assert before is not None
+    assert after is not None
+    assert before.id == after.id
+
+
+def test_a_damaged_marker_keeps_nobody_out(place, caplog):
+    save(spec(place), 1)
+    (place / "site" / MARKER_KEY).write_bytes(b"{")
+    assert resumed(spec(place)) == 1
+    assert "`tierstate adopt`" in caplog.text
+    save(spec(place), 2)
+    assert resumed(spec(place)) == 2
+    assert adopt_tier(spec(place), "site").created
+    save(spec(place), 3)
+    assert resumed(spec(place)) == 3
+
+
+def test_tiers_may_change_their_names(place):
+    two = {"a": {"type": "lustre", "path": str(place / "x")}, "b": {"type": "lustre", "path": str(place / "y")}}
+    save(policy(two), 1)
+    for names in (("b", "a"), ("a", "c")):
+        other = policy(dict(zip(names, two.values(), strict=True)))
+        assert resumed(other) == 1
+        save(other, 1)
+
+
+def test_a_repository_without_markers_is_read_and_gets_them_with_a_save(place):
+    save(spec(place), 1)
+    for name in ("local", "site"):
+        (place / name / MARKER_KEY).unlink()
+        record = next((place / name / "versions" / "run").iterdir())
+        log = Log(opened(spec(place), name), "run")
+        old = log.latest()
+        assert old is not None
+        record.unlink()
+        log.commit(type(old)(old.version, old.layout, {k: v for k, v in old.commit.items() if k != "tiers"}))
+    assert resumed(spec(place)) == 1
+    assert not list(place.glob(f"*/{MARKER_KEY}"))
+    save(spec(place), 2)
+    assert len(list(place.glob(f"*/{MARKER_KEY}"))) == 2
+
+
+def test_checking_costs_nothing_once_it_is_done(place):
+    with (
+        wrapped(Memory()) as one,
+        wrapped(Memory()) as other,
+        ts.Checkpointer(policy({"a": one, "b": other}), "run") as c,
+    ):
+        c.save(tensors(9000, seed=1), step=1).wait("b")
+        assert c.load()
+        before = [type(faulty(t).calls)(faulty(t).calls) for t in (one, other)]
+        seen: list[str] = []
+        for t in (one, other):
+            forward = faulty(t).inner.size
+            faulty(t).inner.size = lambda key, forward=forward: seen.append(key) or forward(key)  # type: ignore[method-assign]
+        c.save(tensors(9000, seed=2), step=2).wait("b")
+        assert c.load()
+        assert MARKER_KEY not in seen
+        assert before[0]["put"] >= 2, "a marker and a record"
+
+
+def test_a_marker_that_another_process_creates_first_is_taken(place):
+    inner = Memory()
+    with wrapped(inner) as one:
+        theirs = TierMarker(tier="x")
+        forward = inner.put
+
+        def put(key: str, data: Any) -> None:
+            if key == MARKER_KEY and not list(inner.list(MARKER_KEY)):
+                forward(key, as_buffer(theirs.encode()))
+            forward(key, data)
+
+        inner.put = put  # type: ignore[method-assign]
+        with ts.Checkpointer(policy({"a": one}), "run") as ckpt:
+            ckpt.save(tensors(9000), step=1).wait()
+            ckpt.save(tensors(9000), step=2).wait()
+        assert read_marker(inner) == theirs
+        newest = Log(inner, "run").latest()
+        assert newest is not None
+        assert named_tiers(newest.commit)["a"].id == theirs.id
+
+
+# Two tiers in one place
+
+
+def _same(base: Path) -> str:
+    return str(base)
+
+
+def _slashes(base: Path) -> str:
+    return f"{base.parent}//{base.name}/"
+
+
+def _dots(base: Path) -> str:
+    return f"{base}/sub/../../{base.name}/."
+
+
+def _link(base: Path) -> str:
+    (base.parent / "link").symlink_to(base)
+    return str(base.parent / "link")
+
+
+def _linked_parent(base: Path) -> str:
+    (base.parent / "up").symlink_to(base.parent)
+    return str(base.parent / "up" / base.name)
+
+
+def _nested(base: Path) -> str:
+    return str(base / "packs" / "run")
+
+
+def _around(base: Path) -> str:
+    return str(base.parent)
+
+
+ALIASES: list[Callable[[Path], str]] = [_same, _slashes, _dots, _link, _linked_parent, _nested, _around]
+KINDS = ("nvme", "lustre", "file")
+
+
+def keys(kind: str, path: str) -> dict[str, Any]:
+    return {"type": "object", "url": f"file://{path}"} if kind == "file" else {"type": kind, "path": path}
+
+
+@given(st.sampled_from(ALIASES), st.sampled_from(KINDS), st.sampled_from(KINDS), st.booleans(), st.booleans())
+@settings(max_examples=60)
+def test_two_tiers_in_one_place_are_refused_and_nothing_is_lost(alias, kind, other, swapped, saved):
+    with scratch() as place:
+        base = place / "in" / "base"
+        base.parent.mkdir()
+        alone = policy({"one": keys(kind, str(base))})
+        if saved:
+            save(alone, 1)
+        before = sorted(place.rglob("*"))
+        path = alias(base)
+        assume(not (other == "file" and path.endswith("/.")))
+        links = {p for p in place.rglob("*") if p.is_symlink()}
+        tiers = {"one": keys(kind, str(base)), "two": keys(other, path)}
+        both = policy(dict(reversed(tiers.items())) if swapped else tiers)
+        with ts.Checkpointer(both, "run") as ckpt:
+            with pytest.raises(ts.PolicyError, match="one place"):
+                ckpt.save(tensors(9000, seed=2), step=2)
+            with pytest.raises(ts.PolicyError, match="one place"):
+                ckpt.prune(grace=0)
+            with pytest.raises(ts.PolicyError, match="one place"):
+                ckpt.resume(into=tensors(9000))
+        for call in (init_tiers, lambda p: adopt_tier(p, "two")):
+            with pytest.raises(ts.PolicyError, match="one place"):
+                call(both)
+        assert sorted({*place.rglob("*")} - links) == before
+        if saved:
+            assert resumed(alone) == 1
+
+
+@given(
+    st.sampled_from([("a", "ab"), ("a", "b"), ("x/a", "x/b"), ("a b", "a")]),
+    st.sampled_from(KINDS),
+    st.sampled_from(KINDS),
+)
+@settings(max_examples=10)
+def test_two_places_are_taken_for_two(names, kind, other):
+    with scratch() as place:
+        both = policy({n: keys(k, str(place / p)) for n, k, p in zip("xy", (kind, other), names, strict=True)})
+        with ts.Checkpointer(both, "run") as ckpt:
+            made = ckpt.save(tensors(9000, seed=1), step=1)
+            made.wait("x")
+            made.wait("y")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("inner", ["", "sub", "up"])
+def test_bind_mounts_are_seen_through(tmp_path, inner):
+    base, bound = tmp_path / "base", tmp_path / "bound"
+    (base / "sub").mkdir(parents=True)
+    bound.mkdir()
+    source, path = (base / "sub", base) if inner == "sub" else (base, base / "sub" if inner == "up" else base)
+    done = subprocess.run(["mount", "--bind", source, bound], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("no bind mounts here")
+    try:
+        both = policy({"one": keys("nvme", str(path)), "two": keys("nvme", str(bound))})
+        with ts.Checkpointer(both, "run") as ckpt, pytest.raises(ts.PolicyError, match="one place"):
+            ckpt.save(tensors(9000), step=1)
+    finally:
+        subprocess.run(["umount", bound], check=True)
+
+
+S3 = {"key": "k", "secret": "s"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("s3://b/p", "s3://b/p/", True),
+        ("s3://b/p", "s3a://b/p", True),
+        ("s3://b/p", "s3://b/p/q", True),
+        ("s3://b", "s3://b/p", True),
+        ("s3://b/p", "s3://b/pq", False),
+        ("s3://b/p", "s3://c/p", False),
+        ("memory://b/p", "memory://b/p/q", True),
+        ("memory://b/p", "memory://b/q", False),
+    ],
+)
+def test_buckets_and_prefixes(one, other, same):
+    def tier(url: str) -> dict[str, Any]:
+        options = {"options": {**S3, "endpoint_url": "http://127.0.0.1:1"}} if url.startswith("s3") else {}
+        return {"type": "object", "url": url, **options}
+
+    from tierstate.tiers.places import check_places
+
+    spec = policy({"one": tier(one), "two": tier(other), "disk": {"type": "nvme", "path": "/nowhere/ckpt"}})
+    opened_tiers = [opened(spec, name) for name in ("one", "two")]
+    try:
+        if same:
+            with pytest.raises(ts.PolicyError, match="one place"):
+                check_places(opened_tiers)
+        else:
+            check_places(opened_tiers)
+    finally:
+        for tier_ in opened_tiers:
+            tier_.close()
+
+
+class Unplaced(Nvme):
+    """A tier that does not know where it lies, as a bucket that has two endpoints."""
+
+    def __init__(self, *, path: Path) -> None:
+        super().__init__(path=path)
+
+    def place(self) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_place_that_no_path_shows_is_found_by_the_marker(place, saved):
+    ts.register_tier("unplaced", Unplaced)
+    keys = {"type": "unplaced", "path": str(place / "ckpt")}
+    if saved:
+        save(policy({"one": keys}), 1)
+    before = {p for p in place.rglob("*") if p.name != MARKER_KEY and p.is_file()}
+    with ts.Checkpointer(policy({"one": keys, "two": keys}), "run") as ckpt:
+        made = ckpt.save(tensors(9000, seed=2), step=2)
+        for name in made.tiers:
+            with pytest.raises(ts.TierstateError, match="marker"):
+                made.wait(name)
+    assert {p for p in place.rglob("*") if p.name != MARKER_KEY and p.is_file()} == before
+    assert resumed(policy({"one": keys})) == (1 if saved else None)
+
+
+def test_a_copy_of_a_disk_is_a_second_tier_once_it_is_adopted(place):
+    save(spec(place), 1)
+    shutil.copytree(place / "site", place / "copy")
+    three = policy(
+        {
+            "local": {"type": "nvme", "path": str(place / "local")},
+            "site": {"type": "lustre", "path": str(place / "site")},
+            "copy": {"type": "lustre", "path": str(place / "copy")},
+        }
+    )
+    with ts.Checkpointer(three, "run") as ckpt:
+        made = ckpt.save(tensors(9000, seed=2), step=2)
+        made.wait("local")
+        for name in ("site", "copy"):
+            with pytest.raises(ts.PolicyError, match="copy of the other"):
+                made.wait(name)
+    assert adopt_tier(three, "copy").created
+    save(three, 3)
+    assert resumed(three) == 3
+    shutil.rmtree(place / "site")
+    shutil.move(place / "copy", place / "site")  # a copy that takes the place of the original needs to be adopted too
+    with pytest.raises(ts.WrongTier):
+        resumed(spec(place))
+    adopt_tier(spec(place), "site")
+    assert resumed(spec(place)) == 3
+
+
+def test_the_state_of_a_module_and_its_optimizer_resumes(place):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    with ts.Checkpointer(spec(place), "run") as ckpt:
+        assert ckpt.resume(into=state) is None
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        ckpt.save({**state, "step": 1}, step=1).wait()
+        weight = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.zero_()
+        found = ckpt.resume(into=state)
+        assert found is not None
+        assert torch.equal(model.weight, weight)
+        assert state["step"] == 1

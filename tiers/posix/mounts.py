@@ -1,0 +1,89 @@
+"""Where a directory lies: its device and path in that file system, seen through symbolic links and bind mounts."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from tierstate.tiers.base import Place
+
+MOUNTS = "/proc/self/mountinfo"
+"""Linux's list of mounts; see proc_pid_mountinfo(5)."""
+
+
+class Mount(NamedTuple):
+    """One mounted file system, or a part of one (a bind mount).
+
+    Attributes:
+        device: its number, as in ``8:1``.
+        root: the path in the file system that is mounted.
+        point: where it is mounted.
+    """
+
+    device: str
+    root: str
+    point: str
+
+
+def read_mounts(text: str) -> list[Mount]:
+    """The mounts of the text of ``/proc/self/mountinfo``."""
+    rows = (line.split(" ") for line in text.splitlines())
+    return [Mount(row[2], _plain(row[3]), _plain(row[4])) for row in rows if len(row) > 4]
+
+
+def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
+    """The mount in which a path lies, which has no links in it; of mounts at the same point the last one covers the
+    others. None if there is none."""
+    found = None
+    for mount in mounts:
+        if _is_within(path, mount.point) and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def place_of(path: Path) -> Place:
+    """The place of a directory, which need not exist yet.
+
+    Raises:
+        OSError: it could not be looked at.
+    """
+    real = os.path.realpath(path)
+    paths = [("path", *_names(real))]
+    mount = mount_of(real, _mounts())
+    if mount is not None:
+        inner = os.path.join(mount.root, os.path.relpath(real, mount.point))
+        paths.append(("device", mount.device, *_names(os.path.normpath(inner))))
+    return Place(tuple(paths), _state(real), mount.point if mount is not None else "")
+
+
+def _mounts() -> list[Mount]:
+    try:
+        with open(MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
+            return read_mounts(file.read())
+    except FileNotFoundError:  # not Linux: then only links are seen through
+        return []
+
+
+def _state(path: str) -> str:
+    """Another one if the directory is another one: it was moved away, or a file system was mounted or unmounted."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return "missing"
+    return f"{found.st_dev}:{found.st_ino}" if stat.S_ISDIR(found.st_mode) else "no directory"
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name]
+
+
+def _plain(text: str) -> str:
+    """A path as it is: blanks and backslashes come as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,35 @@
+"""The commands about tiers as such: init writes their markers ahead of training, adopt uses one in place of another."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tierstate.engine.maintain.adopt import adopt_tier, init_tiers
+from tierstate.tiers.policy.policy import Policy
+
+from . import output
+from .options import Json, PolicyFile
+
+app = typer.Typer()
+
+
+@app.command()
+def init(
+    policy: PolicyFile,
+    tiers: Annotated[list[str] | None, typer.Argument(help="The tiers; none: all that survive the host.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Create the markers of a policy's tiers, ahead of training; those that have one keep it."""
+    output.show_markers(init_tiers(Policy.load(policy), tiers or ()), as_json)
+
+
+@app.command()
+def adopt(
+    policy: PolicyFile,
+    tier: Annotated[str, typer.Argument(help="The tier to be used from now on as it is.")],
+    as_json: Json = False,
+) -> None:
+    """Use what lies in a tier's place from now on: after a copy of a disk, or when a tier is lost for good."""
+    output.show_markers([adopt_tier(Policy.load(policy), tier)], as_json)

@@ -1,0 +1,401 @@
+"""Whether a tier is the one that is expected: its marker, and what records say of it.
+
+The first save to a persistent tier creates its marker, and every record names the tiers of its policy by their markers'
+ids. So it is noticed if a file system is not mounted, so that its mount point looks like an empty tier; if another one
+is mounted; and if two tiers lie in one place. See docs/decisions/0017-identity-of-tiers.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from tierstate.manifest.chunk import as_buffer, to_bytes
+from tierstate.manifest.errors import (
+    AlreadyExists,
+    Damaged,
+    FormatError,
+    MediaError,
+    NotFound,
+    PolicyError,
+    TierError,
+    TierstateError,
+    WrongTier,
+)
+from tierstate.manifest.format.marker import MARKER_KEY, MAX_MARKER_BYTES, TierMarker, TierName, named_tiers
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.history.log import Log, list_runs
+from tierstate.tiers.base import Place, Tier
+from tierstate.tiers.latch import Latch
+
+log = logging.getLogger("tierstate")
+
+
+OTHERS_WAIT = 1.0
+"""Seconds that the first record of a process waits at most until the markers of the other tiers are known, so that it
+names them. A tier that hangs must not keep the others from what is saved; later records name it."""
+
+
+LEADER_WAIT, LEADER_POLL = 10.0, 0.02
+"""Seconds that a rank waits for the marker that another rank creates, and between two looks."""
+
+
+RUNS_LOOKED_AT = 8
+"""Other runs of a tier whose records are read before a run begins afresh: the last ones that were saved."""
+
+
+UNKNOWN = TierMarker(id="", time=0.0)
+"""Stands for a marker that is there and cannot be read: the tier is in its place, and may be any."""
+
+
+def read_marker(tier: Tier) -> TierMarker | None:
+    """The marker of a tier; None if it has none; `UNKNOWN`, with a warning, if it is damaged or in a bad sector.
+
+    Raises:
+        TierError: it could not be read.
+    """
+    what = f"{tier.name}: {MARKER_KEY}"
+    try:
+        if (size := tier.size(MARKER_KEY)) > MAX_MARKER_BYTES:
+            raise FormatError(f"{what}: {size} bytes are too many for a marker")
+        return TierMarker.decode(to_bytes(tier.get(MARKER_KEY)), what)
+    except NotFound:
+        return None
+    except (FormatError, Damaged, MediaError) as error:
+        # As with a damaged record, a flaw in one small object must not keep the saves out of the tier.
+        log.warning("%s; whether this is the expected tier is not checked. `tierstate adopt` writes a new one", error)
+        return UNKNOWN
+
+
+def write_marker(tier: Tier, marker: TierMarker) -> TierMarker:
+    """Create the marker of a tier. Of processes that race one wins; returns the one that is there.
+
+    Raises:
+        TierError: it could not be created.
+    """
+    try:
+        tier.put(MARKER_KEY, as_buffer(marker.encode()))
+    except AlreadyExists:
+        return read_marker(tier) or marker
+    return marker
+
+
+class TierIdentity:
+    """What this process knows of the identity of one tier.
+
+    Args:
+        tier: the tier.
+        newest: reads the newest record of the run in that tier.
+
+    Attributes:
+        beside: the identities of all tiers of the policy, with this one.
+        required: the policy says that the tier has a marker (``initialized: true``): it is never created by a save.
+        leads: whether this process creates the marker; other ranks that see the same objects only read it.
+        marker: the marker, once it was read or created.
+        own: ids by which the records in this tier name it.
+        settled: set, unless a thread is just about to look at the tier for the first time (`prepare`).
+        named: by name, how the newest record that was read in this tier names the tiers, with its number.
+    """
+
+    leads = True
+
+    def __init__(self, tier: Tier, newest: Callable[[], Record | None]) -> None:
+        self.tier, self._newest = tier, newest
+        self.beside: Sequence[TierIdentity] = (self,)
+        self.required = False
+        self.marker: TierMarker | None = None
+        self.own: set[str] = set()
+        self.named: dict[str, tuple[int, TierName]] = {}
+        self.settled = Latch()
+        self.settled.set()
+        self._waited = False
+        self._was: TierName | None = None
+        self._noted: set[str] = set()
+        self._place: Place | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self.tier.name
+
+    def learn(self, record: Record) -> None:
+        """Remember how a record that was read in this tier names the tiers. Does no I/O."""
+        seq = record.version.head.seq
+        for name, one in named_tiers(record.commit).items():
+            if seq >= self.named.get(name, (0, one))[0]:
+                self.named[name] = seq, one
+        self.learn_own(record)
+
+    def learn_own(self, record: Record) -> None:
+        """Remember how a record that was read in this tier, of any run, names this tier."""
+        if (one := named_tiers(record.commit).get(self.name)) is not None:
+            self.own.add(one.id)
+
+    @property
+    def is_in_files(self) -> bool:
+        """Whether it is known to lie in a file system, which can be not mounted."""
+        return self._place is not None and bool(self._place.mount)
+
+    def names(self) -> dict[str, TierName]:
+        """The tiers of the policy by their names, for a record, as far as they are known. Does no I/O.
+
+        A tier that is missing now, or another one, is named as the newest records name it, so that it stays expected.
+        """
+        return {one.name: name for one in self.beside if (name := one._name_in_record()) is not None}
+
+    def _name_in_record(self) -> TierName | None:
+        try:
+            self.check()
+        except WrongTier:
+            return self._expected()
+        return self._own_name() or self._expected()
+
+    def _own_name(self) -> TierName | None:
+        marker, place = self.marker, self._place
+        if marker is None or marker is UNKNOWN:
+            return None
+        return TierName(marker.id, place.mount if place is not None else "")
+
+    def look(self) -> TierMarker | None:
+        """The marker, read again if something else may lie in the place since; None if there is none. Creates nothing.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+        if not self.tier.traits.persistent:
+            return None
+        with self._lock:
+            place = self.tier.place()
+            if self.marker is None or place != self._place:
+                marker = read_marker(self.tier)
+                if self._place is not None and place != self._place:
+                    self._was = self._own_name() or self._was
+                    self.own.clear()  # records that were read in what was there before
+                self.marker, self._place = marker, place
+            return self.marker
+
+    def ensure(self, *, create: bool = True) -> None:
+        """Check, before something is saved to the tier, that it is the expected one; create its marker if it has none.
+
+        Reads nothing of the tier if its marker was read before and its directory is still the same one.
+
+        Args:
+            create: False before packs are written: a save that fails then leaves nothing behind.
+
+        Raises:
+            WrongTier: the tier is not the one that is expected.
+            PolicyError: another tier of the policy lies in the same place.
+            TierError: the tier could not be read, or the marker not created.
+        """
+        if not self.tier.traits.persistent:
+            return
+        expected = self._ask_all() if self.look() is None else None
+        self._check_with_others(expected)
+        if self.marker is None and create:
+            self._create(expected) if self.leads else self._wait_for_leader()
+        for other in self.beside:
+            if other is not self and self.marker is not None and other.marker is not None:
+                check_apart(self.name, self.marker, other.name, other.marker)
+
+    def prepare(self) -> None:
+        """As `ensure`, before the first save of a process and in a thread of the tier. What keeps saves from the tier
+        is only logged: the saves will raise it."""
+        try:
+            self.ensure()
+        except Exception as error:
+            # Whatever a tier raises: the thread must not end.
+            log.debug("%s: its marker is looked at again by the first save: %s", self.name, error)
+        finally:
+            self.settled.set()
+
+    def wait_for_others(self) -> None:
+        """Before the first record: wait a little until the markers of the other tiers are known."""
+        end = time.monotonic() + OTHERS_WAIT
+        for other in () if self._waited else self.beside:
+            other.settled.wait(max(0.0, end - time.monotonic()))
+        self._waited = True
+
+    def _check_with_others(self, expected: TierName | None) -> None:
+        """As `check`; before it raises, it looks whether another tier of the policy is the expected one: they may have
+        changed their names."""
+        try:
+            self.check(expected)
+        except WrongTier:
+            for other in self.beside:
+                try:
+                    other.look()
+                except TierError as error:
+                    log.debug("%s: its marker cannot be read: %s", other.name, error)
+            self.check(expected)
+
+    def _ask_all(self) -> TierName | None:
+        """How the newest records in all tiers name this one, before its marker is created: that is rare.
+
+        Records of the run count; of other runs, only for a tier of a file system, which can be not mounted.
+        """
+        others: list[tuple[int, TierName]] = []
+        for one in self.beside:
+            if not one.tier.traits.persistent:
+                continue
+            try:
+                if (newest := one._newest()) is not None:
+                    one.learn(newest)
+                others += one.names_by_others(self.name) if self.is_in_files else []
+            except TierstateError as error:
+                log.warning("%s: what its records say of %s is not known: %s", one.name, self.name, error)
+        return self._expected() or max(others, default=(0, None))[1]
+
+    def names_by_others(self, name: str) -> Iterator[tuple[int, TierName]]:
+        """How the newest records of the runs that were saved last in this tier name a tier, with their numbers.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+        for record in newest_records(self.tier, RUNS_LOOKED_AT):
+            self.learn_own(record)
+            if (one := named_tiers(record.commit).get(name)) is not None:
+                yield record.version.head.seq, one
+
+    def _create(self, expected: TierName | None) -> None:
+        # If its own records name it, only the marker was lost: the tier keeps its id.
+        same = expected is not None and expected.id in self.own and self._holder(expected.id) is self
+        made = TierMarker(expected.id, self.name) if expected is not None and same else TierMarker(tier=self.name)
+        with self._lock:
+            self.marker = write_marker(self.tier, made)
+            self._place = self.tier.place()  # the directory may not have existed before
+
+    def _wait_for_leader(self) -> None:
+        """Wait for the marker that another rank creates at the same time: at the first save of all."""
+        end = time.monotonic() + LEADER_WAIT
+        while self.look() is None:
+            if time.monotonic() > end:
+                raise WrongTier(
+                    f"{self.name}: has no marker ({MARKER_KEY}) for this rank, though another rank creates it: is its "
+                    "file system not mounted on this host?",
+                    tier=self.name,
+                )
+            time.sleep(LEADER_POLL)
+
+    def _expected(self) -> TierName | None:
+        """How the newest of the records that were read names this tier."""
+        found = [one.named[self.name] for one in self.beside if self.name in one.named]
+        return max(found)[1] if found else None
+
+    def _holder(self, id: str) -> TierIdentity | None:
+        """The tier that has an id, or is used in place of the one that has it; for all we know."""
+        for one in self.beside:
+            if one.marker is UNKNOWN or (one.marker is not None and one.marker.stands_for(id)):
+                return one
+        return next((one for one in self.beside if one.marker is None and id in one.own), None)
+
+    def check(self, expected: TierName | None = None) -> None:
+        """Check the marker that was read against what is expected. Does no I/O.
+
+        Args:
+            expected: the expected tier; by default what the records say that were read.
+
+        Raises:
+            WrongTier: the policy says that there is a marker, and there is none; or this process, or records, know
+                another tier. Of tiers that each host has for itself another one is normal (the host is another one,
+                or its disk a new one), unless the file system is not mounted in which it was.
+        """
+        self._compare(self._was, "this process has used it")
+        self._compare(expected or self._expected(), "records name it")
+        if self.required and self.marker is None:
+            raise WrongTier(
+                f"{self.name}: has no marker ({MARKER_KEY}), and the policy says `initialized: true`: is its file "
+                "system not mounted? If this is its first use, run `tierstate init` once",
+                tier=self.name,
+            )
+
+    def _compare(self, expected: TierName | None, why: str) -> None:
+        if expected is None or self._holder(expected.id) is not None:
+            return
+        if self.tier.traits.shared == "site":
+            raise self._wrong(expected.id, why)
+        mount = self._place.mount if self._place is not None else ""
+        if self.marker is None and expected.mount and mount and mount != expected.mount:
+            raise self._wrong(expected.id, f"{why} in the file system at {expected.mount}, not in {mount}")
+        if expected.id not in self._noted:
+            self._noted.add(expected.id)
+            log.info("%s: is not tier %s, though %s: another host's, or a new disk", self.name, expected.id[:12], why)
+
+    def _wrong(self, id: str, why: str) -> WrongTier:
+        found = f"the marker of another tier ({self.marker.id[:12]})" if self.marker is not None else "no marker"
+        return WrongTier(
+            f"{self.name}: tier {id[:12]} is expected here ({why}), and there is {found}: is its file system not "
+            f"mounted? If this is to be used in its place from now on, run `tierstate adopt {self.name}`",
+            tier=self.name,
+        )
+
+
+def check_apart(name: str, marker: TierMarker, other: str, its: TierMarker) -> None:
+    """Raises PolicyError if two tiers have one id."""
+    if marker.id and marker.id == its.id:
+        raise PolicyError(
+            f"tiers.{name} and tiers.{other} have the same marker ({marker.id[:12]}): they lie in one place, or one is "
+            f"a copy of the other; give each a place of its own, or run `tierstate adopt` for the copy"
+        )
+
+
+def check_tiers(identities: Sequence[TierIdentity]) -> None:
+    """Check that each tier that can be read is the expected one, by what was learned from records. Creates nothing.
+
+    Raises:
+        WrongTier: one is not.
+    """
+    if any(one.required or one.named or one.marker for one in identities):
+        for one in _look_at(identities):
+            one.check()
+
+
+def _look_at(identities: Sequence[TierIdentity]) -> list[TierIdentity]:
+    """Read the markers of the persistent tiers; returns the tiers that answered."""
+    looked = []
+    for one in identities:
+        try:
+            one.look()
+        except TierError as error:
+            log.warning("%s: its marker cannot be read: %s", one.name, error)
+        else:
+            looked += [one] if one.tier.traits.persistent else []
+    return looked
+
+
+def check_nothing_missing(identities: Sequence[TierIdentity]) -> None:
+    """Check, where a run has no version in any tier, that nothing says that a tier is missing: the run may be in there.
+
+    Records of other runs count as well, for tiers of a file system: those can be not mounted.
+
+    Raises:
+        WrongTier: a tier is not the expected one.
+        TierError: a tier could not be read.
+    """
+    looked = _look_at(identities)
+    for one in looked:
+        one.check()
+    empty = [one for one in looked if one.marker is None and one.is_in_files]
+    for one in empty:
+        named = [name for other in looked for name in other.names_by_others(one.name)]
+        one.check(max(named)[1] if named else None)
+
+
+def newest_records(tier: Tier, most: int | None = None) -> Iterator[Record]:
+    """The newest readable record of each run in a tier, the run that was saved last first.
+
+    Args:
+        most: runs to look at; None: all.
+
+    Raises:
+        TierError: the tier could not be read.
+    """
+    logs = [Log(tier, run) for run in list_runs(tier)]
+    last = sorted(((seqs[-1], i) for i, each in enumerate(logs) if (seqs := each.seqs())), reverse=True)
+    for seq, i in last[:most]:
+        try:
+            yield logs[i].read(seq)
+        except (FormatError, NotFound) as error:
+            log.warning("%s: the newest record of run %s cannot be read: %s", tier.name, logs[i].run, error)
