@@ -125,11 +125,11 @@ def train(job: Job, steps: int, after: Callable[[float], None]) -> None:
 
 def resume(ckpt: ts.Checkpointer, job: Job) -> None:
     """Restore the newest version into the job, where there is one."""
-    try:
-        job.step = ckpt.restore(into=job.state())["step"]
-    except ts.NotFound:
+    found = ckpt.resume(into=job.state())
+    if found is None:
         print("no version yet: starting at step 0", flush=True)
     else:
+        job.step = found.step
         print(f"resumed at step {job.step}", flush=True)
 
 

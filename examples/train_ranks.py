@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,8 @@ def train(mesh: DeviceMesh, args: argparse.Namespace) -> None:
     job = Job(mesh)
     with ts.Checkpointer(args.policy, run=args.run, process_group=dist.group.WORLD) as ckpt:
         ckpt.guard(job.optimizer)
-        with suppress(ts.NotFound):
-            job.step = ckpt.restore(into=job.state())["step"]
+        if (found := ckpt.resume(into=job.state())) is not None:
+            job.step = found.step
         if dist.get_rank() == 0:
             print(f"{dist.get_world_size()} ranks start at step {job.step}", flush=True)
         while job.step < args.steps:
