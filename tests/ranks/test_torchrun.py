@@ -47,3 +47,19 @@ def test_other_numbers_of_ranks_go_on(place: Path, before: int, after: int) -> N
     with ts.Checkpointer(str(policy), "run") as ckpt:
         assert check(ckpt.restore(into=alone), 0, 1) >= promised
         assert not ckpt.verify(deep=True).problems
+
+
+def test_no_job_starts_afresh_where_the_site_is_not_mounted(place: Path) -> None:
+    policy = place / "policy.yaml"
+    policy.write_text(POLICY.format(place=place))
+    with Torchrun(2, "support.rank_jobs:job", policy, STEPS, 0) as job:
+        job.wait()
+    (place / "shared").rename(place / "away")
+    with Torchrun(2, "support.rank_jobs:job", policy) as job:
+        assert job.code() != 0, "it went on without what the tier has"
+    assert not (place / "shared").exists()
+    (place / "away").rename(place / "shared")
+    with Torchrun(2, "support.rank_jobs:job", policy) as job:
+        assert [job.hear(rank, "ready") for rank in range(2)] == [str(STEPS)] * 2
+        job.kill(1)
+        assert job.code() != 0

@@ -75,11 +75,8 @@ def job(policy: str, steps: str = "1000000", pause: str = "0.02") -> None:
     saves = []
     try:
         with ts.Checkpointer(policy, "run", process_group=dist.group.WORLD) as ckpt:
-            try:
-                state = ckpt.restore(into=state)
+            if ckpt.resume(into=state) is not None:
                 check(state, rank, size)
-            except ts.NotFound:
-                pass
             print("own", state["mine"].value.tolist(), flush=True)
             print("ready", state["step"], flush=True)
             for _ in range(int(steps)):
