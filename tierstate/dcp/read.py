@@ -37,11 +37,14 @@ def choose_version(
 
     Raises:
         NotFound: there is no such version.
+        WrongTier: a tier is not the one that is expected.
         Damaged: chunks of it are in no tier.
     """
     catalog = engine.catalog()
     wanted = RestoreSpec(step, version, tag=tag)
     entry = find_version(catalog, engine.run, wanted)
+    if wanted.newest:
+        catalog.check_tiers()
     passed: list[str] = []
     for place in catalog.newest_first(entry.version.head.seq) if wanted.newest else ():
         for one in place.entries:

@@ -344,10 +344,12 @@ def find_version(catalog: RunCatalog, run: str, wanted: RestoreSpec) -> VersionC
 
     Raises:
         NotFound: there is no such version.
+        WrongTier, Unreadable: as `check_missing`.
     """
     passed: list[str] = []
     for entry in _candidates(catalog, wanted, passed):
         return entry
+    check_missing(catalog, wanted, passed)
     raise no_such_version(run, wanted, catalog, passed)
 
 

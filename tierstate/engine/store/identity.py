@@ -287,7 +287,9 @@ class TierIdentity:
     def _holder(self, id: str) -> TierIdentity | None:
         """The tier that has an id, or is used in place of the one that has it; for all we know."""
         for one in self.beside:
-            if one.marker is UNKNOWN or (one.marker is not None and one.marker.stands_for(id)):
+            if one.marker is UNKNOWN and one is not self:
+                continue
+            if one.marker is not None and (one.marker is UNKNOWN or one.marker.stands_for(id)):
                 return one
         return next((one for one in self.beside if one.marker is None and id in one.own), None)
 
