@@ -112,6 +112,7 @@ class TierIdentity:
         self.settled.set()
         self._waited = False
         self._was: TierName | None = None
+        self._by_others: TierName | None = None
         self._noted: set[str] = set()
         self._place: Place | None = None
         self._lock = threading.Lock()
@@ -246,7 +247,9 @@ class TierIdentity:
                 others += one.names_by_others(self.name) if self.is_in_files else []
             except TierstateError as error:
                 log.warning("%s: what its records say of %s is not known: %s", one.name, self.name, error)
-        return self._expected() or max(others, default=(0, None))[1]
+        # Kept: the tier that says so may be gone, too, when the next save looks.
+        self._by_others = max(others, default=(0, self._by_others))[1]
+        return self._expected()
 
     def names_by_others(self, name: str) -> Iterator[tuple[int, TierName]]:
         """How the newest records of the runs that were saved last in this tier name a tier, with their numbers.
@@ -282,7 +285,7 @@ class TierIdentity:
     def _expected(self) -> TierName | None:
         """How the newest of the records that were read names this tier."""
         found = [one.named[self.name] for one in self.beside if self.name in one.named]
-        return max(found)[1] if found else None
+        return max(found)[1] if found else self._by_others
 
     def _holder(self, id: str) -> TierIdentity | None:
         """The tier that has an id, or is used in place of the one that has it; for all we know."""
