@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -239,31 +240,38 @@ class Checkpointer(Run):
 
         Raises:
             CaptureError: the state could not be copied; nothing was saved.
-            TierstateError: an earlier save reached no persistent tier; raised once, and this save was not made.
+            TierstateError: an earlier save reached no persistent tier; raised once, and this save was not made. Or a
+                tier fails and would be further behind than its ``max_lag``; this save goes on in the other tiers. With
+                ``on_failure: {action: warn}`` both are logged for a while.
             Reentered: called by a signal handler that has interrupted `save`, `restore` or `load` of this thread.
         """
         start = time.monotonic()
         _refuse_inside("save", self)
         self._check_open()
+        save = self._save_state(state, step, metadata)
+        try:
+            self._pipeline.keep_up(save._save_state)
+            return save
+        finally:
+            self._blocked.append(time.monotonic() - start)
+
+    def _save_state(self, state: Any, step: int, metadata: Mapping[str, Any] | None) -> Save:
         with gc_paused():
             if (together := self._together) is None:
-                return self._submit(self._planner.plan(state), step, metadata, start)
+                return self._submit(self._planner.plan(state), step, metadata)
             seq = self._pipeline.next_seq()
             with together.taking_part(seq, step):
                 plan = self._planner.plan(state, seq)
                 head = new_head(self.policy, self.run, seq, step, metadata)
-            save = self._carry(plan, head, start)
+            save = self._carry(plan, head)
         together.tell_lost(seq)
         return save
 
-    def _submit(
-        self, plan: CapturePlan, step: int, metadata: Mapping[str, Any] | None = None, start: float | None = None
-    ) -> Save:
-        """Save the state of this plan. ``start``: the value of `time.monotonic` when the save began; default: now."""
-        head = new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata)
-        return self._carry(plan, head, time.monotonic() if start is None else start)
+    def _submit(self, plan: CapturePlan, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
+        """Save the state of this plan."""
+        return self._carry(plan, new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata))
 
-    def _carry(self, plan: CapturePlan, head: Head, start: float) -> Save:
+    def _carry(self, plan: CapturePlan, head: Head) -> Save:
         try:
             save_state = self._pipeline.submit(plan, head)
             save_state.freed.wait()
@@ -275,7 +283,6 @@ class Checkpointer(Run):
             self._pipeline.abandon(head.seq)
             raise
         self._saves += 1
-        self._blocked.append(time.monotonic() - start)
         return Save(save_state, self.policy.durable)
 
     def restore(
@@ -409,9 +416,14 @@ class Checkpointer(Run):
 
     def stats(self) -> Stats:
         """Counters and times of this Checkpointer so far, in all and by tier."""
-        tiers = {s.name: TierStats.of(self._pipeline.queues.get(s.name)).measured(s.tier) for s in self._tier_runs}
+        tiers = {s.name: self._tier_stats(s) for s in self._tier_runs}
         peak = self._arena.peak * self._arena.slab_size
         return Stats(self._saves, self._pipeline.skipped, tuple(self._blocked), self._guard.waited, peak, tiers)
+
+    def _tier_stats(self, tier_run: TierRun) -> TierStats:
+        pipeline, name = self._pipeline, tier_run.name
+        found = TierStats.of(pipeline.queues.get(name)).measured(tier_run.tier)
+        return replace(found, durable_lag=pipeline.lag(name), waited=pipeline.waited(name))
 
     def copy(
         self,

@@ -26,6 +26,17 @@ def test_ls_says_which_tier_is_behind(call: Call, policy: Path) -> None:
     assert [v["late"] for v in found] == [[], ["store"], []]
 
 
+def test_ls_says_how_far_a_tier_is_behind_the_newest_version(call: Call, policy: Path) -> None:
+    found = call("ls", "-p", policy, "-r", "gpt").out.splitlines()
+    (line,) = [line for line in found if line.startswith("store has step")]
+    rows = call("ls", "-p", policy, "-r", "gpt", "--json").json
+    newest = max(v["step"] for v in rows)
+    (there,) = [v for v in rows if f"step {v['step']} as its newest" in line]
+    newer = sum(v["seq"] > there["seq"] for v in rows)
+    assert f"; {newer} versions, {newest - there['step']} steps and " in line
+    assert line.endswith(f" s behind step {newest}")
+
+
 def test_ls_of_a_tier_that_has_nothing(call: Call, policy: Path) -> None:
     lose(policy, 1, 2)
     text = call("ls", "-p", policy, "-r", "gpt").out

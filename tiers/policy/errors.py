@@ -9,13 +9,21 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .models import ArenaKeys, BestKeys, KeepKeys, RuleKeys, key_names
+from .models import ArenaKeys, BestKeys, KeepKeys, MaxLagKeys, OnFailureKeys, RanksKeys, RuleKeys, key_names
 from .yaml import KeyPath, PolicyErrors, show_value
 
 M = TypeVar("M", bound=BaseModel)
 
 
-_INNER: Mapping[str, type[BaseModel]] = {"arena": ArenaKeys, "best": BestKeys, "keep": KeepKeys, "rules": RuleKeys}
+_INNER: Mapping[str, type[BaseModel]] = {
+    "arena": ArenaKeys,
+    "best": BestKeys,
+    "keep": KeepKeys,
+    "max_lag": MaxLagKeys,
+    "on_failure": OnFailureKeys,
+    "ranks": RanksKeys,
+    "rules": RuleKeys,
+}
 
 
 _HIDDEN = "the value, which is not shown as it may be secret,"

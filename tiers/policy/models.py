@@ -171,6 +171,38 @@ Every: TypeAlias = Annotated[
 """A cadence: an int counts steps, a timedelta is a time."""
 
 
+class MaxLagKeys(Frozen):
+    """``max_lag``: how far the newest version in a tier may be behind the newest save; `save` waits before it is more.
+
+    Attributes:
+        steps: at most so many steps; 0: every save that returns is in the tier.
+        seconds: at most so many seconds between the two saves.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
+
+    steps: Annotated[int, Field(ge=0), BeforeValidator(no_bool)] | None = None
+    seconds: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> Self:
+        if self.steps is None and self.seconds is None:
+            raise ValueError("bounds nothing; write 'steps: N', 'seconds: 5min', or both")
+        return self
+
+
+class OnFailureKeys(Frozen):
+    """``on_failure``: what `save` does when earlier saves reached no tier that survives the host.
+
+    Attributes:
+        action: ``raise`` raises the error of each such save once; ``warn`` logs it, and the training goes on.
+        unprotected: with ``warn``: seconds without a save that reached such a tier, after which errors are raised.
+    """
+
+    action: Literal["raise", "warn"] = "raise"
+    unprotected: Seconds = 1800.0
+
+
 class ArenaKeys(Frozen):
     """``arena``: the host memory into which saves copy the state.
 
@@ -232,6 +264,7 @@ class TierKeys(Frozen):
         initialized: whether the tier must have a marker, which ``tierstate init`` writes once: without it, it counts as
             not mounted.
         on_lag: if several saves wait to be copied to this tier: ``queue`` copies all of them, ``skip`` only the newest.
+        max_lag: how far the newest version in this tier may be behind the newest save; None for no bound.
     """
 
     type: str
@@ -244,6 +277,7 @@ class TierKeys(Frozen):
     retries: Annotated[int, Field(ge=0, le=MAX_RETRIES), BeforeValidator(no_bool)] = 0
     on_lag: Literal["queue", "skip"] = "queue"
     initialized: bool = False
+    max_lag: MaxLagKeys | None = None
 
 
 class PolicyKeys(Frozen):
@@ -254,6 +288,7 @@ class PolicyKeys(Frozen):
     digest: Literal["xxh3-128", "blake3"] = "xxh3-128"
     arena: ArenaKeys = ArenaKeys()
     ranks: RanksKeys = RanksKeys()
+    on_failure: OnFailureKeys = OnFailureKeys()
     durable: str | None = None
     rules: tuple[RuleKeys, ...] = ()
 

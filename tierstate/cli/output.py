@@ -126,11 +126,23 @@ def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json
 
 
 def _show_lag(tier: str, versions: Sequence[VersionInfo]) -> None:
-    late = [v for v in versions if tier in v.late]
+    """What a tier lacks that is due there, and how far its newest version is behind the newest of all."""
+    late, known = [v for v in versions if tier in v.late], [v for v in versions if v.id]
+    newest = next((v for v in reversed(known) if tier in v.tiers), None)
+    if not late and (newest is None or newest is known[-1]):
+        return
+    told = f"{tier} has none" if newest is None else f"{tier} has step {newest.step} as its newest"
     if late:
-        newest = next((f"has step {v.step} as its newest" for v in reversed(versions) if tier in v.tiers), "has none")
         nbytes = rough_size(sum(v.nbytes for v in late))
-        print(f"{tier} {newest}, and lacks {len(late)} that are due there: {nbytes}, since {when(late[0].time)}")
+        told += f", and lacks {len(late)} that are due there: {nbytes}, since {when(late[0].time)}"
+    print(told if newest is None else f"{told}; {_behind(newest, known)}")
+
+
+def _behind(newest: VersionInfo, known: Sequence[VersionInfo]) -> str:
+    last = known[-1]
+    count = sum(v.seq > newest.seq for v in known)
+    seconds = max(0.0, last.time - newest.time)
+    return f"{count} versions, {last.step - newest.step} steps and {seconds:.3g} s behind step {last.step}"
 
 
 def _copy(version: VersionInfo, tier: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tierstate.engine.save.backlog import PendingVersion, missed_versions
+from tierstate.engine.save.protection import Lag
 from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.catalog import VersionCopies
 from tierstate.engine.store.index import SeqSummaries
@@ -140,6 +141,11 @@ class TierStats:
         behind: age in seconds of the oldest version that is still to be written; 0 if nothing is missing.
         speed: bytes of state per second in the latest copies to the tier; 0 before the first one.
         expected: seconds until nothing is missing, at that speed; None if the speed is unknown.
+        durable_lag: how far the newest version in the tier is behind the newest save, in steps, seconds and versions:
+            what would be lost if the process were killed now and only this tier were left. None before the first save,
+            and where the tier has no version at all.
+        waited: seconds for which calls of ``save`` have waited for the tier because of its ``max_lag``; also in
+            `Stats.blocked`.
         held: versions that the tier keeps longer than ``keep`` says, by number, with the reason.
         operations: calls of the tier by operation, with their times; see `OperationStats`.
     """
@@ -158,6 +164,8 @@ class TierStats:
     behind: float = 0.0
     speed: float = 0.0
     expected: float | None = None
+    durable_lag: Lag | None = None
+    waited: float = 0.0
     held: Mapping[int, str] = field(default_factory=dict)
     operations: Mapping[str, OperationStats] = field(default_factory=dict)
 

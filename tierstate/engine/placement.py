@@ -6,6 +6,7 @@ as a state keeps its paths.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,7 @@ from tierstate.engine.packs.formats import NATIVE
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.format.layout import RAW
 from tierstate.manifest.format.leaf import Leaf, Path, encode_path, matches
+from tierstate.tiers.policy.models import MaxLagKeys
 from tierstate.tiers.policy.policy import Policy
 
 T = TypeVar("T")
@@ -34,11 +36,37 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 def due_tiers(policy: Policy, step: int, last: Mapping[str, LastSave | None], now: float) -> tuple[str, ...]:
     """Names of the tiers to which the save of this step goes, in the policy's order.
 
+    A tier is due by its ``every``, and also where it would otherwise be further behind this save than its ``max_lag``.
+
     Args:
         last: the last save of this run to each tier, by the tier's name; None or no entry if there was none.
         now: the time in seconds, of the same clock as the times in ``last``.
     """
-    return tuple(tier.name for tier in policy.tiers if is_due(tier.every, step, last.get(tier.name), now))
+    return tuple(
+        tier.name
+        for tier in policy.tiers
+        if is_due(tier.every, step, last.get(tier.name), now)
+        or is_too_far_behind(tier.max_lag, last.get(tier.name), step, now)
+    )
+
+
+def is_too_far_behind(bound: MaxLagKeys | None, last: LastSave | None, step: int, now: float) -> bool:
+    """Whether a version is further behind the save of this step than a tier's ``max_lag`` allows.
+
+    A version of a later step or time is from before a rollback, or from before the clock was set back. How far it is
+    behind is not known, so it is too far.
+
+    Args:
+        bound: ``max_lag``; None allows everything.
+        last: step and time of the version; None for no version, which is too far behind every save.
+        now: the time of the save in seconds, of the same clock as that of ``last``.
+    """
+    if bound is None or last is None:
+        return bound is not None
+    steps, seconds = step - last[0], now - last[1]
+    within = 0 <= steps <= (math.inf if bound.steps is None else bound.steps)
+    within = within and (bound.seconds is None or 0 <= seconds <= bound.seconds)
+    return not within
 
 
 def is_due(every: int | timedelta | None, step: int, last: LastSave | None, now: float) -> bool:

@@ -29,7 +29,7 @@ from tierstate.manifest.sharded.part import part_of
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
-from tierstate.tiers.policy.policy import Policy
+from tierstate.tiers.policy.policy import Policy, TierPolicy
 
 from .commit import GroupCommit
 from .leader import MergedVersions
@@ -63,13 +63,23 @@ def compare_policies(team: Team, policy: Policy) -> None:
         RankFailed: a rank does not answer.
     """
     mine: dict[str, Any] = {"chunk": policy.chunk, "digest": policy.digest}
-    mine |= {"tiers": [f"{tier.name}: every {tier.every}" for tier in policy.tiers]}
+    mine |= {"tiers": [f"{tier.name}: every {tier.every}{_bound(tier)}" for tier in policy.tiers]}
     mine |= {"rules": [f"{rule.match}: {rule.tiers}, lossy {rule.lossy}" for rule in policy.rules]}
     first, *others = (json.loads(said) for said in team.gather("policy", json.dumps(mine).encode()))
     for rank, theirs in enumerate(others, 1):
         if differ := [key for key in first if theirs.get(key) != first[key]]:
             told = "; ".join(f"{key} {theirs.get(key)!r:.400} where rank 0 has {first[key]!r:.400}" for key in differ)
             raise PolicyError(f"the policy of rank {rank} is not that of rank 0: {told}; right is the same for all")
+
+
+def _bound(tier: TierPolicy) -> str:
+    return "" if tier.max_lag is None else f", {tier.max_lag!r}"
+
+
+def _by_time(tier: TierPolicy) -> bool:
+    """Whether clocks decide if a tier is due."""
+    timed = tier.max_lag is not None and tier.max_lag.seconds is not None
+    return isinstance(tier.every, timedelta) or (timed and tier.every is not None)
 
 
 def agree_on_start(team: Team, tier_runs: Sequence[TierRun], highest: Callable[[TierRun], int]) -> StartState:
@@ -127,7 +137,7 @@ class SharedCadence:
 
     def __init__(self, team: Team, policy: Policy, last: Mapping[str, LastSave | None]) -> None:
         self._team, self._policy, self._last = team, policy, dict(last)
-        self._timed = any(isinstance(tier.every, timedelta) for tier in policy.tiers)
+        self._timed = any(map(_by_time, policy.tiers))
         self._latest: tuple[int, tuple[str, ...]] = (-1, ())
 
     def of(self, seq: int, step: int, time: float) -> tuple[str, ...]:
@@ -312,10 +322,13 @@ class SharedPipeline(SavePipeline):
         self.rank = team.rank
         agreed = agree_on_start(team, tier_runs, self._highest)
         self._seq, self._look = agreed.seq, False
-        self._dues = SharedCadence(team, policy, agreed.last)
+        self._found, self._dues = agreed.last, SharedCadence(team, policy, agreed.last)
 
     def _after(self, highest: int) -> int:
         return highest + 1  # no clock: all ranks must get the same number without asking each other
+
+    def _last_of(self, name: str) -> LastSave | None:
+        return self._found.get(name)
 
     def continue_from(self, version: str) -> None:
         super().continue_from(version)
@@ -389,10 +402,10 @@ class SharedPipeline(SavePipeline):
         others = [tier for tier in self._policy.tiers if tier.name not in names]
         return names, {tier.name: f"its `every: {tier.every}` is not due" for tier in others}
 
-    def _failed(self, name: str, save_state: SaveState, error: BaseException) -> None:
+    def failed(self, name: str, save_state: SaveState, error: BaseException) -> None:
         # A failed save counts for the cadence and keeps its number, since the ranks learn of it at different times.
         if isinstance(error, StateMismatch):
             self._mismatched(save_state.head.seq)
 
-    def _brought(self, name: str, due: PendingVersion) -> None:
+    def brought(self, name: str, due: PendingVersion) -> None:
         self._saves.brought(name, due.seq)

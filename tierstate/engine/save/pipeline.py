@@ -27,6 +27,7 @@ from tierstate.tiers.policy.policy import Policy
 from .backlog import PendingVersion
 from .capture import CaptureJob, CaptureThread
 from .plan import CapturePlan
+from .protection import FailurePolicy, Lag, LagBound, SaveHistory
 from .publish import DirectJob, Job, Stages, tier_write_of
 from .save_state import SaveState, SavesUnderWay
 from .snapshot import take_snapshot
@@ -41,6 +42,10 @@ OnDrain: TypeAlias = Callable[[Mapping[str, int]], None]
 
 DRAIN_INTERVAL = 0.1
 """Seconds between two calls of OnDrain."""
+
+
+NO_LEAF = "no rule sends a leaf there"
+"""Why a tier gets nothing of a save, though it is due."""
 
 
 INTERRUPT_GRACE = 5.0
@@ -67,7 +72,9 @@ class SavePipeline:
         self._last: dict[str, LastSave | None] = {}
         self._routes = Routes(policy)
         self._saves = SavesUnderWay()
-        self._cascade = Cascade(policy, tier_runs, self._saves, arena, self._failed, self._brought)
+        self._cascade = Cascade(policy, tier_runs, self._saves, arena, self)
+        self._history, self._bounds = SaveHistory(), dict[str, LagBound]()
+        self.on_failure = FailurePolicy(policy.on_failure)
         self._seq, self._look = 0, True
         self._parent = ""
         self.skipped = 0
@@ -94,6 +101,7 @@ class SavePipeline:
         if os.getpid() != self._pid:
             raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
         capturing = self._start(head)
+        self.on_failure.began()
         self._tell_lost(head.seq)
         routes = self._routes.of(plan.leaves)
         names, elsewhere = self._due(head, routes)
@@ -115,6 +123,7 @@ class SavePipeline:
                 final[0] = work.plan.without_memory()
             self._saves.add(save_state)
             self._last |= dict.fromkeys(names, (head.step, head.time))
+            self._note_sent(save_state)
             capturing.put(work)
         except BaseException:
             # Interrupted: the capture thread ends it as cancelled. Wait until it does not read the state any more.
@@ -124,6 +133,12 @@ class SavePipeline:
             save_state.captured.exception()
             raise
         return save_state
+
+    def _note_sent(self, save_state: SaveState) -> None:
+        self._history.made(PendingVersion.of(save_state.head, save_state.nbytes))
+        for name, bound in self._bounds.items():
+            if name in save_state.tiers:
+                bound.sent(save_state)
 
     def abandon(self, seq: int) -> None:
         """Cancel a save without reporting it as failed. Returns when its state is not read any more."""
@@ -135,8 +150,41 @@ class SavePipeline:
                 save_state.told |= set(save_state.tiers)
 
     def _tell_lost(self, before: int) -> None:
-        """Raise the error of a save before this version that reached no persistent tier, once."""
-        self._saves.raise_if_lost([n for n, s in self._tier_runs.items() if s.tier.traits.persistent], before)
+        """Raise the error of a save before this version that reached no persistent tier, once; or warn, by the policy's
+        ``on_failure``."""
+        lasting = [n for n, s in self._tier_runs.items() if s.tier.traits.persistent]
+        for save_state, error in self._saves.lost(lasting, before):
+            save_state.told |= set(save_state.tiers)
+            what = f"this is what became of the save of step {save_state.head.step}; it has no durable copy"
+            if save_state.lost:
+                error.add_note(what)
+                raise error
+            self.on_failure.tell(error, what)
+
+    def keep_up(self, save_state: SaveState) -> None:
+        """Wait until no tier is further behind this save than its ``max_lag``; called before `save` returns.
+
+        Raises:
+            BaseException: why no version that is near enough reached the tier, unless ``on_failure`` says to warn. The
+                save was made, and goes on in other tiers.
+        """
+        for name, bound in self._bounds.items():
+            if save_state.skipped or save_state.elsewhere.get(name) == NO_LEAF:
+                continue
+            error = bound.wait(save_state, self._history.newest(name))
+            if error is not None:
+                newest = self._history.newest(name)
+                has = "has no version" if newest is None else f"has step {newest.step} as its newest"
+                what = f"{name} {has}, which is further behind step {save_state.head.step} than its `max_lag` allows"
+                self.on_failure.tell(error, what)
+
+    def lag(self, tier: str) -> Lag | None:
+        """How far the newest version in a tier is behind the newest save; None if one of them is not known."""
+        return self._history.lag(tier)
+
+    def waited(self, tier: str) -> float:
+        """Seconds for which saves have waited for a tier because of its ``max_lag``."""
+        return self._bounds[tier].waited if tier in self._bounds else 0.0
 
     def next_seq(self) -> int:
         """The number of the next version (`next_seq`), above all that are in the tiers whose log can be listed.
@@ -165,6 +213,10 @@ class SavePipeline:
 
     def _start(self, head: Head) -> CaptureThread:
         if self._capturing is None:
+            self._bounds = {tier.name: LagBound(tier.name, tier.max_lag) for tier in self._policy.tiers if tier.max_lag}
+            for name in self._tier_runs:
+                if (last := self._last_of(name)) is not None:
+                    self._history.arrived(name, PendingVersion(-1, *last))
             self._cascade.start(head.seq)
             self._capturing = CaptureThread(self._arena, self._end_queues, self.rank)
             self._capturing.parent = self._parent
@@ -182,7 +234,7 @@ class SavePipeline:
             if tier.name not in names:
                 elsewhere[tier.name] = f"its `every: {tier.every}` is not due"
             elif not routes[tier.name].leaves.any():
-                elsewhere[tier.name] = "no rule sends a leaf there"
+                elsewhere[tier.name] = NO_LEAF
             else:
                 going.append(tier.name)
         return going, elsewhere
@@ -232,7 +284,14 @@ class SavePipeline:
 
         return [(self.queues[name], job(name)) for name in names]
 
-    def _failed(self, name: str, save_state: SaveState, error: BaseException) -> None:
+    def arrived(self, name: str, due: PendingVersion) -> None:
+        """A version was committed to a tier."""
+        self._history.arrived(name, due)
+        if self._tier_runs[name].tier.traits.persistent:
+            self.on_failure.taken()
+
+    def failed(self, name: str, save_state: SaveState, error: BaseException) -> None:
+        """A save failed in a tier."""
         if self._last.get(name) == (save_state.head.step, save_state.head.time):
             # A failed save does not count for the interval (`every`): the next save goes to that tier instead.
             self._last[name] = None
@@ -240,7 +299,7 @@ class SavePipeline:
             # Another writer used the number, or deleted packs that this save reuses: list the logs again.
             self._look = True
 
-    def _brought(self, name: str, due: PendingVersion) -> None:
+    def brought(self, name: str, due: PendingVersion) -> None:
         """A version whose save had failed was copied to the tier: it counts for the interval (`every`) now."""
         self._saves.brought(name, due.seq)
         if self._last.get(name) is None:

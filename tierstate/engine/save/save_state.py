@@ -166,26 +166,23 @@ class SavesUnderWay:
             if save_state.head.seq == seq:
                 save_state.told.add(tier)
 
-    def raise_if_lost(self, lasting: Collection[str], before: int) -> None:
-        """Raise the error of an earlier save that failed on all its persistent tiers; for each such save once.
+    def lost(self, lasting: Collection[str], before: int) -> list[tuple[SaveState, BaseException]]:
+        """The earlier saves that failed on all their persistent tiers, each once, with the first error.
 
         Args:
             lasting: names of the persistent tiers.
             before: only saves of versions with lower numbers. The newest save may have failed before the caller has
                 its handle, and that failure is told by the handle.
         """
+        found = []
         for save_state in self.save_states():
             if save_state.head.seq >= before:
                 continue
             names = [n for n in save_state.tiers if n in lasting]
             failures = {n: f for n in names if (f := save_state.failure(n)) is not None}
             if failures and all(map(save_state.error, names)) and not save_state.told & set(failures):
-                save_state.told |= set(save_state.tiers)
-                error = next(iter(failures.values()))
-                error.add_note(
-                    f"this is what became of the save of step {save_state.head.step}; it has no durable copy"
-                )
-                raise error
+                found.append((save_state, next(iter(failures.values()))))
+        return found
 
     def failures(self) -> list[tuple[SaveState, str, BaseException]]:
         """The failures that were not reported yet: save, tier, error. They count as reported from now on."""

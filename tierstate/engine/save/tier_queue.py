@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tierstate.engine.placement import LastSave, Routes
 from tierstate.engine.store.run_in_tier import TierRun
@@ -251,7 +252,7 @@ class TierQueue:
         """Whether a missing version is on the tier already, or retention would drop it at once."""
         if due.seq in self.tier_run.log.seqs():
             self.tier_run.look_again()  # the answer to its commit was lost, so the cached log lacks it
-            self._cascade.report_late_copy(self._name, due)
+            self._cascade.observer.brought(self._name, due)
             return True
         marks = [RetentionEntry(d.seq, d.step, d.time, d.metadata) for d in self.owed()]
         return due.seq not in self.tier_run.worth_bringing(marks)
@@ -270,9 +271,10 @@ class TierQueue:
             # Before the commit is reported: faster tiers then hold the version no longer for this one.
             self._backlog.arrived(job.due)
             self._running = None
+        self._cascade.observer.arrived(self._name, job.due)
         if job.save_state is None:
             log.warning("step %d, which had not arrived at %s, is there now", job.due.step, name)
-            self._cascade.report_late_copy(self._name, job.due)
+            self._cascade.observer.brought(self._name, job.due)
             counters.brought += 1
         else:
             counters.seconds.append(job.save_state.measured(name))
@@ -308,7 +310,7 @@ class TierQueue:
         with self._lock:
             self._running = None
         # Before a waiting caller returns and makes the next save, which may be due on this tier instead.
-        self._cascade.report_failure(self._name, save_state, error)
+        self._cascade.observer.failed(self._name, save_state, error)
         save_state.failed(name, error)
 
     def _owe(self, job: Job) -> bool:
@@ -355,6 +357,19 @@ class TierQueue:
         return ", ".join(sorted(set(self.held.values())))
 
 
+class SaveObserver(Protocol):
+    """Learns what becomes of each save in each tier; implemented by `SavePipeline`. Called in the tiers' threads."""
+
+    def arrived(self, name: str, due: PendingVersion) -> None:
+        """A version was committed to the tier; called before callers that wait for it return."""
+
+    def failed(self, name: str, save_state: SaveState, error: BaseException) -> None:
+        """A save failed in the tier; called before callers that wait for it get the error."""
+
+    def brought(self, name: str, due: PendingVersion) -> None:
+        """A version that had failed in the tier has been copied to it since."""
+
+
 class Cascade:
     """The queues of all tiers of a policy, and the copies between tiers.
 
@@ -363,8 +378,7 @@ class Cascade:
         tier_runs: the run in each tier, in the policy's order.
         saves: the saves in progress.
         arena: the host memory for copies.
-        on_failure: called with a tier's name, a save that failed there, and the error, before the error is reported.
-        on_late_copy: called with a tier's name and a version that had failed there and has been copied since.
+        observer: learns what becomes of each save in each tier.
     """
 
     def __init__(
@@ -373,12 +387,11 @@ class Cascade:
         tier_runs: Sequence[TierRun],
         saves: SavesUnderWay,
         arena: Arena,
-        on_failure: Callable[[str, SaveState, BaseException], None],
-        on_late_copy: Callable[[str, PendingVersion], None],
+        observer: SaveObserver,
     ) -> None:
         self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
         self._policy, self._saves, self._arena = policy, saves, arena
-        self.report_failure, self.report_late_copy = on_failure, on_late_copy
+        self.observer = observer
         self._routes = Routes(policy)
         # If rules send leaves to different tiers, a tier may lack leaves that a slower tier needs.
         self._parted = any(rule.tiers is not None for rule in policy.rules)
