@@ -221,6 +221,12 @@ class Tier(ABC):
     def traits(self) -> Traits:
         """The properties of this tier."""
 
+    @property
+    def trouble(self) -> str:
+        """What hangs, and since when: then other calls fail at once, and the tier is asked again at intervals. Empty
+        while it is in use, and for tiers that cannot tell."""
+        return ""
+
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
         """Create an object from one host buffer, which the tier does not use after the call.

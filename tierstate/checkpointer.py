@@ -118,12 +118,20 @@ class Save:
         return f"<Save step {self.step}: {states or 'skipped' if self.skipped else states}>"
 
 
-def raise_failures(error: BaseException | None, failures: Sequence[tuple[SaveState, str, BaseException]]) -> None:
-    """Raise the error, or else the first failure, with a note for every failure; return if there is neither."""
+def raise_failures(
+    error: BaseException | None, failures: Sequence[tuple[SaveState, str, BaseException]], owed: str = ""
+) -> None:
+    """Raise the error, or else the first failure, with a note for every failure; return if there is neither.
+
+    Args:
+        owed: what becomes of the versions that are still missing; one more note.
+    """
     error = error or next((reason for _, _, reason in failures), None)
     if error is not None:
         for save_state, tier, reason in failures:
             error.add_note(f"step {save_state.head.step} did not arrive at {tier}: {reason}")
+        if owed:
+            error.add_note(f"still owed: {owed}")
         raise error
 
 
@@ -423,7 +431,7 @@ class Checkpointer(Run):
     def _tier_stats(self, tier_run: TierRun) -> TierStats:
         pipeline, name = self._pipeline, tier_run.name
         found = TierStats.of(pipeline.queues.get(name)).measured(tier_run.tier)
-        return replace(found, durable_lag=pipeline.lag(name), waited=pipeline.waited(name))
+        return replace(found, hung=tier_run.tier.trouble, durable_lag=pipeline.lag(name), waited=pipeline.waited(name))
 
     def copy(
         self,
@@ -442,6 +450,9 @@ class Checkpointer(Run):
     def close(self, timeout: float | None = None) -> None:
         """Finish all saves in progress, retry those that failed, then close all tiers and free the memory.
 
+        A tier that hangs is waited for until its ``deadline``, once for all its saves. What is still missing there is
+        copied by the next process that saves this run, where a faster persistent tier has it.
+
         Args:
             timeout: seconds to wait at most. On a terminal a wait of more than a second shows its progress.
 
@@ -456,16 +467,17 @@ class Checkpointer(Run):
         if os.getpid() != self._pid:
             return  # a forked child: threads, files and locks belong to the parent
         error: BaseException | None = None
+        owed = ""
         try:
             with ExitStack() as closing:  # each is closed, even if closing another one raises
                 if self._together is not None:
                     closing.callback(self._together.close)
                 for close in (self._arena.close, *(s.tier.close for s in self._tier_runs), self._guard.close):
                     closing.callback(close)
-                self._pipeline.close(timeout, closing.enter_context(drain_progress()))
+                owed = self._pipeline.close(timeout, closing.enter_context(drain_progress()))
         except TierUnavailable as late:
             error = late
-        raise_failures(error, self._pipeline.failures())
+        raise_failures(error, self._pipeline.failures(), owed)
 
     def __enter__(self) -> Self:
         return self

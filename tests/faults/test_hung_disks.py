@@ -13,7 +13,7 @@ from support.leaks import at_rest, nothing_left, temporary
 
 import tierstate as ts
 from tierstate.tiers.base import layers
-from tierstate.tiers.posix.lustre import Lustre
+from tierstate.tiers.wrappers.deadline import Deadline
 
 LONG, SOON = 60.0, 0.5
 """The deadline, and what it is while the disk is frozen: a healthy one may be slow here."""
@@ -42,9 +42,10 @@ def set_deadline(ckpt: ts.Checkpointer, seconds: float) -> None:
         watch._changed.notify_all()
 
 
-def shared_tier(ckpt: ts.Checkpointer) -> Lustre:
+def shared_tier(ckpt: ts.Checkpointer) -> Deadline:
     (tier_run,) = [s for s in ckpt._tier_runs if s.name == "shared"]
-    return next(tier for tier in layers(tier_run.tier) if isinstance(tier, Lustre))
+    found = [getattr(tier, "_outer", tier) for tier in layers(tier_run.tier)]
+    return next(tier for tier in found if isinstance(tier, Deadline))
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -59,10 +60,11 @@ def shared_notes(ckpt: ts.Checkpointer) -> str:
     return "; ".join(shared_tier(ckpt).traits.notes)
 
 
-def spec(disk: Disk, place, io: str, *, only: bool = False) -> ts.Policy:
-    """A local tier and a shared one; or the shared one alone."""
+def spec(disk: Disk, place, io: str, *, only: bool = False, kind: str = "lustre") -> ts.Policy:
+    """A local tier and a shared one of any kind with files; or the shared one alone."""
     local = {} if only else {"local": {"type": "nvme", "path": str(place / "local")}}
-    shared = {"type": "lustre", "path": str(disk.path / "ckpt"), "deadline": LONG, "io": io}
+    where = {"url": f"file://{disk.path}/ckpt"} if kind == "object" else {"path": str(disk.path / "ckpt"), "io": io}
+    shared = {"type": kind, "deadline": LONG, **where}
     return policy({**local, "shared": shared}, chunk="1MiB", arena={"size": "8MiB"})
 
 
@@ -142,6 +144,28 @@ def test_a_checkpointer_is_closed_while_a_tier_hangs(disk, place, io):
     with ts.Checkpointer(spec(disk, place, io, only=True), "run") as ckpt:
         assert ckpt.versions()[0].step == 1
         assert alike(ckpt.load(step=1), tensors(5 * MIB))
+
+
+@pytest.mark.parametrize("kind", ["nvme", "object"])
+def test_any_tier_of_files_that_hangs_is_told_and_costs_one_deadline(disk, place, kind):
+    """Of many owed saves only the first one waits; stats say what hangs; what is owed is left to the next process."""
+    ckpt = ts.Checkpointer(spec(disk, place, "auto", kind=kind), "run")
+    ckpt.save(tensors(5 * MIB), step=1).wait("shared")
+    with frozen(disk):
+        set_deadline(ckpt, SOON)
+        for step in range(2, 8):
+            ckpt.save(tensors(3000, seed=step), step=step).wait("local")
+        until(lambda: ckpt.stats().tiers["shared"].hung)
+        with pytest.raises(ts.TierUnavailable, match="hangs since") as caught:
+            ckpt.close()
+        assert caught.value.__notes__[-1].startswith("still owed: shared: step 2, 3, 4, 5, 6, 7 (a faster tier has it,")
+        assert len(shared_tier(ckpt)._watch._threads._threads) <= 3, "nothing more was asked of the disk"
+    until(lambda: not engine_threads())
+    with ts.Checkpointer(spec(disk, place, "auto", kind=kind), "run") as ckpt:
+        ckpt.save(tensors(3000), step=8).wait("shared")
+    with ts.Checkpointer(spec(disk, place, "auto", only=True, kind=kind), "run") as ckpt:
+        assert [version.step for version in ckpt.versions()] == list(range(1, 9))
+        assert alike(ckpt.load(step=4), tensors(3000, seed=4))
 
 
 def test_a_run_begins_while_a_tier_hangs(disk, place, io):

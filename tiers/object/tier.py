@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from tierstate.manifest.chunk import Buffer
-from tierstate.tiers.base import ObjectWriter, Place, Range, Tier, Traits
+from tierstate.tiers.base import KeepingArena, ObjectWriter, Place, Range, Tier, Traits
 from tierstate.tiers.object.s3.bucket import S3Bucket
 from tierstate.tiers.object.s3.signing import ChecksumChoice
 from tierstate.tiers.posix.directory import Directory
 from tierstate.tiers.units import Seconds, Size, parse_seconds
+from tierstate.tiers.wrappers.breaker import Breaking
+from tierstate.tiers.wrappers.deadline import Deadline
 
 from .bucket import Bucket
 from .filesystem import scrub, secrets_in
@@ -24,7 +26,7 @@ ORPHAN_AGE = 24 * 3600.0
 """Default age in seconds after which an unfinished multipart upload is aborted."""
 
 
-_OF_S3: dict[str, Any] = {"checksum": "auto", "deadline": REQUEST_DEADLINE, "orphan_age": ORPHAN_AGE}
+_OF_S3: dict[str, Any] = {"checksum": "auto", "orphan_age": ORPHAN_AGE}
 
 
 class ObjectStore(Tier):
@@ -40,7 +42,8 @@ class ObjectStore(Tier):
         capacity: total bytes of the objects; None for no limit.
         checksum: S3 only: the checksum sent with every body, by which the store rejects bodies damaged in transit.
             ``auto`` probes which ones the store verifies, and prefers crc32 to md5.
-        deadline: S3 only: seconds that one operation may take with all its attempts.
+        deadline: S3: seconds that one operation may take with all its attempts. Others: seconds without progress after
+            which a call is given up.
         orphan_age: S3 only: an unfinished multipart upload older than this many seconds is aborted as a leftover of a
             dead writer.
 
@@ -60,15 +63,20 @@ class ObjectStore(Tier):
         checksum: ChecksumChoice = "auto",
         deadline: Seconds = REQUEST_DEADLINE,
         orphan_age: Seconds = ORPHAN_AGE,
+        arena: KeepingArena | None = None,
     ) -> None:
         protocol, found, path = url.partition("://")
         if not found or not path.strip("/"):
             shown = scrub(url, secrets_in(url, options or {}))
             raise ValueError(f"url: {shown!r} does not say where; write protocol, bucket and path, as in 's3://b/ckpt'")
-        keys = {"checksum": checksum, "deadline": deadline, "orphan_age": orphan_age}
+        keys = {"checksum": checksum, "orphan_age": orphan_age}
+        deadline = parse_seconds(deadline)
         self._inner: Tier
+        self._outer: Tier  # watches `_inner`
         if protocol in ("s3", "s3a"):
-            self._inner = S3Bucket(url, options or {}, capacity, **_checked(keys))
+            # S3's own calls end at the deadline, and read into the caller's memory: they need no threads to watch them.
+            self._inner = S3Bucket(url, options or {}, capacity, deadline=deadline, **_checked(keys))
+            self._outer = Breaking(self._inner, deadline)
             return
         if wrong := sorted(name for name, value in keys.items() if value != _OF_S3[name]):
             raise ValueError(f"{wrong[0]}: only s3:// URLs take it; remove it")
@@ -78,52 +86,57 @@ class ObjectStore(Tier):
             self._inner = Directory(Path(path), capacity)
         else:
             self._inner = Bucket(url, options or {}, capacity)
+        self._outer = self._inner if protocol == "memory" else Deadline(self._inner, deadline, arena)
 
     @property
     def name(self) -> str:
         """The tier's name in the policy; set by the engine, used in messages."""
-        return self._inner.name
+        return self._outer.name
 
     @name.setter
     def name(self, name: str) -> None:
-        self._inner.name = name
+        self._outer.name = name
 
     @property
     def traits(self) -> Traits:
-        return self._inner.traits
+        return self._outer.traits
+
+    @property
+    def trouble(self) -> str:
+        return self._outer.trouble
 
     def put(self, key: str, data: Buffer) -> None:
-        self._inner.put(key, data)
+        self._outer.put(key, data)
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
-        self._inner.read(key, ranges)
+        self._outer.read(key, ranges)
 
     def list(self, prefix: str) -> Iterator[str]:
-        return self._inner.list(prefix)
+        return self._outer.list(prefix)
 
     def size(self, key: str) -> int:
-        return self._inner.size(key)
+        return self._outer.size(key)
 
     def delete(self, key: str) -> None:
-        self._inner.delete(key)
+        self._outer.delete(key)
 
     def discard(self, keys: Iterable[str]) -> None:
-        self._inner.discard(keys)
+        self._outer.discard(keys)
 
     def age(self, key: str) -> float | None:
-        return self._inner.age(key)
+        return self._outer.age(key)
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
-        return self._inner.writer(key, size_hint)
+        return self._outer.writer(key, size_hint)
 
     def room(self) -> int | None:
-        return self._inner.room()
+        return self._outer.room()
 
     def place(self) -> Place | None:
         return self._inner.place()
 
     def close(self) -> None:
-        self._inner.close()
+        self._outer.close()
 
 
 def _checked(keys: dict[str, Any]) -> dict[str, Any]:

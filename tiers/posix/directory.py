@@ -21,6 +21,7 @@ from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError
 from tierstate.tiers.base import (
     DEFAULT_PART_SIZE,
     AtomicWriter,
+    KeepingArena,
     Place,
     Range,
     Release,
@@ -33,7 +34,8 @@ from tierstate.tiers.base import (
 from tierstate.tiers.capacity import CapacityCounter
 from tierstate.tiers.clock import RemoteClock
 from tierstate.tiers.memory.arena import PAGE
-from tierstate.tiers.units import Size
+from tierstate.tiers.units import Seconds, Size
+from tierstate.tiers.wrappers.deadline import HANG_DEADLINE, Deadline
 
 from .direct import AppendStream, DirectIo, IoMode
 from .files import (
@@ -396,14 +398,25 @@ class Directory(Tier):
         """Called for each existing folder, before this tier first writes into it."""
 
 
-class Nvme(Directory):
+class Nvme(Deadline):
     """A folder on a local disk: it survives the process, and is lost with the host.
+
+    See `Directory` for what it does, and `Deadline` for what happens when the disk hangs.
 
     Args:
         path: the folder.
         capacity: total bytes of its objects; None for no limit but the disk.
         io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
+        deadline: seconds without progress after which a call is given up, as when the disk is dead.
     """
 
-    def __init__(self, *, path: Path, capacity: Size | None = None, io: IoMode = "auto") -> None:
-        super().__init__(path, capacity, io)
+    def __init__(
+        self,
+        *,
+        path: Path,
+        capacity: Size | None = None,
+        io: IoMode = "auto",
+        deadline: Seconds = HANG_DEADLINE,
+        arena: KeepingArena | None = None,
+    ) -> None:
+        super().__init__(Directory(path, capacity, io), deadline, arena)

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from tierstate.tiers.base import KeepingArena
 from tierstate.tiers.units import Seconds, Size, format_size
-from tierstate.tiers.wrappers.deadline import Deadline
+from tierstate.tiers.wrappers.deadline import HANG_DEADLINE, Deadline
 
 from .direct import IoMode
 from .directory import Directory
@@ -38,10 +38,6 @@ _MAGIC_COMPOSITE = 0x0BD60BD0
 
 
 _HEAD = struct.Struct("<IIQQIHH")
-
-
-HANG_DEADLINE = 60.0
-"""Seconds after which a call counts as hung: far longer than a healthy server needs."""
 
 
 _ANY = 0xFFFF

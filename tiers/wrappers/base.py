@@ -38,6 +38,10 @@ class Wrapping(Tier):
     def traits(self) -> Traits:
         return self.inner.traits
 
+    @property
+    def trouble(self) -> str:
+        return self.inner.trouble
+
     def meet(self, team: RankGroup) -> None:
         self.inner.meet(team)
 

@@ -21,7 +21,12 @@ from tierstate.tiers.memory.arena import PAGE, map_pages
 from tierstate.tiers.memory.memcpy import memcpy
 
 from .base import Wrapping
-from .watchdog import Activity, Hung, Watchdog, WatchedCall
+from .breaker import Hung
+from .watchdog import Activity, Watchdog, WatchedCall
+
+HANG_DEADLINE = 60.0
+"""Seconds after which a call counts as hung: far longer than a healthy disk or server needs."""
+
 
 BOUNCE_PIECE = 16 << 20
 """Bytes of one bounce buffer."""
@@ -201,6 +206,10 @@ class Deadline(Wrapping):
         traits = self.inner.traits
         trouble = self._watch.trouble
         return replace(traits, memory_alignment=1, notes=(*traits.notes, trouble) if trouble else traits.notes)
+
+    @property
+    def trouble(self) -> str:
+        return self._watch.trouble or self.inner.trouble
 
     def put(self, key: str, data: Buffer) -> None:
         # A copy, since a put that was given up may still run when the caller changes the buffer.

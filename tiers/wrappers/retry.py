@@ -18,6 +18,7 @@ from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier
 
 from .base import Wrapping, WrappingWriter
+from .breaker import Hung
 
 log = logging.getLogger("tierstate")
 
@@ -45,7 +46,8 @@ class Retried(Wrapping):
     * A writer's ``close`` is not repeated either. After a failure the object is read: if it exists with all appended
       bytes, the close succeeds; otherwise it raises its error.
 
-    Other errors are raised at once. Closing the tier ends the waits between attempts.
+    Other errors are raised at once, and so is `Hung`: the tier was waited for until its deadline. Closing the tier ends
+    the waits between attempts.
 
     Args:
         inner: the tier.
@@ -109,7 +111,7 @@ class Retried(Wrapping):
             try:
                 return call()
             except TierstateError as error:
-                if not error.transient:
+                if not error.transient or isinstance(error, Hung):
                     raise
                 pause = CALL_BACKOFF.pause(attempt)
                 log.info("%s: %s: retry %d of %d in %.2f s: %s", self.name, what, attempt, self.retries, pause, error)

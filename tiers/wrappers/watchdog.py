@@ -20,6 +20,8 @@ from tierstate.manifest.errors import TierUnavailable
 from tierstate.tiers.base import KeepingArena, Release
 from tierstate.tiers.latch import Latch
 
+from .breaker import Breaker, Hung
+
 log = logging.getLogger("tierstate")
 
 
@@ -39,10 +41,6 @@ LINGER = 1.0
 
 THREAD_CLOSE_WAIT = 1.0
 """Seconds that closing waits for a thread that is about to end."""
-
-
-class Hung(TierUnavailable):
-    """A call has not returned in time, or was not started since an earlier one has not returned yet."""
 
 
 class Activity:
@@ -84,6 +82,7 @@ class WatchedCall(Pending, Generic[T]):
 
     Attributes:
         refusal: the error that is raised instead of a result, once the call was given up.
+        asks: it asks whether the tier answers again (`Breaker.admit`).
     """
 
     def __init__(self, what: str, effort: Activity, call: Callable[[], T], late: Callable[[T], object]) -> None:
@@ -93,6 +92,12 @@ class WatchedCall(Pending, Generic[T]):
         self._result: list[T] = []
         self._error: BaseException | None = None
         self.refusal: Hung | None = None
+        self.asks = False
+
+    @property
+    def answered(self) -> bool:
+        """Whether it has returned, also with an error, unless that says that the tier does not answer."""
+        return not isinstance(self._error, TierUnavailable)
 
     @property
     def succeeded(self) -> bool:
@@ -219,15 +224,13 @@ class Watchdog:
     """Runs calls, and gives them up after too long without progress.
 
     Then the tier counts as hung: waiting callers get an error, and no call is started until all calls that were given
-    up have returned and their buffers are released. Then the deferred cleanup runs, and the tier is used as before.
+    up have returned and their buffers are released. Then the deferred cleanup runs, and the tier is used as before;
+    unless all that was given up came back with `TierUnavailable`: then it is asked again at intervals (`Breaker`).
 
     Args:
         seconds: a call is given up after this many seconds without progress.
         arena: its in-flight budget no longer counts leased buffers that were given up.
         name: returns the tier's name, for messages.
-
-    Attributes:
-        trouble: message that says which call hangs; empty if none.
     """
 
     def __init__(self, seconds: float, arena: KeepingArena | None, name: Callable[[], str]) -> None:
@@ -241,8 +244,13 @@ class Watchdog:
         self._underway: set[Pending] = set()
         self._deferred: list[Callable[[], object]] = []
         self._watching: threading.Thread | None = None
-        self._closed = False
-        self.trouble = ""
+        self._closed = self._back = False
+        self._breaker = Breaker(self._name, self.seconds, until_when="it is used again once that has come back")
+
+    @property
+    def trouble(self) -> str:
+        """What hangs, and since when; empty if nothing does."""
+        return self._breaker.trouble
 
     # Calls and leased buffers
 
@@ -267,12 +275,14 @@ class Watchdog:
             self._start_over()  # a forked child has no threads of its parent, and does not wait for its calls
         made = WatchedCall(what, effort or Activity(), call, late)
         with self._changed:
-            if self.trouble:
-                raise self._refusal()
+            if self.trouble and (self._has_given_up() or self._deferred):
+                raise self._breaker.refusal()
+            made.asks = self._breaker.admit()
             self._add(made)
         try:
             self._threads.run(lambda: self._run(made))
         except BaseException:
+            self._breaker.undecided(asks=made.asks)
             self._remove(made)
             raise
         return made
@@ -313,6 +323,7 @@ class Watchdog:
     def _remove(self, one: Pending) -> None:
         with self._changed:
             self._drop(one)
+            self._back = self._back or isinstance(one, LentBuffer)
             back = one.given_up and not self._has_given_up()
         if back:
             self._clear_up()
@@ -326,13 +337,22 @@ class Watchdog:
         call.run()
         with self._changed:
             in_time = not call.given_up
+            self._back = self._back or call.answered
             if in_time:
                 self._drop(call)
         if in_time:
+            self._report(call)
             call.tell()
         else:
+            self._breaker.undecided(asks=call.asks)
             call.discard()
             self._remove(call)
+
+    def _report(self, call: WatchedCall[Any]) -> None:
+        if call.answered:
+            self._breaker.answered()
+        elif call.asks:
+            self._breaker.silent("", 0.0, asks=True)
 
     # Giving up, and recovery
 
@@ -364,20 +384,17 @@ class Watchdog:
         """Give up everything that is pending: calls that started later will hardly return sooner."""
         slowest = min(waited, key=lambda one: one.effort.last)
         silence = time.monotonic() - slowest.effort.last
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - silence))
-        self.trouble = f"hangs since {since}: {slowest.what} has not come back in {self.seconds:g} s"
-        log.error("%s: %s; it is not used until that has come back", self._name(), self.trouble)
+        asked = any(isinstance(one, WatchedCall) and one.asks for one in waited)
+        self._breaker.silent(f"{slowest.what} has not come back in {self.seconds:g} s", silence, asks=asked)
+        self._back = False
         for one in waited:
             one.given_up = True
             if isinstance(one, LentBuffer) and self._arena is not None:
                 self._arena.keep(one.buffer)
         for one in waited:
             if isinstance(one, WatchedCall):
-                one.refusal = self._refusal()
+                one.refusal = self._breaker.refusal()
                 one.tell()
-
-    def _refusal(self) -> Hung:
-        return Hung(f"{self._name()}: {self.trouble}; it is used again once that has come back", tier=self._name())
 
     def afterwards(self, call: Callable[[], object]) -> None:
         """Defer a call until everything that was given up has returned; if nothing was given up, it runs soon."""
@@ -395,9 +412,8 @@ class Watchdog:
                 clearing = WatchedCall("clearing up", Activity(), lambda: _all(calls), lambda _result: None)
                 clearing.given_up = True
                 self._add(clearing)
-            elif self.trouble and not self._has_given_up():
-                self.trouble = ""
-                log.warning("%s: answers again", self._name())
+            elif self._back and not self._has_given_up():
+                self._breaker.answered()
         if calls:
             self._threads.run(lambda: self._run(clearing))
 
@@ -433,8 +449,17 @@ class Watchdog:
 
 
 def _all(calls: list[Callable[[], object]]) -> None:
+    """Make all the calls.
+
+    Raises:
+        TierUnavailable: that of the last call which raised it.
+    """
+    silent: TierUnavailable | None = None
     for call in calls:
         try:
             call()
         except Exception as error:
             log.warning("clearing up after what was given up failed: %r", error)
+            silent = error if isinstance(error, TierUnavailable) else silent
+    if silent is not None:
+        raise silent

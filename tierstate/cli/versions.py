@@ -9,7 +9,7 @@ import typer
 
 from tierstate.checkpointer import Checkpointer
 from tierstate.engine.progress import byte_progress, status_line
-from tierstate.manifest.errors import NotFound, TierstateError
+from tierstate.manifest.errors import NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.history.log import list_runs
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
 from tierstate.tiers.units import parse_seconds
@@ -25,17 +25,24 @@ app = typer.Typer()
 def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False) -> None:
     """List the versions of a run over all tiers, or all runs.
 
-    Without --run all runs are listed. Exit status 1 if a record cannot be read.
+    Without --run all runs are listed. Exit status 1 if a record cannot be read or a tier hangs.
     """
     if run is None:
         output.show_runs(_runs(Policy.load(policy), as_json), as_json)
         return
     with Checkpointer(policy, run) as ckpt:
         versions = ckpt.versions()
+        hung = {name: tier.hung for name, tier in ckpt.stats().tiers.items() if tier.hung}
+        for name, trouble in hung.items():
+            warn(f"{name} {trouble}", as_json=as_json)
+        if not versions and hung:
+            raise TierUnavailable(
+                f"whether run {run!r} has versions is not known: {', '.join(hung)} cannot be asked now"
+            )
         if not versions:
             raise no_versions(ckpt)
         output.show_versions(versions, [t.name for t in ckpt.policy.tiers], as_json)
-    raise typer.Exit(1 if any(version.unreadable for version in versions) else 0)
+    raise typer.Exit(1 if hung or any(version.unreadable for version in versions) else 0)
 
 
 @app.command()

@@ -134,6 +134,8 @@ class TierStats:
         lag: saves in progress or in the queue.
         seconds: for each of the newest saves, the time from the call of ``save`` to the commit.
         healthy: whether the last save to the tier succeeded.
+        hung: what hangs in the tier, and since when; empty while it is in use. A tier that hangs is asked again at
+            intervals, and other calls fail at once.
         owed: missing versions: failed saves that are copied from a faster tier when this tier works again.
         brought: missing versions that were copied later, also those that an earlier process left; also in ``saves``.
         skipped: saves that the tier left out because newer ones were waiting (``on_lag``).
@@ -157,6 +159,7 @@ class TierStats:
     lag: int = 0
     seconds: tuple[float, ...] = ()
     healthy: bool = True
+    hung: str = ""
     owed: int = 0
     brought: int = 0
     skipped: int = 0

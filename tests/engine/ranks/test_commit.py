@@ -36,7 +36,7 @@ from tierstate.manifest.errors import (
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import Log
-from tierstate.tiers.wrappers.watchdog import Hung
+from tierstate.tiers.wrappers.breaker import Hung
 
 SHARED: list[Shared] = ["site", "host", "process"]
 WORLDS = st.builds(World, st.sampled_from(SHARED), st.lists(st.integers(0, 2), min_size=1, max_size=4))

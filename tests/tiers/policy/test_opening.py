@@ -13,7 +13,7 @@ from tierstate.manifest.errors import TierUnavailable
 from tierstate.tiers.base import layers
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.policy.policy import open_policy_tier
-from tierstate.tiers.posix.directory import Nvme
+from tierstate.tiers.posix.directory import Directory, Nvme
 from tierstate.tiers.testing import Fault
 from tierstate.tiers.wrappers.limit import Limited
 from tierstate.tiers.wrappers.measure import Measured
@@ -33,9 +33,9 @@ def test_a_tier_has_the_wrappers_that_its_policy_asks_for(place: Path) -> None:
             "all": tier("nvme", place, bandwidth="500MiB/s", operations=10, retries=3),
         }
     )
-    assert kinds(spec, "plain") == [Measured, Nvme]
-    assert kinds(spec, "wide") == kinds(spec, "rare") == [Limited, Measured, Nvme]
-    assert kinds(spec, "all") == [Retried, Limited, Measured, Nvme]
+    assert kinds(spec, "plain") == [Measured, Nvme, Directory]
+    assert kinds(spec, "wide") == kinds(spec, "rare") == [Limited, Measured, Nvme, Directory]
+    assert kinds(spec, "all") == [Retried, Limited, Measured, Nvme, Directory]
     full = open_policy_tier(spec.tier("all"))
     assert full.name == "all"
     assert full.traits.bandwidth == 500 << 20

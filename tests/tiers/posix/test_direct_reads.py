@@ -14,7 +14,7 @@ from tierstate.manifest.errors import Damaged
 from tierstate.tiers.base import IoAlignment, Range
 from tierstate.tiers.memory.arena import PAGE, map_pages
 from tierstate.tiers.posix.direct import DIRECT_MIN, SAFE_ALIGNMENT, DirectIo, direct_alignment, parse_statx
-from tierstate.tiers.posix.directory import Nvme
+from tierstate.tiers.posix.directory import Directory
 from tierstate.tiers.posix.files import open_file
 from tierstate.tiers.posix.io_engine import ThreadEngine, Transfer, transfers_done
 from tierstate.tiers.testing import random_bytes
@@ -24,7 +24,7 @@ SIZE = 5 * DIRECT_MIN + 777
 
 @pytest.fixture
 def nvme(tmp_path: Path, request: pytest.FixtureRequest):
-    with closing(Nvme(path=tmp_path, io=getattr(request, "param", "auto"))) as made:
+    with closing(Directory(tmp_path, io=getattr(request, "param", "auto"))) as made:
         made.name = "nvme"
         made.put("key", random_bytes(SIZE))
         yield made
@@ -46,20 +46,20 @@ def test_what_the_kernel_says_is_taken() -> None:
     assert parse_statx(statx(0x2000, 512, 65536)) is None, "whole pages would not do"
 
 
-def test_a_file_is_asked_and_the_tier_tells(tmp_path: Path, nvme: Nvme) -> None:
+def test_a_file_is_asked_and_the_tier_tells(tmp_path: Path, nvme: Directory) -> None:
     assert nvme.traits.memory_alignment == PAGE, "not known before the first read"
     nvme.get("key")
     with closing(open_file(tmp_path / "key")) as file:
         found = direct_alignment(file.descriptor)
     assert nvme.traits.memory_alignment == (found or IoAlignment()).memory
-    with closing(Nvme(path=tmp_path, io="buffered")) as other:
+    with closing(Directory(tmp_path, io="buffered")) as other:
         other.get("key")
         assert other.traits.memory_alignment == 1
     assert direct_alignment(os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)) in (None, SAFE_ALIGNMENT)
 
 
 @pytest.mark.parametrize("nvme", ["auto", "uring", "threads", "buffered"], indirect=True)
-def test_many_ranges_of_any_address_length_and_order(nvme: Nvme) -> None:
+def test_many_ranges_of_any_address_length_and_order(nvme: Directory) -> None:
     truth, memory = nvme.get("key"), map_pages(16 * DIRECT_MIN)
     grain = max(nvme.traits.memory_alignment, 512)
     wanted, at = [], 0
@@ -80,7 +80,7 @@ def test_many_ranges_of_any_address_length_and_order(nvme: Nvme) -> None:
     assert ("direct" in nvme.traits.io) == (nvme._io.io != "buffered")
 
 
-def test_a_file_that_ends_early_is_damaged_and_nothing_is_under_way_any_more(nvme: Nvme) -> None:
+def test_a_file_that_ends_early_is_damaged_and_nothing_is_under_way_any_more(nvme: Directory) -> None:
     memory = map_pages(2 * DIRECT_MIN)
     with pytest.raises(Damaged):
         nvme.read("key", [Range(0, memory[:DIRECT_MIN]), Range(SIZE - DIRECT_MIN + 1, memory[DIRECT_MIN:])])

@@ -11,7 +11,7 @@ import torch
 from tierstate.tiers.base import Tier, layers
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Host, Memory
-from tierstate.tiers.posix.directory import Nvme
+from tierstate.tiers.posix.directory import Directory
 from tierstate.tiers.testing import Faulty, TierContract, random_bytes
 from tierstate.tiers.wrappers.base import Wrapping
 from tierstate.tiers.wrappers.limit import Limited
@@ -76,12 +76,12 @@ class TestAroundHost(Contract):
 
 class TestAroundFiles(Contract):
     def inner(self, tmp_path: Path) -> Tier:
-        return Nvme(path=tmp_path / "ckpt")
+        return Directory(tmp_path / "ckpt")
 
     def reopen(self, tier: Tier) -> Tier:
         *_, files = layers(tier)
-        assert isinstance(files, Nvme)
-        return self.wrap(Nvme(path=files.path))
+        assert isinstance(files, Directory)
+        return self.wrap(Directory(files.path))
 
 
 @pytest.mark.parametrize("wrap", [wrap for wrap in WRAPPERS if wrap is not chopped])

@@ -317,18 +317,23 @@ class SavePipeline:
         """The failures that were not reported yet: save, tier, error. They count as reported from now on."""
         return self._saves.failures()
 
-    def close(self, timeout: float | None = None, watch: OnDrain | None = None) -> None:
+    def close(self, timeout: float | None = None, watch: OnDrain | None = None) -> str:
         """Finish the saves in progress, try missing versions once more, and end the threads.
 
         Args:
             timeout: seconds to wait at most; None: without limit.
             watch: called every DRAIN_INTERVAL seconds with the bytes still to be written, by tier.
 
+        A tier that hangs is waited for once: then its breaker refuses all further calls (`tiers/wrappers/breaker.py`).
+
+        Returns:
+            What becomes of the versions that are still missing, by tier; empty if none are.
+
         Raises:
             TierUnavailable: not done within ``timeout`` seconds; the message lists what is missing.
         """
         if self._capturing is None or os.getpid() != self._pid:
-            return
+            return ""
         try:
             self._capturing.end()
             self._drain(math.inf if timeout is None else timeout, watch)
@@ -340,12 +345,13 @@ class SavePipeline:
             raise
         late, owed = self._saves.late(), self._still_owed()
         if owed:
-            log.warning("closed while still owed, which the next process looks for: %s", owed)
+            log.warning("closed while still owed: %s", owed)
         if late:
             self._give_up()
             told = f"; still owed: {owed}" if owed else ""
             raise TierUnavailable(f"closed after {timeout} s while still under way: {', '.join(late)}{told}")
         self._finish()
+        return owed
 
     def _finish(self) -> None:
         for queue in self.queues.values():
@@ -367,11 +373,21 @@ class SavePipeline:
                 del joins[0]
 
     def _still_owed(self) -> str:
-        return "; ".join(
-            f"{name}: step {', '.join(str(due.step) for due in owed)}"
-            for name, queue in self.queues.items()
-            if (owed := queue.owed())
-        )
+        owed = ((name, queue.owed()) for name, queue in self.queues.items())
+        return "; ".join(self._left_of(name, dues) for name, dues in owed if dues)
+
+    def _left_of(self, name: str, owed: Sequence[PendingVersion]) -> str:
+        """What becomes of the versions that a tier lacks when this process ends."""
+        faster = list(takewhile(lambda s: s.name != name, self._tier_runs.values()))
+        kept = {seq for tier_run in faster if tier_run.tier.traits.persistent for seq in tier_run.known}
+        told = []
+        for there, fate in (
+            (True, "a faster tier has it, from which the next process that saves this run copies it"),
+            (False, "no persistent tier before it has it, so it is lost with this process"),
+        ):
+            if steps := [str(due.step) for due in owed if (due.seq in kept) is there]:
+                told.append(f"{name}: step {', '.join(steps)} ({fate})")
+        return "; ".join(told)
 
     def _give_up(self) -> None:
         self._saves.cancel()
