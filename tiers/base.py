@@ -23,11 +23,11 @@ from __future__ import annotations
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 
@@ -209,6 +209,11 @@ class Tier(ABC):
 
     persistent: ClassVar[bool] = True
     """Whether tiers of this class survive the host, as known before one is opened. `traits` has the final word."""
+
+    @classmethod
+    def persists(cls, options: Mapping[str, Any]) -> bool:
+        """Whether a tier with these options, as in a policy, survives the host; as known before it is opened."""
+        return cls.persistent
 
     name: str = ""
     """The tier's name in the policy; set by `open_tier`, used in messages."""

@@ -197,8 +197,8 @@ def test_a_broken_policy_is_status_2_with_its_lines(call: Call, place: Path) -> 
     path.write_text("version: 1\nchunk: 3 bananas\ntiers:\n  nvme: {type: nvmee, path: x}\n")
     answer = call("ls", "-p", path, "-r", "gpt")
     assert answer.status == 2
-    assert "broken.yaml:2: chunk: " in answer.err
-    assert "broken.yaml:4: tiers.nvme.type: " in answer.err
+    assert "broken.yaml:2:1: chunk: " in answer.err
+    assert "broken.yaml:4:10: tiers.nvme.type: " in answer.err
     missing = call("ls", "-p", place / "none.yaml")
     assert missing.status == 2
     assert "cannot be read" in missing.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -10,7 +11,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tierstate.engine.placement import Routes, due_tiers, entry_tiers, is_due, leaf_codecs, may_pickle, route_masks
+from tierstate.engine.placement import (
+    CadenceCount,
+    Routes,
+    due_tiers,
+    entry_tiers,
+    is_due,
+    leaf_codecs,
+    may_pickle,
+    route_masks,
+    rule_warnings,
+)
 from tierstate.manifest.errors import NotFound
 from tierstate.manifest.format.leaf import Leaf, Spec, matches
 from tierstate.tiers.policy.policy import Policy
@@ -180,3 +191,38 @@ def test_pickle_is_allowed_only_where_a_rule_says_so() -> None:
 def test_an_unknown_tier_has_no_codec() -> None:
     with pytest.raises(NotFound, match="'nvm' is no tier of this policy; did you mean 'nvme'"):
         leaf_codecs(POLICY, "nvm", [("a",)])
+
+
+@given(st.lists(st.sampled_from(["optimizer.**", "optimzer.**", "model.*", "**", "nothing"]), max_size=4), PATHS)
+def test_rules_without_a_leaf_and_tiers_without_one_are_told(
+    globs: list[str], paths: list[tuple[str | int, ...]]
+) -> None:
+    rules = [{"match": glob, "tiers": ["a"]} for glob in globs]
+    spec = Policy.parse(
+        json.dumps({"tiers": {n: {"type": "nvme", "path": n} for n in ("a", "b")}, "rules": rules}), "p.yaml"
+    )
+    found = rule_warnings(spec, paths)
+    idle = [i for i, glob in enumerate(globs) if paths and not any(matches(glob, path) for path in paths)]
+    assert [text.partition(":")[0] for text in found if text.startswith("rules.")] == [f"rules.{i}" for i in idle]
+    goes = any(not any(matches(glob, path) for glob in globs) for path in paths)
+    assert any(text.startswith("b: the rules send no leaf there") for text in found) is (bool(paths) and not goes)
+
+
+@given(st.integers(1, 30), st.lists(st.integers(0, 12), min_size=1, max_size=20), st.booleans())
+def test_a_cadence_is_told_where_several_saves_were_made_and_none_was_due(
+    every: int, gaps: list[int], there: bool
+) -> None:
+    count, last = CadenceCount("far", every), (5, 0.0) if there else None
+    step, due = 5, 0
+    for gap in gaps:
+        step += gap
+        first = last is None
+        if goes := is_due(every, step, last, 0.0):
+            last = (step, 0.0)
+        count.add(step, 0.0, due=goes, first=first)
+        due += goes and not first
+    told = count.warning()
+    assert bool(told) is (len(gaps) >= 2 and not due)
+    if told:
+        assert f"none of the {len(gaps)} saves" in told
+        assert "write a shorter one, as 'every: " in told

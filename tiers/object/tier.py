@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, TypeAlias, get_args
+
+from pydantic import AfterValidator, WithJsonSchema
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import KeepingArena, ObjectWriter, Place, Range, Tier, Traits
@@ -27,6 +30,75 @@ ORPHAN_AGE = 24 * 3600.0
 
 
 _OF_S3: dict[str, Any] = {"checksum": "auto", "orphan_age": ORPHAN_AGE}
+
+
+_KNOWN = ("s3", "s3a", "file", "local", "memory", "gs", "gcs", "abfs", "az", "http", "https")
+"""Protocols that are known without asking fsspec, whose import takes a while."""
+
+
+_NO_HOST = ("file", "local")
+
+
+def check_url(url: str, options: Mapping[str, Any] | None = None) -> str:
+    """The URL itself, if it says where objects are kept; does not connect.
+
+    Args:
+        options: their values are not shown in messages.
+
+    Raises:
+        ValueError: the message says what is right.
+    """
+    protocol, found, rest = url.partition("://")
+    if why := _wrong_with(protocol, found, rest):
+        shown = scrub(url, secrets_in(url, options or {}) | secrets_in(url.replace(":/", "://", 1), {}))
+        raise ValueError(f"{shown!r} {why}")
+    return url
+
+
+def _wrong_with(protocol: str, found: str, rest: str) -> str:
+    """What is wrong with a URL, and what is right; empty if nothing is."""
+    if not found:
+        return _no_url(protocol)
+    if protocol not in _KNOWN and protocol not in _protocols():
+        near = get_close_matches(protocol.lower(), _KNOWN, n=1)
+        meant = (
+            f"; did you mean {near[0] + '://'!r}?" if near else "; known are s3, file, memory, and what fsspec knows"
+        )
+        return f"has a protocol that is not known here{meant}"
+    if protocol in _NO_HOST and not rest.startswith("/"):
+        return "is a relative path, or names a host; write three slashes and the whole path, as in 'file:///ckpt'"
+    if not rest.strip("/"):
+        return "does not say where; write protocol, bucket and path, as in 's3://bucket/ckpt'"
+    if protocol not in (*_NO_HOST, "memory") and rest.startswith("/"):
+        return f"names no bucket; write it after two slashes, as in '{protocol}://bucket/ckpt'"
+    return ""
+
+
+def _no_url(text: str) -> str:
+    if text.startswith(("/", "./", "../", "~")):
+        return "is a path and no URL; write 'file:///path', or a tier of 'type: nvme' with 'path:'"
+    protocol, colon, _ = text.partition(":")
+    if colon and protocol in _KNOWN:
+        slashes = (
+            "three slashes and the whole path, as in 'file:///ckpt'"
+            if protocol in _NO_HOST
+            else "two slashes and the bucket, as in 's3://bucket/ckpt'"
+        )
+        return f"is no URL; write {slashes}"
+    return "is no URL; write protocol, bucket and path, as in 's3://bucket/ckpt'"
+
+
+def _protocols() -> Collection[str]:
+    from fsspec.registry import available_protocols
+
+    found: Collection[str] = available_protocols()
+    return found
+
+
+ObjectUrl: TypeAlias = Annotated[
+    str, AfterValidator(check_url), WithJsonSchema({"type": "string", "pattern": r"^[A-Za-z0-9+.]+://.|\$\{"})
+]
+"""A URL of `ObjectStore`: a policy that has another one is refused when it is loaded."""
 
 
 class ObjectStore(Tier):
@@ -54,10 +126,14 @@ class ObjectStore(Tier):
 
     persistent: ClassVar[bool] = True
 
+    @classmethod
+    def persists(cls, options: Mapping[str, Any]) -> bool:
+        return not str(options.get("url", "")).startswith("memory://")
+
     def __init__(
         self,
         *,
-        url: str,
+        url: ObjectUrl,
         options: dict[str, Any] | None = None,
         capacity: Size | None = None,
         checksum: ChecksumChoice = "auto",
@@ -65,10 +141,7 @@ class ObjectStore(Tier):
         orphan_age: Seconds = ORPHAN_AGE,
         arena: KeepingArena | None = None,
     ) -> None:
-        protocol, found, path = url.partition("://")
-        if not found or not path.strip("/"):
-            shown = scrub(url, secrets_in(url, options or {}))
-            raise ValueError(f"url: {shown!r} does not say where; write protocol, bucket and path, as in 's3://b/ckpt'")
+        protocol, _, path = check_url(url, options or {}).partition("://")
         keys = {"checksum": checksum, "orphan_age": orphan_age}
         deadline = parse_seconds(deadline)
         self._inner: Tier

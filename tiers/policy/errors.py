@@ -26,6 +26,42 @@ _INNER: Mapping[str, type[BaseModel]] = {
 }
 
 
+_MEANT: Mapping[str, Sequence[str]] = {
+    "stripes": ("stripe_count",),
+    "count": ("stripe_count", "last"),
+    "interval": ("every",),
+    "frequency": ("every",),
+    "cadence": ("every",),
+    "retention": ("keep",),
+    "retain": ("keep",),
+    "compression": ("codec",),
+    "compress": ("codec",),
+    "encoding": ("codec",),
+    "directory": ("path",),
+    "dir": ("path",),
+    "folder": ("path",),
+    "root": ("path",),
+    "uri": ("url",),
+    "bucket": ("url",),
+    "kind": ("type",),
+    "backend": ("type",),
+    "timeout": ("deadline", "timeout"),
+    "limit": ("bandwidth",),
+    "rate": ("bandwidth",),
+    "iops": ("operations",),
+    "quota": ("capacity",),
+    "max_size": ("capacity",),
+    "storage_options": ("options",),
+    "pattern": ("match",),
+    "glob": ("match",),
+    "steps": ("every",),
+    "time": ("seconds", "within"),
+    "newest": ("last",),
+    "buffer": ("arena",),
+}
+"""What a key that is none of ours probably means: the first of these that is known at its place."""
+
+
 _HIDDEN = "the value, which is not shown as it may be secret,"
 
 
@@ -81,9 +117,10 @@ def validate_keys(model: type[M], data: Any, at: KeyPath, findings: PolicyErrors
 
 
 def unknown_name(name: object, known: Iterable[str], what: str) -> str:
-    """``what``, followed by the known name that is nearest, or by all known names."""
+    """``what``, followed by the known name that is nearest in spelling or meaning, or by all known names."""
     names = list(known)
-    near = get_close_matches(str(name), names, n=1)
+    meant = _MEANT.get(str(name).lower().replace("-", "_"), ())
+    near = [other for other in meant if other in names] or get_close_matches(str(name).lower(), names, n=1)
     return f"{what}; did you mean {near[0]!r}?" if near else f"{what}; known are {', '.join(names)}"
 
 

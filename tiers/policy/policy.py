@@ -35,7 +35,8 @@ class TierPolicy(TierKeys):
 
     Attributes:
         name: its name in the policy.
-        persistent: whether its objects survive the host, as its class declares; True if the class declares nothing.
+        persistent: whether its objects survive the host, as its class says for these options (`Tier.persists`); True if
+            the class says nothing.
         options: keyword arguments for the class's constructor, validated. They may hold secrets, so no repr shows them.
     """
 
@@ -196,10 +197,12 @@ def _read_tier(name: str, data: object, findings: PolicyErrors) -> TierPolicy | 
         )
         return None
     common = {field: getattr(keys, field) for field in TierKeys.model_fields}
-    return TierPolicy(name=name, persistent=_is_persistent(cls), options=options_of(keys), **common)
+    return TierPolicy(name=name, persistent=_is_persistent(cls, options_of(keys)), options=options_of(keys), **common)
 
 
-def _is_persistent(cls: type[Tier]) -> bool:
+def _is_persistent(cls: type[Tier], options: Mapping[str, Any]) -> bool:
+    if callable(persists := getattr(cls, "persists", None)):
+        return bool(persists(options))
     declared = getattr(cls, "persistent", True)
     return declared if isinstance(declared, bool) else True
 

@@ -19,6 +19,10 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 """The place of a value: keys of mappings and indices of lists (from 0), from the root on."""
 
 
+Position: TypeAlias = tuple[int, int]
+"""Line and column of a text, from 1."""
+
+
 MAX_POLICY_BYTES = 1 << 20
 
 
@@ -53,27 +57,31 @@ class PolicyErrors:
 
     Attributes:
         name: the file's name in messages.
-        lines: line of each value, from 1; a value that is not in it counts as being on its parent's line.
+        lines, columns: line and column of each value, or of its key, from 1; a value that is in neither counts as being
+            where its parent is.
     """
 
     name: str
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    columns: Mapping[KeyPath, int] = field(default_factory=dict)
     _found: dict[tuple[int, KeyPath], str] = field(default_factory=dict)
 
-    def add(self, keys: KeyPath, text: str, line: int | None = None) -> None:
-        """Add an error: what was found at a value, and what would be right.
+    def add(self, keys: KeyPath, text: str, at: Position | None = None) -> None:
+        """Add an error: what was found at a value, and what would be right. ``at``: its place; by default the value's.
 
         Only the first error at a place counts, since later ones usually follow from it.
         """
         place = f"{dotted_keys(keys)}: " if keys else ""
-        line = self.line(keys) if line is None else line
-        self._found.setdefault((line, keys), f"{self.name}:{line}: {place}{text}")
+        line, column = at or (self.line(keys), self.column(keys))
+        self._found.setdefault((line, keys), f"{self.name}:{line}:{column}: {place}{text}")
 
     def line(self, keys: KeyPath) -> int:
         """The line of a value, or of the innermost value around it that has a line."""
-        while keys and keys not in self.lines:
-            keys = keys[:-1]
-        return self.lines.get(keys, 1)
+        return _nearest(self.lines, keys)
+
+    def column(self, keys: KeyPath) -> int:
+        """The column of a value, or of the innermost value around it that has one."""
+        return _nearest(self.columns, keys)
 
     def raise_any(self) -> None:
         """Raises:
@@ -84,9 +92,15 @@ class PolicyErrors:
             raise PolicyError("\n".join(text for _, text in in_order))
 
 
+def _nearest(places: Mapping[KeyPath, int], keys: KeyPath) -> int:
+    while keys and keys not in places:
+        keys = keys[:-1]
+    return places.get(keys, 1)
+
+
 def dotted_keys(keys: KeyPath) -> str:
-    """Keys joined by dots, as messages show a place."""
-    return ".".join(map(str, keys))
+    """Keys joined by dots, as messages show a place: in one line, so that a message has a line for each error."""
+    return ".".join(key if (key := str(one)).isprintable() else repr(key) for one in keys)
 
 
 def show_value(value: object) -> str:
@@ -115,11 +129,11 @@ def read_yaml(text: str, findings: PolicyErrors) -> dict[str, Any]:
     if node is None:
         findings.add((), "is empty; write at least 'tiers:' and one tier")
     elif node.tag != f"{_YAML}map":
-        findings.add((), "is not a mapping; write keys and values, as in 'version: 1'", _line(node))
+        findings.add((), "is not a mapping; write keys and values, as in 'version: 1'", _position(node))
     else:
         build = _Build(findings)
         data: dict[str, Any] = build.value(node, (), 0)
-        findings.lines = build.lines
+        findings.lines, findings.columns = build.lines, build.columns
         return data
     findings.raise_any()
     return {}
@@ -135,27 +149,38 @@ def _compose(text: str, findings: PolicyErrors) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(filter(None, (error.context, error.problem)))
-        findings.add((), f"is not YAML: {what}", mark.line + 1 if mark else 1)
+        at = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        findings.add((), f"is not YAML: {what}{_hint(text, error)}", at)
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        findings.add((), f"is not YAML: the character U+{int(error.character):04X} is not allowed", line)
+        before = text[: error.position]
+        at = (before.count("\n") + 1, error.position - before.rfind("\n"))
+        findings.add((), f"is not YAML: the character U+{int(error.character):04X} is not allowed; remove it", at)
     except _TooMuch as error:
-        findings.add((), str(error), error.line)
+        findings.add((), str(error), error.at)
     findings.raise_any()
     return None
 
 
+def _hint(text: str, error: yaml.MarkedYAMLError) -> str:
+    """What is probably meant, where YAML's flow style takes the braces of a variable for its own."""
+    lines = text.splitlines()
+    marks = [mark.line for mark in (error.problem_mark, error.context_mark) if mark is not None]
+    if any("${" in lines[line] for line in marks if line < len(lines)):
+        return "; put text with '${...}' in quotes within {...} and [...], as in '{path: \"${SCRATCH}/ckpt\"}'"
+    return "; check the brackets, quotes and indentation before this place"
+
+
 class _TooMuch(Exception):
-    def __init__(self, text: str, line: int) -> None:
+    def __init__(self, text: str, at: Position) -> None:
         super().__init__(text)
-        self.line = line
+        self.at = at
 
 
-def _check_bounds(depth: int, count: int, line: int) -> None:
+def _check_bounds(depth: int, count: int, at: Position) -> None:
     if depth > MAX_POLICY_DEPTH:
-        raise _TooMuch(f"is nested more than {MAX_POLICY_DEPTH} deep; a policy is not", line)
+        raise _TooMuch(f"is nested more than {MAX_POLICY_DEPTH} deep; a policy is not", at)
     if count > MAX_NODES:
-        raise _TooMuch(f"has more than {MAX_NODES} values; a policy has not", line)
+        raise _TooMuch(f"has more than {MAX_NODES} values; a policy has not", at)
 
 
 class _Loader(yaml.SafeLoader):
@@ -170,7 +195,8 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self._depth += 1
         self._count += 1
-        _check_bounds(self._depth, self._count, self.peek_event().start_mark.line + 1)  # type: ignore[no-untyped-call]
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        _check_bounds(self._depth, self._count, (mark.line + 1, mark.column + 1))
         try:
             return super().compose_node(parent, index)
         finally:
@@ -189,8 +215,8 @@ def _scalar(kind: str, text: str) -> Any:
     return {"int": int, "float": float, "str": str}[kind](text)
 
 
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
+def _position(node: yaml.Node) -> Position:
+    return int(node.start_mark.line) + 1, int(node.start_mark.column) + 1
 
 
 class _Build:
@@ -198,23 +224,29 @@ class _Build:
 
     def __init__(self, findings: PolicyErrors) -> None:
         self.lines: dict[KeyPath, int] = {}
+        self.columns: dict[KeyPath, int] = {}
         self._findings = findings
         self._count = 0
 
     def value(self, node: yaml.Node, keys: KeyPath, depth: int) -> Any:
-        """The data under a node; records its line, unless its key has a line already."""
-        self.lines.setdefault(keys, _line(node))
+        """The data under a node; records its place, unless its key has one already."""
+        self._note(keys, node)
         self._count += 1
         try:
-            _check_bounds(depth, self._count, _line(node))
+            _check_bounds(depth, self._count, _position(node))
         except _TooMuch as error:
-            self._findings.add(keys[:4], str(error), error.line)
+            self._findings.add(keys[:4], str(error), error.at)
             self._findings.raise_any()
         if isinstance(node, yaml.MappingNode) and node.tag == f"{_YAML}map":
             return self._mapping(node, keys, depth)
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_YAML}seq":
             return [self.value(item, (*keys, i), depth + 1) for i, item in enumerate(node.value)]
         return self._scalar(node, keys)
+
+    def _note(self, keys: KeyPath, node: yaml.Node) -> None:
+        line, column = _position(node)
+        if self.lines.setdefault(keys, line) == line:
+            self.columns.setdefault(keys, column)
 
     def _mapping(self, node: yaml.MappingNode, keys: KeyPath, depth: int) -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -224,9 +256,9 @@ class _Build:
                 continue
             if name in out:
                 first = self.lines[*keys, name]
-                self._findings.add((*keys, name), f"is written twice, first in line {first}; keep one", _line(key))
+                self._findings.add((*keys, name), f"is written twice, first in line {first}; keep one", _position(key))
                 continue
-            self.lines[*keys, name] = _line(key)
+            self._note((*keys, name), key)
             out[name] = self.value(value, (*keys, name), depth + 1)
         return out
 
@@ -234,9 +266,9 @@ class _Build:
         if isinstance(node, yaml.ScalarNode) and node.tag == f"{_YAML}str":
             return str(node.value)
         if isinstance(node, yaml.ScalarNode):
-            self._findings.add(keys, f"the key {node.value!r} is not text; put it in quotes", _line(node))
+            self._findings.add(keys, f"the key {node.value!r} is not text; put it in quotes", _position(node))
         else:
-            self._findings.add(keys, "a key is a list or a mapping; write text", _line(node))
+            self._findings.add(keys, "a key is a list or a mapping; write text", _position(node))
         return None
 
     def _scalar(self, node: yaml.Node, keys: KeyPath) -> Any:
@@ -245,10 +277,10 @@ class _Build:
             try:
                 return _scalar(kind, node.value)
             except (ValueError, KeyError):
-                self._findings.add(keys, f"is tagged as {kind} and is none; take the tag away", _line(node))
+                self._findings.add(keys, f"is tagged as {kind} and is none; take the tag away", _position(node))
         else:
             self._findings.add(
-                keys, f"has the tag {node.tag[:60]!r}; take it away, a policy is plain data", _line(node)
+                keys, f"has the tag {node.tag[:60]!r}; take it away, a policy is plain data", _position(node)
             )
         return None
 

@@ -224,9 +224,12 @@ class Directory(Tier):
                 )
 
     def _check_root(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
+        """Raise a TierError if the tier's folder, or one above it, is something else: then nothing can be said about
+        what the tier has."""
+        found = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+        if not found.is_dir():
             raise TierError(
-                f"{self.name}: {self.path} is not a folder; give a folder, or a path where one can be made",
+                f"{self.name}: {found} is not a folder; give a folder, or a path where one can be made",
                 tier=self.name,
             )
 
@@ -325,12 +328,15 @@ class Directory(Tier):
     def _unlink(self, key: str, path: Path) -> bool:
         """Remove an object's file; returns whether it existed."""
         self._check_folders(path)
-        with os_errors_translated("delete", self.name, key, path), suppress(FileNotFoundError, NotADirectoryError):
-            status = os.lstat(path)
-            if not stat.S_ISDIR(status.st_mode):
-                os.unlink(path)
-                self.gauge.give_back(status.st_size)
-                return True
+        with os_errors_translated("delete", self.name, key, path), suppress(FileNotFoundError):
+            try:
+                status = os.lstat(path)
+                if not stat.S_ISDIR(status.st_mode):
+                    os.unlink(path)
+                    self.gauge.give_back(status.st_size)
+                    return True
+            except NotADirectoryError:
+                self._check_root()
         return False
 
     def _tidy(self, folder: Path) -> None:

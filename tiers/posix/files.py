@@ -219,17 +219,22 @@ def _numbers(names: str) -> frozenset[int]:
 _KINDS: tuple[tuple[frozenset[int], type[TierError]], ...] = (
     (_numbers("EEXIST"), AlreadyExists),
     (_numbers("ENOENT EISDIR"), NotFound),
-    (_numbers("ENOSPC EDQUOT EFBIG"), TierFull),
-    (_numbers("EACCES EPERM EROFS ELOOP"), AccessDenied),
+    (_numbers("ENOSPC EDQUOT EFBIG EMLINK"), TierFull),
+    (_numbers("EACCES EPERM EROFS ELOOP ENOKEY EKEYEXPIRED EKEYREVOKED EKEYREJECTED"), AccessDenied),
     (
         _numbers(
             "EIO ESTALE ETIMEDOUT EAGAIN EBUSY EINTR ENXIO ENODEV ENOMEM EMFILE ENFILE ENOLCK EREMOTEIO EREMCHG "
             "EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ENOTCONN ENOLINK ECOMM EPROTO "
-            "ECONNABORTED ECONNREFUSED ECONNRESET EPIPE ESHUTDOWN EREMOTE ENODATA ECANCELED"
+            "ECONNABORTED ECONNREFUSED ECONNRESET EPIPE ESHUTDOWN EREMOTE ENODATA ECANCELED "
+            "ENOBUFS ETIME ENOMEDIUM EALREADY EINPROGRESS EADDRNOTAVAIL EUCLEAN EBADMSG"
         ),
         TierUnavailable,
     ),
 )
+
+
+_MEDIA = _numbers("EIO EUCLEAN EBADMSG")
+"""Of a read: the medium does not give the bytes, or the file system's own checksums are wrong."""
 
 
 def errno_class(number: int | None) -> type[TierError]:
@@ -240,16 +245,29 @@ def errno_class(number: int | None) -> type[TierError]:
 def translate_os_error(error: OSError, doing: str, tier: str, key: str, path: Path) -> TierError:
     """An OSError as an error of the tier: what failed, where, with which errno, and what may help."""
     kind = errno_class(error.errno)
-    if error.errno == errno.EIO and doing == "read":
+    if error.errno in _MEDIA and doing == "read":
         kind = MediaError
     if error.errno == errno.ENOTDIR:
-        # A part of the key is an object. For a reader the object does not exist; for a writer the name is taken.
-        kind = NotFound if doing == "read" else AlreadyExists
+        return _not_a_folder(error, doing, tier, key, path)
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = ": ".join(filter(None, (tier, key)))
     text = f"{where}: cannot {doing} {path}: {error.strerror or error} ({name})"
     remedy = _REMEDIES.get(kind)
     return kind(f"{text}; {remedy}" if remedy else text, tier=tier, key=key)
+
+
+def _not_a_folder(error: OSError, doing: str, tier: str, key: str, path: Path) -> TierError:
+    """The error where a part of the path is a file. Within the key that is an object: for a reader the wanted object
+    does not exist, for a writer the name is taken. Else the tier's folder is not there, which says nothing of objects.
+    """
+    where = ": ".join(filter(None, (tier, key)))
+    file = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
+    within = path.parents[len(Path(key).parts) - 1] if key and path.as_posix().endswith(f"/{key}") else path
+    if file.is_relative_to(within) and file != within:
+        kind = NotFound if doing == "read" else AlreadyExists
+        return kind(f"{where}: {file} is an object, not a folder (ENOTDIR); nothing was changed", tier=tier, key=key)
+    told = f"{where}: cannot {doing} {path}: {file} is not a folder (ENOTDIR); give a folder, or mount it again"
+    return TierError(told, tier=tier, key=key)
 
 
 @contextmanager

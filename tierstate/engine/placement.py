@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tierstate.engine.packs.formats import NATIVE
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.format.layout import RAW
-from tierstate.manifest.format.leaf import Leaf, Path, encode_path, matches
+from tierstate.manifest.format.leaf import Leaf, Path, encode_path, format_path, matches
 from tierstate.tiers.policy.models import MaxLagKeys
 from tierstate.tiers.policy.policy import Policy
 
@@ -158,6 +158,61 @@ def lossy_rules(policy: Policy) -> Callable[[Path], str]:
     if all(rule.lossy is None for rule in policy.rules):
         return lambda _path: ""
     return lambda path: rule_value(policy, "lossy", path) or ""
+
+
+def rule_warnings(policy: Policy, paths: Sequence[Path]) -> list[str]:
+    """What of a policy's rules has no effect on a state: rules that match no leaf, tiers to which no leaf goes.
+
+    Args:
+        paths: of all leaves of the state.
+    """
+    if not paths:
+        return []
+    tops = sorted({format_path(path[:1]) for path in paths if path})
+    has = f"the state has {', '.join(tops[:8])}{' and more' if len(tops) > 8 else ''}"
+    found = [
+        f"rules.{i}: {rule.match!r} matches no leaf of the state; {has}"
+        for i, rule in enumerate(policy.rules)
+        if not any(matches(rule.match, path) for path in paths)
+    ]
+    empty = [name for name, mask in route_masks(policy, paths).items() if not mask.any()]
+    return [*found, *(f"{name}: the rules send no leaf there, so it gets no save; {has}" for name in empty)]
+
+
+class CadenceCount:
+    """Counts the saves of a process that went to a tier with ``every``, to tell when it hardly ever is due.
+
+    Args:
+        tier: the tier's name.
+        every: its ``every``.
+    """
+
+    def __init__(self, tier: str, every: int | timedelta) -> None:
+        self._tier, self._every = tier, every
+        self._made = self._due = 0
+        self._first: LastSave | None = None
+        self._last: LastSave = (0, 0.0)
+
+    def add(self, step: int, time: float, *, due: bool, first: bool) -> None:
+        """Count a save. ``due``: it goes to the tier; ``first``: only because the tier has no version yet."""
+        self._first, self._last = self._first or (step, time), (step, time)
+        self._made += 1
+        self._due += due and not first
+
+    def warning(self) -> str:
+        """What is wrong, and what to write: none of several saves was due. Empty if nothing is wrong."""
+        if self._made < 2 or self._due or self._first is None:
+            return ""
+        steps, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]
+        if isinstance(self._every, int):
+            said, most = f"{self._every}", f"{max(1, steps // max(1, self._made - 1))}"
+        else:
+            said, most = f"{self._every.total_seconds():g}s", f"{max(1, int(seconds))}s"
+        return (
+            f"{self._tier}: none of the {self._made} saves of this process, steps {self._first[0]} to {self._last[0]} "
+            f"in {seconds:.3g} s, was due there by 'every: {said}'; write a shorter one, as 'every: {most}', or "
+            "'max_lag: {steps: N}', if it should have had one"
+        )
 
 
 def enter_without_source(

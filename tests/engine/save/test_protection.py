@@ -220,6 +220,38 @@ def test_a_save_that_was_lost_is_told_in_the_log(caplog):
     assert any("the save of step 2; it has no durable copy: gone" in r.message for r in caplog.records)
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if r.message.startswith("policy: ")]
+
+
+def test_what_of_a_policy_does_nothing_is_told_once(place, caplog):
+    tiers = {"near": tier("nvme", place), "far": {**tier("file", place), "every": 1000}}
+    rules = [{"match": "optimzer.**", "tiers": ["near"]}]
+    with ts.Checkpointer(policy(tiers, rules=rules), "run") as ckpt:
+        for step in (100, 200, 300):
+            ckpt.save({"optimizer": tensors(100)}, step=step)
+        assert warnings_of(caplog) == [
+            "policy: rules.0: 'optimzer.**' matches no leaf of the state; the state has optimizer"
+        ]
+    assert len(warnings_of(caplog)) == 2
+    assert "far: none of the 3 saves of this process, steps 100 to 300" in warnings_of(caplog)[1]
+    assert "'every: 100'" in warnings_of(caplog)[1]
+
+
+def test_ranks_look_at_the_leaves_of_all_of_them(place, caplog):
+    """A rule that matches a leaf of another rank is none that does nothing; the coordinator tells of the other one."""
+    rules = [{"match": "of_1"}, {"match": "of_nobody"}]
+    spec = policy({"near": tier("nvme", place)}, rules=[{**rule, "codec": "raw"} for rule in rules])
+
+    def train(team: Any) -> None:
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            ckpt.save({f"of_{team.rank}": ts.PerRank(team.rank)}, step=1).wait()
+
+    assert as_ranks([0, 0], train) == [None, None]
+    (told,) = warnings_of(caplog)
+    assert told.startswith("policy: rules.1: 'of_nobody' matches no leaf of the state; the state has of_0, of_1")
+
+
 def test_ranks_wait_alike_and_never_for_each_other(place):
     """One rank is slower than the other, and the tier slower than both."""
     local = {"type": "nvme", "path": str(place / "near"), "keep": {"last": 2}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from tierstate.manifest.errors import NotFound, PolicyError
+from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.policy import policy as policy_module
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import Rate, Seconds
@@ -48,7 +50,13 @@ def told(text: str) -> str:
         Policy.parse(text, "p.yaml")
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
-    return str(caught.value)
+    return without_columns(str(caught.value))
+
+
+def without_columns(text: str) -> str:
+    """The message without the columns, which have a test of their own; each line must have one."""
+    assert all(re.match(r"p\.yaml:\d+:\d+: ", line) for line in text.splitlines())
+    return re.sub(r"^(p\.yaml:\d+):\d+: ", r"\1: ", text, flags=re.MULTILINE)
 
 
 def replaced(line: int, text: str) -> str:
@@ -69,7 +77,11 @@ def test_the_good_one_is_good() -> None:
         (1, "version: true", "version: true is not a number; write one"),
         (1, "vershun: 1", "vershun: unknown key; did you mean 'version'?"),
         (1, "tires: 1", "tires: unknown key; did you mean 'tiers'?"),
-        (1, "xyz: 1", "xyz: unknown key; known are version, chunk, digest, arena, ranks, durable, rules, tiers"),
+        (
+            1,
+            "xyz: 1",
+            "xyz: unknown key; known are version, chunk, digest, arena, ranks, on_failure, durable, rules, tiers",
+        ),
         (2, "chunk: 17", "chunk: 17B is no length of a chunk; write a multiple of 16 bytes from 4KiB to 1GiB, as in"),
         (2, "chunk: 2KiB", "chunk: 2KiB is no length of a chunk"),
         (2, "chunk: 2GiB", "chunk: 2GiB is no length of a chunk"),
@@ -86,7 +98,7 @@ def test_the_good_one_is_good() -> None:
             8,
             "    arena: 1",
             "tiers.host.arena: unknown key; known are type, every, keep, codec, format, bandwidth, "
-            "operations, retries, on_lag, capacity",
+            "operations, retries, on_lag, max_lag, capacity",
         ),
         (9, "    keep: {}", "tiers.host.keep: keeps nothing; write 'last: N', 'every: N', 'within: 2d', 'best: "),
         (
@@ -147,7 +159,7 @@ def test_the_good_one_is_good() -> None:
             14,
             "    <<: {a: b}",
             "tiers.nvme.<<: unknown key; known are type, every, keep, codec, format, bandwidth, "
-            "operations, retries, on_lag, path, capacity",
+            "operations, retries, on_lag, max_lag, path, capacity",
         ),
         (15, "  s 3:", "tiers.s 3: 's 3' is no name of a tier; write at most 64 letters, digits, - and _"),
         (20, "  - match: a..b", "rules.0.match: 'a..b' is not a pattern of leaf paths; write keys with dots between"),
@@ -211,7 +223,7 @@ def test_any_change_gives_a_policy_or_findings(at: int, inserted: str, dropped: 
         assert Policy.parse(text, "p.yaml").tiers
     except PolicyError as error:
         found = str(error)
-    assert all(re.match(r"p\.yaml:\d+: ", line) for line in found.splitlines())
+    assert all(re.match(r"p\.yaml:\d+:\d+: ", line) for line in found.splitlines())
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda x: st.lists(x, max_size=2)))
@@ -318,3 +330,137 @@ def test_a_format_of_raw_bytes_takes_no_codec(name: str) -> None:
         "leave the codec out"
     )
     Policy.parse(GOOD.replace("    every: 10\n", f"    codec: raw\n    format: {name}\n"))
+
+
+URLS = {
+    "s3:/b": "is no URL; write two slashes and the bucket, as in 's3://bucket/ckpt'",
+    "s3:b": "is no URL; write two slashes",
+    "/plain": "is a path and no URL; write 'file:///path', or a tier of 'type: nvme'",
+    "plain": "is no URL; write protocol, bucket and path",
+    "s3:///x": "names no bucket; write it after two slashes",
+    "s3://": "does not say where; write protocol, bucket and path",
+    "s33://b/x": "has a protocol that is not known here; did you mean 's3://'?",
+    "file:relative": "is no URL; write three slashes and the whole path, as in 'file:///ckpt'",
+    "file://relative": "is a relative path, or names a host; write three slashes",
+}
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_urls_that_cannot_be_any_are_refused_where_the_policy_is_read(url: str) -> None:
+    found = told(GOOD.replace("s3://bucket", url))
+    assert found.startswith(f"p.yaml:17: tiers.s3.url: {url!r} {URLS[url]}")
+
+
+@given(st.text("s3:/filembucket.@-", max_size=14))
+def test_any_text_is_a_url_that_opens_or_is_refused(url: str) -> None:
+    """What a policy takes, the class takes too, so that nothing fails later that could be told at once."""
+    try:
+        Policy.parse(json.dumps({"tiers": {"n": {"type": "nvme", "path": "x"}, "o": {"type": "object", "url": url}}}))
+    except PolicyError:
+        return
+    ObjectStore(url=url).close()
+
+
+def test_no_password_of_a_url_is_told() -> None:
+    for url in ("s3:/ada:hunter2@bucket", "s33://ada:hunter2@b/x", "s3:///ada:hunter2@b"):
+        assert "hunter2" not in told(GOOD.replace("s3://bucket", url))
+
+
+@pytest.mark.parametrize("kind", ["{type: object, url: 'memory://x'}", "{type: host}", "{type: memory}"])
+def test_a_durable_tier_must_persist(kind: str) -> None:
+    found = told(f"tiers: {{n: {{type: nvme, path: x}}, o: {kind}}}\ndurable: o")
+    assert found == "p.yaml:2: durable: what 'o' keeps does not survive the host; name one that does: n"
+    assert "no tier survives the host" in told(f"tiers: {{o: {kind}}}")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("stripes", "stripe_count"),
+        ("Stripe_Size", "stripe_size"),
+        ("interval", "every"),
+        ("dir", "path"),
+        ("pth", "path"),
+    ],
+)
+def test_a_key_is_taken_for_the_nearest_in_spelling_or_meaning(key: str, meant: str) -> None:
+    found = told(f"tiers: {{n: {{type: lustre, path: x, {key}: 8}}}}")
+    assert f"tiers.n.{key}: unknown key; did you mean {meant!r}?" in found
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("max_lag: {}", "n.max_lag: bounds nothing; write 'steps: N', 'seconds: 5min', or both"),
+        ("max_lag: 3", "n.max_lag: 3 is not a mapping; write keys and values"),
+        ("max_lag: {steps: -1}", "n.max_lag.steps: -1 is too small; write at least 0"),
+        ("max_lag: {steps: true}", "n.max_lag.steps: true is not a number; write one, as in 8"),
+        ("max_lag: {seconds: soon}", "n.max_lag.seconds: 'soon' is not a duration; write a number and s, min"),
+        ("max_lag: {step: 1}", "n.max_lag.step: unknown key; did you mean 'steps'?"),
+    ],
+)
+def test_bounds_that_are_none(line: str, message: str) -> None:
+    assert told(f"tiers: {{n: {{type: nvme, path: x, {line}}}}}").startswith(f"p.yaml:1: tiers.{message}")
+
+
+def test_what_happens_on_failure() -> None:
+    tiers = "tiers: {n: {type: nvme, path: x, max_lag: {steps: 5, seconds: 2min}}}\n"
+    policy = Policy.parse(tiers + "on_failure: {action: warn, unprotected: 2h}")
+    assert (policy.on_failure.action, policy.on_failure.unprotected) == ("warn", 7200.0)
+    bound = policy.tier("n").max_lag
+    assert bound is not None
+    assert (bound.steps, bound.seconds) == (5, 120.0)
+    assert Policy.parse(tiers).on_failure.action == "raise"
+    assert told(tiers + "on_failure: warn") == "p.yaml:2: on_failure: 'warn' is not a mapping; write keys and values"
+    assert "write 'raise' or 'warn'" in told(tiers + "on_failure: {action: ignore}")
+    assert "did you mean 'unprotected'" in told(tiers + "on_failure: {unprotekted: 1h}")
+
+
+@given(st.data())
+def test_the_place_of_any_error_is_that_of_its_key(data: st.DataObject) -> None:
+    """A key that is unknown, written into any mapping of the policy in any style, is told at its line and column."""
+    lines = GOOD.splitlines()
+    key = "qqq" + data.draw(st.text("abc_", max_size=5))
+    at = data.draw(st.sampled_from([i for i, line in enumerate(lines) if re.match(r"\s*[a-z_]+: \S", line)]))
+    indent = len(lines[at]) - len(lines[at].lstrip())
+    lines.insert(at, f"{' ' * indent}{key}: 1")
+    with pytest.raises(PolicyError) as caught:
+        Policy.parse("\n".join(lines), "p.yaml")
+    assert any(
+        line.startswith(f"p.yaml:{at + 1}:{indent + 1}: ") and f"{key}: unknown key; " in line
+        for line in str(caught.value).splitlines()
+    )
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.data(), ANY, st.text(max_size=10))
+def test_any_value_or_key_anywhere_loads_or_is_told_with_its_place_and_what_is_right(data, value, key):
+    document = yaml.safe_load(GOOD) | {"on_failure": {"action": "warn"}, "ranks": {"timeout": 5}}
+    document["tiers"]["nvme"]["max_lag"] = {"steps": 4}
+    inner: Any = document
+    while True:
+        keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
+        chosen = data.draw(st.sampled_from(keys))
+        if not isinstance(inner[chosen], (dict, list)) or data.draw(st.booleans()):
+            break
+        inner = inner[chosen]
+    if isinstance(inner, dict) and data.draw(st.booleans()):
+        inner[key] = value
+    else:
+        inner[chosen] = value
+    text, found = yaml.safe_dump(document, allow_unicode=True), ""
+    try:
+        Policy.parse(text, "p.yaml")
+    except PolicyError as error:
+        found = str(error)
+    for line in found.splitlines():
+        where = re.match(r"p\.yaml:(\d+):(\d+): .+; \S", line)
+        assert where, line
+        assert 1 <= int(where[1]) <= text.count("\n") + 1
+        assert 1 <= int(where[2]) <= len(text.splitlines()[int(where[1]) - 1]) + 1

@@ -270,7 +270,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"cluster\.yaml: is not UTF-8 at byte 3; save it as UTF-8 text"):
         Policy.load(path)
     path.write_bytes(b"chunk: 1\n")
-    with pytest.raises(PolicyError, match=r"cluster\.yaml:1: chunk: 1B is no length of a chunk"):
+    with pytest.raises(PolicyError, match=r"cluster\.yaml:1:1: chunk: 1B is no length of a chunk"):
         Policy.load(path)
 
 

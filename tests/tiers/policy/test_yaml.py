@@ -79,26 +79,36 @@ def test_every_key_has_its_line(blanks: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "p.yaml:1: is empty; write at least 'tiers:' and one tier"),
-        ("\n# only this\n", "p.yaml:1: is empty; write at least 'tiers:' and one tier"),
-        ("\n- a", "p.yaml:2: is not a mapping; write keys and values, as in 'version: 1'"),
-        ("a: 1\nb: [", "p.yaml:2: is not YAML: while parsing a flow node expected the node content"),
-        ("a: *b", "p.yaml:1: is not YAML: found undefined alias 'b'"),
-        ("a: 1\n---\nb: 2", "p.yaml:2: is not YAML: expected a single document"),
-        ("a:\n  b: 1\n\n  b: 2", "p.yaml:4: a.b: is written twice, first in line 2; keep one"),
-        ("a: 1\n2: b", "p.yaml:2: the key '2' is not text; put it in quotes"),
-        ("? [a]\n: b", "p.yaml:1: a key is a list or a mapping; write text"),
-        ("a:\n  - !!python/object/apply:os.system [x]", "p.yaml:2: a.0: has the tag 'tag:yaml.org,2002:python/object"),
-        ("a: !secret x", "p.yaml:1: a: has the tag '!secret'; take it away"),
-        ("a: !!int x", "p.yaml:1: a: is tagged as int and is none; take the tag away"),
-        ("a: b\n\nc: \x01", "p.yaml:3: is not YAML: the character U+0001 is not allowed"),
+        ("", "p.yaml:1:1: is empty; write at least 'tiers:' and one tier"),
+        ("\n# only this\n", "p.yaml:1:1: is empty; write at least 'tiers:' and one tier"),
+        ("\n- a", "p.yaml:2:1: is not a mapping; write keys and values, as in 'version: 1'"),
+        ("a: 1\nb: [", "p.yaml:2:5: is not YAML: while parsing a flow node expected the node content"),
+        ("a: *b", "p.yaml:1:4: is not YAML: found undefined alias 'b'"),
+        ("a: 1\n---\nb: 2", "p.yaml:2:1: is not YAML: expected a single document"),
+        ("a:\n  b: 1\n\n  b: 2", "p.yaml:4:3: a.b: is written twice, first in line 2; keep one"),
+        ("a: 1\n2: b", "p.yaml:2:1: the key '2' is not text; put it in quotes"),
+        ("? [a]\n: b", "p.yaml:1:3: a key is a list or a mapping; write text"),
+        (
+            "a:\n  - !!python/object/apply:os.system [x]",
+            "p.yaml:2:5: a.0: has the tag 'tag:yaml.org,2002:python/object",
+        ),
+        ("a: !secret x", "p.yaml:1:4: a: has the tag '!secret'; take it away"),
+        ("a: !!int x", "p.yaml:1:4: a: is tagged as int and is none; take the tag away"),
+        (
+            "tiers: {n: {type: nvme, path: ${HOME}/x}}",
+            "p.yaml:1:32: is not YAML: while parsing a flow mapping expected ',' or '}', but got '{'; put text with "
+            "'${...}' in quotes within {...} and [...], as in '{path: \"${SCRATCH}/ckpt\"}'",
+        ),
+        ("a: [${A}, ${B}]", "put text with '${...}' in quotes"),
+        ("a: {b: ${A:-x}}", "put text with '${...}' in quotes"),
+        ("a: b\n\nc: \x01", "p.yaml:3:4: is not YAML: the character U+0001 is not allowed"),
         ("a: &a [*a]", "nested more than 24 deep"),
         ("a: " + "[" * 100_000, "nested more than 24 deep"),
         ("a: [" + "1," * 20_000 + "]", "has more than 10000 values"),
         ("#" * (MAX_POLICY_BYTES + 1), "is larger than 1048576 bytes"),
     ],
 )
-def test_what_is_no_policy_is_refused_with_its_line(text: str, message: str) -> None:
+def test_what_is_no_policy_is_refused_with_its_place(text: str, message: str) -> None:
     assert message in told(text)
 
 
@@ -124,7 +134,7 @@ def test_findings_are_told_in_the_files_order_and_once_for_each_place() -> None:
     findings.add(("a",), "what follows from the second")
     with pytest.raises(PolicyError) as caught:
         findings.raise_any()
-    assert str(caught.value) == "p.yaml:1: b: first\np.yaml:2: a: second"
+    assert str(caught.value) == "p.yaml:1:1: b: first\np.yaml:2:1: a: second"
 
 
 @given(st.text(max_size=30), st.text("${}:-AB", max_size=12))
@@ -159,14 +169,14 @@ def test_variables_are_put_in_once(text: str, expected: str) -> None:
 def test_a_dollar_that_starts_no_variable_is_refused(text: str) -> None:
     findings = PolicyErrors("p.yaml", {("a",): 3})
     expand_variables({"a": text}, {"A": "", "HOME": "x"}, findings)
-    with pytest.raises(PolicyError, match=r"p.yaml:3: a: has a '\$' that starts no variable; write '\$\{NAME\}'"):
+    with pytest.raises(PolicyError, match=r"p.yaml:3:1: a: has a '\$' that starts no variable; write '\$\{NAME\}'"):
         findings.raise_any()
 
 
 def test_an_unset_variable_is_refused() -> None:
     findings = PolicyErrors("p.yaml", {("a", 0): 3})
     expand_variables({"a": ["${NOPE}"]}, {}, findings)
-    with pytest.raises(PolicyError, match=r"p.yaml:3: a.0: the variable NOPE is not set; set it, or write"):
+    with pytest.raises(PolicyError, match=r"p.yaml:3:1: a.0: the variable NOPE is not set; set it, or write"):
         findings.raise_any()
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,10 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tierstate.manifest.chunk import empty_buffer
-from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierError, TierFull, TierUnavailable
-from tierstate.tiers.posix.directory import Nvme
+from tierstate.manifest.errors import (
+    AccessDenied,
+    AlreadyExists,
+    MediaError,
+    NotFound,
+    TierError,
+    TierFull,
+    TierUnavailable,
+    cannot_be_asked,
+)
+from tierstate.tiers.posix.directory import Directory, Nvme
+from tierstate.tiers.posix.files import translate_os_error
 from tierstate.tiers.testing import Lease, random_bytes
 
 needs_root = pytest.mark.root
@@ -161,3 +174,59 @@ def test_names_longer_than_file_systems_allow(tier: Nvme) -> None:
     tier.put("n" * 255, empty_buffer(1))
     with pytest.raises(ValueError, match="255 characters at most"):
         tier.put("n" * 256, empty_buffer(1))
+
+
+UNIQUE = {AlreadyExists: {"EEXIST"}, NotFound: {"ENOENT", "EISDIR"}}
+PASSING = {"EIO", "EAGAIN", "EBUSY", "EINTR", "ESTALE", "ETIMEDOUT", "ENOMEM", "EMFILE", "EUCLEAN", "EBADMSG"}
+LASTING = {"ENAMETOOLONG", "EINVAL", "EXDEV", "ENOSYS", "EOPNOTSUPP", "EBADF", "EFAULT", "ENOTEMPTY", "ETXTBSY"}
+
+
+@given(st.sampled_from(sorted(errno.errorcode)), st.sampled_from(["read", "write", "list", "delete", "look at"]))
+def test_every_errno_has_the_class_that_says_what_may_help(number: int, doing: str) -> None:
+    """Against rules, and not the table: what is taken, absent, full, denied and passing are different things."""
+    name, path = errno.errorcode[number], Path("/nowhere/at/all/a/b")
+    found = translate_os_error(OSError(number, os.strerror(number)), doing, "nvme", "a/b", path)
+    assert name in str(found)
+    assert (found.tier, found.key) == ("nvme", "a/b")
+    for kind, names in UNIQUE.items():
+        if number != errno.ENOTDIR:
+            assert isinstance(found, kind) is (name in names)
+    assert isinstance(found, TierFull) is (name in {"ENOSPC", "EDQUOT", "EFBIG", "EMLINK"})
+    if name in PASSING:
+        assert found.transient
+    if name in LASTING or isinstance(found, (TierFull, AccessDenied, AlreadyExists, NotFound)):
+        assert not found.transient
+    assert isinstance(found, MediaError) is (doing == "read" and name in {"EIO", "EUCLEAN", "EBADMSG"})
+    assert found.transient is isinstance(found, TierUnavailable)
+
+
+CALLS: dict[str, Callable[[Directory, str], object]] = {
+    "get": lambda tier, key: tier.get(key),
+    "size": lambda tier, key: tier.size(key),
+    "put": lambda tier, key: tier.put(key, empty_buffer(1)),
+    "delete": lambda tier, key: tier.delete(key),
+    "list": lambda tier, key: list(tier.list("")),
+    "age": lambda tier, key: tier.age(key),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("above", [0, 1, 2])
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_tier_whose_place_became_a_file_is_neither_empty_nor_taken(
+    tmp_path: Path, call: str, above: int, opened: bool
+) -> None:
+    """Its folder, or one above it, is a file: what it has cannot be said, so nothing is absent and no name taken."""
+    tier = Directory(tmp_path / "mount" / "team" / "ckpt")
+    tier.name = "nvme"
+    if opened:
+        tier.put("run/a", empty_buffer(1))
+    lost = [tier.path, *tier.path.parents][above]
+    shutil.rmtree(tmp_path / "mount", ignore_errors=True)
+    lost.parent.mkdir(parents=True, exist_ok=True)
+    lost.write_text("a file")
+    with pytest.raises(TierError, match="is not a folder") as found:
+        CALLS[call](tier, "run/a")
+    assert not isinstance(found.value, (AlreadyExists, NotFound))
+    assert cannot_be_asked(found.value)
+    assert lost.read_text() == "a file"

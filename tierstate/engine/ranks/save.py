@@ -21,6 +21,7 @@ from tierstate.engine.save.plan import CapturePlan
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.store.run_in_tier import Stop, TierRun
 from tierstate.manifest.errors import PolicyError, RankFailed, StateMismatch, TierstateError
+from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import Log, next_seq
@@ -326,6 +327,18 @@ class SharedPipeline(SavePipeline):
 
     def _after(self, highest: int) -> int:
         return highest + 1  # no clock: all ranks must get the same number without asking each other
+
+    def _check_rules(self, leaves: Sequence[Leaf]) -> None:
+        """Nothing: this rank has not got all leaves; `arrived` looks at those of the first version."""
+
+    def arrived(self, name: str, due: PendingVersion) -> None:
+        super().arrived(name, due)
+        if (
+            self._team.coordinator
+            and not self._rules_checked
+            and (newest := self._tier_runs[name].newest()) is not None
+        ):
+            super()._check_rules(newest.version.leaves)
 
     def _last_of(self, name: str) -> LastSave | None:
         return self._found.get(name)

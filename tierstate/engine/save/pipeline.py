@@ -15,9 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
 
-from tierstate.engine.placement import LastSave, Route, Routes, due_tiers, enter_without_source, entry_tiers
+from tierstate.engine.placement import (
+    CadenceCount,
+    LastSave,
+    Route,
+    Routes,
+    due_tiers,
+    enter_without_source,
+    entry_tiers,
+    rule_warnings,
+)
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
+from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import next_seq
 from tierstate.tiers.memory.arena import Arena
@@ -77,6 +87,8 @@ class SavePipeline:
         self.on_failure = FailurePolicy(policy.on_failure)
         self._seq, self._look = 0, True
         self._parent = ""
+        self._rules_checked = False
+        self._cadences = {t.name: CadenceCount(t.name, t.every) for t in policy.tiers if t.every is not None}
         self.skipped = 0
         self._capturing: CaptureThread | None = None
 
@@ -105,6 +117,9 @@ class SavePipeline:
         self._tell_lost(head.seq)
         routes = self._routes.of(plan.leaves)
         names, elsewhere = self._due(head, routes)
+        for name, cadence in self._cadences.items():
+            cadence.add(head.step, head.time, due=name in names, first=self._history.newest(name) is None)
+        self._check_rules(plan.leaves)
         save_state = SaveState(head, plan.total, names, elsewhere)
         if not names:
             save_state.nothing_to_do()
@@ -133,6 +148,13 @@ class SavePipeline:
             save_state.captured.exception()
             raise
         return save_state
+
+    def _check_rules(self, leaves: Sequence[Leaf]) -> None:
+        """At the first save, warn of rules that do nothing for this state. ``leaves``: of the whole state."""
+        if not self._rules_checked:
+            self._rules_checked = True
+            for text in rule_warnings(self._policy, [leaf.path for leaf in leaves]):
+                log.warning("policy: %s", text)
 
     def _note_sent(self, save_state: SaveState) -> None:
         self._history.made(PendingVersion.of(save_state.head, save_state.nbytes))
@@ -334,6 +356,8 @@ class SavePipeline:
         """
         if self._capturing is None or os.getpid() != self._pid:
             return ""
+        for text in filter(None, (cadence.warning() for cadence in self._cadences.values())):
+            log.warning("policy: %s", text)
         try:
             self._capturing.end()
             self._drain(math.inf if timeout is None else timeout, watch)
