@@ -65,8 +65,6 @@ def _wrong_with(protocol: str, found: str, rest: str) -> str:
             f"; did you mean {near[0] + '://'!r}?" if near else "; known are s3, file, memory, and what fsspec knows"
         )
         return f"has a protocol that is not known here{meant}"
-    if protocol in _NO_HOST and not rest.startswith("/"):
-        return "is a relative path, or names a host; write three slashes and the whole path, as in 'file:///ckpt'"
     if not rest.strip("/"):
         return "does not say where; write protocol, bucket and path, as in 's3://bucket/ckpt'"
     if protocol not in (*_NO_HOST, "memory") and rest.startswith("/"):

@@ -341,7 +341,7 @@ URLS = {
     "s3://": "does not say where; write protocol, bucket and path",
     "s33://b/x": "has a protocol that is not known here; did you mean 's3://'?",
     "file:relative": "is no URL; write three slashes and the whole path, as in 'file:///ckpt'",
-    "file://relative": "is a relative path, or names a host; write three slashes",
+    "file://": "does not say where; write protocol, bucket and path",
 }
 
 

@@ -68,6 +68,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "bandwidth": st.integers(1, 10**12) | st.sampled_from(["500MiB/s", "1.5 GB/s"]),
     "operations": st.integers(1, 10**6) | st.sampled_from([0.5, "100", "100/s", "600 / min"]),
     "retries": st.integers(0, 100),
+    "max_lag": st.sampled_from([{"steps": 0}, {"seconds": "5min"}, {"steps": 100, "seconds": "${UNSET:-2h}"}]),
 }
 PATHS = st.builds("/c/{}{}".format, WORDS, st.sampled_from(["", "${UNSET:-x}", "$$", "$${UNSET}"]))
 
@@ -80,7 +81,7 @@ OPTIONS = st.dictionaries(WORDS, WORDS | st.integers() | st.booleans() | st.none
 TIERS = (
     _tier("host", {}, capacity=SIZES)
     | _tier("nvme", {"path": PATHS}, capacity=SIZES)
-    | _tier("object", {"url": PATHS}, options=OPTIONS)
+    | _tier("object", {"url": PATHS.map("s3://b{}".format)}, options=OPTIONS)
 )
 
 
@@ -106,6 +107,13 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 {}, optional={"size": ARENAS, "on_full": st.sampled_from(["block", "skip"])}
             ),
             "durable": st.just("last"),
+            "on_failure": st.fixed_dictionaries(
+                {},
+                optional={
+                    "action": st.sampled_from(["raise", "warn"]),
+                    "unprotected": st.sampled_from(["30min", 600]),
+                },
+            ),
             "ranks": st.fixed_dictionaries(
                 {},
                 optional={
@@ -304,6 +312,9 @@ def test_the_schema_is_one_and_refuses_what_parse_refuses() -> None:
         ("keep", {"best": {"metric": "loss", "mode": "low"}}),
         ("keep", {"last": 1, "tags": "some"}),
         ("codec", "zip"),
+        ("max_lag", {}),
+        ("max_lag", {"steps": -1}),
+        ("max_lag", {"seconds": "soon"}),
         ("type", "nvm"),
     ):
         document = yaml.safe_load(FULL)
@@ -311,5 +322,9 @@ def test_the_schema_is_one_and_refuses_what_parse_refuses() -> None:
         assert not validator.is_valid(document), key
         with pytest.raises(PolicyError, match=rf"tiers\.nvme\.{key}[.:]"):
             Policy.parse(yaml.safe_dump(document))
+    for failing in ({"action": "ignore"}, {"unprotected": "soon"}, "warn"):
+        assert not validator.is_valid({**yaml.safe_load(FULL), "on_failure": failing})
+    for url, fits in (("s3://b/c", True), ("/plain", False), ("s3:/b", False), ("${PLACE}", True)):
+        assert validator.is_valid({"tiers": {"o": {"type": "object", "url": url}}}) is fits
     assert not validator.is_valid({"version": 1})
     assert not validator.is_valid({"tiers": {"n": {"type": "nvme"}}})
