@@ -75,7 +75,7 @@ def test_twelve_owed_saves_wait_for_one_deadline_together(place: Path, endpoint:
     steps = ", ".join(map(str, range(1, 13)))
     owed = f"s3: step {steps} (a faster tier has it, from which the next process that saves this run copies it)"
     assert caught.value.__notes__[-1] == f"still owed: {owed}"
-    assert f"closed while still owed: {owed}" in [r.message for r in caplog.records]
+    assert f"closed while still owed, which the next process looks for: {owed}" in [r.message for r in caplog.records]
     assert next(r.message for r in caplog.records if "hangs since" in r.message).startswith("s3: hangs since ")
 
 

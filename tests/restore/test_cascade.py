@@ -161,7 +161,10 @@ def test_close_says_what_is_still_owed(place, slow, caplog):
     ckpt.save(state(3), step=3)
     with pytest.raises(ts.TierUnavailable) as caught:
         ckpt.close()
-    assert caught.value.__notes__ == ["step 3 did not arrive at slow: the switch is gone"]
+    first, last = caught.value.__notes__
+    assert first == "step 3 did not arrive at slow: the switch is gone"
+    fate = "a faster tier has it, from which the next process that saves this run copies it"
+    assert last == f"still owed: slow: step 1, 2, 3 ({fate})"
 
 
 @pytest.mark.usefixtures("late")

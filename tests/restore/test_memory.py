@@ -72,7 +72,8 @@ def test_no_thread_is_left(place):
     with ts.Checkpointer(spec, "run") as ckpt:
         assert engine_threads() == [], "reading needs no threads"
         ckpt.save(tensors(9000), step=1)
-        assert set(engine_threads()) - {"tierstate-arena"} == {
+        # Calls of tiers that may hang have threads of their own, and one that watches them.
+        assert set(engine_threads()) - {"tierstate-arena", "tierstate-call", "tierstate-watch"} == {
             f"tierstate-{n}" for n in ("host", "nvme", "file", "capture")
         }
     assert engine_threads() == []

@@ -135,7 +135,8 @@ def test_a_tier_that_fails_and_would_fall_behind_raises_and_the_save_is_made(fai
     with ts.Checkpointer(made(), "run") as ckpt:
         ckpt.save(tensors(100), step=1)
         faulty(bad).add(Fault("put", 0, ts.TierFull("no room at all")))
-        ckpt.save(tensors(100), step=2)
+        with pytest.raises(ts.TierFull):
+            ckpt.save(tensors(100), step=2).wait("bad")
         for step in (3, 4):
             with pytest.raises(ts.TierFull, match="no room at all") as caught:
                 ckpt.save(tensors(100, seed=step), step=step)
@@ -151,7 +152,9 @@ def test_a_tier_that_fails_and_would_fall_behind_warns_where_the_policy_says_so(
     with ts.Checkpointer(made(on_failure={"action": "warn"}), "run") as ckpt:
         ckpt.save(tensors(100), step=1)
         faulty(bad).add(Fault("put", 0, ts.TierFull("no room at all")))
-        for step in (2, 3, 4):
+        with pytest.raises(ts.TierFull):
+            ckpt.save(tensors(100), step=2).wait("bad")
+        for step in (3, 4):
             ckpt.save(tensors(100), step=step)
         faulty(bad).heal()
         ckpt.save(tensors(100), step=5)

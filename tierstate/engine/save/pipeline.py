@@ -195,6 +195,7 @@ class SavePipeline:
                 continue
             error = bound.wait(save_state, self._history.newest(name))
             if error is not None:
+                save_state.told.add(name)
                 newest = self._history.newest(name)
                 has = "has no version" if newest is None else f"has step {newest.step} as its newest"
                 what = f"{name} {has}, which is further behind step {save_state.head.step} than its `max_lag` allows"
@@ -369,7 +370,7 @@ class SavePipeline:
             raise
         late, owed = self._saves.late(), self._still_owed()
         if owed:
-            log.warning("closed while still owed: %s", owed)
+            log.warning("closed while still owed, which the next process looks for: %s", owed)
         if late:
             self._give_up()
             told = f"; still owed: {owed}" if owed else ""
@@ -409,7 +410,7 @@ class SavePipeline:
             (True, "a faster tier has it, from which the next process that saves this run copies it"),
             (False, "no persistent tier before it has it, so it is lost with this process"),
         ):
-            if steps := [str(due.step) for due in owed if (due.seq in kept) is there]:
+            if steps := [str(d.step) for d in owed if (d.seq in kept or d.seq < self._cascade.before) is there]:
                 told.append(f"{name}: step {', '.join(steps)} ({fate})")
         return "; ".join(told)
 

@@ -118,7 +118,6 @@ class LagBound:
                 error = oldest.tiers[self._tier].exception()
                 if error is None:
                     return None
-                oldest.told.add(self._tier)
                 self._failure = error
             self._sent.popleft()
         return self._failure or TierUnavailable(f"no save has reached {self._tier}", tier=self._tier)

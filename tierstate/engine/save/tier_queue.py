@@ -379,6 +379,10 @@ class Cascade:
         saves: the saves in progress.
         arena: the host memory for copies.
         observer: learns what becomes of each save in each tier.
+
+    Attributes:
+        before: number of the first version of this process. Missing versions with lower numbers were found in a faster
+            persistent tier.
     """
 
     def __init__(
@@ -395,7 +399,7 @@ class Cascade:
         self._routes = Routes(policy)
         # If rules send leaves to different tiers, a tier may lack leaves that a slower tier needs.
         self._parted = any(rule.tiers is not None for rule in policy.rules)
-        self._before = 0
+        self.before = 0
         self._told: set[str] = set()
         self.queues: dict[str, TierQueue] = {}
 
@@ -405,7 +409,7 @@ class Cascade:
         Args:
             seq: number of the first version that this process saves.
         """
-        self._before = seq
+        self.before = seq
         self.queues = {name: self._queue(name) for name in self._tier_runs}
         for tier_run in self._tier_runs.values():
             tier_run.identity.settled = Latch()  # before any thread writes a record
@@ -455,7 +459,7 @@ class Cascade:
                     found.setdefault(seq, n)
                 if not queue.looked:
                     # It is not known yet which versions of earlier processes it lacks: keep all of them.
-                    found |= {s: n for s in self._tier_runs[name].log.seqs() if s < self._before}
+                    found |= {s: n for s in self._tier_runs[name].log.seqs() if s < self.before}
         return {seq: f"{n} has not got it yet" for seq, n in found.items()}
 
     def missed(self, name: str) -> list[CascadeJob]:
@@ -485,7 +489,7 @@ class Cascade:
                 found |= dict.fromkeys(tier_run.log.seqs(), tier_run)
             except TierstateError as error:
                 log.warning("%s: its log cannot be listed: %s", tier_run.name, error)
-        return {seq: tier_run for seq, tier_run in found.items() if seq < self._before}
+        return {seq: tier_run for seq, tier_run in found.items() if seq < self.before}
 
     def _due(self, name: str, tier_run: TierRun, seq: int) -> PendingVersion | None:
         try:
