@@ -27,10 +27,11 @@ def test_ls_lists_runs_and_versions(call: Call, policy: Path) -> None:
     ]
     versions = call("ls", "--policy", policy, "--run", "gpt")
     assert versions.status == 0
-    head, *rows = (line.split() for line in versions.out.splitlines())
+    head, *rows, behind = (line.split() for line in versions.out.splitlines())
     assert head == ["seq", "step", "id", "saved", "size", "nvme", "store", "metadata"]
     assert [row[1] for row in rows] == ["1", "2", "3"]
     assert rows[-1][-3:] == ["yes", "-", "loss=0.333333"]
+    assert " ".join(behind).startswith("store has step 2 as its newest; 1 version, 1 step and ")
 
 
 def test_ls_speaks_json(call: Call, policy: Path) -> None:

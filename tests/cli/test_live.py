@@ -64,7 +64,7 @@ def test_every_tier_is_tried_and_nothing_is_left(call: Call, place: Path) -> Non
         "store": {"type": "object", "url": f"file://{place}/object", **small},
         "bucket": {"type": "object", "url": f"memory://{place.name}", **small},
         "file": {"type": "nvme", "path": str(place / "live.yaml")},
-        "nowhere": {"type": "object", "url": "nonsense"},
+        "odd": {"type": "lustre", "path": str(place / "odd"), "stripe_size": "1KiB"},
     }
     answer = live(call, place, tiers, "--json", "--state", "1KiB")
     assert answer.status == 1, answer
@@ -83,7 +83,7 @@ def test_every_tier_is_tried_and_nothing_is_left(call: Call, place: Path) -> Non
     assert any("not on a Lustre file system" in note for note in found["lustre"]["notes"])
     assert any("grows" in note for note in found["lustre"]["notes"])
     assert "not a folder" in found["file"]["error"]
-    assert "does not say where" in found["nowhere"]["error"]
+    assert "is not a multiple of 64KiB" in found["odd"]["error"]
     left = {place / "live.yaml", *(place / name for name in ("nvme", "lustre", "object"))}
     assert set(place.rglob("*")) == left, "nor empty folders"
     assert names(opened(ts.Policy.load(place / "live.yaml"), "bucket")) == []

@@ -140,9 +140,10 @@ def _show_lag(tier: str, versions: Sequence[VersionInfo]) -> None:
 
 def _behind(newest: VersionInfo, known: Sequence[VersionInfo]) -> str:
     last = known[-1]
-    count = sum(v.seq > newest.seq for v in known)
+    versions = _count(sum(v.seq > newest.seq for v in known), "version")
+    steps = _count(last.step - newest.step, "step")
     seconds = max(0.0, last.time - newest.time)
-    return f"{count} versions, {last.step - newest.step} steps and {seconds:.3g} s behind step {last.step}"
+    return f"{versions}, {steps} and {seconds:.3g} s behind step {last.step}"
 
 
 def _copy(version: VersionInfo, tier: str) -> str:
