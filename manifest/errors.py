@@ -21,6 +21,7 @@
     ├── RankFailed         another rank of the job died, failed, or did not answer in time (.ranks)
     │   └── SaveSkipped        a rank skips this save because its arena is full, so all ranks skip it
     ├── CaptureError       a state could not be copied out
+    ├── Reentered          a call from within another one of the same thread, as by a signal handler
     └── Unsafe             pickle (or a lossy encoding) was found where it was not allowed
 """
 

@@ -82,7 +82,11 @@ def test_a_version_whose_record_cannot_be_read(call: Call, policy: Path) -> None
 def test_all_others_are_as_they_were(shape: Shape, number: int, forced: bool) -> None:
     with scratch() as place:
         world = make_world(shape, place)
-        run, id = sorted(world.truth)[number % len(world.truth)]
+        kept = set()  # retention has dropped the others
+        for name in world.runs():
+            with ts.Checkpointer(world.spec, name) as ckpt:
+                kept |= {(name, version.id) for version in ckpt.versions()}
+        run, id = sorted(kept)[number % len(kept)]
         with ts.Checkpointer(world.spec, run) as ckpt:
             try:
                 gone = ckpt.remove(version=id, force=forced).ok
@@ -91,9 +95,12 @@ def test_all_others_are_as_they_were(shape: Shape, number: int, forced: bool) ->
         for key, truth in world.truth.items():
             with ts.Checkpointer(world.spec, key[0]) as ckpt:
                 there = {version.id for version in ckpt.versions()}
-                assert (key[1] in there) != (gone and key == (run, id))
+                assert (key[1] in there) == (key in kept and not (gone and key == (run, id)))
                 assert key[1] not in there or alike(ckpt.load(version=key[1]), truth)
                 report = ckpt.doctor(apply=True)
-                assert (report.ok, report.repairs) == (True, []), "a removed version is not taken for lost"
+                assert report.ok
+                # With `every`, the version after a removed one may be due on a tier.
+                assert {repair.kind for repair in report.repairs} <= {"copy"}, "a removed version is not taken for lost"
+                assert {version.id for version in ckpt.versions()} == there
                 assert ckpt.verify(deep=True).ok
                 assert ckpt.prune(grace=0).ok
