@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, scratch
 from support.cli_calls import Call, state
-from support.damaged_runs import Shape, make_world, shapes
+from support.damaged_runs import Shape, make_world, whole_shapes
 from support.equality import difference
 
 import tierstate as ts
@@ -78,7 +78,7 @@ def test_a_version_whose_record_cannot_be_read(call: Call, policy: Path) -> None
 
 
 @pytest.mark.slow
-@given(shapes, st.integers(0, 9), st.booleans())
+@given(whole_shapes, st.integers(0, 9), st.booleans())
 def test_all_others_are_as_they_were(shape: Shape, number: int, forced: bool) -> None:
     with scratch() as place:
         world = make_world(shape, place)
