@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from tierstate.manifest.chunk import Buffer, view
@@ -23,7 +22,16 @@ from tierstate.tiers.capacity import CapacityCounter
 from tierstate.tiers.clock import RemoteClock
 from tierstate.tiers.concurrency import WorkerPool
 
-from .filesystem import MemoryClient, ObjectClient, open_store, scrub, secrets_in, store_errors_translated
+from .filesystem import (
+    PARALLEL_READS,
+    READ_PART,
+    MemoryClient,
+    ObjectClient,
+    open_store,
+    scrub,
+    secrets_in,
+    store_errors_translated,
+)
 
 PROBE_WRITERS = 8
 
@@ -42,14 +50,6 @@ StartBarrier = Callable[[], None]
 ConditionalCreate = Callable[[str, int, StartBarrier], None]
 """Creates an object of the given name if it does not exist, with bytes that differ for each racing thread;
 calls the last argument, a barrier, where all threads should wait for each other."""
-
-
-READ_PART = 16 << 20
-"""Most bytes that one request reads."""
-
-
-PARALLEL_READS = 8
-"""Range requests of one read in flight."""
 
 
 def probe_conditional_create(create: ConditionalCreate, delete: Callable[[str], None], rounds: int) -> bool:
@@ -168,34 +168,23 @@ class Bucket(Tier):
 
     def explained(self, doing: str, key: str) -> AbstractContextManager[None]:
         """Raise errors of the store in the block as tier errors, without secrets."""
-        place = f"{self._store.protocol}://{self._store.path(key).lstrip('/')}"
+        store = self._store
+        place = f"{store.protocol}://{store.path(key).lstrip('/')}"
+        place += f" at {store.endpoint}" if store.endpoint else ""
         return store_errors_translated(doing, self.name, key, place, self._secrets)
 
     # Reading
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         self.check_odd(key, ranges)
-        pieces = [piece for wanted in ranges for piece in _split(wanted)]
-        for i in range(0, len(pieces), PARALLEL_READS):
-            self._fill(key, pieces[i : i + PARALLEL_READS])
+        with self.explained("read", key):
+            self._store.fill(key, ranges)
 
     def check_odd(self, key: str, ranges: Sequence[Range]) -> None:
         """Check empty and negative ranges, for which no request is sent, so that the store cannot refuse them."""
         check_key(key)
         if not ranges or any(offset < 0 or not out.numel() for offset, out in ranges):
             check_ranges(f"{self.name}: {key}", self.size(key), ranges)
-
-    def _fill(self, key: str, pieces: Sequence[Range]) -> None:
-        with self.explained("read", key):
-            starts, ends = zip(*((offset, offset + out.numel()) for offset, out in pieces), strict=True)
-            answers = self._store.fetch(key, starts, ends)
-        for (offset, out), data in zip(pieces, answers, strict=True):
-            if len(data) != out.numel():
-                check_ranges(f"{self.name}: {key}", self.size(key), pieces)
-                text = f"the store sent {len(data)} bytes from {offset}, {out.numel()} were asked for"
-                raise TierUnavailable(f"{self.name}: {key}: {text}", tier=self.name, key=key)
-            # NumPy releases the GIL meanwhile; assigning to a memoryview does not.
-            np.copyto(out.numpy(), np.frombuffer(data, np.uint8))
 
     def list(self, prefix: str) -> Iterator[str]:
         folder = prefix.rpartition("/")[0]
@@ -338,8 +327,3 @@ class Bucket(Tier):
 
     def close(self) -> None:
         self._store.close()
-
-
-def _split(wanted: Range) -> Iterator[Range]:
-    for at in range(0, wanted.out.numel(), READ_PART):
-        yield Range(wanted.offset + at, wanted.out[at : at + READ_PART])

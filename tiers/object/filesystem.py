@@ -1,4 +1,4 @@
-"""The client of fsspec file systems for the object tier, and the translation of their errors into tier errors.
+"""The client of fsspec file systems for the object tier, and the translation of store errors into tier errors.
 
 `ObjectClient` is the small set of calls that a bucket needs. `store_errors_translated` maps errors of fsspec, botocore
 and aiohttp by code, status or class, adds a remedy, and removes credentials from every message.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from urllib.parse import unquote
+
+import numpy as np
 
 from tierstate.manifest.errors import (
     AccessDenied,
@@ -25,7 +28,16 @@ from tierstate.manifest.errors import (
     TierstateError,
     TierUnavailable,
 )
+from tierstate.tiers.base import Range
 from tierstate.tiers.posix.files import errno_class
+
+READ_PART = 16 << 20
+"""Most bytes that one request reads."""
+
+
+PARALLEL_READS = 8
+"""Range requests of one read in flight."""
+
 
 _CODES: dict[str, type[TierError]] = {
     "PreconditionFailed": AlreadyExists,
@@ -43,6 +55,7 @@ _CODES: dict[str, type[TierError]] = {
     "AuthorizationHeaderMalformed": AccessDenied,
     "RequestTimeTooSkewed": AccessDenied,
     "PermanentRedirect": AccessDenied,
+    "IllegalLocationConstraintException": AccessDenied,
     "TemporaryRedirect": TierUnavailable,
     # The data was damaged in transit.
     "BadDigest": TierUnavailable,
@@ -54,6 +67,11 @@ _CODES: dict[str, type[TierError]] = {
 
 _STATUS: dict[int, type[TierError]] = {
     301: AccessDenied,
+    # Where botocore could not follow: a new bucket that moves to its region, or the login page of a network.
+    302: TierUnavailable,
+    303: TierUnavailable,
+    307: TierUnavailable,
+    308: TierUnavailable,
     401: AccessDenied,
     403: AccessDenied,
     404: NotFound,
@@ -69,6 +87,10 @@ _NAMES: dict[str, type[TierError]] = {
     "NoCredentialsError": AccessDenied,
     "PartialCredentialsError": AccessDenied,
     "CredentialRetrievalError": AccessDenied,
+    "MetadataRetrievalError": AccessDenied,
+    "ProfileNotFound": AccessDenied,
+    "TokenRetrievalError": AccessDenied,
+    "SSOError": AccessDenied,
     "FileExistsError": AlreadyExists,
     "FileNotFoundError": NotFound,
     "PermissionError": AccessDenied,
@@ -80,6 +102,8 @@ _NAMES: dict[str, type[TierError]] = {
     "TimeoutError": TierUnavailable,
     "ConnectionError": TierUnavailable,
     "HTTPClientError": TierUnavailable,
+    # Of urllib3.
+    "HTTPError": TierUnavailable,
     "ClientConnectionError": TierUnavailable,
     "ClientPayloadError": TierUnavailable,
     "ResponseParserError": TierUnavailable,
@@ -92,6 +116,9 @@ _REMEDIES: dict[type[TierError], str] = {
     AlreadyExists: "nothing was changed",
     NotFound: "there is no such object, or no such bucket",
     AccessDenied: "check the credentials in the environment or in the tier's 'options', and what they allow",
+    TierUnavailable: "see whether the store can be reached from this host; a longer 'deadline' bridges longer outages",
+    TierFull: "make room in the store, raise its quota, or let the tier keep fewer versions ('keep')",
+    TierError: "see whether the store supports this request, and whether 'url' and 'options' of the tier are right",
 }
 
 
@@ -105,9 +132,15 @@ _CODE_REMEDIES: dict[str, str] = {
     "429": _THROTTLED,
     "RequestTimeTooSkewed": "the clock of this host and that of the store differ: set it",
     "BadDigest": "the bytes were damaged on their way there",
+    "QuotaExceeded": "the quota of the bucket or of its user is used up: raise it, or let the tier keep fewer versions "
+    "('keep')",
     "SSLCertVerificationError": "give the authority that signed the store's certificate: 'client_kwargs: {verify: "
     "/path/to/ca.pem}' in the tier's 'options'",
 }
+
+
+_ONE_ATTEMPT = " (reached max retries: 0)"
+"""What botocore says, which sends every request once: repeating them is up to the tier."""
 
 
 _REGION = re.compile(r"[a-z0-9-]{1,40}")
@@ -165,9 +198,8 @@ def store_error_class(error: BaseException) -> type[TierError]:
     """The error class of a tier for an error of fsspec, botocore, aiohttp or the operating system."""
     response = _response(error)
     if response is not None:
-        code = str(response.get("Error", {}).get("Code", ""))
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") or (int(code) if code.isdigit() else 0)
-        found = _CODES.get(code) or _STATUS.get(status)
+        status = error_status(error)
+        found = _CODES.get(store_error_code(error)) or _STATUS.get(status)
         return found or (TierUnavailable if status >= 500 else TierError)
     for base in type(error).__mro__:
         if base.__name__ in _NAMES:
@@ -181,20 +213,32 @@ def store_error_code(error: BaseException) -> str:
     return str(response.get("Error", {}).get("Code") or type(error).__name__)
 
 
+def error_status(error: BaseException) -> int:
+    """The HTTP status of a store's error; 0 if it is none."""
+    response = _response(error) or {}
+    code = str(response.get("Error", {}).get("Code", ""))
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return int(status or (code if code.isdigit() else 0))
+
+
+class BeyondEnd(Exception):
+    """A range is not in the object, which ends before."""
+
+
 def is_beyond_end(error: BaseException) -> bool:
-    """Whether the store refused a range because the object ends before it."""
-    return store_error_code(error) in ("InvalidRange", "416")
+    """Whether an object ends before a range of it that was asked for."""
+    return isinstance(error, BeyondEnd) or store_error_code(error) in ("InvalidRange", "416")
 
 
 def remedy(error: BaseException) -> str:
-    """Advice for the user about an error; empty if there is none."""
+    """Advice for the user about an error."""
     code, response = store_error_code(error), _response(error) or {}
     if code in _WRONG_REGION:
         headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         region = str(response.get("Error", {}).get("Region") or headers.get("x-amz-bucket-region") or "")
         if _REGION.fullmatch(region):
             return f"the bucket is in region {region}: write 'client_kwargs: {{region_name: {region}}}' in 'options'"
-    return _CODE_REMEDIES.get(code) or _REMEDIES.get(store_error_class(error), "")
+    return _CODE_REMEDIES.get(code) or _REMEDIES[store_error_class(error)]
 
 
 def _response(error: BaseException) -> Mapping[str, Any] | None:
@@ -218,7 +262,8 @@ def store_errors_translated(doing: str, tier: str, key: str, place: str, secrets
         if is_beyond_end(error):
             raise Damaged(f"{where}: the object ends before the range that is wanted") from None
         sort = store_error_class(error)
-        text = f"{where}: cannot {doing} {place}: {type(error).__name__}: {error}"
+        said = str(error).replace(_ONE_ATTEMPT, "")
+        text = f"{where}: cannot {doing} {place}: {type(error).__name__}: {said}"
         text = "; ".join(filter(None, (scrub(text, secrets), remedy(error))))
         shows = any(secret in str(one) for one in _chain(error) for secret in secrets)
         raise sort(text, tier=tier, key=key) from (None if shows else error)
@@ -247,8 +292,65 @@ class ObjectTimes(NamedTuple):
     now: datetime | None = None
 
 
-class ObjectClient:
-    """A client that uses the plain methods of an fsspec file system. Its errors are not translated.
+class ObjectClient(ABC):
+    """What a bucket needs of a store. Errors are those of the library that is used, not translated.
+
+    Args:
+        protocol: of its URL.
+        root: bucket and prefix.
+        endpoint: the URL of the server, or its host; empty if not known.
+    """
+
+    def __init__(self, protocol: str, root: str, endpoint: str) -> None:
+        self.protocol, self.root = protocol, root
+        # Not by urlsplit: a password may contain a slash, which urlsplit would treat as the end of the host.
+        self.host = endpoint.partition("://")[2].rpartition("@")[2].partition("/")[0]
+        self._endpoint = endpoint
+
+    @property
+    def endpoint(self) -> str:
+        """The URL of the server; empty if it is not known."""
+        return self._endpoint
+
+    def path(self, name: str) -> str:
+        """Bucket and key of an object."""
+        return f"{self.root}/{name}"
+
+    @abstractmethod
+    def fill(self, name: str, ranges: Sequence[Range]) -> None:
+        """Fill every byte of every range from an object."""
+
+    @abstractmethod
+    def names(self, prefix: str) -> list[str]:
+        """Names of all objects that start with ``prefix``, in no order; never from a cache."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Length of an object in bytes. Raises an error that means `NotFound` if it does not exist."""
+
+    @abstractmethod
+    def times(self, name: str) -> ObjectTimes:
+        """When an object was created. Raises as `size` does."""
+
+    @abstractmethod
+    def create(self, name: str, body: memoryview) -> None:
+        """Create an object if it does not exist."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove an object, if it exists."""
+
+    def remove_all(self, names: Iterable[str]) -> None:
+        """Remove those of the objects that exist."""
+        for name in names:
+            self.remove(name)
+
+    def close(self) -> None:  # noqa: B027, since most have nothing to close
+        """Close connections."""
+
+
+class FsspecClient(ObjectClient):
+    """A client that uses the plain methods of an fsspec file system.
 
     Args:
         url: protocol, bucket and prefix.
@@ -256,86 +358,64 @@ class ObjectClient:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self.protocol = url.partition("://")[0]
-        self._fs, self.root = open_filesystem(url, options)
+        self._fs, root = open_filesystem(url, options)
         endpoint = options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url") or ""
-        # Not by urlsplit: a password may contain a slash, which urlsplit would treat as the end of the host.
-        self.host = str(endpoint).partition("://")[2].rpartition("@")[2].partition("/")[0]
+        super().__init__(url.partition("://")[0], root, str(endpoint))
 
-    def path(self, name: str) -> str:
-        """The path of an object for fsspec: without the protocol."""
-        return f"{self.root}/{name}"
+    def fill(self, name: str, ranges: Sequence[Range]) -> None:
+        pieces = [piece for wanted in ranges for piece in _split(wanted)]
+        for i in range(0, len(pieces), PARALLEL_READS):
+            self._fill(name, pieces[i : i + PARALLEL_READS])
 
-    def fetch(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[bytes]:
-        """The bytes of each range; shorter if the object ends before."""
-        answers: list[bytes] = self._fs.cat_ranges(
-            [self.path(name)] * len(starts), list(starts), list(ends), on_error="raise"
-        )
-        return answers
+    def _fill(self, name: str, pieces: Sequence[Range]) -> None:
+        starts = [offset for offset, _ in pieces]
+        ends = [offset + out.numel() for offset, out in pieces]
+        answers = self._fs.cat_ranges([self.path(name)] * len(pieces), starts, ends, on_error="raise")
+        for (offset, out), data in zip(pieces, answers, strict=True):
+            if len(data) != out.numel():
+                if offset + out.numel() > self.size(name):
+                    raise BeyondEnd(f"{len(data)} bytes of {out.numel()} from {offset} are there")
+                raise ConnectionError(f"the store sent {len(data)} bytes from {offset}, {out.numel()} were asked for")
+            # NumPy releases the GIL meanwhile; assigning to a memoryview does not.
+            np.copyto(out.numpy(), np.frombuffer(data, np.uint8))
 
     def names(self, prefix: str) -> list[str]:
-        """Names of all objects that start with ``prefix``, in no order; never from a cache."""
-        folder, _, stem = prefix.rpartition("/")
-        found = self._find(self.path(folder).rstrip("/"), stem)
+        try:
+            found: list[str] = self._fs.find(self.path(prefix.rpartition("/")[0]).rstrip("/"))
+        except FileNotFoundError:
+            return []
         start = f"{self.root}/"
         return [path[len(start) :] for path in found if path.startswith(start + prefix)]
 
-    def _find(self, top: str, stem: str) -> Sequence[str]:
-        try:
-            paths: list[str] = self._fs.find(top)
-        except FileNotFoundError:
-            return []
-        return paths
-
     def size(self, name: str) -> int:
-        """Length of an object in bytes.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
         info = self._fs.info(self.path(name))
         if info["type"] != "file":
             raise FileNotFoundError(self.path(name))
         return int(info["size"])
 
     def times(self, name: str) -> ObjectTimes:
-        """When an object was created.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
         info = self._fs.info(self.path(name))
         found = (info.get(key) for key in _CREATED)
         return ObjectTimes(next((t for t in found if isinstance(t, datetime) and t.tzinfo is not None), None))
 
     def create(self, name: str, body: memoryview) -> None:
-        """Create an object if it does not exist; sent once."""
         self._fs.pipe_file(self.path(name), body, mode="create")
 
     def remove(self, name: str) -> None:
-        """Remove an object, if it exists."""
         try:
             self._fs.rm_file(self.path(name))
         except FileNotFoundError:
             return
 
-    def remove_all(self, names: Iterable[str]) -> None:
-        """Remove those of the objects that exist."""
-        for name in names:
-            self.remove(name)
 
-    def close(self) -> None:
-        """Close connections."""
-
-
-class MemoryClient(ObjectClient):
+class MemoryClient(FsspecClient):
     """fsspec's memory file system: one dict of files for the whole process, which is not thread-safe."""
 
     _one_at_a_time = threading.RLock()
 
-    def fetch(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[bytes]:
+    def fill(self, name: str, ranges: Sequence[Range]) -> None:
         with self._one_at_a_time:
-            return super().fetch(name, starts, ends)
+            super().fill(name, ranges)
 
     def names(self, prefix: str) -> list[str]:
         with self._one_at_a_time:
@@ -358,14 +438,14 @@ class MemoryClient(ObjectClient):
             super().remove(name)
 
 
-def open_store(url: str, options: Mapping[str, Any]) -> ObjectClient:
+def open_store(url: str, options: Mapping[str, Any]) -> FsspecClient:
     """The client for a URL, except S3; it does not connect yet.
 
     Raises:
         ImportError: the package for the protocol is missing; the message says how to install it.
         ValueError: the protocol is not known, or the URL names no bucket.
     """
-    return (MemoryClient if url.startswith("memory://") else ObjectClient)(url, options)
+    return (MemoryClient if url.startswith("memory://") else FsspecClient)(url, options)
 
 
 def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -384,3 +464,8 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise ValueError(f"{protocol}:// is no protocol known here; known are {known}") from None
     fs, root = url_to_fs(url, **{**options, "skip_instance_cache": True, "use_listings_cache": False})
     return fs, str(root).rstrip("/")
+
+
+def _split(wanted: Range) -> Iterator[Range]:
+    for at in range(0, wanted.out.numel(), READ_PART):
+        yield Range(wanted.offset + at, wanted.out[at : at + READ_PART])

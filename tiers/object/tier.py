@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, get_args
 
 from pydantic import AfterValidator, WithJsonSchema
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import KeepingArena, ObjectWriter, Place, Range, Tier, Traits
-from tierstate.tiers.object.s3.bucket import S3Bucket
-from tierstate.tiers.object.s3.signing import ChecksumChoice
+from tierstate.tiers.object.s3.checksums import ChecksumChoice
 from tierstate.tiers.posix.directory import Directory
 from tierstate.tiers.units import Seconds, Size, parse_seconds
 from tierstate.tiers.wrappers.breaker import Breaking
@@ -20,6 +19,9 @@ from tierstate.tiers.wrappers.deadline import Deadline
 
 from .bucket import Bucket
 from .filesystem import scrub, secrets_in
+
+if TYPE_CHECKING:
+    from tierstate.tiers.object.s3.bucket import S3Bucket
 
 REQUEST_DEADLINE = 60.0
 """Default deadline in seconds of one S3 operation with all its attempts."""
@@ -146,7 +148,7 @@ class ObjectStore(Tier):
         self._outer: Tier  # watches `_inner`
         if protocol in ("s3", "s3a"):
             # S3's own calls end at the deadline, and read into the caller's memory: they need no threads to watch them.
-            self._inner = S3Bucket(url, options or {}, capacity, deadline=deadline, **_checked(keys))
+            self._inner = _s3_bucket()(url, options or {}, capacity, deadline=deadline, **_checked(keys))
             self._outer = Breaking(self._inner, deadline)
             return
         if wrong := sorted(name for name, value in keys.items() if value != _OF_S3[name]):
@@ -208,6 +210,15 @@ class ObjectStore(Tier):
 
     def close(self) -> None:
         self._outer.close()
+
+
+def _s3_bucket() -> type[S3Bucket]:
+    # Late: botocore takes long to import.
+    try:
+        from tierstate.tiers.object.s3.bucket import S3Bucket
+    except ImportError as error:
+        raise ImportError("s3:// needs the package botocore: pip install botocore") from error
+    return S3Bucket
 
 
 def _checked(keys: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The object tier: over files, and over fsspec's memory."""
 
-import importlib
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierError, TierFull, TierUnavailable
 from tierstate.tiers.base import Tier
 from tierstate.tiers.object.bucket import EXTRA_ROUNDS, StartBarrier, probe_conditional_create
-from tierstate.tiers.object.s3 import client
+from tierstate.tiers.object.s3.options import read_options
 from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.testing import TierContract
 
@@ -49,12 +48,14 @@ def test_a_protocol_that_is_not_known() -> None:
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec_registry = importlib.import_module("fsspec.registry")
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    for registered in ("s3", "s3a"):
-        monkeypatch.delitem(fsspec_registry._registry, registered, raising=False)
-    with pytest.raises(ImportError, match="s3:// needs the package s3fs: pip install s3fs"):
+    for name in [name for name in sys.modules if name.startswith("tierstate.tiers.object.s3.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    monkeypatch.setitem(sys.modules, "botocore.awsrequest", None)
+    with pytest.raises(ImportError, match="s3:// needs the package botocore: pip install botocore"):
         ObjectStore(url="s3://bucket/ckpt")
+    with pytest.raises(ImportError, match="gs:// needs the package gcsfs: pip install gcsfs"):
+        ObjectStore(url="gs://bucket/ckpt")
 
 
 def test_files_take_no_options(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_the_name_is_in_messages(tmp_path: Path) -> None:
 
 def test_user_options_stand_over_ours() -> None:
     options = {"key": "k", "config_kwargs": {"s3": {"addressing_style": "path"}, "read_timeout": 7}}
-    config = client.s3_options(options, deadline=3)["config_kwargs"]
+    config = read_options(options, deadline=3).config
     assert config["s3"] == {"payload_signing_enabled": False, "addressing_style": "path"}
     assert (config["read_timeout"], config["connect_timeout"]) == (7, 3)
     assert config["retries"]["total_max_attempts"] == 1

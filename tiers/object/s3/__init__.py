@@ -1,1 +1,1 @@
-"""S3: client, connections, signed requests, multipart uploads, parallel transfers, retries and checksums."""
+"""S3: the botocore client and its options, multipart uploads, parallel transfers, retries and checksums."""

@@ -10,15 +10,14 @@ from typing import Any, ClassVar
 
 from tierstate.manifest.chunk import Buffer, view
 from tierstate.manifest.errors import AccessDenied, TierError
-from tierstate.tiers.base import ObjectWriter, Range, check_key
+from tierstate.tiers.base import ObjectWriter, check_key
 from tierstate.tiers.object.bucket import Bucket, StartBarrier
 from tierstate.tiers.object.filesystem import store_error_code
 
+from .checksums import CHECKSUMS, ChecksumChoice, choose_checksum
 from .client import S3Client
-from .http import Refused
 from .multipart import S3Upload, S3Writer, abort_orphans
-from .signing import CHECKSUMS, ChecksumChoice, choose_checksum
-from .transfers import plan_gets
+from .options import encoded_secrets, with_configuration
 
 SINGLE = 64 << 20
 """Objects up to this many bytes are created by one conditional request; longer ones in parts."""
@@ -55,15 +54,12 @@ class S3Bucket(Bucket):
         deadline: float,
         orphan_age: float,
     ) -> None:
+        options = with_configuration(options)
         self._s3 = S3Client(url, options, deadline)
         super().__init__(url, options, capacity, self._s3)
+        self._secrets |= encoded_secrets(options)
         self._choice, self._orphan_age = checksum, orphan_age
         self._checksum = CHECKSUMS["none"]
-
-    def read(self, key: str, ranges: Sequence[Range]) -> None:
-        self.check_odd(key, ranges)
-        with self.explained("read", key):
-            self._s3.fill(key, plan_gets(ranges))
 
     def put(self, key: str, data: Buffer) -> None:
         if data.numel() <= SINGLE:
@@ -118,7 +114,7 @@ class S3Bucket(Bucket):
         with self.explained("create", name):
             try:
                 self._s3.create_whole(name, [body], sums, final=_WRONG_SUM)
-            except Refused as error:
+            except Exception as error:
                 if (code := store_error_code(error)) in _WRONG_SUM:
                     return code
                 raise

@@ -1,85 +1,175 @@
-"""The S3 client: small requests (head, list, delete) by s3fs, data over HTTP connections of our own, both retried."""
+"""The S3 client: every request goes through one botocore client, is repeated until a deadline, and answered by S3."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
+from tierstate.manifest.errors import NotFound
+from tierstate.tiers.base import Range
 from tierstate.tiers.concurrency import WorkerPool
-from tierstate.tiers.object.filesystem import ObjectClient, ObjectTimes, open_filesystem
+from tierstate.tiers.object.filesystem import (
+    ObjectClient,
+    ObjectTimes,
+    error_status,
+    store_error_class,
+    store_error_code,
+)
 
-from .http import Connections
+from .checksums import Checksum
+from .http_session import Body, Broken, HttpSession
 from .multipart import SentPart
+from .options import S3Options, read_options, split_path
 from .retry import RetryUntilDeadline
-from .signing import Checksum, Signer, share_models
-from .transfers import GetRequest, Transfers
+from .transfers import GetRequest, Transfers, plan_gets
 
 PARALLEL_REQUESTS = 8
 """Data requests that run in parallel, besides those of reading threads themselves."""
-
-
-CONNECT_TIMEOUT, READ_TIMEOUT = 5.0, 30.0
-"""Default timeouts in seconds of connecting, and of waiting for a response or for part of a body. They are shorter than
-the deadline, so that a request can be repeated after a dead connection."""
 
 
 BRIEF_DEADLINE = 5.0
 """Deadline in seconds of cleanup requests, which are not worth a long wait."""
 
 
+UNASKED_BODY = 1 << 20
+"""Bodies up to this many bytes are sent without asking first whether the server wants them."""
+
+
+MAX_PAGES = 1_000_000
+"""Most pages of a listing that are read: a billion names."""
+
+
+_DEFINITE = (404, 412, 416)
+"""Statuses by which the tier decides what is there, so that they count only if an S3 server said them."""
+
+
+_OUTDATED = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "400"})
+"""Error codes, beside the statuses 401 and 403, after which credentials are looked up again. A HEAD has only 400."""
+
+
+class _Opened(NamedTuple):
+    """A client of botocore, and the credentials with which it was opened; None for anonymous requests."""
+
+    client: Any
+    credentials: tuple[str | None, ...] | None
+
+
 class S3Session:
-    """The connections and threads of one process. A forked child must not use its parent's.
+    """The client, connections and threads of one process. A forked child must not use its parent's.
 
     Args:
-        fs: a file system of s3fs, not connected yet, that sends every request once.
+        options: of the tier.
         deadline: seconds for one operation with all its attempts.
     """
 
-    def __init__(self, fs: Any, deadline: float) -> None:
-        from aiobotocore.session import AioSession  # type: ignore[import-untyped]
-
+    def __init__(self, options: S3Options, deadline: float) -> None:
         self.pid = os.getpid()
-        self.fs = fs
-        fs.retries = 1
+        self._options = options
         self._patience = RetryUntilDeadline(deadline)
         self._brief = RetryUntilDeadline(min(deadline, BRIEF_DEADLINE))
-        signer = Signer(fs)
-        fs.session = AioSession(**fs.kwargs)  # as s3fs does, but it shares the API description parsed before
-        share_models(fs.session)
-        self._connections = Connections(fs, signer)
-        self.transfers = Transfers(signer, self._connections, self._patience)
+        self._opening = threading.RLock()
+        self._opened: _Opened | None = None
+        self._http: HttpSession | None = None
+        self.transfers = Transfers(self.call, self._patience)
         self._pool = WorkerPool(PARALLEL_REQUESTS, "tierstate-s3")
 
-    # Small requests
+    @property
+    def endpoint(self) -> str:
+        """The URL that requests go to; as far as it is known."""
+        return str(self._opened.client.meta.endpoint_url) if self._opened else self._options.endpoint
+
+    # Requests
 
     def once(self, method: str, **params: Any) -> Any:
-        """Send a request once; returns its response."""
-        return self._call(self._patience.deadline, method, params)
+        """Send a request once; returns its answer."""
+        return self.call(method, self._patience.deadline, params)
 
     def again(self, method: str, **params: Any) -> Any:
-        """Send an idempotent request, with retries; returns its response."""
-        return self._patience.run(lambda left: self._call(left, method, params))
+        """Send an idempotent request, with retries; returns its answer."""
+        return self._patience.run(lambda left: self.call(method, left, params))
 
     def briefly(self, method: str, **params: Any) -> Any:
         """As `again`, with a short deadline."""
-        return self._brief.run(lambda left: self._call(left, method, params))
-
-    def _call(self, left: float, method: str, params: Mapping[str, Any]) -> Any:
-        from fsspec.asyn import sync
-        from fsspec.exceptions import FSTimeoutError
-
-        try:
-            return sync(self.fs.loop, self.fs._call_s3, method, timeout=left, **params)
-        except FSTimeoutError:
-            raise TimeoutError(f"no answer to {method} in {left:.1f} s") from None
+        return self._brief.run(lambda left: self.call(method, left, params))
 
     def patiently(self, attempt: Callable[[], Any]) -> Any:
         """Retry until an attempt succeeds; returns its result."""
         return self._patience.run(lambda _: attempt())
+
+    def head(self, where: Mapping[str, str]) -> Any:
+        """The head of an object, with retries; as in `Transfers`."""
+        return self._patience.run(lambda _: self.transfers.head(where))
+
+    def call(self, method: str, left: float, params: Mapping[str, Any]) -> Any:
+        """Send a request; once more if it was denied and there are newer credentials.
+
+        Args:
+            method: the name of the operation.
+            left: seconds that connecting, and every wait, may take.
+            params: its parameters.
+
+        Raises:
+            Broken: the answer is not one of an S3 server.
+            botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, OSError
+        """
+        opened = self._open()
+        try:
+            return self._send(opened, method, left, params)
+        except Exception as error:
+            if not _is_outdated(error) or not self._renew(opened):
+                raise _checked(error, method) from None
+        if (body := params.get("Body")) is not None:
+            body.seek(0)
+        try:
+            return self._send(self._open(), method, left, params)
+        except Exception as error:
+            raise _checked(error, method) from None
+
+    def _send(self, opened: _Opened, method: str, left: float, params: Mapping[str, Any]) -> Any:
+        client = opened.client
+        members = client.meta.service_model.operation_model(
+            client.meta.method_to_api_mapping[method]
+        ).input_shape.members
+        extra = {name: value for name, value in self._options.extra.items() if name in members}
+        assert self._http is not None
+        with self._http.within(left):
+            return getattr(client, method)(**extra, **params)
+
+    def _open(self) -> _Opened:
+        with self._opening:
+            if self._opened is None:
+                self._opened = self._new()
+            return self._opened
+
+    def _new(self) -> _Opened:
+        import botocore.session
+        from botocore.config import Config
+
+        session = botocore.session.Session(profile=self._options.profile)
+        # Clients share the parsed API description of S3, as parsing it takes most of the start time.
+        session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+        client = session.create_client("s3", config=Config(**self._options.config), **self._options.client)
+        if self._http is None:
+            self._http = _http_session(session, client, self._options)
+        self._http.serve(client)
+        client.meta.events.register_last("before-call.s3", _send_at_once)
+        return _Opened(client, None if self._options.fixed else _frozen(session))
+
+    def _renew(self, used: _Opened) -> bool:
+        """Look the credentials up again. Returns whether there are others now."""
+        if self._options.fixed:
+            return False
+        with self._opening:
+            if self._opened is used:
+                found = self._new()
+                if found.credentials == used.credentials:
+                    return False
+                self._opened = found
+            return True
 
     # Data
 
@@ -128,9 +218,66 @@ class S3Session:
     def close(self) -> None:
         """Close connections, and end threads."""
         self._pool.close()
-        self._connections.close()
-        if self.fs._s3 is not None:
-            self.fs.close_session(self.fs.loop, self.fs._s3)
+        if self._http is not None:
+            self._http.close()
+        if self._opened is not None:
+            self._opened.client.close()
+
+
+def _send_at_once(params: dict[str, Any], **_: Any) -> None:
+    """Take back that botocore asks whether the server wants a body: for a short one that takes longer than sending."""
+    body = params.get("body")
+    if isinstance(body, Body) and len(body) <= UNASKED_BODY:
+        params["headers"].pop("Expect", None)
+
+
+def _is_outdated(error: Exception) -> bool:
+    return error_status(error) in (401, 403) or store_error_code(error) in _OUTDATED
+
+
+def _checked(error: Exception, method: str) -> Exception:
+    """The error itself, unless it decides what is there and was not said by an S3 server."""
+    status = error_status(error)
+    if status not in _DEFINITE or store_error_code(error) not in ("", str(status)):
+        return error
+    headers = error.response["ResponseMetadata"].get("HTTPHeaders", {})  # type: ignore[attr-defined]
+    if any(name.startswith("x-amz-") for name in headers):
+        return error
+    return Broken(f"the answer to {method} has status {status} and nothing of an S3 server")
+
+
+@cache
+def _loader(path: str | None) -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader(path)
+
+
+def _frozen(session: Any) -> tuple[str | None, ...] | None:
+    found = session.get_credentials()
+    return None if found is None else tuple(found.get_frozen_credentials()[:3])
+
+
+def _http_session(session: Any, client: Any, options: S3Options) -> HttpSession:
+    """Connections with the certificates and proxies that botocore would use."""
+    import socket
+
+    from botocore.utils import get_environ_proxies
+
+    config, verify = client.meta.config, options.client.get("verify")
+    if verify is None:
+        verify = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE", True)
+    alive = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] if config.tcp_keepalive else []
+    return HttpSession(
+        config.connect_timeout,
+        config.read_timeout,
+        verify=verify,
+        proxies=config.proxies or get_environ_proxies(client.meta.endpoint_url),
+        proxies_config=config.proxies_config,
+        max_pool_connections=config.max_pool_connections,
+        client_cert=config.client_cert,
+        socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), *alive],
+    )
 
 
 class S3Client(ObjectClient):
@@ -138,59 +285,100 @@ class S3Client(ObjectClient):
 
     Args:
         url: protocol, bucket and prefix.
-        options: arguments of s3fs.
+        options: those of s3fs.
         deadline: seconds for one operation with all its attempts.
+
+    Raises:
+        ValueError: an option is not known, not supported, or has a wrong value.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], deadline: float) -> None:
-        self._url, self._options, self._deadline = url, s3_options(options, deadline), deadline
-        super().__init__(url, self._options)
-        self._session = S3Session(self._fs, deadline)
+        self._options, self._deadline = read_options(options, deadline), deadline
+        protocol, _, path = url.partition("://")
+        super().__init__(protocol, path.strip("/"), self._options.endpoint)
+        self._bucket, self._prefix = split_path(self.root)
+        self._session = S3Session(self._options, deadline)
 
     @property
     def session(self) -> S3Session:
         """The session of this process: a forked child opens its own."""
         if self._session.pid != os.getpid():
-            self._fs, _ = open_filesystem(self._url, self._options)
-            self._session = S3Session(self._fs, self._deadline)
+            self._session = S3Session(self._options, self._deadline)
         return self._session
+
+    @property
+    def endpoint(self) -> str:
+        """The URL of the server."""
+        return self._session.endpoint
 
     def where(self, name: str) -> dict[str, str]:
         """Bucket and key of an object, as parameters of S3 requests."""
-        bucket, key, _ = self.session.fs.split_path(self.path(name))
-        return {"Bucket": bucket, "Key": key}
+        return {"Bucket": self._bucket, "Key": f"{self._prefix}/{name}" if self._prefix else name}
 
-    def fill(self, name: str, gets: Sequence[GetRequest]) -> None:
-        """Fill memory from an object."""
-        self.session.fill(self.where(name), gets)
+    def fill(self, name: str, ranges: Sequence[Range]) -> None:
+        self.session.fill(self.where(name), plan_gets(ranges))
 
-    def _find(self, top: str, stem: str) -> Sequence[str]:
-        session = self.session
-        paths: list[str] = session.patiently(lambda: session.fs.find(top, prefix=stem))
-        return paths
+    def names(self, prefix: str) -> list[str]:
+        start = self.where("")["Key"]
+        keys = (entry["Key"] for entry in self._listed(self.where(prefix)["Key"]))
+        return [key[len(start) :] for key in keys if key.startswith(start + prefix)]
+
+    def _listed(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        token: dict[str, str] = {}
+        for _ in range(MAX_PAGES):
+            page = self.session.patiently(partial(self._page, prefix, token))
+            yield from page.get("Contents", ())
+            if not page["IsTruncated"]:
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+        raise Broken(f"the listing has more than {MAX_PAGES} pages")
+
+    def _page(self, prefix: str, token: Mapping[str, str]) -> Any:
+        page = self.session.once("list_objects_v2", Bucket=self._bucket, Prefix=prefix, **token)
+        if "IsTruncated" not in page:
+            raise Broken("the answer to a listing has nothing of a listing")
+        follows = page.get("NextContinuationToken")
+        if page["IsTruncated"] and (not follows or follows == token.get("ContinuationToken")):
+            raise Broken("the answer to a listing has no end, and does not say where it goes on")
+        return page
 
     def size(self, name: str) -> int:
-        return int(self.session.again("head_object", **self.where(name))["ContentLength"])
+        head = self.session.head(self.where(name))
+        if "ContentLength" in head:
+            return int(head["ContentLength"])
+        where = self.where(name)["Key"]
+        found = next((int(one["Size"]) for one in self._listed(where) if one["Key"] == where), None)
+        if found is None:
+            raise Broken("the length of an object is neither in its head nor in a listing")
+        return found
 
     def times(self, name: str) -> ObjectTimes:
-        answer = self.session.again("head_object", **self.where(name))
-        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        return ObjectTimes(answer["LastModified"], parsedate_to_datetime(date) if date else None)
+        head = self.session.head(self.where(name))
+        date = head["ResponseMetadata"]["HTTPHeaders"].get("date")
+        return ObjectTimes(head["LastModified"], parsedate_to_datetime(date) if date else None)
+
+    def create(self, name: str, body: memoryview) -> None:
+        self.create_whole(name, [body], {})
 
     def create_whole(self, name: str, body: Sequence[memoryview], sums: Mapping[str, str], **how: Any) -> None:
         """Create an object by one conditional request; as in `Transfers`."""
         self.session.transfers.create(self.where(name), body, sums, **how)
 
     def remove(self, name: str) -> None:
-        session, path = self.session, self.path(name)
+        self.session.patiently(lambda: self._remove(self.where(name)))
 
-        def attempt() -> None:
-            try:
-                session.fs.rm_file(path)
-            except FileNotFoundError:
+    def _remove(self, where: Mapping[str, str]) -> None:
+        session = self.session
+        try:
+            answer = session.once("delete_object", **where)
+            if answer["ResponseMetadata"]["HTTPStatusCode"] == 204:
                 return
-
-        session.patiently(attempt)
+            session.transfers.head(where)
+        except Exception as error:
+            if store_error_class(error) is NotFound:
+                return
+            raise
+        raise Broken("the answer to a deletion was none, and the object is there")
 
     def remove_all(self, names: Iterable[str]) -> None:
         # Not by DeleteObjects: servers differ in the checksum that it requires.
@@ -199,26 +387,3 @@ class S3Client(ObjectClient):
     def close(self) -> None:
         if self._session.pid == os.getpid():
             self._session.close()
-
-
-def s3_options(options: Mapping[str, Any], deadline: float) -> dict[str, Any]:
-    """The options for s3fs: the user's override our defaults; this client does the retries.
-
-    Raises:
-        ValueError: they set a number of retries.
-    """
-    config: dict[str, Any] = {
-        # botocore's own checksums are not supported by every store; the tier chooses its own (`choose_checksum`).
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-        "connect_timeout": min(CONNECT_TIMEOUT, deadline),
-        "read_timeout": min(READ_TIMEOUT, deadline),
-        **options.get("config_kwargs", {}),
-    }
-    config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
-    if "retries" in config:
-        raise ValueError(
-            "options: config_kwargs: 'retries' is not taken; the tier's 'deadline' says how long requests are tried"
-        )
-    config["retries"] = {"mode": "standard", "total_max_attempts": 1}
-    return {**options, "config_kwargs": config}

@@ -18,13 +18,15 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 from tierstate.manifest.chunk import Buffer, empty_buffer, view
-from tierstate.manifest.errors import AlreadyExists, TierError
+from tierstate.manifest.errors import AlreadyExists, NotFound, TierError
 from tierstate.tiers.base import AtomicWriter, Release
 from tierstate.tiers.capacity import CapacityCounter
 from tierstate.tiers.concurrency import Task
 from tierstate.tiers.object.filesystem import store_error_class, store_error_code
 
-from .signing import Checksum
+from .checksums import Checksum
+from .http_session import Broken
+from .transfers import is_encrypted
 
 MIN_PART = 5 << 20
 """Minimal bytes of a part in S3, except the last one."""
@@ -214,7 +216,8 @@ class Session(Protocol):
     def again(self, method: str, **params: Any) -> Any: ...
     def briefly(self, method: str, **params: Any) -> Any: ...
     def once(self, method: str, **params: Any) -> Any: ...
-    def patiently(self, attempt: Callable[[], None]) -> None: ...
+    def patiently(self, attempt: Callable[[], Any]) -> Any: ...
+    def head(self, where: Mapping[str, str]) -> Any: ...
     def send_part(
         self,
         where: Mapping[str, str],
@@ -238,8 +241,13 @@ class S3Upload:
     def __init__(self, session: Session, where: Mapping[str, str], checksum: Checksum) -> None:
         self._session, self._object, self._checksum = session, where, checksum
         algorithm = {"ChecksumAlgorithm": checksum.algorithm} if checksum.algorithm else {}
-        begun = session.again("create_multipart_upload", **where, **algorithm)
-        self._where = {**where, "UploadId": begun["UploadId"]}
+        self._where = {**where, "UploadId": session.patiently(lambda: self._begin(algorithm))}
+
+    def _begin(self, algorithm: Mapping[str, str]) -> str:
+        begun = self._session.once("create_multipart_upload", **self._object, **algorithm)
+        if not begun.get("UploadId"):
+            raise Broken("the answer to the beginning of an upload has no id")
+        return str(begun["UploadId"])
 
     def send(
         self, number: int, body: Sequence[memoryview], stop: threading.Event, then: Callable[[SentPart], object]
@@ -247,10 +255,15 @@ class S3Upload:
         """Send one part, numbered from 1. ``then`` is called when that has ended."""
         return self._session.send_part(self._where, number, body, self._checksum, stop, then)
 
-    def complete(self, parts: Sequence[dict[str, Any]]) -> None:
+    def complete(self, parts: Sequence[dict[str, Any]], nbytes: int) -> None:
         """Make the object visible if the name is free: AWS checks that condition here, Ceph does not.
 
-        When an answer is lost, the ETag of the object shows whether this upload created it.
+        It counts as done when the object's ETag is the right one: by the answer, or by one HEAD. That also shows
+        whether this upload created the object when an answer is lost.
+
+        Args:
+            parts: the entries of the parts, in their order.
+            nbytes: length of the object.
         """
         wanted, lost = etag_of([part["ETag"] for part in parts]), False
 
@@ -259,9 +272,11 @@ class S3Upload:
             if lost and self._is_complete(wanted):
                 return
             try:
-                self._session.once(
+                answer = self._session.once(
                     "complete_multipart_upload", **self._where, MultipartUpload={"Parts": list(parts)}, IfNoneMatch="*"
                 )
+                if not self._proves(answer, wanted, nbytes):
+                    raise Broken("the answer to the completion of an upload does not prove that the object is there")
             except Exception as error:
                 # A transient error may hide a success; others mean that the store did nothing.
                 lost = lost or store_error_class(error).transient
@@ -271,6 +286,19 @@ class S3Upload:
 
         self._session.patiently(attempt)
 
+    def _proves(self, answer: Mapping[str, Any], wanted: str, nbytes: int) -> bool:
+        """Whether the object is there: by the ETag in the answer, or by one HEAD."""
+        tag = str(answer.get("ETag") or "").strip('"')
+        if wanted and tag == wanted and not is_encrypted(answer):
+            return True
+        try:
+            head = self._session.head(self._object)
+        except Exception as error:
+            if store_error_class(error).transient or store_error_class(error) is NotFound:
+                return False
+            raise
+        return str(head["ETag"]).strip('"') in {tag, wanted} - {""} and head.get("ContentLength", nbytes) == nbytes
+
     def _is_complete(self, wanted: str) -> bool:
         """Whether the object exists and was made by this upload.
 
@@ -279,10 +307,13 @@ class S3Upload:
             ConnectionError: the object exists, and its ETag does not show who created it.
         """
         try:
-            found = self._session.again("head_object", **self._object)["ETag"].strip('"')
-        except FileNotFoundError:
-            return False
-        if not wanted:
+            head = self._session.head(self._object)
+        except Exception as error:
+            if store_error_class(error) is NotFound:
+                return False
+            raise
+        found = str(head["ETag"]).strip('"')
+        if not wanted or is_encrypted(head):
             raise ConnectionError("an object of this name is there now, and its ETag does not tell whether it is ours")
         if found != wanted:
             raise FileExistsError(f"an object with ETag {found[:80]!r} is there, ours would have {wanted!r}")
@@ -298,7 +329,7 @@ def abort(call: S3Call, where: Mapping[str, str]) -> None:
     try:
         call("abort_multipart_upload", **where)
     except Exception as error:
-        if store_error_code(error) != "NoSuchUpload" and not isinstance(error, FileNotFoundError):
+        if store_error_code(error) != "NoSuchUpload" and store_error_class(error) is not NotFound:
             raise
 
 
@@ -332,11 +363,14 @@ def _uploads(call: S3Call, bucket: str, prefix: str) -> Iterator[tuple[Mapping[s
     marker: dict[str, str] = {}
     for _ in range(MAX_PAGES):
         page = call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
-        now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+        date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+        if "IsTruncated" not in page or not date:
+            raise Broken("the answer to a listing of uploads has nothing of one")
+        now = parsedate_to_datetime(date)
         for upload in page.get("Uploads", ()):
             if upload["Key"].startswith(prefix):
                 yield upload, now
-        if not page.get("IsTruncated"):
+        if not page["IsTruncated"]:
             return
         marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
@@ -347,7 +381,7 @@ class Upload(Protocol):
     def send(
         self, number: int, body: Sequence[memoryview], stop: threading.Event, then: Callable[[SentPart], object]
     ) -> SentPart: ...
-    def complete(self, parts: Sequence[dict[str, Any]]) -> None: ...
+    def complete(self, parts: Sequence[dict[str, Any]], nbytes: int) -> None: ...
     def abort(self) -> None: ...
 
 
@@ -406,7 +440,8 @@ class S3Writer(AtomicWriter):
                 text = f"{self._place}: is longer than {MAX_PARTS} parts of S3; say its length when it is begun"
                 raise TierError(text, tier=self._tier.name, key=self._key)
             if self._upload is None:
-                self._upload = self._tier.upload(self._key)
+                with self._tier.explained("begin an upload of", self._key):
+                    self._upload = self._tier.upload(self._key)
             arrived = threading.Event()
             sent = self._send_to(self._upload, part, lambda sent: self._arrived(part, sent, arrived))
         except BaseException:
@@ -456,7 +491,7 @@ class S3Writer(AtomicWriter):
         # Not every store checks the condition when an upload is completed, so also check here, as late as possible.
         self._tier.check_free(self._key)
         with self._tier.explained("create", self._key):
-            self._upload.complete(parts)
+            self._upload.complete(parts, self._length)
         self._sent, self._parts = [], PartBuilder()
 
     def _discard(self) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.object.filesystem import store_error_class, store_error_code
 
-from .http import Broken
+from .http_session import Broken
 
 REQUEST_BACKOFF = Backoff(first=0.1, longest=10.0)
 """Pauses between two attempts of one operation."""

@@ -5,22 +5,25 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from typing import Any
 
 from tierstate.manifest.chunk import view
 from tierstate.manifest.errors import AlreadyExists, NotFound
 from tierstate.tiers.base import Range
 from tierstate.tiers.concurrency import Cancelled
-from tierstate.tiers.object.filesystem import store_error_class, store_error_code
+from tierstate.tiers.object.filesystem import BeyondEnd, store_error_class, store_error_code
 
-from .http import ERROR_BODY_LIMIT, Broken, Connections, Midway, NotConnected, Refused, refusal
+from .checksums import Checksum
+from .http_session import Body, Broken, Midway, direct, finish
 from .retry import RetryUntilDeadline, is_transient
-from .signing import Checksum, Signer
 
 REQUEST_SIZE = 8 << 20
 """Most bytes of one request; longer ranges are split into parallel requests."""
@@ -30,8 +33,22 @@ JOIN_GAP = 32 << 10
 """A gap of up to this many bytes between two ranges is read and discarded: cheaper than another request."""
 
 
-_NOT_DONE = frozenset({"SlowDown", "BadDigest", "RequestTimeout", "IncompleteBody", "429", "TooManyRequests"})
+_NOT_DONE = frozenset(
+    {
+        "SlowDown", "BadDigest", "RequestTimeout", "IncompleteBody", "429", "TooManyRequests",
+        # Of botocore, where no connection could be made.
+        "EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError",
+    }
+)  # fmt: skip
 """Error codes that mean that nothing was created."""
+
+
+DIGESTED_BODY = 1 << 20
+"""Objects up to this many bytes that are sent at once have their MD5 compared with the ETag in the answer."""
+
+
+Call = Callable[[str, float, Mapping[str, Any]], Any]
+"""Sends a request: the operation, the seconds that it may wait, its parameters."""
 
 
 RECEIVE_SIZE = 256 << 10
@@ -84,19 +101,19 @@ class Transfers:
     """Sends data requests. Thread-safe; each call blocks until it is done.
 
     Args:
-        signer, connections: sign and send the requests.
+        call: sends a request once.
         patience: repeats them until the deadline.
     """
 
-    def __init__(self, signer: Signer, connections: Connections, patience: RetryUntilDeadline) -> None:
-        self._signer, self._connections, self._patience = signer, connections, patience
+    def __init__(self, call: Call, patience: RetryUntilDeadline) -> None:
+        self._call, self._patience = call, patience
 
     def fill(self, where: Mapping[str, str], get: GetRequest) -> None:
         """Fill the pieces of a request. After a broken connection, it continues where the body ended.
 
         Raises:
-            Refused: also with the code ``InvalidRange`` if the object is too short.
-            GaveUp, NotConnected, Broken, OSError, HTTPException
+            BeyondEnd, or a ClientError of botocore with the code ``InvalidRange``: the object is too short.
+            GaveUp, Broken, OSError, or another error of botocore
         """
         at = get.start
 
@@ -105,12 +122,11 @@ class Transfers:
             at += count
 
         def attempt(left: float) -> None:
-            params = {**where, "Range": f"bytes={at}-{get.end - 1}"}
-            with self._asked("get_object", params, left=left) as answer:
+            with self._object(where, left, Range=f"bytes={at}-{get.end - 1}") as (answer, body):
                 _check_range(answer, at, get.end)
                 for skip, out in get.rest(at):
-                    _skip(answer, skip, moved)
-                    _receive(answer, out, moved)
+                    _skip(body, skip, moved)
+                    _receive(body, out, moved)
 
         self._patience.run(attempt, moved=lambda: at)
 
@@ -128,10 +144,11 @@ class Transfers:
         sums = checksum.of(body)
 
         def attempt(left: float) -> str:
-            params = {**upload, "PartNumber": number, **sums}
-            with self._asked("upload_part", params, body, left=left) as answer:
-                _drain(answer)
-                return str(answer.headers.get("ETag", ""))
+            params = {**upload, "PartNumber": number, "Body": Body(body), **sums}
+            tag = str(self._call("upload_part", left, params).get("ETag") or "")
+            if not tag:
+                raise Broken("the answer to a part has no ETag")
+            return tag
 
         tag = self._patience.run(attempt, stop=stop)
         return {"PartNumber": number, "ETag": tag, **checksum.named(sums)}
@@ -147,8 +164,9 @@ class Transfers:
     ) -> None:
         """Create an object by one request, if it does not exist.
 
-        If an answer is lost, the object may exist, and another attempt would fail. So each attempt after that first
-        checks the object: if it has the bytes that were sent, the create has succeeded.
+        It counts as created when the answer proves it (`_proves`). If an answer is lost or proves nothing, the object
+        may exist, and another attempt would fail. So each attempt after that first checks the object: if it has the
+        bytes that were sent, the create has succeeded.
 
         Args:
             sums: parameters with its checksum.
@@ -166,17 +184,56 @@ class Transfers:
             if lost and self._holds(where, body, left):
                 return
             try:
-                # On a new connection: the server may just close an idle one, which looks like a lost answer.
-                params = {**where, "IfNoneMatch": "*", **sums}
-                with self._asked("put_object", params, body, left=left, new=True, midway=midway) as answer:
-                    _drain(answer)
+                params = {**where, "Body": Body(body, midway), "IfNoneMatch": "*", **sums}
+                answer = self._call("put_object", left, params)
+                if not self._proves(answer, where, body, sums):
+                    raise Broken("the answer to a create does not prove that the object is there")
             except Exception as error:
                 if lost and store_error_class(error) is AlreadyExists and self._holds(where, body, left):
                     return
-                lost = lost or not _created_nothing(error)
+                lost = lost or store_error_code(error) not in _NOT_DONE
                 raise
 
         self._patience.run(attempt, again=lambda error: is_transient(error) and store_error_code(error) not in final)
+
+    def _proves(
+        self, answer: Mapping[str, Any], where: Mapping[str, str], body: Sequence[memoryview], sums: Mapping[str, str]
+    ) -> bool:
+        """Whether the object is there as it was sent: by the checksum or the ETag in the answer, or by one HEAD."""
+        tag, nbytes = str(answer.get("ETag") or "").strip('"'), sum(map(len, body))
+        if not tag:
+            return False
+        if any(name.startswith("Checksum") and answer.get(name) == value for name, value in sums.items()):
+            return True
+        wanted = _md5(body, sums) if nbytes <= DIGESTED_BODY or "ContentMD5" in sums else ""
+        if wanted == tag:
+            return True
+        if wanted and _IS_MD5.fullmatch(tag) and not is_encrypted(answer):
+            return False
+        try:
+            found = self.head(where)
+        except Exception as error:
+            if is_transient(error) or store_error_class(error) is NotFound:
+                return False
+            raise
+        return str(found["ETag"]).strip('"') == tag and found.get("ContentLength", nbytes) == nbytes
+
+    def head(self, where: Mapping[str, str]) -> Any:
+        """Ask once for the head of an object; returns the answer, which has its ETag and the time of its creation.
+
+        Raises:
+            as `fill` does.
+        """
+        left = self._patience.deadline
+        try:
+            answer = self._call("head_object", left, where)
+        except Broken:
+            # It said that there is no such object, with nothing that only S3 says; a GET has the reason in its body.
+            with self._object(where, left, Range="bytes=0-0"):
+                raise
+        if not answer.get("ETag") or "LastModified" not in answer:
+            raise Broken("the answer to a HEAD is not one of an S3 server")
+        return answer
 
     def _holds(self, where: Mapping[str, str], body: Sequence[memoryview], left: float) -> bool:
         """Whether the object exists with these bytes.
@@ -186,11 +243,11 @@ class Transfers:
             Broken: it could not be determined.
         """
         try:
-            with self._asked("get_object", where, left=left) as answer:
-                right = answer.headers.get("Content-Length") == str(sum(map(len, body)))
-                if right and all(_is_next(answer, view) for view in body):
+            with self._object(where, left) as (answer, found):
+                right = answer.get("ContentLength", -1) in (-1, sum(map(len, body)))
+                if right and all(_is_next(found, view) for view in body) and not found.read(1):
                     return True
-        except Refused as error:
+        except Exception as error:
             if store_error_class(error) is NotFound:
                 return False
             if is_transient(error):
@@ -199,88 +256,77 @@ class Transfers:
         raise FileExistsError("the answer to a create was lost, and an object with other bytes is there")
 
     @contextmanager
-    def _asked(
-        self,
-        operation: str,
-        params: Mapping[str, Any],
-        body: Sequence[memoryview] = (),
-        *,
-        left: float,
-        new: bool = False,
-        midway: Midway = None,
-    ) -> Iterator[HTTPResponse]:
-        """The successful response to one request; its connection is kept if the response was read completely."""
-        signed = self._signer.sign(operation, params)
-        connection = (self._connections.open if new else self._connections.take)(signed.url, left)
+    def _object(self, where: Mapping[str, str], left: float, **params: str) -> Iterator[tuple[Mapping[str, Any], Any]]:
+        """The answer to a GET, and its body; its connection is kept if that was read completely."""
+        answer = self._call("get_object", left, {**where, **params})
+        raw = answer["Body"]._raw_stream
         try:
-            answer = self._connections.ask(connection, signed, body, midway)
-            if answer.status >= 300:
-                raise refusal(answer)
-            yield answer
-        except BaseException:
-            connection.close()
-            raise
-        if answer.isclosed() and not answer.will_close:
-            self._connections.keep(signed.url, connection)
-        else:
-            connection.close()
+            yield answer, direct(raw)
+        except HTTPException as error:
+            raise Broken(f"the body broke off: {type(error).__name__}") from None
+        finally:
+            finish(raw)
 
 
-def _created_nothing(error: BaseException) -> bool:
-    # A 5xx without a code may come from a proxy, while the server has continued.
-    return isinstance(error, NotConnected) or (isinstance(error, Refused) and store_error_code(error) in _NOT_DONE)
+_IS_MD5 = re.compile(r"[0-9a-f]{32}")
 
 
-def _check_range(answer: HTTPResponse, start: int, end: int) -> None:
-    """Check that the response is exactly the requested range."""
-    found, nbytes = answer.headers.get("Content-Range", ""), answer.headers.get("Content-Length", "")
+def is_encrypted(answer: Mapping[str, Any]) -> bool:
+    """Whether the ETag in an answer is no MD5, because the object is encrypted with a key of its own."""
+    return bool(answer.get("SSECustomerAlgorithm")) or str(answer.get("ServerSideEncryption", "")).startswith("aws:")
+
+
+def _md5(body: Sequence[memoryview], sums: Mapping[str, str]) -> str:
+    if "ContentMD5" in sums:
+        return base64.b64decode(sums["ContentMD5"]).hex()
+    total = hashlib.md5(usedforsecurity=False)
+    for piece in body:
+        total.update(piece)
+    return total.hexdigest()
+
+
+def _check_range(answer: Mapping[str, Any], start: int, end: int) -> None:
+    """Check that the answer is exactly the requested range. Some servers send one with the status 200."""
+    found, nbytes = str(answer.get("ContentRange") or ""), answer.get("ContentLength")
     first, _, total = found.partition("/")
-    if answer.status == 206 and first == f"bytes {start}-{end - 1}" and nbytes == str(end - start):
+    right = nbytes in (None, end - start)
+    if right and first == f"bytes {start}-{end - 1}":
         return
-    if answer.status == 200 and start == 0 and nbytes == str(end) and not found:
+    if right and start == 0 and nbytes is not None and not found and answer.get("ETag"):
         return  # some servers do not return the whole object as a range
     if total.isdigit() and int(total) < end:
-        raise Refused(416, "InvalidRange", f"the object has {int(total)} bytes")
+        raise BeyondEnd(f"the object has {int(total)} bytes")
+    status = answer["ResponseMetadata"]["HTTPStatusCode"]
     raise Broken(
-        f"bytes {start} to {end} were asked for, the answer is status {answer.status} with {nbytes or 'unknown'} bytes "
-        f"of range {found[:80] or 'none'!r}"
+        f"bytes {start} to {end} were asked for, the answer is status {status} with "
+        f"{'unknown' if nbytes is None else nbytes} bytes of range {found[:80] or 'none'!r}"
     )
 
 
-def _skip(answer: HTTPResponse, count: int, moved: Callable[[int], None]) -> None:
+def _skip(body: Any, count: int, moved: Callable[[int], None]) -> None:
     if count:
-        moved(len(data := answer.read(count)))
+        moved(len(data := body.read(count)))
         if len(data) < count:
             raise Broken(f"the body ended {count - len(data)} bytes before what is wanted")
 
 
-def _receive(answer: HTTPResponse, out: memoryview, moved: Callable[[int], None]) -> None:
+def _receive(body: Any, out: memoryview, moved: Callable[[int], None]) -> None:
     at = 0
     while at < len(out):
-        count = answer.readinto(out[at : at + RECEIVE_SIZE])
+        count = body.readinto(out[at : at + RECEIVE_SIZE])
         if not count:
             raise Broken(f"the body ended {len(out) - at} bytes too early")
         at += count
         moved(count)
 
 
-def _is_next(answer: HTTPResponse, view: memoryview) -> bool:
-    """Whether these are the next bytes of a response body."""
+def _is_next(body: Any, view: memoryview) -> bool:
+    """Whether these are the next bytes of a body."""
     for at in range(0, len(view), RECEIVE_SIZE):
         wanted = bytes(view[at : at + RECEIVE_SIZE])
-        found = answer.read(len(wanted))
+        found = body.read(len(wanted))
         if len(found) < len(wanted):
             raise Broken("the body of an object that is compared ended too early")
         if found != wanted:
             return False
     return True
-
-
-def _drain(answer: HTTPResponse) -> None:
-    """Read and discard the body of a response, so that the connection can be reused."""
-    try:
-        answer.read(ERROR_BODY_LIMIT)
-        if not answer.isclosed():
-            answer.read(0)
-    except HTTPException as error:
-        raise Broken(f"the answer broke off: {error}") from error

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstate.tiers.object.s3.signing import CHECKSUMS, ChecksumChoice, choose_checksum
+from tierstate.tiers.object.s3.checksums import CHECKSUMS, ChecksumChoice, choose_checksum
 
 
 class Server:

@@ -4,14 +4,23 @@ import threading
 import time
 
 import pytest
-from botocore.exceptions import EndpointConnectionError
+from botocore.exceptions import ClientError, EndpointConnectionError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.tiers.object.filesystem import store_errors_translated
-from tierstate.tiers.object.s3.http import Broken, NotConnected, Refused
+from tierstate.tiers.object.s3.http_session import Broken
 from tierstate.tiers.object.s3.retry import MAX_USELESS, REQUEST_BACKOFF, GaveUp, RetryUntilDeadline, is_transient
+
+NOT_CONNECTED = EndpointConnectionError(endpoint_url="http://h")
+
+
+def refused(status: int, code: str, message: str = "") -> ClientError:
+    """As botocore raises it."""
+    error = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return ClientError(error, "PutObject")  # type: ignore[arg-type]
+
 
 AT_ONCE = RetryUntilDeadline(30, draw=lambda: 0.0)
 
@@ -32,19 +41,18 @@ class Failing:
 @pytest.mark.parametrize(
     ("error", "transient"),
     [
-        (Refused(503, "SlowDown", "slow down"), True),
-        (Refused(500, "InternalError", ""), True),
-        (Refused(502, "502", ""), True),
-        (Refused(429, "429", ""), True),
-        (Refused(400, "BadDigest", ""), True),
-        (Refused(403, "AccessDenied", ""), False),
-        (Refused(404, "NoSuchKey", ""), False),
-        (Refused(412, "PreconditionFailed", ""), False),
-        (Refused(301, "PermanentRedirect", ""), False),
+        (refused(503, "SlowDown", "slow down"), True),
+        (refused(500, "InternalError"), True),
+        (refused(502, "502"), True),
+        (refused(429, "429"), True),
+        (refused(400, "BadDigest"), True),
+        (refused(403, "AccessDenied"), False),
+        (refused(404, "NoSuchKey"), False),
+        (refused(412, "PreconditionFailed"), False),
+        (refused(301, "PermanentRedirect"), False),
         (Broken("short"), True),
-        (NotConnected("refused"), True),
+        (NOT_CONNECTED, True),
         (TimeoutError(), True),
-        (EndpointConnectionError(endpoint_url="http://h"), True),
         (ValueError("x"), False),
     ],
 )
@@ -64,14 +72,14 @@ def test_giving_up_tells_how_often_and_why() -> None:
     def attempt(left: float) -> None:
         raise errors.pop(0)
 
-    errors: list[Exception] = [Refused(503, "SlowDown", "wait"), Broken("short"), Refused(503, "SlowDown", "wait")]
+    errors: list[Exception] = [refused(503, "SlowDown", "wait"), Broken("short"), refused(503, "SlowDown", "wait")]
     draws = iter([0.0, 0.0, 1000.0])
     with pytest.raises(GaveUp, match=r"the last of 3 attempts in .* of a deadline of 60 s: 2 x SlowDown, 1 x Broken"):
         RetryUntilDeadline(60, draw=lambda: next(draws)).run(attempt)
 
 
 def test_giving_up_is_an_unavailable_tier_with_the_remedy_of_its_cause() -> None:
-    slow = Refused(503, "SlowDown", "wait")
+    slow = refused(503, "SlowDown", "wait")
     draws = iter([0.0, 1000.0])
     with (
         pytest.raises(TierUnavailable, match=r"2 x SlowDown.*the store asks for fewer requests"),
@@ -93,14 +101,14 @@ def test_answers_that_bring_nothing_are_not_asked_for_for_ever() -> None:
     attempt = Failing(*[Broken("short")] * 100)
     AT_ONCE.run(attempt, moved=lambda: attempt.calls)
     assert attempt.calls == 101
-    mixed = Failing(*[NotConnected("refused"), Broken("short")] * (MAX_USELESS - 1))
+    mixed = Failing(*[NOT_CONNECTED, Broken("short")] * (MAX_USELESS - 1))
     AT_ONCE.run(mixed)
 
 
 @pytest.mark.slow
 def test_pauses_are_short_again_after_something_moved() -> None:
     """With draws of one the pauses would be 0.1 s, 0.2 s, 0.4 s and so on, and go past the deadline."""
-    attempt = Failing(*[NotConnected("refused")] * 8)
+    attempt = Failing(*[NOT_CONNECTED] * 8)
     RetryUntilDeadline(10, draw=lambda: 1.0).run(attempt, moved=lambda: attempt.calls)
     assert attempt.calls == 9
 

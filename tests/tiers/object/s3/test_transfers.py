@@ -2,123 +2,40 @@
 
 import base64
 import hashlib
+import re
 import signal
 import ssl
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from email.utils import formatdate
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Semaphore, Thread, main_thread
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import numpy as np
 import pytest
 import torch
+from support.servers.scripted import KEY, SECRET, WHOLE, Answer, Handler, Server, fail, hang_up, options, serving
 
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
-from tierstate.manifest.errors import AccessDenied, Damaged, NotFound, TierError, TierUnavailable
+from tierstate.manifest.errors import AccessDenied, Damaged, NotFound, TierError, TierFull, TierUnavailable
 from tierstate.tiers.base import Range
 from tierstate.tiers.object.s3 import multipart
+from tierstate.tiers.object.s3.checksums import CHECKSUMS
 from tierstate.tiers.object.s3.client import S3Client
 from tierstate.tiers.object.s3.multipart import IN_FLIGHT
 from tierstate.tiers.object.s3.retry import MAX_USELESS
-from tierstate.tiers.object.s3.signing import CHECKSUMS
-from tierstate.tiers.object.s3.transfers import plan_gets
 from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.testing import Lease, random_bytes
-
-WHOLE = np.random.default_rng(2).bytes(300_000)
-KEY, SECRET = "AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG"
-UPLOAD = b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
-COMPLETED = b"<CompleteMultipartUploadResult><Key>ckpt/a</Key></CompleteMultipartUploadResult>"
-Answer = Callable[["Handler"], None]
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Plays a script: one entry a request, None for the right answer."""
-
-    protocol_version = "HTTP/1.1"
-    server: "Server"
-    part: ClassVar["Answer | None"] = None
-    body: bytes
-
-    def do_GET(self) -> None:
-        self.play(lambda one: one.give(WHOLE))
-
-    def do_PUT(self) -> None:
-        self.body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.play(lambda one: one.say(200, b"", ETag='"tag"'))
-
-    def do_HEAD(self) -> None:
-        self.play(lambda one: one.say(404, b""))
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.play(lambda one: one.say(200, UPLOAD if one.path.endswith("?uploads") else COMPLETED))
-
-    def do_DELETE(self) -> None:
-        self.play(lambda one: one.say(204, b""))
-
-    def play(self, right: Answer) -> None:
-        self.server.seen.append(copy(self))
-        script = self.server.script
-        special = Handler.part if self.command == "PUT" else None
-        (script.pop(0) if script else special or right)(self)
-
-    def say(self, status: int, body: bytes, length: int | None = None, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body) if length is None else length))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def give(self, whole: bytes, cut: int | None = None) -> None:
-        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        part = whole[first : last + 1]
-        span = f"bytes {first}-{first + len(part) - 1}/{len(whole)}"
-        self.say(206, part[:cut], len(part), Content_Range=span)
-        if cut is not None:
-            self.close_connection = True
-
-    def log_message(self, *_: object) -> None:
-        """Nothing: the tests look at `seen`."""
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.script: list[Answer] = []
-        self.seen: list[Handler] = []
-
-    @property
-    def asked(self) -> list[tuple[str, str]]:
-        """Methods and paths of the requests so far."""
-        return [(one.command, one.path) for one in self.seen]
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    one = Server()
-    thread = Thread(target=one.serve_forever, args=(0.01,))
-    thread.start()
-    yield one
-    one.shutdown()
-    thread.join()
-    one.server_close()
-
-
-def options(server: Server, **more: Any) -> dict[str, Any]:
-    where = f"http://127.0.0.1:{server.server_address[1]}"
-    return {"endpoint_url": where, "key": KEY, "secret": SECRET, "client_kwargs": {"region_name": "eu-west-7"}, **more}
+    with serving() as one:
+        yield one
 
 
 @pytest.fixture
@@ -129,19 +46,10 @@ def store(server: Server) -> Iterator[S3Client]:
     one.close()
 
 
-def fail(status: int, code: str, **headers: str) -> Answer:
-    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>told so</Message></Error>".encode()
-    return lambda one: one.say(status, body, **headers)
-
-
-def hang_up(one: Handler) -> None:
-    one.close_connection = True
-
-
 def fetch(store: S3Client, *spans: tuple[int, int]) -> None:
     """Read these spans, and look that every byte is right."""
     ranges = [Range(first, empty_buffer(last - first)) for first, last in spans]
-    store.fill("a", plan_gets(ranges))
+    store.fill("a", ranges)
     for offset, out in ranges:
         assert bytes(out.numpy()) == WHOLE[offset : offset + len(out)]
 
@@ -172,7 +80,7 @@ def test_passing_trouble_is_waited_out(server: Server, store: S3Client, trouble:
     part = {"Bucket": "bucket", "Key": "ckpt/a", "UploadId": "u"}
     server.script = [trouble] * 3
     done = store.session.transfers.send_part(part, 7, [memoryview(b"abc"), memoryview(b"de")], CHECKSUMS["none"])
-    assert done == {"PartNumber": 7, "ETag": '"tag"'}
+    assert done == {"PartNumber": 7, "ETag": f'"{hashlib.md5(b"abcde").hexdigest()}"'}
     assert server.seen[-1].body == b"abcde"
 
 
@@ -228,7 +136,7 @@ def test_a_create_of_unknown_fate_is_never_called_denied(server: Server) -> None
     tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=20)
     tier._inner._ready = True  # type: ignore[attr-defined]
     server.script = [hang_up, *[fail(403, "AccessDenied")] * 100]
-    with pytest.raises(TierUnavailable, match="the object cannot be read: 403 AccessDenied"):
+    with pytest.raises(TierUnavailable, match=r"the object cannot be read: .*\(AccessDenied\)"):
         tier.put("a", random_bytes(5))
     tier.close()
     assert len(server.seen) < 10
@@ -240,7 +148,8 @@ def test_a_create_that_certainly_did_not_happen_is_sent_again(server: Server, st
     assert len(server.seen) == 3
 
 
-def test_requests_are_signed_in_the_url_and_headers_with_them(server: Server, store: S3Client) -> None:
+def test_requests_are_signed_in_their_headers_and_not_digested(server: Server, store: S3Client) -> None:
+    """A URL is no secret, so it may be in the log of the server."""
     body = [memoryview(b"abc"), memoryview(b"def")]
     for name in ("crc32", "md5", "none"):
         store.create_whole("a", body, CHECKSUMS[name].of(body))
@@ -249,12 +158,13 @@ def test_requests_are_signed_in_the_url_and_headers_with_them(server: Server, st
     assert [one.headers["x-amz-checksum-crc32"] for one in server.seen] == [crc, None, None]
     assert [one.headers["Content-MD5"] for one in server.seen] == [None, md5, None]
     for one, summed in zip(server.seen, ("x-amz-checksum-crc32", "content-md5", ""), strict=True):
-        asked = parse_qs(urlsplit(one.path).query)
-        signed = asked["X-Amz-SignedHeaders"][0].split(";")
-        assert set(signed) == {"host", "if-none-match", summed} - {""}
-        assert "/eu-west-7/s3/" in asked["X-Amz-Credential"][0]
+        assert one.path == "/bucket/ckpt/a"
+        signed = re.search("SignedHeaders=([^,]*)", one.headers["Authorization"])
+        assert signed is not None
+        assert {"host", "if-none-match", summed} - {""} <= set(signed[1].split(";"))
+        assert "/eu-west-7/s3/" in one.headers["Authorization"]
+        assert one.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
         assert one.headers["Host"] == f"127.0.0.1:{server.server_address[1]}"
-        assert "Authorization" not in one.headers
 
 
 def test_anonymous_requests_are_not_signed(server: Server) -> None:
@@ -262,6 +172,7 @@ def test_anonymous_requests_are_not_signed(server: Server) -> None:
     fetch(store, (0, 5))
     store.close()
     assert urlsplit(server.seen[0].path).query == ""
+    assert "Authorization" not in server.seen[0].headers
 
 
 def test_what_s3fs_adds_to_requests_is_added(server: Server) -> None:
@@ -283,7 +194,7 @@ def test_a_proxy_of_the_environment_is_used(server: Server, monkeypatch: pytest.
     fetch(store, (0, 5))
     store.close()
     (one,) = server.seen
-    assert one.path.startswith("http://s3.example:81/bucket/ckpt/a?")
+    assert one.path == "http://s3.example:81/bucket/ckpt/a"
     assert one.headers["Host"] == "s3.example:81"
     assert base64.b64decode(one.headers["Proxy-Authorization"].removeprefix("Basic ")) == b"me:pass!"
 
@@ -296,25 +207,22 @@ def test_a_proxy_of_the_environment_is_used(server: Server, monkeypatch: pytest.
         (fail(403, "RequestTimeTooSkewed"), AccessDenied, "the clock of this host"),
         (fail(404, "NoSuchBucket"), NotFound, "there is no such bucket: create it"),
         (fail(404, "NoSuchKey"), NotFound, "there is no such object"),
-        (
-            fail(301, "PermanentRedirect", x_amz_bucket_region="ap-east-9"),
-            AccessDenied,
-            "in region ap-east-9: write 'client_kwargs: {region_name: ap-east-9}'",
-        ),
+        (fail(307, "TemporaryRedirect"), TierUnavailable, "can be reached from this host"),
+        (fail(403, "QuotaExceeded"), TierFull, "the quota of the bucket"),
         (fail(416, "InvalidRange"), Damaged, "ends before the range"),
         (lambda one: one.give(WHOLE[:20]), Damaged, "ends before the range"),
     ],
-    ids=["denied", "clock", "no bucket", "no key", "moved", "range", "short"],
+    ids=["denied", "clock", "no bucket", "no key", "moved", "quota", "range", "short"],
 )
 def test_refusals_say_what_would_help(server: Server, trouble: Answer, error: Any, told: str) -> None:
-    tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=20)
-    server.script = [trouble]
+    tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=0.3)
+    server.script = [trouble] * 50
     with pytest.raises(error, match=told) as found:
         tier.read("a", [Range(0, empty_buffer(50))])
     tier.close()
     chain: BaseException | None = found.value
     while chain is not None:
-        assert not any(secret in str(chain) for secret in (KEY, SECRET, "X-Amz"))
+        assert not any(secret in str(chain) for secret in (KEY, SECRET, "Signature="))
         chain = chain.__cause__ or chain.__context__
 
 
@@ -384,7 +292,7 @@ def test_orphans_are_judged_by_the_clock_of_the_store(server: Server) -> None:
     then = 1_450_000_000
     begun = "2015-12-13T09:00:00.000Z"  # 46 minutes before
     listing = (
-        "<ListMultipartUploadsResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>"
+        "<ListMultipartUploadsResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><IsTruncated>false</IsTruncated>"
         f"<Upload><Key>ckpt/a</Key><UploadId>u</UploadId><Initiated>{begun}</Initiated></Upload>"
         "</ListMultipartUploadsResult>"
     ).encode()
@@ -409,16 +317,10 @@ def test_a_session_of_the_users_is_refused(server: Server) -> None:
         S3Client("s3://bucket/ckpt", options(server, session=aiobotocore.session.AioSession()), deadline=1)
 
 
-def test_keys_of_customers_are_refused(server: Server) -> None:
-    with pytest.raises(ValueError, match="SSECustomerKey is not supported") as found:
-        S3Client("s3://b/c", options(server, s3_additional_kwargs={"SSECustomerKey": "hidden"}), deadline=1)
-    assert "hidden" not in str(found.value)
-
-
 def test_buffers_of_any_kind_are_read_into(server: Server, store: S3Client) -> None:
     """Also such as begin at odd addresses."""
     memory = as_buffer(bytearray(1000))
-    store.fill("a", plan_gets([Range(3, memory[1:778])]))
+    store.fill("a", [Range(3, memory[1:778])])
     assert torch.equal(memory[1:778], as_buffer(WHOLE[3:780]))
     assert not memory[778:].any()
 
@@ -463,7 +365,7 @@ def test_a_part_that_is_refused_gives_the_object_up(server: Server, tier: Object
     refuse = fail(403, "AccessDenied")
 
     def put(one: Handler) -> None:
-        (refuse if "partNumber=" + str(when + 1) in one.path else lambda it: it.say(200, b"", ETag="t"))(one)
+        (refuse if "partNumber=" + str(when + 1) in one.path else Handler.take)(one)
 
     Handler.part = put
     leases = [Lease(random_bytes(20)) for _ in range(4)]
@@ -494,7 +396,7 @@ def test_parts_in_flight_are_bounded(server: Server, tier: ObjectStore) -> None:
     def put(one: Handler) -> None:
         arrived.release()
         go.wait(60)
-        one.say(200, b"", ETag="t")
+        one.take()
 
     Handler.part = put
     leases, taken = [Lease(random_bytes(20)) for _ in range(IN_FLIGHT + 4)], []
@@ -557,7 +459,7 @@ def test_an_interrupt_from_the_keyboard_ends_all_leases_once(server: Server, tie
         arrived.release()
         go.wait(60)
         held.extend(lease.releases for lease in leases)
-        one.say(200, b"", ETag="t")
+        one.take()
 
     def ready() -> None:
         for _ in range(min(count, IN_FLIGHT)):
