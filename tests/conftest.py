@@ -9,11 +9,26 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from support.checkpointer_worlds import meet_strangers, scratch
-from support.servers.fixtures import ceph, ceph_once, proxy, proxy_to, server, swift, swift_once
+from support.servers.fixtures import (
+    ceph,
+    ceph_once,
+    proxy,
+    proxy_to,
+    rclone,
+    rclone_once,
+    rclone_tls,
+    rclone_tls_once,
+    server,
+    swift,
+    swift_once,
+)
 
 from tierstate.manifest.history import log
 
-__all__ = ["ceph", "ceph_once", "proxy", "proxy_to", "server", "swift", "swift_once"]
+__all__ = [
+    "ceph", "ceph_once", "proxy", "proxy_to", "rclone", "rclone_once", "rclone_tls", "rclone_tls_once", "server",
+    "swift", "swift_once",
+]  # fmt: skip
 
 # Examples do I/O, so a slow disk must not fail one; HYPOTHESIS_PROFILE=soak looks twenty times as long.
 _IO = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
@@ -33,7 +48,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SERVERS = {"ceph_once": "ceph", "swift_once": "swift", "cephfs_once": "cephfs"}
+SERVERS = {
+    "ceph_once": "ceph",
+    "swift_once": "swift",
+    "cephfs_once": "cephfs",
+    "rclone_once": "rclone",
+    "rclone_tls_once": "rclone",
+}
 """Fixtures that start a real server; the tests of one server are run by one worker, which starts it once."""
 
 NEEDS_ROOT = "needs root: run the tests as root"

@@ -12,9 +12,10 @@ from support.servers import ceph as ceph_server
 from support.servers.buckets import Server, make_bucket
 from support.servers.ceph import Ceph
 from support.servers.proxy import Proxy
+from support.servers.rclone import NoRclone, Rclone
 from support.servers.swift import Swift, find_python
 
-Started = TypeVar("Started", Ceph, Swift)
+Started = TypeVar("Started", Ceph, Swift, Rclone)
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,25 @@ def ceph_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ceph]:
 def swift_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
     """Swift, for the whole run."""
     yield from _serve(Swift(tmp_path_factory.mktemp("swift"), find_python()))
+
+
+@pytest.fixture(scope="session")
+def rclone_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
+    """rclone's server, for the whole run."""
+    yield from _serve(_rclone(tmp_path_factory, tls=False))
+
+
+@pytest.fixture(scope="session")
+def rclone_tls_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
+    """The same behind TLS, for the whole run."""
+    yield from _serve(_rclone(tmp_path_factory, tls=True))
+
+
+def _rclone(places: pytest.TempPathFactory, *, tls: bool) -> Rclone:
+    try:
+        return Rclone(places.mktemp("rclone"), tls=tls)
+    except NoRclone as reason:
+        pytest.skip(str(reason))
 
 
 def _serve(server: Started) -> Iterator[Started]:
@@ -56,6 +76,20 @@ def swift(swift_once: Swift) -> Swift:
     """Swift's S3 interface, all of whose parts run."""
     swift_once.start()
     return swift_once
+
+
+@pytest.fixture
+def rclone(rclone_once: Rclone) -> Rclone:
+    """rclone's S3 server, which runs."""
+    rclone_once.start()
+    return rclone_once
+
+
+@pytest.fixture
+def rclone_tls(rclone_tls_once: Rclone) -> Rclone:
+    """rclone's S3 server behind TLS, which runs."""
+    rclone_tls_once.start()
+    return rclone_tls_once
 
 
 @pytest.fixture(params=["ceph", pytest.param("swift", marks=pytest.mark.soak)])

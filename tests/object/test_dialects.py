@@ -1,0 +1,103 @@
+"""What servers do differently: ranges with the status 200, no listing of uploads; and ways to address a server."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpointer_worlds import alike, tensors
+from support.outcomes import write
+from support.servers.buckets import fresh_prefix, open_tier, two_tiers
+from support.servers.proxy import Proxy
+from support.servers.rclone import HOST, Rclone
+
+import tierstate as ts
+from tierstate.tiers.testing import random_bytes
+
+LONG = random_bytes((18 << 20) + 12_345, 2)
+
+
+class Elsewhere:
+    """A server under another endpoint."""
+
+    def __init__(self, server: Rclone, host: str, **more: Any) -> None:
+        options = server.options()
+        self._options = {**options, **more, "endpoint_url": f"{server.scheme}://{host}:{server.port}"}
+
+    def options(self) -> dict[str, Any]:
+        """What s3fs wants to know."""
+        return self._options
+
+
+def check(at: Any) -> None:
+    """Short and long objects go there and come back."""
+    with closing(open_tier(at, fresh_prefix(), deadline="20s")) as tier:
+        tier.put("small", LONG[:1000])
+        write(tier, "long", LONG)
+        assert tier.get("small").equal(LONG[:1000])
+        assert tier.get("long").equal(LONG)
+        assert list(tier.list("")) == ["long", "small"]
+
+
+@pytest.fixture(params=["plain", "tls"])
+def either(request: pytest.FixtureRequest) -> Rclone:
+    """rclone's server, with and without TLS."""
+    found: Rclone = request.getfixturevalue({"plain": "rclone", "tls": "rclone_tls"}[request.param])
+    return found
+
+
+def test_an_endpoint_may_be_an_address_of_ipv6(either: Rclone) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("needs IPv6")
+    check(Elsewhere(either, "[::1]"))
+
+
+def test_a_bucket_may_be_the_name_of_a_host(either: Rclone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Virtual addressing, by a resolver that knows these names."""
+    resolve, asked = socket.getaddrinfo, set()
+
+    def find(host: Any, *args: Any, **keys: Any) -> Any:
+        asked.add(host)
+        return resolve("127.0.0.1" if str(host).endswith(HOST) else host, *args, **keys)
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    server = Rclone(tmp_path, tls=either.scheme == "https")
+    server.commands["rclone"] = [*server.commands["rclone"], "--force-path-style=false"]
+    server.create()
+    try:
+        (tmp_path / "data/bucket").mkdir()
+        check(Elsewhere(server, HOST, config_kwargs={"s3": {"addressing_style": "virtual"}}))
+    finally:
+        server.stop()
+    assert f"bucket.{HOST}" in asked
+
+
+def test_what_a_server_cannot_is_told_at_once(rclone: Rclone) -> None:
+    """It lists no uploads; that is a note, and takes no time."""
+    with Proxy(rclone) as proxy, closing(open_tier(proxy, fresh_prefix())) as tier:
+        tier.put("a", LONG[:5])
+        assert tier.traits.conditional_create is False
+        assert any("uploads of dead writers were not looked for" in note for note in tier.traits.notes)
+        assert sum(one.request.target.startswith("/bucket?uploads") for one in proxy.seen) == 1
+
+
+def test_ranges_come_with_any_status(rclone: Rclone) -> None:
+    with Proxy(rclone) as proxy, closing(open_tier(proxy, fresh_prefix())) as tier:
+        tier.put("a", LONG[: 1 << 20])
+        assert tier.get("a").equal(LONG[: 1 << 20])
+
+
+def test_saves_go_there_and_come_back(either: Rclone, place: Path) -> None:
+    """The bucket alone is enough."""
+    prefix, truth = fresh_prefix(), [tensors(1 << 20, seed=seed) for seed in range(2)]
+    with ts.Checkpointer(two_tiers(place, either, prefix), "run") as ckpt:
+        for step, state in enumerate(truth):
+            ckpt.save(state, step=step).wait("s3")
+    shutil.rmtree(place / "nvme")
+    with ts.Checkpointer(two_tiers(place, either, prefix), "run") as ckpt:
+        assert all(alike(state, ckpt.load(step=step)) for step, state in enumerate(truth))
+        assert ckpt.verify(deep=True).ok
