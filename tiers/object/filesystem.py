@@ -62,6 +62,7 @@ _CODES: dict[str, type[TierError]] = {
     "IncompleteBody": TierUnavailable,
     "TooManyRequests": TierUnavailable,
     "NoSuchUpload": TierUnavailable,
+    "NotImplemented": TierError,
 }
 
 
@@ -78,6 +79,7 @@ _STATUS: dict[int, type[TierError]] = {
     408: TierUnavailable,
     412: AlreadyExists,
     429: TierUnavailable,
+    501: TierError,
     507: TierFull,
 }
 
@@ -260,7 +262,7 @@ def store_errors_translated(doing: str, tier: str, key: str, place: str, secrets
     except Exception as error:
         where = ": ".join(filter(None, (tier, key)))
         if is_beyond_end(error):
-            raise Damaged(f"{where}: the object ends before the range that is wanted") from None
+            raise Damaged(f"{where}: the object ends before the range that is wanted, in {place}") from None
         sort = store_error_class(error)
         said = str(error).replace(_ONE_ATTEMPT, "")
         text = f"{where}: cannot {doing} {place}: {type(error).__name__}: {said}"

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 
 Kind = Literal[
     "latency", "rate", "status", "hang", "reset_up", "reset_down", "cut_down", "short", "lost", "flip_up", "flip_down",
-    "stall_down", "pass_up", "pass_down",
+    "stall_down", "pass_up", "pass_down", "say", "garble",
 ]  # fmt: skip
 
 
@@ -48,6 +48,8 @@ class Fault:
     latency       the request waits ``seconds`` before it goes on
     rate          both bodies pass at ``rate`` bytes per second
     status        answered with ``status`` and S3's error ``code``; the server never sees it
+    say           answered with ``status``, the headers ``head`` and ``body``; the server never sees it
+    garble        the server has answered; the client gets such an answer instead
     hang          the request is taken whole, and never answered; the server never sees it
     reset_up      the server gets ``at`` bytes of the body; then both connections are reset
     reset_down    the client gets ``at`` bytes of the answer's body; then its connection is reset
@@ -94,6 +96,8 @@ class Fault:
     rate: float = 1e9
     status: int = 503
     code: str = "SlowDown"
+    head: str = ""
+    body: bytes = b""
     action: Callable[[], object] = lambda: None
     met: int = 0
     hits: int = 0

@@ -170,26 +170,33 @@ class Proxy:
 
     def _before(self, fault: Fault, body: _Body, seen: Seen, client: socket.socket) -> None:
         """What happens to a request of which the server has seen nothing yet."""
-        if fault.kind.endswith("_up") and not seen.request.length:
-            fault.action()
-            if fault.kind == "reset_up":
-                raise _Over(reset=True)
-        elif fault.kind in ("latency", "rate", "hang", "status"):
+        if fault.kind.endswith("_up"):
+            self._before_no_body(fault, seen)
+        elif fault.kind in ("latency", "rate", "hang", "status", "say"):
             fault.action()
         if fault.kind == "latency":
             self.wait(fault.seconds)
-        elif fault.kind == "status":
-            self._refuse(fault, body, seen, client)
+        elif fault.kind in ("status", "say"):
+            if not _waits(seen.request):
+                body.pump(None)
+            self._refuse(fault, seen, client)
         elif fault.kind == "hang":
             if not _waits(seen.request):
                 body.pump(None)
             self.wait(None)
 
-    def _refuse(self, fault: Fault, body: _Body, seen: Seen, client: socket.socket) -> None:
-        if not _waits(seen.request):
-            body.pump(None)
-        text = f'<?xml version="1.0"?><Error><Code>{fault.code}</Code><Message>told to</Message></Error>'.encode()
-        head = f"HTTP/1.1 {fault.status} {fault.code}\r\nContent-Type: application/xml\r\n"
+    def _before_no_body(self, fault: Fault, seen: Seen) -> None:
+        if not seen.request.length:
+            fault.action()
+            if fault.kind == "reset_up":
+                raise _Over(reset=True)
+
+    def _refuse(self, fault: Fault, seen: Seen, client: socket.socket) -> None:
+        text, more = fault.body, fault.head
+        if fault.kind == "status":
+            text = f'<?xml version="1.0"?><Error><Code>{fault.code}</Code><Message>told to</Message></Error>'.encode()
+            more = "Content-Type: application/xml\r\n"
+        head = f"HTTP/1.1 {fault.status} {fault.code}\r\n{more}"
         head += f"Content-Length: {len(text)}\r\nConnection: close\r\n\r\n"
         seen.status = fault.status
         client.sendall(head.encode() + (b"" if seen.request.method == "HEAD" else text))
@@ -211,6 +218,9 @@ class Proxy:
         if seen.fault is not None and seen.fault.kind == "lost":
             seen.fault.action()
             raise _Over(reset=True)
+        if seen.fault is not None and seen.fault.kind == "garble":
+            seen.fault.action()
+            self._refuse(seen.fault, seen, client)
         self._pass_on(head, answer, seen, client)
 
     def _pass_on(self, head: bytes, answer: BinaryIO, seen: Seen, client: socket.socket) -> None:

@@ -83,6 +83,9 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def give(self, whole: bytes, cut: int | None = None) -> None:
+        if "Range" not in self.headers:
+            self.say(200, whole, ETag='"whole"')
+            return
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         part = whole[first : last + 1]
         span = f"bytes {first}-{first + len(part) - 1}/{len(whole)}"

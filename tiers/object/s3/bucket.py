@@ -99,7 +99,8 @@ class S3Bucket(Bucket):
 
     def upload(self, key: str) -> S3Upload:
         """A new multipart upload."""
-        return S3Upload(self._s3.session, self._s3.where(key), self._checksum)
+        with self.explained("begin an upload of", key):
+            return S3Upload(self._s3.session, self._s3.where(key), self._checksum)
 
     def _findings(self) -> Iterator[str]:
         yield from super()._findings()
@@ -127,7 +128,7 @@ class S3Bucket(Bucket):
         where = self._s3.where("")
         try:
             with self.explained("list the uploads of", ""):
-                old, young = abort_orphans(self._s3.session.again, where["Bucket"], where["Key"], self._orphan_age)
+                old, young = abort_orphans(self._s3.session, where["Bucket"], where["Key"], self._orphan_age)
         except TierError as error:
             return f"uploads of dead writers were not looked for: {error}"
         hours = f"{self._orphan_age / 3600:g} h"

@@ -24,7 +24,7 @@ from .checksums import Checksum
 from .http_session import Body, Broken, HttpSession
 from .multipart import SentPart
 from .options import S3Options, read_options, split_path
-from .retry import RetryUntilDeadline
+from .retry import RetryUntilDeadline, is_transient
 from .transfers import GetRequest, Transfers, plan_gets
 
 PARALLEL_REQUESTS = 8
@@ -88,13 +88,16 @@ class S3Session:
         """Send a request once; returns its answer."""
         return self.call(method, self._patience.deadline, params)
 
-    def again(self, method: str, **params: Any) -> Any:
-        """Send an idempotent request, with retries; returns its answer."""
-        return self._patience.run(lambda left: self.call(method, left, params))
-
     def briefly(self, method: str, **params: Any) -> Any:
-        """As `again`, with a short deadline."""
+        """Send an idempotent request, with retries and a short deadline; returns its answer."""
         return self._brief.run(lambda left: self.call(method, left, params))
+
+    def uploads(self, **params: Any) -> Any:
+        """A page of the unfinished uploads; some servers cannot list them, and say ``NoSuchUpload``."""
+        return self._brief.run(
+            lambda left: self.call("list_multipart_uploads", left, params),
+            again=lambda error: is_transient(error) and store_error_code(error) != "NoSuchUpload",
+        )
 
     def patiently(self, attempt: Callable[[], Any]) -> Any:
         """Retry until an attempt succeeds; returns its result."""
@@ -368,17 +371,28 @@ class S3Client(ObjectClient):
         self.session.patiently(lambda: self._remove(self.where(name)))
 
     def _remove(self, where: Mapping[str, str]) -> None:
-        session = self.session
+        failure: Exception = Broken("the answer to a deletion was none, and the object is there")
         try:
-            answer = session.once("delete_object", **where)
-            if answer["ResponseMetadata"]["HTTPStatusCode"] == 204:
+            if self.session.once("delete_object", **where)["ResponseMetadata"]["HTTPStatusCode"] == 204:
                 return
-            session.transfers.head(where)
         except Exception as error:
             if store_error_class(error) is NotFound:
                 return
-            raise
-        raise Broken("the answer to a deletion was none, and the object is there")
+            # That of rclone fails so where there is no such object.
+            if error_status(error) != 500:
+                raise
+            failure = error
+        if not self._is_gone(where):
+            raise failure
+
+    def _is_gone(self, where: Mapping[str, str]) -> bool:
+        try:
+            self.session.transfers.head(where)
+        except Exception as error:
+            if store_error_class(error) is not NotFound:
+                raise
+            return True
+        return False
 
     def remove_all(self, names: Iterable[str]) -> None:
         # Not by DeleteObjects: servers differ in the checksum that it requires.

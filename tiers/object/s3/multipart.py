@@ -213,8 +213,8 @@ def _copy(out: memoryview, data: memoryview) -> None:
 class Session(Protocol):
     """The part of the S3 session that an upload uses."""
 
-    def again(self, method: str, **params: Any) -> Any: ...
     def briefly(self, method: str, **params: Any) -> Any: ...
+    def uploads(self, **params: Any) -> Any: ...
     def once(self, method: str, **params: Any) -> Any: ...
     def patiently(self, attempt: Callable[[], Any]) -> Any: ...
     def head(self, where: Mapping[str, str]) -> Any: ...
@@ -342,27 +342,27 @@ def etag_of(tags: Sequence[str]) -> str:
     return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(tags)}"
 
 
-def abort_orphans(call: S3Call, bucket: str, prefix: str, age: float) -> tuple[int, int]:
+def abort_orphans(session: Session, bucket: str, prefix: str, age: float) -> tuple[int, int]:
     """Abort the uploads below a prefix that are older than ``age`` seconds, by the clock of the store.
 
     Returns:
         How many were aborted, and how many are younger.
     """
     old = young = 0
-    for upload, now in _uploads(call, bucket, prefix):
+    for upload, now in _uploads(session, bucket, prefix):
         if now - upload["Initiated"] > timedelta(seconds=age):
-            abort(call, {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
+            abort(session.briefly, {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
             old += 1
         else:
             young += 1
     return old, young
 
 
-def _uploads(call: S3Call, bucket: str, prefix: str) -> Iterator[tuple[Mapping[str, Any], datetime]]:
+def _uploads(session: Session, bucket: str, prefix: str) -> Iterator[tuple[Mapping[str, Any], datetime]]:
     """Unfinished uploads, each with the store's current time."""
     marker: dict[str, str] = {}
     for _ in range(MAX_PAGES):
-        page = call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
+        page = session.uploads(Bucket=bucket, Prefix=prefix, **marker)
         date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
         if "IsTruncated" not in page or not date:
             raise Broken("the answer to a listing of uploads has nothing of one")
@@ -440,8 +440,7 @@ class S3Writer(AtomicWriter):
                 text = f"{self._place}: is longer than {MAX_PARTS} parts of S3; say its length when it is begun"
                 raise TierError(text, tier=self._tier.name, key=self._key)
             if self._upload is None:
-                with self._tier.explained("begin an upload of", self._key):
-                    self._upload = self._tier.upload(self._key)
+                self._upload = self._tier.upload(self._key)
             arrived = threading.Event()
             sent = self._send_to(self._upload, part, lambda sent: self._arrived(part, sent, arrived))
         except BaseException:

@@ -244,6 +244,8 @@ class Transfers:
         """
         try:
             with self._object(where, left) as (answer, found):
+                if not answer.get("ETag"):
+                    raise Broken("the answer to a GET is not one of an S3 server")
                 right = answer.get("ContentLength", -1) in (-1, sum(map(len, body)))
                 if right and all(_is_next(found, view) for view in body) and not found.read(1):
                     return True

@@ -110,7 +110,7 @@ def test_a_create_without_an_answer_is_settled_by_the_object(
     server: Server, store: S3Client, trouble: Answer, there: bytes | None
 ) -> None:
     """The same bytes are ours, other ones another's; where there is none it is sent again."""
-    look = fail(404, "NoSuchKey") if there is None else lambda one: one.say(200, there)
+    look = fail(404, "NoSuchKey") if there is None else lambda one: one.say(200, there, ETag='"x"')
     server.script = [trouble, hang_up, look]
     create = partial(store.create_whole, "a", [memoryview(b"abc"), memoryview(b"de")], {})
     if there in (b"abcde", None):
@@ -126,9 +126,63 @@ def test_a_create_without_an_answer_is_settled_by_the_object(
 def test_a_conflict_after_a_lost_answer_may_be_with_itself(server: Server, store: S3Client) -> None:
     """The first request can take effect as late as between the look and the second one."""
     absent, conflict = fail(404, "NoSuchKey"), fail(412, "PreconditionFailed")
-    server.script = [hang_up, absent, conflict, lambda one: one.say(200, b"abc")]
+    server.script = [hang_up, absent, conflict, lambda one: one.say(200, b"abc", ETag='"x"')]
     store.create_whole("a", [memoryview(b"abc")], {})
     assert [command for command, _ in server.asked] == ["PUT", "GET", "PUT", "GET"]
+
+
+@pytest.mark.parametrize("there", [b"abc", None], ids=str)
+def test_a_create_whose_answer_proves_nothing_is_looked_at(
+    server: Server, store: S3Client, there: bytes | None
+) -> None:
+    """A 200 that says no ETag may come from anybody."""
+    look = fail(404, "NoSuchKey") if there is None else lambda one: one.say(200, there, ETag='"x"')
+    server.script = [lambda one: one.say(200, b""), look]
+    store.create_whole("a", [memoryview(b"abc")], {})
+    assert [command for command, _ in server.asked] == ["PUT", "GET"] + ["PUT"] * (there is None)
+
+
+def test_an_etag_that_is_no_digest_is_compared_with_a_head(server: Server, store: S3Client) -> None:
+    """As where the store encrypts with keys of its own."""
+    kms = {"x_amz_server_side_encryption": "aws:kms", "ETag": '"no digest"'}
+    head = {**kms, "Last_Modified": "Sun, 13 Dec 2015 09:00:00 GMT"}
+    server.script = [lambda one: one.say(200, b"", **kms), lambda one: one.say(200, b"", 3, **head)]
+    store.create_whole("a", [memoryview(b"abc")], {})
+    assert [command for command, _ in server.asked] == ["PUT", "HEAD"]
+
+
+def test_a_not_found_that_is_not_said_by_s3_is_none(server: Server, store: S3Client) -> None:
+    """A page of a gateway; also for a HEAD, which has no body, so that a GET is asked."""
+
+    def gateway(one: Handler) -> None:
+        one.send_response(404)
+        one.send_header("Content-Length", "0")
+        one.end_headers()
+
+    server.script = [gateway, gateway, gateway, fail(404, "NoSuchKey")]
+    with pytest.raises(Exception, match="NoSuchKey"):
+        store.size("a")
+    assert [command for command, _ in server.asked] == ["HEAD", "GET", "HEAD", "GET"]
+
+
+@pytest.mark.parametrize("status", [200, 206])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_ranges_come_in_every_dialect(server: Server, store: S3Client, status: int, chunked: bool) -> None:
+    """With either status, if the range is right; and in chunks, without a length."""
+
+    def give(one: Handler) -> None:
+        body = WHOLE[10:50_010]
+        one.send_response(status)
+        one.send_header("Content-Range", f"bytes 10-50009/{len(WHOLE)}")
+        one.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(len(body)))))
+        one.end_headers()
+        pieces = [b"%x\r\n%b\r\n" % (len(p), p) for p in (body[:999], body[999:], b"")] if chunked else [body]
+        one.wfile.write(b"".join(pieces))
+
+    server.script = [give, give]
+    for _ in range(2):
+        fetch(store, (10, 50_010))
+    assert len(server.seen) == 2
 
 
 def test_a_create_of_unknown_fate_is_never_called_denied(server: Server) -> None:
