@@ -230,6 +230,34 @@ def test_a_listing_may_have_many_pages(server: Server, store: S3Client) -> None:
     assert ["continuation-token=t1" in path for _, path in server.asked] == [False, False, False, True]
 
 
+def listing(*, more: bool, follows: str = "") -> Answer:
+    """A page with one name."""
+    told = (
+        f"<IsTruncated>{str(more).lower()}</IsTruncated>{follows}<Contents><Key>ckpt/a</Key><Size>7</Size></Contents>"
+    )
+    return lambda one: one.say(200, f"<ListBucketResult>{told}</ListBucketResult>".encode())
+
+
+@pytest.mark.parametrize("follows", ["", "<NextContinuationToken>t</NextContinuationToken>"])
+def test_a_listing_that_does_not_go_on_is_no_listing(server: Server, store: S3Client, follows: str) -> None:
+    server.script = [listing(more=True, follows=follows)] * 50
+    with pytest.raises(ConnectionError, match="has no end"):
+        store.names("")
+
+
+def test_a_head_without_a_length_is_completed_by_a_listing(server: Server, store: S3Client) -> None:
+    def head(one: Handler) -> None:
+        one.send_response(200)
+        for name, value in (("ETag", '"x"'), ("Last-Modified", "Sun, 13 Dec 2015 09:00:00 GMT")):
+            one.send_header(name, value)
+        one.send_header("Transfer-Encoding", "chunked")
+        one.end_headers()
+
+    server.script = [head, listing(more=False)]
+    assert store.size("a") == 7
+    assert [command for command, _ in server.asked] == ["HEAD", "GET"]
+
+
 def test_bodies_are_handed_out_whole_from_any_place() -> None:
     body = Body([memoryview(b"abc"), memoryview(b"de"), memoryview(b"f")])
     assert len(body) == body.seek(0, 2) == 6
