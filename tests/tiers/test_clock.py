@@ -22,7 +22,7 @@ from tierstate.tiers.base import Tier
 from tierstate.tiers.clock import CLOCK_REFRESH, RemoteClock
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.object.bucket import Bucket
-from tierstate.tiers.object.filesystem import ObjectClient
+from tierstate.tiers.object.filesystem import FsspecClient
 from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.posix import directory
 from tierstate.tiers.posix.directory import Nvme
@@ -91,7 +91,7 @@ def test_a_distant_clock_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPat
 
 def test_a_store_that_tells_no_time_is_asked_by_an_object() -> None:
     url = f"memory://{uuid.uuid4().hex}"
-    tier = Bucket(url, {}, None, ObjectClient(url, {}))
+    tier = Bucket(url, {}, None, FsspecClient(url, {}))
     tier.put("a", as_buffer(b"x"))
     age = tier.age("a")
     assert age is not None
