@@ -46,7 +46,8 @@ class World:
 
     def __init__(self, server: Server, proxy: Proxy) -> None:
         self.proxy, self.prefix = proxy, fresh_prefix()
-        self.tier = open_tier(proxy, self.prefix, deadline="5s")
+        # The bucket itself: around it nothing is asked any more soon after a store has not answered.
+        self.tier = open_tier(proxy, self.prefix, deadline="5s")._inner
         self.observer = open_tier(server, self.prefix)
         self.tier.put("small", SMALL)
         write(self.tier, "long", LONG)

@@ -44,11 +44,11 @@ class World:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=5)
+        # The bucket itself: around it nothing is asked any more soon after a store has not answered.
+        self.tier: Any = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=5)._inner
         self.tier.name = "archive"
-        self.inner: Any = self.tier._inner
-        self.inner._ready = True
-        session = self.inner._s3.session
+        self.tier._ready = True
+        session = self.tier._s3.session
         for patience in (session._patience, session._brief):
             # A pause of nothing, and then one beyond the deadline: the second attempt is the last one.
             patience._draw = itertools.cycle([0.0, 1000.0]).__next__
@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[World], object]] = {
     "write": World.write,
     "delete": lambda world: world.tier.delete("key"),
     "discard": lambda world: world.tier.discard(["key", "other"]),
-    "begin": lambda world: world.inner.upload("key"),
+    "begin": lambda world: world.tier.upload("key"),
 }
 
 
