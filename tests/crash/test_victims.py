@@ -29,11 +29,21 @@ LAST = 3_000_000
 """A step that no victim reaches, and that goes to both tiers."""
 
 
-def policy_file(place: Path, slow: Mapping[str, Any]) -> Path:
+KINDS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
+    "native": ({}, {"codec": "auto"}),
+    "delta": ({"codec": "delta"}, {"codec": "small"}),
+    "safetensors": ({"format": "safetensors"}, {"codec": "delta"}),
+    "hdf5": ({"codec": "fast"}, {"format": "hdf5"}),
+}
+"""How packs are written in the folder and in the slower tier: every format and every codec."""
+
+
+def policy_file(place: Path, slow: Mapping[str, Any], kind: str = "native") -> Path:
     """A policy of a folder, and a slower tier that gets every third save."""
+    fast_keys, slow_keys = KINDS[kind]
     tiers = {
-        "nvme": {"type": "nvme", "path": str(place / "nvme"), "keep": {"last": 3}},
-        "slow": {**slow, "every": 3, "codec": "auto", "keep": {"last": 4, "every": 50}},
+        "nvme": {"type": "nvme", "path": str(place / "nvme"), "keep": {"last": 3}, **fast_keys},
+        "slow": {**slow, "every": 3, "keep": {"last": 4, "every": 50}, **slow_keys},
     }
     path = place / "policy.yaml"
     path.write_text(yaml.safe_dump({"version": 1, "chunk": "4KiB", "arena": {"size": "128KiB"}, "tiers": tiers}))
@@ -57,8 +67,8 @@ def killed(policy: Path, kills: int, seed: int) -> dict[str, float]:
     return counts
 
 
-def on_directories(place: Path, kills: int, seed: int) -> None:
-    policy = policy_file(place, {"type": "object", "url": f"file://{place}/slow"})
+def on_directories(place: Path, kind: str, kills: int, seed: int) -> None:
+    policy = policy_file(place, {"type": "object", "url": f"file://{place}/slow"}, kind)
     killed(policy, kills, seed)
     ends_clean(policy, lambda name: opened(ts.Policy.load(policy), name))
     with ts.Checkpointer(policy, "job") as ckpt:
@@ -110,9 +120,10 @@ def ends_clean(policy: Path, handle: Callable[[str], Tier]) -> None:
         tier.close()
 
 
-def test_savers_killed_on_directories() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_savers_killed_on_directories(kind: str) -> None:
     with scratch() as place:
-        on_directories(place, kills=8, seed=1)
+        on_directories(place, kind, kills=6, seed=1)
         assert objects(place / "nvme")
 
 
@@ -123,10 +134,10 @@ def test_savers_killed_on_a_store(ceph: Server) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(4))
-def test_savers_killed_eight_hundred_times_on_directories(seed: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_savers_killed_eight_hundred_times_on_directories(kind: str) -> None:
     with scratch() as place:
-        on_directories(place, kills=200, seed=10 + seed)
+        on_directories(place, kind, kills=200, seed=10)
 
 
 @pytest.mark.soak

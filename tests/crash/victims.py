@@ -43,6 +43,9 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
     for i, (name, every) in enumerate([("frozen", 1 << 30), ("seldom", 5), ("often", 2), ("always", 1)]):
         generator = torch.Generator().manual_seed(1000 * i + step // every)
         state[name] = torch.randn(3000 + 700 * i, generator=generator)
+    # What changes a little: a delta of it is short.
+    state["little"] = torch.randn(3000, generator=torch.Generator().manual_seed(7)).bfloat16()
+    state["little"][step % 3000] = float(step % 250)
     state["step"] = torch.tensor(step)
     return state
 
@@ -50,8 +53,12 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     """Whether two of these states are the same bit for bit."""
     return list(one) == list(other) and all(
-        one[n].shape == other[n].shape and one[n].numpy().tobytes() == other[n].numpy().tobytes() for n in one
+        one[n].shape == other[n].shape and _bits(one[n]) == _bits(other[n]) for n in one
     )
+
+
+def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
+    return tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class Speaker:
@@ -59,10 +66,11 @@ class Speaker:
 
     Args:
         out: the writing end of a pipe.
+        run: whose saves they are.
     """
 
-    def __init__(self, out: int) -> None:
-        self._out = out
+    def __init__(self, out: int, run: str = RUN) -> None:
+        self._out, self._run = out, run
         self._pending: list[ts.Save] = []
         self._told: set[tuple[str, int]] = set()
 
@@ -77,14 +85,18 @@ class Speaker:
             for tier in filter(pending.done, pending.tiers):
                 if (tier, pending.step) not in self._told:
                     self._told.add((tier, pending.step))
-                    self.say("durable", tier, pending.step)
+                    self.say("durable", f"{self._run}/{tier}", pending.step)
         self._pending = [save for save in self._pending if not all(map(save.done, save.tiers))]
 
 
 def saver(policy: Path, out: int, chance: random.Random) -> None:
-    """Restores, and saves step after step until it is killed."""
-    speaker = Speaker(out)
-    with ts.Checkpointer(policy, RUN) as ckpt:
+    """Restores, and saves step after step until it is killed: to the run, or to the fork of it if there is one."""
+    run = RUN
+    if chance.random() < 0.3:
+        with ts.Checkpointer(policy, SIDE) as side:
+            run = SIDE if side.versions() else RUN
+    speaker = Speaker(out, run)
+    with ts.Checkpointer(policy, run) as ckpt:
         step = restored(ckpt)
         speaker.say("ready", step)
         while True:
@@ -104,6 +116,8 @@ def maintain(ckpt: ts.Checkpointer, speaker: Speaker, chance: random.Random) -> 
         # No grace: nobody else saves, since the victims before are dead.
         report = ckpt.prune(grace=0)
         assert report.ok, report
+    elif ckpt.run == SIDE:
+        return
     elif what == "tag":
         found = ckpt.tag(TAG)
         speaker.say("tagged", found.seq)
@@ -141,42 +155,49 @@ def alone(policy: Path, tier: str) -> ts.Policy:
 
 
 def check_names(policy: Path, tagged: int, forked: int) -> None:
-    """The tag is of the version that had it last, or a later one; the run that was forked is whole."""
+    """The tag is of the version that had it last, or a later one; the run that was forked is there."""
     with ts.Checkpointer(policy, RUN) as ckpt:
         found = ckpt.tags().get(TAG)
         assert not tagged or (found is not None and found.seq >= tagged), f"the tag was of {tagged} and is of {found}"
     with ts.Checkpointer(policy, SIDE) as side:
-        steps = [version.step for version in side.versions()]
-        assert not forked or steps == [forked], f"step {forked} was forked; there is {steps}"
-        for step in steps:
-            assert same(side.load(), state_at(step)), f"step {step} of the forked run is not what was saved"
-        assert side.verify(deep=True).ok
+        steps = [version.step or 0 for version in side.versions()]
+        assert not forked or max(steps, default=0) >= forked, f"step {forked} was forked; there is {steps}"
 
 
 def check(policy: Path, told: Mapping[str, set[int]], seen: Mapping[str, set[int]]) -> dict[str, list[int]]:
-    """Each tier alone has what it was to keep, and gives what it lists bit for bit; returns what each lists.
+    """Each tier alone has what it was to keep of each run, and gives what it lists bit for bit.
 
     Args:
+        told: what was durable, by place: a run and a tier.
         seen: what was looked at byte by byte before, and is now only looked at by presence and length.
+
+    Returns:
+        The steps that each place lists.
     """
     there: dict[str, list[int]] = {}
-    for name, keys in yaml.safe_load(policy.read_text())["tiers"].items():
-        with ts.Checkpointer(alone(policy, name), RUN) as ckpt:
+    for place, name, run, keep in places(policy):
+        with ts.Checkpointer(alone(policy, name), run) as ckpt:
             versions = ckpt.versions()
-            steps = [version.step for version in versions]
-            there[name] = steps
-            assert steps == sorted(set(steps)), f"{name}: a step was saved twice: {steps}"
-            lost = (kept(told[name] | set(steps), keys.get("keep", {})) & told[name]) - set(steps)
-            assert not lost, f"{name}: steps {sorted(lost)} were durable and are lost; there are {steps}"
-            report = ckpt.verify(deep=not seen[name])
+            steps = [version.step or 0 for version in versions]
+            there[place] = steps
+            assert steps == sorted(set(steps)), f"{place}: a step was saved twice: {steps}"
+            lost = (kept(told[place] | set(steps), keep) & told[place]) - set(steps)
+            assert not lost, f"{place}: steps {sorted(lost)} were durable and are lost; there are {steps}"
+            report = ckpt.verify(deep=not seen[place])
             assert report.ok, report
             for version in [
-                *(v for v in versions[:-1] if v.step not in seen[name]),
+                *(v for v in versions[:-1] if v.step not in seen[place]),
                 *versions[-1:],
             ]:
                 found = ckpt.load(version=version.id)
-                assert same(found, state_at(version.step)), f"{name}: step {version.step} is not what was saved"
+                assert same(found, state_at(version.step or 0)), f"{place}: step {version.step} is not what was saved"
     return there
+
+
+def places(policy: Path) -> list[tuple[str, str, str, Mapping[str, Any]]]:
+    """Every run in every tier: its name, the tier, the run, and what is kept there."""
+    tiers = yaml.safe_load(policy.read_text())["tiers"]
+    return [(f"{run}/{name}", name, run, keys.get("keep", {})) for name, keys in tiers.items() for run in (RUN, SIDE)]
 
 
 class Nursery:
@@ -189,7 +210,7 @@ class Nursery:
 
     def __init__(self, policy: Path, seed: int) -> None:
         self.policy, self.chance = policy, random.Random(seed)
-        self.told: dict[str, set[int]] = {name: set() for name in yaml.safe_load(policy.read_text())["tiers"]}
+        self.told: dict[str, set[int]] = {place: set() for place, *_ in places(policy)}
         self.seen: dict[str, set[int]] = {name: set() for name in self.told}
         self.tagged = self.forked = 0
         self.counts: Counter[str] = Counter()
@@ -235,8 +256,10 @@ class Nursery:
             elif word == "forked":
                 self.forked = int(rest[0])
             elif word == "durable":
-                self.counts["saves durable on " + rest[0]] += 1
-                self.told[rest[0]].add(int(rest[1]))
+                place, step = rest
+                self.counts["saves durable on " + place.partition("/")[2]] += 1
+                self.counts["saves durable in the fork"] += place.startswith(SIDE)
+                self.told[place].add(int(step))
         for name, steps in self.told.items():
             self.told[name] = set(sorted(steps)[-KEPT_BACK:])
 

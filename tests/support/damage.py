@@ -37,15 +37,29 @@ def objects(place: Path, name: str, prefix: str) -> list[Path]:
     return sorted(p for p in (place / FOLDER[name] / prefix).rglob("*") if p.is_file())
 
 
+def used_ranges(spec: ts.Policy, name: str, run: str) -> dict[str, list[tuple[int, int]]]:
+    """By pack of a tier, from where to where bytes are a chunk of some version of a run, or the base of its delta.
+
+    A pack that records name has an entry, even if no bytes of it are used: its length counts.
+    """
+    log = Log(opened(spec, name), run)
+    found: dict[str, set[tuple[int, int]]] = {}
+    for layout in (log.read(seq).layout for seq in log.seqs()):
+        for key in layout.objects:
+            found.setdefault(key, set())
+        for row in range(len(layout.object)):
+            for place in (layout.place(row), layout.base(row)):
+                if place is not None:
+                    found[place.object].add((place.offset, place.offset + place.stored))
+    return {key: sorted(ranges) for key, ranges in found.items()}
+
+
 def touches(spec: ts.Policy, name: str, path: Path, before: bytes) -> bool:
-    """Whether a pack's length, or a byte of it that belongs to a chunk, is another than before.
+    """Whether a pack's length, or a byte of it that some version uses, is another than before.
 
     Args:
         spec: a policy whose tier of that name has sound records.
     """
     after = path.read_bytes()
-    log = Log(opened(spec, name), "run")
-    layouts = [log.read(seq).layout for seq in log.seqs()]
-    places = {p for layout in layouts for row in range(len(layout.object)) if (p := layout.place(row))}
-    chunks = [(p.offset, p.offset + p.stored) for p in places if path.match(p.object)]
-    return len(before) != len(after) or any(before[a:b] != after[a:b] for a, b in chunks)
+    used = [ranges for key, ranges in used_ranges(spec, name, "run").items() if path.match(key)]
+    return len(before) != len(after) or any(before[a:b] != after[a:b] for ranges in used for a, b in ranges)
