@@ -102,11 +102,12 @@ def on_a_store(server: Server, place: Path, kills: int, seed: int) -> None:
 
 def ends_clean(policy: Path, handle: Callable[[str], Tier]) -> None:
     """What the dead left behind is never visible, and goes with a prune; so does what they no longer needed."""
-    with ts.Checkpointer(policy, "job") as ckpt:
-        for _ in range(3):
-            report = ckpt.prune(grace=0)
-            assert report.ok, report
-        assert ckpt.verify(deep=True).ok
+    for run in ("side", "job") * 2:
+        with ts.Checkpointer(policy, run) as ckpt:
+            for _ in range(3):
+                report = ckpt.prune(grace=0)
+                assert report.ok, report
+            assert ckpt.verify(deep=True).ok
     for name in ("nvme", "slow"):
         tier = handle(name)
         named = {

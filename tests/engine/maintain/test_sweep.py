@@ -247,20 +247,26 @@ def test_packs_of_saves_that_this_process_has_under_way_stay_whatever_the_grace(
 
 
 class Changing(Faulty):
-    """Another saver commits a version whenever the log has been listed."""
+    """Another saver commits a version whenever the log has been listed, and maybe a reader takes a lease of it."""
 
     more = 0
+    leased = False
 
     def list(self, prefix: str) -> Any:
         found = list(super().list(prefix))
         if prefix == "versions/run/" and self.more:
             self.more -= 1
-            saved(self.inner, 2_000 - self.more, {"a"})
+            seq = 2_000 - self.more
+            saved(self.inner, seq, {"a"})
+            if self.leased:
+                lease(self.inner, seq, this_process(), Log(self.inner, "run").read(seq).commit["id"])
         return iter(found)
 
 
-def test_it_begins_anew_when_records_come_meanwhile_and_gives_up_when_they_do_not_cease() -> None:
+@pytest.mark.parametrize("leased", [False, True])
+def test_it_begins_anew_when_records_come_meanwhile_and_gives_up_when_they_do_not_cease(leased: bool) -> None:
     tier = Changing(Memory())
+    tier.leased = leased
     saved(tier.inner, 1, {"a"})
     pack(tier.inner, 2, {"x": b"orphan"})
     tier.more = 1_000

@@ -201,12 +201,20 @@ class _Look:
         keys = self._scan.keys()
         records = self._scan.take(keys)
         held = Leases(self._tier_run.tier, self._tier_run.run).look(self._tier_run.tier.age)
-        self._check(held, records)
+        try:
+            self._check(held, records)
+        except Unclear:
+            self._check_same(keys)  # the lease may be of a version that was committed meanwhile
+            raise
         forks = self._named_by_forks(held)
         ages = self._aged(set(self._packs) - self._kept(records) - forks, self._doomed(records))
+        self._check_same(keys)
+        return Swept(ages.packs, held.gone, ages.young, ages.ageless)
+
+    def _check_same(self, keys: frozenset[str]) -> None:
+        """Raise Changed if there are other records by now."""
         if self._scan.keys() != keys:
             raise Changed("the records changed while they were read")
-        return Swept(ages.packs, held.gone, ages.young, ages.ageless)
 
     def _digests(self, key: str) -> frozenset[bytes] | None:
         """Digests of the chunks in a repair pack; None if it cannot be read, so that nothing can use it."""
