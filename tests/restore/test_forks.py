@@ -515,3 +515,24 @@ def test_a_fork_whose_packs_have_gone_is_not_taken_for_done(place: Path) -> None
         pack.unlink()
         with pytest.raises(TierError, match=f"was not forked: nvme: .*{pack.name}"):
             ckpt.fork("run-b")
+
+
+def test_a_pin_that_was_lost_is_told_and_made_again(place: Path) -> None:
+    spec = one_tier(place, keep={"last": 1})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1)
+        ckpt.fork("run-b")
+    nvme = opened(spec, "nvme")
+    (pin,) = names(nvme, "leases/run/")
+    nvme.delete(pin)
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        (problem,) = ckpt.verify().problems
+        assert "no pin under leases/run/" in problem.what
+        assert not ckpt.verify().ok
+        assert ckpt.verify(mend=True).ok
+        assert ckpt.verify().problems == []
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 2, 3)
+        ckpt.prune(grace=0)
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        assert alike(ckpt.load(), tensors(9000, 4096, seed=1))

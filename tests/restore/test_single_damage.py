@@ -71,6 +71,8 @@ class Repository:
         folder, *rest = key.split("/")
         if folder == "versions":
             return {rest[0]}
+        if folder == "leases":
+            return {"fork"} if after is None else set()  # a pin's key is all that counts
         if folder != "packs":
             return set()  # no version needs them
         found = set()
@@ -273,7 +275,8 @@ def together(repository: Repository, place: Path, name: str, key: str, hits: set
                     assert (not report.ok or not everywhere) == (run in hits), report
                 assert not report.lost
                 assert not any(p.leaf for p in report.problems if p.tier == TIERS[0])
-    return "no version uses it" if not hits else "mended" if name == TIERS[0] else "found"
+    read = key.startswith(("packs/", "versions/"))
+    return "no version uses it" if not hits else "mended" if name == TIERS[0] and read else "found"
 
 
 def many(repositories: Mapping[str, Repository], count: int, seed: int) -> Counter[str]:

@@ -79,7 +79,7 @@ class Problem:
 
     Attributes:
         tier: its name; empty if the problem is about the version itself.
-        seq: the version's number; 0 if the problem is about a tag.
+        seq: the version's number; 0 if the problem is about a tag, or the pin of a fork.
         step: its step; None if the record cannot be read.
         leaf: the leaf; empty if the problem is about a whole record or pack.
         what: the problem; of several damaged chunks of a leaf, the first.

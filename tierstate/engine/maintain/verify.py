@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from tierstate.engine.packs.keys import run_of, seq_of
 from tierstate.engine.packs.pack import footer_mismatches
 from tierstate.engine.progress import Progress
 from tierstate.engine.restore.fetch import Fetch
@@ -24,6 +25,7 @@ from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, NotFound, TierError, TierstateError
 from tierstate.manifest.format.leaf import Spec
 from tierstate.manifest.format.version import Version
+from tierstate.manifest.history.leases import pin_version, pinned_runs
 from tierstate.manifest.history.tags import read_tag, tag_numbers
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY
@@ -63,6 +65,7 @@ class Verifier:
         self._catalog, self._how = catalog, how
         self._sizes: dict[tuple[str, str], str] = {}
         self._doubtful: list[VersionCopies] = []
+        self._shared: dict[str, dict[str, int]] = {}
         self.report = VerifyReport(sample=how.sample, seed=how.seed)
         self._chunks = ChunkChecks(arena, how, self.report, workers, progress)
 
@@ -79,6 +82,7 @@ class Verifier:
         self.report.problems += self._chunks.problems()
         for tier_run in self._catalog.tier_runs:
             self.report.problems += self._tags(tier_run)
+            self.report.problems += self._pins(tier_run)
         self.report.lost += filter(None, map(self._lost, self._doubtful))
         self.report.lost.sort(key=lambda bad: -bad.seq)
         self.report.unreachable = {name: str(error) for name, error in self._catalog.unreachable.items()}
@@ -97,6 +101,23 @@ class Verifier:
         except TierError as error:
             self._catalog.unreachable.setdefault(tier_run.name, error)
 
+    def _pins(self, tier_run: TierRun) -> Iterator[Problem]:
+        """Packs of other runs that this run, a fork, uses in a tier without a pin: `keep` may drop them there.
+
+        A repair makes the pin again: what it holds are the packs that the fork's records name, whatever its number.
+        """
+        shared = self._shared.get(tier_run.name, {})
+        try:
+            if not shared or tier_run.run in pinned_runs(tier_run.tier):
+                return
+            for run, seq in sorted(shared.items()):
+                what = f"packs of run {run!r} are used and no pin under leases/{run}/ keeps them; --mend makes one"
+                if self._how.mend:
+                    pin_version(tier_run.tier, run, seq, tier_run.run)
+                yield Problem(tier_run.name, 0, None, "", what, mended=self._how.mend)
+        except TierError as error:
+            self._catalog.unreachable.setdefault(tier_run.name, error)
+
     def _unreadable(self, place: SeqVersions) -> None:
         self.report.problems += [Problem(name, place.seq, None, "", str(error)) for name, error in place.problems]
         if not place.entries:
@@ -110,6 +131,10 @@ class Verifier:
             if self._how.deep:
                 found = footer_mismatches(holding.tier_run.tier, entry.version, holding.layout, rows)
                 report.problems += [Problem(holding.tier_run.name, head.seq, head.step, "", what) for what in found]
+        shared = self._shared.setdefault(holding.tier_run.name, {})
+        for key in holding.layout.objects:
+            if (run := run_of(key)) != head.run:
+                shared[run] = max(shared.get(run, 0), seq_of(key) or 0)
         # Only now, since a pack that was repaired meanwhile is no problem any more.
         report.problems += self._packs(entry, holding)
 
