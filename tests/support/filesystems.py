@@ -6,8 +6,11 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -69,13 +72,18 @@ _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin
 
 
 def _run(name: str, *arguments: object) -> None:
+    _output(name, *arguments)
+
+
+def _output(name: str, *arguments: object) -> str:
     program = shutil.which(name, path=_PATH)
     if program is None:
-        pytest.skip(f"needs {name}: install it (Debian: e2fsprogs, mount)")
+        pytest.skip(f"needs {name}: install it (Debian: e2fsprogs, dosfstools, exfatprogs, exfat-fuse, mount)")
     command = [program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no mounts here: {' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout.strip()
 
 
 @contextmanager
@@ -124,3 +132,56 @@ def thin(folder: Path, nbytes: int, behind: int) -> Iterator[Disk]:
         _make_ext4(str(image))
         with _mounted(folder / "thin", "-o", "loop,errors=continue", image):
             yield Disk(folder / "thin")
+
+
+@contextmanager
+def fuse(folder: Path, *lacks: str) -> Iterator[Disk]:
+    """A file system in a process of its own that lacks something: see `support.fuse_server`."""
+    library = find_library("fuse3")
+    if library is None or not os.path.exists("/dev/fuse"):
+        pytest.skip("needs FUSE: the kernel's /dev/fuse, and libfuse 3 (Debian: libfuse3-3)")
+    below, mount = folder / "below", folder / "mount"
+    below.mkdir(parents=True)
+    mount.mkdir()
+    script = Path(__file__).with_name("fuse_server.py")
+    environment = {**os.environ, "FUSE_LIBRARY_PATH": library}
+    server = subprocess.Popen([sys.executable, script, below, mount, *lacks], env=environment)
+    try:
+        while not os.path.ismount(mount):
+            assert server.poll() is None, "the server did not start"
+            time.sleep(0.01)
+        yield Disk(mount)
+    finally:
+        subprocess.run(["umount", mount], check=True)
+        server.wait()
+
+
+@contextmanager
+def vfat(folder: Path, nbytes: int) -> Iterator[Disk]:
+    """FAT as the kernel has it: no hard links, names that ignore case, times of two seconds."""
+    image = folder / "image"
+    image.touch()
+    os.truncate(image, nbytes)
+    _run("mkfs.vfat", image)
+    with _mounted(folder / "vfat", "-t", "vfat", "-o", "loop", image):
+        yield Disk(folder / "vfat")
+
+
+@contextmanager
+def exfat(folder: Path, nbytes: int) -> Iterator[Disk]:
+    """exFAT by FUSE: neither hard links nor renames that replace nothing, names that ignore case."""
+    image = folder / "image"
+    image.touch()
+    os.truncate(image, nbytes)
+    _run("mkfs.exfat", image)
+    # The program takes no file, and the option `loop` is not known to it.
+    device = _output("losetup", "--find", "--show", image)
+    try:
+        (folder / "exfat").mkdir()
+        _run("mount.exfat-fuse", device, folder / "exfat")
+        try:
+            yield Disk(folder / "exfat")
+        finally:
+            subprocess.run(["umount", folder / "exfat"], check=True)
+    finally:
+        _run("losetup", "--detach", device)

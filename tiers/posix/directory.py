@@ -1,7 +1,8 @@
 """Directory tiers: each object is one file below a folder, created atomically and once (`Directory`, and `Nvme` on it).
 
 `FileWriter` works in these steps: write a temporary file, fdatasync it, ``link(2)`` it to the object's name (which
-fails if the name exists), fsync the folder, and unlink the temporary name.
+fails if the name exists; `tierstate.tiers.posix.naming` has what is done where there are no hard links), fsync the
+folder, and unlink the temporary name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError
+from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierError
 from tierstate.tiers.base import (
     DEFAULT_PART_SIZE,
     AtomicWriter,
@@ -44,6 +45,7 @@ from .files import (
     create_temp,
     file_size,
     file_status,
+    is_at,
     open_file,
     os_errors_translated,
     remove_leftover,
@@ -51,7 +53,9 @@ from .files import (
     translate_os_error,
     walk,
 )
+from .letter_case import LetterCase
 from .mounts import place_of
+from .naming import Naming, give_name
 
 MAX_NAME = 255
 """Longest file name in bytes that file systems allow."""
@@ -59,6 +63,9 @@ MAX_NAME = 255
 
 SCRATCH_PREFIX = "scratch/"
 """Prefix of keys for short-lived test objects; their empty folders are removed."""
+
+
+_IGNORES_CASE = "names do not tell upper from lower case here: a key that differs only so from another one is refused"
 
 
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -96,13 +103,15 @@ class Folder(Protocol):
     """The part of a directory tier that its writers use."""
 
     name: str
+    leftover_age: ClassVar[float]
+    naming: Naming
 
     @property
     def gauge(self) -> CapacityCounter: ...
 
 
 class FileWriter(AtomicWriter):
-    """Writes a temporary file, and links it to the object's name when closed."""
+    """Writes a temporary file, and gives it the object's name when closed."""
 
     def __init__(self, tier: Folder, key: str, path: Path, file: BufferedFile, stream: AppendStream) -> None:
         super().__init__(f"{tier.name}: {key}")
@@ -120,7 +129,7 @@ class FileWriter(AtomicWriter):
         with os_errors_translated("write", self._tier.name, self._key, self._path):
             self._stream.finish()
             self._file.sync()
-            self._link()
+            self._name()
             try:
                 sync_folder(self._path.parent)
             except OSError:
@@ -129,14 +138,14 @@ class FileWriter(AtomicWriter):
                 raise
         self._clear()
 
-    def _link(self) -> None:
+    def _name(self) -> None:
         try:
-            os.link(self._file.path, self._path, follow_symlinks=False)
-        except FileExistsError as error:
-            # On a network file system the answer may be lost, and the repeated call then finds our own link.
-            with suppress(FileNotFoundError):  # the name was taken all the same: whoever took it has undone that since
-                if os.path.samestat(os.lstat(self._path), self._file.status()):
-                    return
+            self._tier.naming = give_name(self._file, self._path, self._tier.leftover_age)
+        except (FileExistsError, FileNotFoundError) as error:
+            # On a network file system the answer may be lost, and the repeated call then finds what the first one did.
+            # If the name was taken all the same and is free again, whoever took it has undone that since.
+            if is_at(self._file, self._path):
+                return
             raise translate_os_error(error, "create", self._tier.name, self._key, self._path) from error
 
     def _discard(self) -> None:
@@ -155,8 +164,11 @@ class Directory(Tier):
     """Files under a folder, in a way that is correct on every POSIX file system, also between hosts.
 
     Bytes go to a temporary file in the object's own folder. It is synced, then linked to its name (``link(2)`` fails if
-    the name exists, so one writer wins), then the folder is synced, then the temporary name is removed. Temporary files
-    are locked while their writer runs; leftovers of dead writers are removed before the first write.
+    the name exists, so one writer wins), then the folder is synced, then the temporary name is removed. Where there are
+    no hard links it is renamed (`tierstate.tiers.posix.naming`). Temporary files are locked while their writer runs;
+    leftovers of dead writers are removed before the first write.
+
+    Where names do not tell upper from lower case, a key that differs only so from an existing one is refused.
 
     A folder that does not exist is created by the first write; for readers it is empty. Since an object is a file, a
     key cannot also be a folder of another key (``a`` and ``a/b``): creating the second one raises `AlreadyExists`.
@@ -185,6 +197,9 @@ class Directory(Tier):
         self._readying = threading.Lock()
         self._synced: set[Path] = set()
         self._clock = FolderClock(self.path)
+        self._case = LetterCase(self.path)
+        self.naming = Naming.LINK
+        """What gave the newest object its name."""
 
     @property
     def traits(self) -> Traits:
@@ -198,7 +213,7 @@ class Directory(Tier):
             capacity=self.gauge.capacity,
             conditional_create=True,
             io=self._io.note,
-            notes=self._notes,
+            notes=self._notes + tuple(filter(None, (self.naming.value, _IGNORES_CASE if self._case.ignored else ""))),
         )
 
     def _failure_domain(self) -> str:
@@ -223,6 +238,28 @@ class Directory(Tier):
                     f"{self.name}: {self.path / folder} is a link; the folders of a tier must be real", tier=self.name
                 )
 
+    def _existing(self, key: str) -> Path:
+        """The path of an object's file, if there is one, for a reader."""
+        path = self.file(key)
+        self._check_folders(path)
+        with os_errors_translated("read", self.name, key, path):
+            if (other := self._case.spelled_otherwise(path)) is not None:
+                raise NotFound(f"{self.name}: {key}: there is {other}, spelled otherwise", tier=self.name, key=key)
+        return path
+
+    def _check_spelling(self, key: str, path: Path) -> None:
+        """Check that no file or folder is there whose name differs from the key's only in case."""
+        other = self._case.spelled_otherwise(path)
+        if other is None and self._case.ignored and any(name.endswith(".") for name in key.split("/")):
+            other = path  # FAT would drop the dot
+        if other is not None:
+            raise TierError(
+                f"{self.name}: {key} cannot be told from {other}: this file system ignores case, and dots at the end "
+                "of a name; use another name for the run or tag",
+                tier=self.name,
+                key=key,
+            )
+
     def _check_root(self) -> None:
         """Raise a TierError if the tier's folder, or one above it, is something else: then nothing can be said about
         what the tier has."""
@@ -236,8 +273,7 @@ class Directory(Tier):
     # Reading
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
-        path = self.file(key)
-        self._check_folders(path)
+        path = self._existing(key)
         with os_errors_translated("read", self.name, key, path), closing(open_file(path)) as file:
             check_ranges(f"{self.name}: {key}", file.status().st_size, ranges)
             self._io.read(path, file, ranges)
@@ -250,20 +286,20 @@ class Directory(Tier):
         self._check_folders(top / "any")
         with os_errors_translated("list", self.name, prefix, top), suppress(NotADirectoryError):
             self._check_root()
+            if folder and self._case.spelled_otherwise(top) is not None:
+                return iter(())
             root = os.path.join(self.path, "")
             keys = (entry.path.removeprefix(root) for entry in walk(top, stem))
             return iter(sorted(key for key in keys if key.startswith(prefix) and is_key(key)))
         return iter(())
 
     def size(self, key: str) -> int:
-        path = self.file(key)
-        self._check_folders(path)
+        path = self._existing(key)
         with os_errors_translated("read", self.name, key, path):
             return file_size(path)
 
     def age(self, key: str) -> float | None:
-        path = self.file(key)
-        self._check_folders(path)
+        path = self._existing(key)
         with os_errors_translated("look at", self.name, key, path):
             written = file_status(path).st_mtime
             now = self._clock.now()
@@ -292,9 +328,10 @@ class Directory(Tier):
         path = self.file(key)
         self._prepare()
         self._check_folders(path)
-        if os.path.lexists(path):
-            raise AlreadyExists(f"{self.name}: {key}: {path} exists, nothing was changed", tier=self.name, key=key)
         with os_errors_translated("write", self.name, key, path):
+            self._check_spelling(key, path)
+            if os.path.lexists(path):
+                raise AlreadyExists(f"{self.name}: {key}: {path} exists, nothing was changed", tier=self.name, key=key)
             try:
                 self._make_folder(path.parent)
                 file = create_temp(path.parent)
@@ -329,6 +366,8 @@ class Directory(Tier):
         """Remove an object's file; returns whether it existed."""
         self._check_folders(path)
         with os_errors_translated("delete", self.name, key, path), suppress(FileNotFoundError):
+            if self._case.spelled_otherwise(path) is not None:
+                return False
             try:
                 status = os.lstat(path)
                 if not stat.S_ISDIR(status.st_mode):
@@ -363,6 +402,7 @@ class Directory(Tier):
         # Ages are measured with the file system's clock, since the clocks of hosts differ.
         with closing(create_temp(self.path)) as clock:
             now = clock.status().st_mtime
+            self._case.look(clock.path)
             os.unlink(clock.path)
         for entry in walk(self.path):
             if entry.name.startswith(TEMP):

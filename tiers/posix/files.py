@@ -53,7 +53,11 @@ class BufferedFile:
 
     def __init__(self, descriptor: int, path: Path) -> None:
         # A file object rather than a bare descriptor: if it is never closed, Python closes it with a warning.
-        self._file = open(descriptor, "rb", buffering=0)  # noqa: SIM115
+        try:
+            self._file = open(descriptor, "rb", buffering=0)  # noqa: SIM115
+        except BaseException:  # of a folder
+            os.close(descriptor)
+            raise
         self.path = path
 
     @property
@@ -128,22 +132,43 @@ def open_file(path: Path, flags: int = 0) -> BufferedFile:
     return file
 
 
+def create_locked(path: Path) -> BufferedFile | None:
+    """Create a file, and lock it if the file system has locks. None if a sweep took it for a leftover first.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = BufferedFile(os.open(path, flags, 0o666), path)
+    try:
+        file.lock()
+        if is_at(file, path):
+            return file
+    except BlockingIOError:
+        pass  # a sweep has locked the file first and is about to remove it
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    return None
+
+
+def is_at(file: BufferedFile, path: Path) -> bool:
+    """Whether an open file still has a name.
+
+    Its count of links does not tell: FUSE renames what is removed while open.
+    """
+    try:
+        return os.path.samestat(os.lstat(path), file.status())
+    except FileNotFoundError:
+        return False
+
+
 def create_temp(folder: Path) -> BufferedFile:
     """Create a file with a temporary name in ``folder``; locked if the file system has locks."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
-        path = folder / f"{TEMP}{uuid.uuid4().hex}"
-        file = BufferedFile(os.open(path, flags, 0o666), path)
-        try:
-            file.lock()
-            if file.status().st_nlink:
-                return file
-        except BlockingIOError:
-            pass  # a sweep has locked the file first and is about to remove it: make another one
-        except BaseException:
-            file.close()
-            raise
-        file.close()
+        if file := create_locked(folder / f"{TEMP}{uuid.uuid4().hex}"):
+            return file
 
 
 def remove_leftover(path: Path, now: float, min_age: float) -> None:
@@ -157,7 +182,8 @@ def remove_leftover(path: Path, now: float, min_age: float) -> None:
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(FileNotFoundError, BlockingIOError), closing(BufferedFile(os.open(path, flags), path)) as file:
         age = min_age if file.lock() else max(min_age, UNLOCKED_AGE)
-        if not age or now - file.status().st_mtime >= age:
+        # Its name may be another file's by now: a lock file's is used again.
+        if (not age or now - file.status().st_mtime >= age) and is_at(file, path):
             os.unlink(path)
 
 

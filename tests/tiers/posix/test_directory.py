@@ -216,6 +216,7 @@ def test_descriptors_are_closed(tier: Nvme) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     tier.put("a", empty_buffer(100))
+    tier.put("folder/a", empty_buffer(100))
     before = open_files()
     for n in range(5):
         tier.put(f"b{n}", empty_buffer(10))
@@ -227,6 +228,8 @@ def test_descriptors_are_closed(tier: Nvme) -> None:
             tier.put("a", empty_buffer(1))
         with pytest.raises(Damaged):
             tier.read("a", [Range(100, empty_buffer(1))])
+        with pytest.raises(NotFound):
+            tier.read("folder", [Range(0, empty_buffer(1))])
     assert open_files() == before
 
 

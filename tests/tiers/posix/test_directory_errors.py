@@ -24,6 +24,7 @@ from tierstate.manifest.errors import (
     TierUnavailable,
     cannot_be_asked,
 )
+from tierstate.tiers.posix import naming
 from tierstate.tiers.posix.directory import Directory, Nvme
 from tierstate.tiers.posix.files import translate_os_error
 from tierstate.tiers.testing import Lease, random_bytes
@@ -91,6 +92,9 @@ def test_each_errno_has_its_class(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
+        if call == "link":  # what is done where there are no hard links fails too
+            patch.setattr(os, "rename", fail)
+            patch.setattr(naming, "_rename_no_replace", fail)
         with pytest.raises(TierError) as found:
             write()
     assert type(found.value) is kind
