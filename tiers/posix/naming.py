@@ -73,26 +73,22 @@ def give_name(file: BufferedFile, path: Path, min_age: float) -> Naming:
         FileExistsError: the name is taken.
         OSError: ETIMEDOUT if another writer's lock stays.
     """
-    with _where_missing(_NO_LINKS):
-        os.link(file.path, path, follow_symlinks=False)
-        return Naming.LINK
-    with _where_missing(_NO_FLAGS):
-        _rename_no_replace(file.path, path)
-        return Naming.RENAME
+    for missing, way, name in ((_NO_LINKS, _link, Naming.LINK), (_NO_FLAGS, _rename_no_replace, Naming.RENAME)):
+        try:
+            way(file.path, path)
+        except OSError as error:
+            if error.errno not in missing:
+                raise
+        else:
+            return name
     with _name_locked(file, path, min_age):
         _check_free(path)
         os.rename(file.path, path)
     return Naming.LOCK
 
 
-@contextmanager
-def _where_missing(numbers: frozenset[int]) -> Iterator[None]:
-    """Go on after the block if the file system lacks its call."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in numbers:
-            raise
+def _link(old: Path, new: Path) -> None:
+    os.link(old, new, follow_symlinks=False)
 
 
 def _rename_no_replace(old: Path, new: Path) -> None:
