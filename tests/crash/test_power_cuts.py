@@ -157,7 +157,7 @@ def instead(where: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
 
 def linked_first(writer: directory.FileWriter) -> None:
     writer._stream.finish()
-    writer._link()
+    writer._name()
     writer._file.sync()
     files.sync_folder(writer._path.parent)
     writer._clear()

@@ -334,6 +334,7 @@ class Directory(Tier):
                 raise AlreadyExists(f"{self.name}: {key}: {path} exists, nothing was changed", tier=self.name, key=key)
             try:
                 self._make_folder(path.parent)
+                self._check_spelling(key, path)  # again: another process may have made the folder meanwhile
                 file = create_temp(path.parent)
             except FileNotFoundError:
                 # Another process removed a folder that this one had created or seen: create it again.
