@@ -242,7 +242,7 @@ def test_a_full_disk_leaves_nothing(policy: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with ts.Checkpointer(policy, "gpt") as ckpt, nothing_left(policy.parent):
+    with nothing_left(policy.parent), ts.Checkpointer(policy, "gpt") as ckpt:
         with monkeypatch.context() as patch:
             patch.setattr("os.posix_fallocate", full)
             with pytest.raises(OSError, match="No space left"):

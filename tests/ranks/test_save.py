@@ -521,8 +521,8 @@ def test_a_coordinator_that_cannot_save_keeps_nobody_waiting_where_time_decides(
 
     first, second = ranks(2, rank)
     assert (first[0], second[0]) == ("", "")
-    assert first[1].startswith("ValueError: step=-1")
-    assert second[1].startswith("RankFailed: rank 0 failed: ValueError: step=-1")
+    assert first[1].startswith("ValueError: step -1")
+    assert second[1].startswith("RankFailed: rank 0 failed: ValueError: step -1")
 
 
 def test_a_team_of_one_is_no_team(place: Path) -> None:

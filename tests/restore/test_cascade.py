@@ -638,8 +638,10 @@ def test_the_newest_is_looked_for_again_when_it_is_dropped_while_it_is_read(plac
 
         def saved_meanwhile(*args: Any) -> Any:
             if states:
-                saver.save(states[0], step=2).wait()
-                states.clear()
+                other = threading.Thread(target=lambda: saver.save(states[0], step=2).wait())
+                other.start()
+                other.join()
+                saver.save(states.pop(), step=3)
                 saver.close()
             return fill(*args)
 

@@ -26,7 +26,7 @@ from tierstate.engine.save import capture, encode, leaf_files, snapshot
 from tierstate.engine.store import catalog, index
 from tierstate.manifest import digest
 from tierstate.tiers.memory import memcpy
-from tierstate.tiers.object import bucket
+from tierstate.tiers.object import filesystem
 from tierstate.tiers.posix import direct, io_engine
 from tierstate.tiers.posix import direct as direct_module
 from tierstate.tiers.posix.files import open_file
@@ -54,7 +54,7 @@ SCALES: list[tuple[Any, str, int]] = [
     (encode, "LEAST", 1024),
     (encode, "SAMPLE", 1024),
     (adaptive, "WORTH_ENCODING", 1024),
-    (bucket, "READ_PART", 4096),
+    (filesystem, "READ_PART", 4096),
     (retry, "COMPARE_PIECE", 1024),
     (catalog, "LEASE_FROM", 4096),
     (measure, "TRUSTED_AFTER", 4096),
@@ -192,7 +192,7 @@ class Crossings:
         self._after(io_engine.ThreadEngine, "_submit", lambda *_: "threads moved bytes")
         self._after(io_engine.UringEngine, "_submit", lambda *_: "io_uring moved bytes")
         self._after(
-            bucket, "_split", lambda _parts, wanted: wanted.out.numel() > 4096 and "an object was read in parts"
+            filesystem, "_split", lambda _parts, wanted: wanted.out.numel() > 4096 and "an object was read in parts"
         )
 
     def _count_reads(self) -> None:
