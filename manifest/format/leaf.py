@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -162,6 +162,19 @@ def float_bits(number: float) -> bytes:
     return struct.pack(">d", number)
 
 
+def path_key(key: Any) -> Any:
+    """A key as it is in paths: each NaN is one object there, so that a path with it is equal to itself."""
+    if type(key) is float and key != key:
+        return _one_nan(float_bits(key))
+    return tuple(map(path_key, key)) if type(key) is tuple else key
+
+
+@cache
+def _one_nan(bits: bytes) -> float:
+    found: float = struct.unpack(">d", bits)[0]
+    return found
+
+
 def format_path(path: Path) -> str:
     """The path with dots between its keys; ``.`` for the state itself."""
     return ".".join(map(format_key, path)) or "."
@@ -260,8 +273,8 @@ def _nan(bits: bytes) -> float:
 
 
 _KEY_KINDS: dict[str, Callable[[str], Any]] = {
-    "float": float.fromhex,
-    "nan": lambda text: _nan(bytes.fromhex(text)),
+    "float": lambda text: path_key(float.fromhex(text)),
+    "nan": lambda text: path_key(_nan(bytes.fromhex(text))),
     "bytes": bytes.fromhex,
     "text": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
 }

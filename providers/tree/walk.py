@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.manifest.format.leaf import Path, decode_path, encode_path, float_bits, format_path
+from tierstate.manifest.format.leaf import Path, decode_path, encode_path, float_bits, format_path, path_key
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import Registry
 from tierstate.providers.values.classes import class_form, form_items
@@ -186,7 +186,7 @@ class StateWalk:
                     f"{format_path(path)}: the key {key!r:.60} of type {type(key).__qualname__} cannot be saved, or "
                     "looks like another when saved; use str, int, bool, float, bytes, None or a tuple of these"
                 )
-            place.children[mark] = (key, self._visit(item, (*path, key)))
+            place.children[mark] = (key, self._visit(item, (*path, path_key(key))))
         return place
 
     def _state_of(self, value: Any, path: Path) -> StateNode:

@@ -21,6 +21,7 @@ from tierstate.manifest.format.leaf import (
     format_path,
     matches,
     matches_any,
+    path_key,
 )
 
 NANS = [
@@ -38,6 +39,7 @@ def test_a_path_comes_back_with_its_types(path):
     assert text.isascii()
     assert strict(decode_path(text)) == strict(path)
     assert encode_path(decode_path(text)) == text
+    assert decode_path(text) == decode_path(text) == tuple(map(path_key, path)), "also with NaN"
 
 
 @given(st.lists(paths, max_size=30))
