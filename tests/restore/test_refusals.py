@@ -63,6 +63,8 @@ def seen(state: dict[str, Any]) -> dict[str, Any]:
             found[name] = value.value
         elif isinstance(value, torch.Generator):
             found[name] = value.get_state()
+        elif isinstance(value, np.random.Generator):
+            found[name] = value.bit_generator.state
         else:
             found[name] = dict(value.state_dict()) if hasattr(value, "state_dict") else value
     return copy.deepcopy(found)

@@ -48,10 +48,10 @@ def test_the_first_error_is_raised_and_nothing_goes_on(count: int, data: st.Data
         writers.write(item)
 
     with pytest.raises(ValueError, match=r"\d") as caught:
-        run_concurrently(call, range(count), 3)
+        run_concurrently(call, range(count), 3, "of-this-test")
     assert caught.value.args[0] in wrong
     assert writers.running == 0
-    assert not names("tierstate-call")
+    assert not names("of-this-test")
 
 
 @in_a_thread_of_its_own
