@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from support.checkpointer_worlds import alike, arena_of, engine_threads, opened, policy, tensors, unreferenced
 from support.filesystems import MIB, Disk, ext4
 from support.leaks import at_rest, nothing_left, temporary
+from support.outcomes import until
 
 import tierstate as ts
 from tierstate.tiers.base import layers
@@ -46,13 +46,6 @@ def shared_tier(ckpt: ts.Checkpointer) -> Deadline:
     (tier_run,) = [s for s in ckpt._tier_runs if s.name == "shared"]
     found = [getattr(tier, "_outer", tier) for tier in layers(tier_run.tier)]
     return next(tier for tier in found if isinstance(tier, Deadline))
-
-
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.01)
 
 
 def shared_notes(ckpt: ts.Checkpointer) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpointer_worlds import policy, tensors
+from support.outcomes import tried, until
 
 import tierstate as ts
 
@@ -121,28 +122,17 @@ def test_a_server_that_is_stopped_and_goes_on_is_used_again(place: Path) -> None
     tier = ObjectStore(url=f"http://127.0.0.1:{port}/", deadline=0.5)
     tier.name = "web"
     try:
-        until_read(tier)
+        until(lambda: tried(lambda: tier.get("a")) is None)
         server.send_signal(signal.SIGSTOP)
         for _ in range(3):
             with pytest.raises(ts.TierUnavailable, match="web: hangs since"):
                 tier.get("a")
         assert tier.trouble
         server.send_signal(signal.SIGCONT)
-        until_read(tier)
+        until(lambda: tried(lambda: tier.get("a")) is None)
         assert bytes(view(tier.get("a"))) == b"data"
         assert tier.trouble == ""
     finally:
         server.kill()
         server.wait()
         tier.close()
-
-
-def until_read(tier: ts.Tier) -> None:
-    """Wait until an object can be read."""
-    for _ in range(600):
-        try:
-            tier.get("a")
-            return
-        except ts.TierError:
-            threading.Event().wait(0.05)
-    raise AssertionError("it never came to be")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.outcomes import is_there, tried, write
 from support.servers.buckets import BUCKET, Server, fresh_prefix, open_tier
@@ -117,6 +117,7 @@ def test_an_answer_that_is_no_answer_is_not_believed(
     world_once: World, name: str, answer: str, kind: Kind, skip: int, count: int | None
 ) -> None:
     """What was said to be done is done, as another client sees; what was not is an error that says where."""
+    assume((name, answer) != ("delete", "no content"))  # the answer of S3 itself: nothing more can be seen in it
     world, operation = world_once, OPERATIONS[name]
     key = operation.key or f"new-{fresh_prefix()}"
     if name == "delete":

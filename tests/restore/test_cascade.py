@@ -24,6 +24,7 @@ from support.checkpointer_worlds import (
     wrapped,
 )
 from support.equality import difference
+from support.outcomes import until
 
 import tierstate as ts
 from tierstate.engine.restore import restore
@@ -57,14 +58,6 @@ def slow() -> Iterator[dict[str, Any]]:
     """The keys of a tier that a test can break and mend."""
     with wrapped(Memory()) as keys:
         yield keys
-
-
-def until(true: Any) -> None:
-    """Wait for something that a thread does."""
-    end = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.005)
 
 
 def steps(ckpt: ts.Checkpointer, name: str) -> list[int]:

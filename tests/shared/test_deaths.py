@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.checkpointer_worlds import alike, arena_of, engine_threads, policy, tensors
 from support.leaks import at_rest
+from support.outcomes import until
 
 import tierstate as ts
 
@@ -18,15 +18,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 DEADLINE = 5.0
-
-
-def until(holds: Callable[[], object]) -> float:
-    """Wait for something that must come to be; the seconds it took."""
-    start = time.monotonic()
-    while not holds():
-        assert time.monotonic() < start + 240, "it never came to be"
-        time.sleep(0.05)
-    return time.monotonic() - start
 
 
 def hangs(ckpt: ts.Checkpointer) -> bool:
@@ -67,13 +58,13 @@ def test_training_goes_on_without_the_shared_tier_until_it_is_back(own_mounts, p
         under_way.wait("shared")
     with pytest.raises(ts.TierstateError, match="hangs since"):
         save(7).wait("shared")
-    until(lambda: at_rest(ckpt))
+    until(lambda: at_rest(ckpt), within=240)
     assert alike(ckpt.load(), states[7]), "restored from what answers"
     kept = arena_of(ckpt).kept
 
     fs.resume(part)
     fs.start(part)
-    seconds = until(lambda: not hangs(ckpt))
+    seconds = until(lambda: not hangs(ckpt), within=240)
     last = 8
     while True:
         try:
@@ -81,7 +72,7 @@ def test_training_goes_on_without_the_shared_tier_until_it_is_back(own_mounts, p
             break
         except (ts.TierUnavailable, ts.CommitUnknown):
             # It may hang once more while the servers find each other.
-            until(lambda: not hangs(ckpt))
+            until(lambda: not hangs(ckpt), within=240)
             last += 1
     with suppress(ts.TierUnavailable):  # tells of the saves that did not arrive
         ckpt.close()
@@ -116,11 +107,11 @@ def test_a_shared_tier_alone_holds_up_a_save_once(own_mounts, part):
             ckpt.save(states[2], step=step).wait()
         blocked.append(round(time.monotonic() - start, 3))
     assert hangs(ckpt)
-    until(lambda: at_rest(ckpt))
+    until(lambda: at_rest(ckpt), within=240)
     kept = arena_of(ckpt).kept
     fs.resume(part)
-    until(lambda: not hangs(ckpt))
-    until(lambda: not arena_of(ckpt).kept)
+    until(lambda: not hangs(ckpt), within=240)
+    until(lambda: not arena_of(ckpt).kept, within=240)
     with suppress(ts.TierUnavailable):  # the failure of the save before, which nobody was told of
         ckpt.save(states[5], step=5).wait()
     ckpt.save(states[5], step=6).wait()
@@ -142,5 +133,5 @@ def test_closing_and_ending_while_servers_are_dead(own_mounts, place):
         ckpt.close()
     print(f"closed in {time.monotonic() - start:.2f} s")
     fs.resume("osd", "mds")
-    until(lambda: not engine_threads())
+    until(lambda: not engine_threads(), within=240)
     assert 1 in check(own_mounts.there, {1: state(1), 2: state(2)})

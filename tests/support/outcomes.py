@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from tierstate.manifest.chunk import Buffer
@@ -17,6 +18,24 @@ def tried(call: Callable[[], object]) -> TierstateError | None:
     except TierstateError as error:
         return error
     return None
+
+
+def until(holds: Callable[[], object], within: float = 60, pause: float = 0.01) -> float:
+    """Wait for something that must come to be.
+
+    Args:
+        holds: tells whether it has come to be.
+        within: seconds after which the test fails.
+        pause: seconds between two looks.
+
+    Returns:
+        The seconds it took.
+    """
+    start = time.monotonic()
+    while not holds():
+        assert time.monotonic() < start + within, "it never came to be"
+        time.sleep(pause)
+    return time.monotonic() - start
 
 
 class Background:

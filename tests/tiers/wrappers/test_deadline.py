@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpointer_worlds import alike, policy, tensors
+from support.outcomes import until
 
 import tierstate as ts
 from tierstate.manifest.chunk import Buffer, empty_buffer
@@ -129,14 +130,6 @@ def impatient(inner: Stuck) -> Deadline:
     """A tier that gives a stuck call up soon."""
     inner.outer = Deadline(inner, LONG)
     return inner.outer
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait for something that must come to be."""
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.005)
 
 
 def back(tier: Deadline) -> None:
