@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -79,6 +80,7 @@ def open_tier(name: str, type: str, options: Mapping[str, Any], arena: object | 
     return tier
 
 
+@cache  # reading the metadata of all installed packages takes milliseconds
 def _installed() -> dict[str, EntryPoint]:
     # Sorted so that our own come last and take precedence: an installed package must not replace a built-in tier.
     entries = sorted(entry_points(group=GROUP), key=lambda entry: entry.value.startswith("tierstate."))

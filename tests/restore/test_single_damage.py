@@ -23,7 +23,6 @@ from support.damage import FOLDER, objects, used_ranges
 import tierstate as ts
 from tierstate.engine.store import index
 from tierstate.manifest.format.marker import MARKER_KEY
-from tierstate.tiers import registry
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +152,6 @@ def saved(kind: str, place: Path) -> Repository:
 def repositories() -> Iterator[Mapping[str, Repository]]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(index, "READ_WITHOUT_INDEX", 0)  # a few records are enough to look for an index
-        patch.setattr(registry, "_installed", cache(registry._installed))  # it is a third of the time of an opening
         yield {kind: saved(kind, stack.enter_context(scratch())) for kind in KINDS}
 
 

@@ -103,6 +103,13 @@ def tmpfs(folder: Path, nbytes: int) -> Iterator[Disk]:
         yield Disk(folder)
 
 
+def _image(folder: Path, nbytes: int) -> Path:
+    image = folder / "image"
+    image.touch()
+    os.truncate(image, nbytes)
+    return image
+
+
 def _make_ext4(image: str) -> None:
     # Without a journal, so that the file system itself needs no writes while the disk is dead.
     _run("mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-m", "0", "-E", "lazy_itable_init=0,nodiscard", image)
@@ -126,9 +133,7 @@ def ext4(folder: Path, nbytes: int) -> Iterator[Disk]:
 def thin(folder: Path, nbytes: int, behind: int) -> Iterator[Disk]:
     """A file system that believes in more room than is behind it: what is buffered meets the end when it is synced."""
     with tmpfs(folder / "pool", behind) as pool:
-        image = pool.path / "image"
-        image.touch()
-        os.truncate(image, nbytes)
+        image = _image(pool.path, nbytes)
         _make_ext4(str(image))
         with _mounted(folder / "thin", "-o", "loop,errors=continue", image):
             yield Disk(folder / "thin")
@@ -159,9 +164,7 @@ def fuse(folder: Path, *lacks: str) -> Iterator[Disk]:
 @contextmanager
 def vfat(folder: Path, nbytes: int) -> Iterator[Disk]:
     """FAT as the kernel has it: no hard links, names that ignore case, times of two seconds."""
-    image = folder / "image"
-    image.touch()
-    os.truncate(image, nbytes)
+    image = _image(folder, nbytes)
     _run("mkfs.vfat", image)
     with _mounted(folder / "vfat", "-t", "vfat", "-o", "loop", image):
         yield Disk(folder / "vfat")
@@ -170,9 +173,7 @@ def vfat(folder: Path, nbytes: int) -> Iterator[Disk]:
 @contextmanager
 def exfat(folder: Path, nbytes: int) -> Iterator[Disk]:
     """exFAT by FUSE: neither hard links nor renames that replace nothing, names that ignore case."""
-    image = folder / "image"
-    image.touch()
-    os.truncate(image, nbytes)
+    image = _image(folder, nbytes)
     _run("mkfs.exfat", image)
     # The program takes no file, and the option `loop` is not known to it.
     device = _output("losetup", "--find", "--show", image)

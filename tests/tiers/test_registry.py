@@ -24,11 +24,13 @@ def _registered() -> Iterator[None]:
     yield
     registry._registered.clear()
     registry._registered.update(before)
+    registry._installed.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
     real = importlib.metadata.entry_points
     more = [EntryPoint(name, value, registry.GROUP) for name, value in entries]
+    registry._installed.cache_clear()
     monkeypatch.setattr(registry, "entry_points", lambda group: [*real(group=group), *more])
 
 

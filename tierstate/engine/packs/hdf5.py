@@ -116,11 +116,15 @@ class Hdf5(FileFormat):
         return found
 
 
-class _StoredFile(io.RawIOBase):
-    """An object of a tier as a file, for h5py to read."""
+class _SeekableFile(io.RawIOBase):
+    """A file that can be read at any place, for h5py.
 
-    def __init__(self, tier: Tier, key: str) -> None:
-        self._tier, self._key, self._size, self._at = tier, key, tier.size(key), 0
+    Attributes:
+        end: length of the file in bytes.
+    """
+
+    def __init__(self, end: int = 0) -> None:
+        self.end, self._at = end, 0
 
     def readable(self) -> bool:
         return True
@@ -132,12 +136,20 @@ class _StoredFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.end}[whence]
         return self._at
+
+
+class _StoredFile(_SeekableFile):
+    """An object of a tier as a file."""
+
+    def __init__(self, tier: Tier, key: str) -> None:
+        super().__init__(tier.size(key))
+        self._tier, self._key = tier, key
 
     def readinto(self, out: Any) -> int:
         into = memoryview(out).cast("B")
-        data = empty_buffer(max(0, min(len(into), self._size - self._at)))
+        data = empty_buffer(max(0, min(len(into), self.end - self._at)))
         if len(data):
             self._tier.read(self._key, [Range(self._at, data)])
         into[: len(data)] = view(data)
@@ -267,35 +279,21 @@ class _Drawing:
         return made
 
 
-class Recorder(io.RawIOBase):
+class Recorder(_SeekableFile):
     """An in-memory file that keeps only its beginning.
 
     Attributes:
         limit: bytes to keep; None keeps everything.
         front: the bytes that are kept.
-        end: length of the file in bytes.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.limit: int | None = None
         self.front = bytearray()
-        self.end = self._at = 0
-
-    def readable(self) -> bool:
-        return True
 
     def writable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.end}[whence]
-        return self._at
 
     def write(self, data: Any) -> int:
         count = len(data)
