@@ -38,7 +38,7 @@ from tierstate.manifest.format.leaf import Path, check_glob
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.tags import TaggedVersion
-from tierstate.providers.tree.flatten import FlattenCache
+from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.unflatten import NEW
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places

@@ -24,7 +24,8 @@ from tierstate.manifest.format.leaf import Leaf
 from tierstate.providers.hdf5 import DatasetProvider
 from tierstate.providers.registry import Registry
 from tierstate.providers.tensors.arrays import ArrayProvider
-from tierstate.providers.tree.flatten import FlattenCache, flatten
+from tierstate.providers.tree.flatten import flatten
+from tierstate.providers.tree.flatten_cache import FlattenCache
 
 DTYPES = ["|b1", "|i1", "<i2", ">u4", "<u8", "<f2", "<f4", ">f8", "<c8", ">c16", "|S5", "|V3"]
 FIELDS = [

@@ -36,7 +36,8 @@ from tierstate.manifest.errors import CaptureError, StateMismatch
 from tierstate.manifest.format.leaf import Spec, encode_path
 from tierstate.providers.sharded.shards import ShardProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of
-from tierstate.providers.tree.flatten import FlatState, FlattenCache, flatten
+from tierstate.providers.tree.flatten import FlatState, flatten
+from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.unflatten import plan_restore
 from tierstate.providers.tree.walk import StateWalk
 

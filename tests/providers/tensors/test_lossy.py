@@ -21,7 +21,7 @@ from tierstate.manifest.errors import FormatError, StateMismatch, Unsafe
 from tierstate.manifest.format.leaf import LOSSY, Spec
 from tierstate.providers.tensors.lossy import FLOATS, LOSSY_METHODS, CastProvider, LossyProvider, QuantizedProvider
 from tierstate.providers.tensors.tensors import TensorProvider
-from tierstate.providers.tree.flatten import FlattenCache
+from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.lossy_rules import lossy_provider
 
 BLOCK = QuantizedProvider.block

@@ -19,7 +19,8 @@ from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.providers.registry import Registry
 from tierstate.providers.sharded.shards import Shard
 from tierstate.providers.tensors.arrays import ArrayProvider
-from tierstate.providers.tree.flatten import FlatState, FlattenCache, flatten
+from tierstate.providers.tree.flatten import FlatState, flatten
+from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.values.values import ValueProvider
 
 

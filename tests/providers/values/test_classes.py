@@ -25,7 +25,8 @@ from support.transfer import restore, transfer
 import tierstate as ts
 from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch, Unsafe
 from tierstate.manifest.format.leaf import Leaf, Spec
-from tierstate.providers.tree.flatten import FlattenCache, flatten
+from tierstate.providers.tree.flatten import flatten
+from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.values import classes
 from tierstate.providers.values.classes import stand_in_classes
 from tierstate.providers.values.encoding import decode_value, encode_value

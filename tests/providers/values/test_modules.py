@@ -20,7 +20,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from tierstate.manifest.errors import FormatError, StateMismatch
 from tierstate.manifest.format.leaf import Leaf, Spec
-from tierstate.providers.tree.flatten import FlattenCache, flatten
+from tierstate.providers.tree.flatten import flatten
+from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.unflatten import plan_restore
 from tierstate.providers.values.modules import fills_in_place
 

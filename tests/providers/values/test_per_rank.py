@@ -17,7 +17,8 @@ import tierstate as ts
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import StateMismatch
 from tierstate.manifest.format.leaf import Leaf
-from tierstate.providers.tree.flatten import FlattenCache, flatten
+from tierstate.providers.tree.flatten import flatten
+from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.unflatten import NEW, plan_restore
 
 

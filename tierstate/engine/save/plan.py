@@ -31,7 +31,8 @@ from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.sharded.shards import ShardsProvider
 from tierstate.providers.tensors.lossy import LossyProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of
-from tierstate.providers.tree.flatten import FlatState, FlattenCache
+from tierstate.providers.tree.flatten import FlatState
+from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.values.metadata import json_metadata
 from tierstate.tiers.memory.cuda import stream_fences
 from tierstate.tiers.policy.models import KeepKeys
