@@ -25,11 +25,13 @@ from tierstate.engine.packs.formats import format_of
 from tierstate.engine.placement import lossy_rules
 from tierstate.engine.progress import Progress, drain_progress, no_progress
 from tierstate.engine.ranks.join import join_team
+from tierstate.engine.ranks.preemption import SharedPreemption
 from tierstate.engine.ranks.restore import restore_together
 from tierstate.engine.restore.restore import OnDamage, Restored, RestoreSpec, restore
 from tierstate.engine.save.guard import Guard
 from tierstate.engine.save.pipeline import SavePipeline
 from tierstate.engine.save.plan import CapturePlan, Planner, allowed_pickles, new_head, retention_of, rule_retention_of
+from tierstate.engine.save.preemption import Preemption, PreemptionWish, keys_of
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import HISTORY
 from tierstate.engine.store.run_in_tier import TierRun
@@ -42,6 +44,7 @@ from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.unflatten import NEW
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
+from tierstate.tiers.policy.models import PreemptionKeys
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
 
 from .copy import CopyResult, copy
@@ -161,6 +164,8 @@ class Checkpointer(Run):
             calls `save` for the same steps. None, or a group of one rank: only this process.
         allow_pickle: globs of leaves that may be saved and loaded as pickles, besides those that the policy's rules
             allow. Loading a pickle runs the code in it.
+        preemption: what to do when a signal announces the end of the process: keys as the policy's ``preemption``,
+            True for the defaults, False for nothing; by default what the policy says.
 
     Raises:
         PolicyError: the policy cannot be used.
@@ -175,12 +180,15 @@ class Checkpointer(Run):
         process_group: Any = None,
         *,
         allow_pickle: Sequence[str] = (),
+        preemption: PreemptionWish = None,
     ) -> None:
         policy = policy if isinstance(policy, Policy) else Policy.load(policy)
         check_run(run)  # before any tier is opened
+        signals = keys_of(preemption, policy.preemption)
         self._together = join_team(process_group, run, policy)
         try:
             self._begin(policy, run, allowed_pickles(policy, [check_glob(p) for p in allow_pickle]))
+            self._preemption = None if signals is None else self._watch(signals)
         except BaseException:
             if self._together is not None:
                 self._together.close()  # the other ranks wait for this rank
@@ -210,6 +218,21 @@ class Checkpointer(Run):
         rank = 0 if together is None else together.team.rank
         recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
         self._planner = Planner(recall, self._guard, sharing)
+
+    def _watch(self, keys: PreemptionKeys) -> Preemption:
+        if self._together is not None:
+            return SharedPreemption(keys, self._pipeline, self._together.team)
+        return Preemption(keys, self._pipeline)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal of `preemption` has announced the end of this process; False without `preemption`.
+
+        A loop that asks after each step makes a last save and ends, for which it has the grace; then `close` finishes
+        what it can in what is left of it. If several ranks save together, all must ask in each step, and all get the
+        same answer.
+        """
+        return self._preemption is not None and self._preemption.preempted()
 
     def guard(self, optimizer: object) -> None:
         """Lazy capture of what only the steps of an optimizer change: its parameters and its state.
@@ -467,7 +490,9 @@ class Checkpointer(Run):
         if os.getpid() != self._pid:
             return  # a forked child: threads, files and locks belong to the parent
         error: BaseException | None = None
-        owed = ""
+        owed, preemption = "", self._preemption
+        if preemption is not None:
+            preemption.close_begins()
         try:
             with ExitStack() as closing:  # each is closed, even if closing another one raises
                 if self._together is not None:
@@ -477,6 +502,9 @@ class Checkpointer(Run):
                 owed = self._pipeline.close(timeout, closing.enter_context(drain_progress()))
         except TierUnavailable as late:
             error = late
+        finally:
+            if preemption is not None:
+                preemption.close_ends()
         raise_failures(error, self._pipeline.failures(), owed)
 
     def __enter__(self) -> Self:

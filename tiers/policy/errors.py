@@ -9,7 +9,17 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .models import ArenaKeys, BestKeys, KeepKeys, MaxLagKeys, OnFailureKeys, RanksKeys, RuleKeys, key_names
+from .models import (
+    ArenaKeys,
+    BestKeys,
+    KeepKeys,
+    MaxLagKeys,
+    OnFailureKeys,
+    PreemptionKeys,
+    RanksKeys,
+    RuleKeys,
+    key_names,
+)
 from .yaml import KeyPath, PolicyErrors, show_value
 
 M = TypeVar("M", bound=BaseModel)
@@ -21,6 +31,7 @@ _INNER: Mapping[str, type[BaseModel]] = {
     "keep": KeepKeys,
     "max_lag": MaxLagKeys,
     "on_failure": OnFailureKeys,
+    "preemption": PreemptionKeys,
     "ranks": RanksKeys,
     "rules": RuleKeys,
 }

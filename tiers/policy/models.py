@@ -7,6 +7,7 @@ The options of a tier type are not listed here: they are the keyword parameters 
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
@@ -215,6 +216,34 @@ class ArenaKeys(Frozen):
     on_full: Literal["block", "skip"] = "block"
 
 
+_NOT_HANDLED = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGCHLD")
+"""Signals that cannot be handled, that mean a defect, or that come for other reasons all the time."""
+
+
+def _check_signal(name: str) -> str:
+    full = name if name.startswith("SIG") else f"SIG{name}"
+    if full not in signal.Signals.__members__:
+        raise ValueError(f"{name!r} is no signal; write a name, as in SIGTERM")
+    if full in _NOT_HANDLED:
+        raise ValueError(f"{name!r} does not announce the end of a process; write another, as in SIGTERM")
+    return full
+
+
+class PreemptionKeys(Frozen):
+    """``preemption``: what happens when a signal announces the end of the process.
+
+    Attributes:
+        signals: names of the signals.
+        grace: seconds from the signal until the process is killed.
+    """
+
+    signals: Annotated[tuple[Annotated[str, AfterValidator(_check_signal)], ...], Field(min_length=1)] = (
+        "SIGTERM",
+        "SIGUSR1",
+    )
+    grace: Seconds = 30.0
+
+
 class RanksKeys(Frozen):
     """``ranks``: how long the ranks of a job wait for each other.
 
@@ -289,6 +318,7 @@ class PolicyKeys(Frozen):
     arena: ArenaKeys = ArenaKeys()
     ranks: RanksKeys = RanksKeys()
     on_failure: OnFailureKeys = OnFailureKeys()
+    preemption: PreemptionKeys | None = None
     durable: str | None = None
     rules: tuple[RuleKeys, ...] = ()
 

@@ -55,6 +55,7 @@ class Policy(PolicyKeys):
         arena: the host memory into which saves copy the state.
         ranks: how long the ranks of a job wait for each other.
         on_failure: what `save` does when earlier saves reached no persistent tier.
+        preemption: what happens when a signal announces the end of the process; None if nothing does.
         durable: name of the tier that `Save.wait` waits for; persistent.
         tiers: fastest first: a save enters at the first ones and is copied down to the others.
         rules: in the order in which they are tried.

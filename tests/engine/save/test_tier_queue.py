@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from support.checkpointer_worlds import (
     wrapped,
 )
 from support.equality import difference
+from support.outcomes import until
 
 import tierstate as ts
 from tierstate.manifest.errors import TierFull
@@ -220,3 +222,44 @@ def test_a_tier_that_fails_after_the_commit_does_not_stop_its_queue(error: BaseE
             assert difference(tensors(*SIZES, seed=2), ckpt.load()) == ""
             assert arena_of(ckpt).in_flight == 0
         assert engine_threads() == []
+
+
+@pytest.mark.parametrize("slow", ["near", "far"])
+def test_before_the_end_the_newest_version_goes_to_the_nearest_persistent_tier_first(slow: str) -> None:
+    """Copies to the other one, which host memory could serve, wait for it; and not the other way round."""
+    with wrapped(Memory()) as near, wrapped(Memory()) as far:
+        tiers = {"host": {"type": "host"}, "near": near, "far": far}
+        with ts.Checkpointer(policy(tiers), "run") as ckpt:
+            ckpt.save(tensors(*SIZES), step=0).wait("far")
+            gate = faulty({"near": near, "far": far}[slow]).shut("writer")
+            save = ckpt.save(tensors(*SIZES, seed=1), step=1)
+            save.wait("host")
+            ckpt._pipeline.hurry(time.monotonic() + 120)
+            if slow == "near":
+                assert ckpt._pipeline.unfinished() == "step 1 to near, step 1 to far"
+                with contextlib.suppress(ts.TierUnavailable):
+                    save.wait("far", timeout=0.3)
+                assert not save.done("far")
+            else:
+                save.wait("near")
+                assert ckpt._pipeline.unfinished() == "step 1 to far"
+                assert "far: step 1 (a faster tier has it" in ckpt._pipeline.left_behind()
+            gate.set()
+            save.wait("far")
+            assert (ckpt._pipeline.unfinished(), ckpt._pipeline.left_behind()) == ("", "")
+
+
+def test_before_the_end_a_version_that_no_persistent_tier_was_to_get_is_copied_there() -> None:
+    """And what is saved afterwards goes there by itself."""
+    with wrapped(Memory()) as near, wrapped(Memory()) as far:
+        tiers = {"host": {"type": "host"}, "near": {**near, "every": 100}, "far": {**far, "every": 100}}
+        with ts.Checkpointer(policy(tiers), "run") as ckpt:
+            for step in range(2):
+                ckpt.save(tensors(*SIZES, seed=step), step=step).wait("host")
+            ckpt._pipeline.hurry(time.monotonic() + 120)
+            until(lambda: not ckpt._pipeline.unfinished())
+            ckpt._pipeline.ending = True
+            assert ckpt.save(tensors(*SIZES, seed=2), step=2).tiers == ("host", "near")
+        with ts.Checkpointer(policy({"near": near}), "run") as ckpt:
+            assert [version.step for version in ckpt.versions()] == [0, 1, 2]
+            assert difference(tensors(*SIZES, seed=1), ckpt.load(step=1)) == ""

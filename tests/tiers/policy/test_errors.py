@@ -80,7 +80,8 @@ def test_the_good_one_is_good() -> None:
         (
             1,
             "xyz: 1",
-            "xyz: unknown key; known are version, chunk, digest, arena, ranks, on_failure, durable, rules, tiers",
+            "xyz: unknown key; known are version, chunk, digest, arena, ranks, on_failure, preemption, durable, rules, "
+            "tiers",
         ),
         (2, "chunk: 17", "chunk: 17B is no length of a chunk; write a multiple of 16 bytes from 4KiB to 1GiB, as in"),
         (2, "chunk: 2KiB", "chunk: 2KiB is no length of a chunk"),
@@ -414,6 +415,31 @@ def test_what_happens_on_failure() -> None:
     assert told(tiers + "on_failure: warn") == "p.yaml:2: on_failure: 'warn' is not a mapping; write keys and values"
     assert "write 'raise' or 'warn'" in told(tiers + "on_failure: {action: ignore}")
     assert "did you mean 'unprotected'" in told(tiers + "on_failure: {unprotekted: 1h}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("{signals: [SIGTREM]}", "'SIGTREM' is no signal; write a name, as in SIGTERM"),
+        ("{signals: [KILL]}", "'KILL' does not announce the end of a process"),
+        ("{signals: [15]}", "15 is not text"),
+        ("{signals: []}", "is empty; write at least one"),
+        ("{signal: [SIGTERM]}", "unknown key; did you mean 'signals'?"),
+        ("{grace: 0s}", "'0s' is not more than nothing"),
+        ("{grace: 30}", ""),
+        ("true", "true is not a mapping"),
+    ],
+)
+def test_preemption(keys: str, message: str) -> None:
+    tiers = "tiers: {n: {type: nvme, path: x}}\n"
+    assert Policy.parse(tiers).preemption is None
+    found = Policy.parse(tiers + "preemption: {signals: [USR2]}").preemption
+    assert found is not None
+    assert (found.signals, found.grace) == (("SIGUSR2",), 30.0)
+    if message:
+        assert message in told(tiers + f"preemption: {keys}")
+    else:
+        assert Policy.parse(tiers + f"preemption: {keys}").preemption is not None
 
 
 @given(st.data())

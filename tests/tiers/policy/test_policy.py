@@ -114,6 +114,13 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                     "unprotected": st.sampled_from(["30min", 600]),
                 },
             ),
+            "preemption": st.fixed_dictionaries(
+                {},
+                optional={
+                    "signals": st.lists(st.sampled_from(["SIGTERM", "USR1"]), min_size=1, max_size=2),
+                    "grace": st.sampled_from(["30s", 90]),
+                },
+            ),
             "ranks": st.fixed_dictionaries(
                 {},
                 optional={

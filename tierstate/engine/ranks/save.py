@@ -141,14 +141,17 @@ class SharedCadence:
         self._timed = any(map(_by_time, policy.tiers))
         self._latest: tuple[int, tuple[str, ...]] = (-1, ())
 
-    def of(self, seq: int, step: int, time: float) -> tuple[str, ...]:
+    def of(self, seq: int, step: int, time: float, also: Sequence[str] = ()) -> tuple[str, ...]:
         """The tiers to which a save goes. For the cadence the save counts, even if it fails later.
+
+        Args:
+            also: tiers to which it goes in any case, the same on all ranks.
 
         Raises:
             RankFailed: the coordinator does not answer.
         """
         if self._latest[0] != seq:
-            names = self._decide(seq, step, time)
+            names = self._decide(seq, step, time, also)
             self._last |= dict.fromkeys(names, (step, time))
             self._latest = seq, names
         return self._latest[1]
@@ -169,11 +172,12 @@ class SharedCadence:
             self._team.post(due_key(seq), json.dumps(self._latest[1]).encode())
         return self.known(seq)
 
-    def _decide(self, seq: int, step: int, time: float) -> tuple[str, ...]:
+    def _decide(self, seq: int, step: int, time: float, also: Sequence[str]) -> tuple[str, ...]:
         if self._timed and not self._team.coordinator:
             named = set(json.loads(self._team.receive(0, due_key(seq))))
             return tuple(tier.name for tier in self._policy.tiers if tier.name in named)
-        names = due_tiers(self._policy, step, self._last, time)
+        due = {*due_tiers(self._policy, step, self._last, time), *also}
+        names = tuple(tier.name for tier in self._policy.tiers if tier.name in due)
         if self._timed:
             self._team.post(due_key(seq), json.dumps(names).encode())
         return names
@@ -386,7 +390,7 @@ class SharedPipeline(SavePipeline):
         names = self._missed(seq) if step is None else None
         if step is not None:
             try:
-                names = self._dues.of(seq, step, time)
+                names = self._dues.of(seq, step, time, self._last_resort())
             except RankFailed as error:
                 log.debug("which tiers save %d goes to is not known: %s", seq, error)
         self.withdraw(seq, why, names)
@@ -411,11 +415,12 @@ class SharedPipeline(SavePipeline):
 
     def _due(self, head: Head, routes: Mapping[str, Route]) -> tuple[list[str], dict[str, str]]:
         # A tier for which this rank has no leaf is due all the same: other ranks may have leaves for it.
-        names = list(self._dues.of(head.seq, head.step, head.time))
+        names = list(self._dues.of(head.seq, head.step, head.time, self._last_resort()))
         others = [tier for tier in self._policy.tiers if tier.name not in names]
         return names, {tier.name: f"its `every: {tier.every}` is not due" for tier in others}
 
     def failed(self, name: str, save_state: SaveState, error: BaseException) -> None:
+        self._settled(name, save_state.head.seq)
         # A failed save counts for the cadence and keeps its number, since the ranks learn of it at different times.
         if isinstance(error, StateMismatch):
             self._mismatched(save_state.head.seq)

@@ -221,6 +221,22 @@ class Team:
         """
         return self._line.has([_key(rank, key)])
 
+    def announce(self, topic: str) -> None:
+        """Tell all ranks that something has happened; whichever of them does it first.
+
+        Raises:
+            RankFailed: the store is lost.
+        """
+        self._line.set({f"announced/{topic}": b"1"})
+
+    def announced(self, topic: str) -> bool:
+        """Whether any rank has announced this; does not wait.
+
+        Raises:
+            RankFailed: the store is lost.
+        """
+        return self._line.has([f"announced/{topic}"])
+
     def forget(self, keys: Sequence[str]) -> None:
         """Delete messages of this rank that no rank needs any more.
 

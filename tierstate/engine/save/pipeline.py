@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tierstate.engine.placement import (
     CadenceCount,
@@ -62,6 +61,13 @@ INTERRUPT_GRACE = 5.0
 """Seconds that `close` waits for the threads to end after it was interrupted."""
 
 
+class _Hurry(NamedTuple):
+    """What `SavePipeline.hurry` found: the newest version, and the tier to which it goes first, with its number."""
+
+    newest: PendingVersion | None = None
+    first: tuple[str, int] | None = None
+
+
 class SavePipeline:
     """Writes saves to the tiers of a policy, for a `Checkpointer`: one thread captures, one per tier publishes.
 
@@ -90,6 +96,7 @@ class SavePipeline:
         self._rules_checked = False
         self._cadences = {t.name: CadenceCount(t.name, t.every) for t in policy.tiers if t.every is not None}
         self.skipped = 0
+        self.ending, self._end, self._hurried = False, math.inf, _Hurry()
         self._capturing: CaptureThread | None = None
 
     @property
@@ -251,7 +258,7 @@ class SavePipeline:
 
     def _due(self, head: Head, routes: Mapping[str, Route]) -> tuple[list[str], dict[str, str]]:
         last = {name: self._last_of(name) for name in self._tier_runs}
-        names = set(due_tiers(self._policy, head.step, last, head.time))
+        names = {*due_tiers(self._policy, head.step, last, head.time), *self._last_resort(routes)}
         going, elsewhere = [], {}
         for tier in self._policy.tiers:
             if tier.name not in names:
@@ -261,6 +268,12 @@ class SavePipeline:
             else:
                 going.append(tier.name)
         return going, elsewhere
+
+    def _last_resort(self, routes: Mapping[str, Route] | None = None) -> tuple[str, ...]:
+        """The nearest persistent tier, if the process will be ended; of those that get leaves, where that is known."""
+        lasting = [n for n, tier_run in self._tier_runs.items() if tier_run.tier.traits.persistent]
+        taking = [n for n in lasting if routes is None or routes[n].leaves.any()]
+        return tuple(taking[:1]) if self.ending else ()
 
     def _last_of(self, name: str) -> LastSave | None:
         """Step and time of the newest save to a tier: of this process, or else from the tier's log; None if none."""
@@ -307,14 +320,47 @@ class SavePipeline:
 
         return [(self.queues[name], job(name)) for name in names]
 
+    def hurry(self, end: float) -> None:
+        """The process will be ended: get the newest version to a persistent tier first, and bound `close`.
+
+        Args:
+            end: the time of `time.monotonic` until which saves may go on.
+        """
+        self._end, newest = end, self._history.latest()
+        if newest is not None and self.queues:
+            first = self._cascade.hurry(newest, max(0.0, end - time.monotonic()))
+            self._hurried = _Hurry(newest, first)
+
+    def unfinished(self) -> str:
+        """The saves under way that were made before `hurry`, for messages; empty if there are none."""
+        newest, first = self._hurried
+        found = self._saves.late(newest.seq if newest else None)
+        if newest and first and self._on_its_way(*first) and (text := f"step {newest.step} to {first[0]}") not in found:
+            found.insert(0, text)
+        return ", ".join(found)
+
+    def _on_its_way(self, name: str, seq: int) -> bool:
+        return seq in self.queues[name].wanted() and seq not in self._tier_runs[name].known
+
+    def left_behind(self) -> str:
+        """What becomes of the versions that some tier still lacks when this process ends; empty if there are none."""
+        left = ((name, queue.outstanding()) for name, queue in self.queues.items())
+        return "; ".join(self._left_of(name, dues) for name, dues in left if dues)
+
+    def _settled(self, name: str, seq: int) -> None:
+        if self._hurried.first == (name, seq):
+            self._cascade.go_on()
+
     def arrived(self, name: str, due: PendingVersion) -> None:
         """A version was committed to a tier."""
+        self._settled(name, due.seq)
         self._history.arrived(name, due)
         if self._tier_runs[name].tier.traits.persistent:
             self.on_failure.taken()
 
     def failed(self, name: str, save_state: SaveState, error: BaseException) -> None:
         """A save failed in a tier."""
+        self._settled(name, save_state.head.seq)
         if self._last.get(name) == (save_state.head.step, save_state.head.time):
             # A failed save does not count for the interval (`every`): the next save goes to that tier instead.
             self._last[name] = None
@@ -359,6 +405,7 @@ class SavePipeline:
             return ""
         for text in filter(None, (cadence.warning() for cadence in self._cadences.values())):
             log.warning("policy: %s", text)
+        began = time.monotonic()
         try:
             self._capturing.end()
             self._drain(math.inf if timeout is None else timeout, watch)
@@ -366,6 +413,7 @@ class SavePipeline:
             # Interrupted by the user: threads must stop using tiers and memory before those are closed.
             error.add_note(f"closed while still under way: {', '.join(self._saves.late()) or 'nothing'}")
             self._give_up()
+            self._end = math.inf
             self._drain(INTERRUPT_GRACE, None)
             raise
         late, owed = self._saves.late(), self._still_owed()
@@ -373,8 +421,8 @@ class SavePipeline:
             log.warning("closed while still owed, which the next process looks for: %s", owed)
         if late:
             self._give_up()
-            told = f"; still owed: {owed}" if owed else ""
-            raise TierUnavailable(f"closed after {timeout} s while still under way: {', '.join(late)}{told}")
+            told = ", ".join(late) + (f"; still owed: {owed}" if owed else "")
+            raise TierUnavailable(f"closed after {time.monotonic() - began:.3g} s while still under way: {told}")
         self._finish()
         return owed
 
@@ -391,10 +439,10 @@ class SavePipeline:
         """Wait until all threads have ended, at most ``seconds``."""
         end = time.monotonic() + seconds
         joins = [self._capturing.join, *(queue.join for queue in self.queues.values())] if self._capturing else []
-        while joins and (left := end - time.monotonic()) > 0:
+        while joins and (left := min(end, self._end) - time.monotonic()) > 0:
             if watch is not None:
                 watch({name: queue.left for name, queue in self.queues.items()})
-            if joins[0](min(left, DRAIN_INTERVAL if watch else threading.TIMEOUT_MAX)):
+            if joins[0](min(left, DRAIN_INTERVAL)):
                 del joins[0]
 
     def _still_owed(self) -> str:

@@ -52,6 +52,10 @@ class SaveHistory:
         """A save was made, to any tier."""
         self._made.append(due)
 
+    def latest(self) -> PendingVersion | None:
+        """The newest save; None before the first one."""
+        return self._made[-1] if self._made else None
+
     def arrived(self, tier: str, due: PendingVersion) -> None:
         """A version was committed to a tier, or found there; a late one does not make the newest older."""
         if due.seq >= self._there.get(tier, due).seq:

@@ -195,9 +195,18 @@ class SavesUnderWay:
                     found.append((save_state, name, error))
         return found
 
-    def late(self) -> list[str]:
-        """The saves still in progress, with their tiers, as texts for messages."""
-        return [f"step {t.head.step} to {n}" for t in self.save_states() for n, f in t.tiers.items() if not f.done()]
+    def late(self, until: int | None = None) -> list[str]:
+        """The saves still in progress, with their tiers, as texts for messages.
+
+        Args:
+            until: only versions up to this number; None for all.
+        """
+        save_states = [t for t in self.save_states() if until is None or t.head.seq <= until]
+        return [f"step {t.head.step} to {n}" for t in save_states for n, f in t.tiers.items() if not f.done()]
+
+    def find(self, seq: int) -> SaveState | None:
+        """The save of a version; None if it has ended, and was forgotten."""
+        return next((save_state for save_state in self.save_states() if save_state.head.seq == seq), None)
 
     def cancel(self) -> None:
         """Cancel all saves."""

@@ -105,6 +105,7 @@ class TierQueue:
         self._running: Job | None = None  # None again when its result is known, before retention
         self._retry_timer = RetryTimer()
         self._busy = self._ended = self._gave_up = False
+        self._paused_until = 0.0
         self._over = Latch()
         self._thread = threading.Thread(target=self._run, name=f"tierstate-{tier_run.name}", daemon=True)
 
@@ -123,6 +124,19 @@ class TierQueue:
             self._changed.notify()
         return first
 
+    def bring(self, copy: CascadeJob) -> None:
+        """Copy a version to this tier that was not meant for it, before anything else that waits."""
+        with self._lock:
+            self._backlog.owed[copy.due.seq] = copy
+            self._retry_timer.succeeded()
+            self._changed.notify()
+
+    def pause_copies(self, seconds: float) -> None:
+        """Begin no copy for so many seconds; 0 goes on at once. Jobs that write from slabs go on."""
+        with self._lock:
+            self._paused_until = time.monotonic() + seconds
+            self._changed.notify()
+
     def end(self) -> None:
         """End the thread after the jobs in the queue and one more try of the missing versions."""
         with self._lock:
@@ -133,6 +147,7 @@ class TierQueue:
         """Cancel copies and end the thread as soon as possible."""
         with self._lock:
             self._ended = self._gave_up = True
+            self._paused_until = 0.0
             for copy in [self._running, *self._backlog.owed.values()]:
                 if isinstance(copy, CascadeJob):
                     copy.cancelled.set()
@@ -210,12 +225,15 @@ class TierQueue:
                 self._leave_out(self._backlog.trim())
                 missing = not self._gave_up and (self._ended or not self._retry_timer.left)
                 job = self._take(missing)
-                if job is not None or self._ended:
+                paused = max(0.0, self._paused_until - time.monotonic())
+                if job is not None or (self._ended and not paused):
                     self._running, self._busy = job, job is not None
                     return job
-                self._changed.wait(self._retry_timer.left if self._backlog.owed else None)
+                self._changed.wait(paused or (self._retry_timer.left if self._backlog.owed else None))
 
     def _take(self, missing: bool) -> Job | None:
+        if time.monotonic() < self._paused_until:
+            return self._direct_jobs.popleft() if self._direct_jobs and not self.tier_run.together else None
         first = self._backlog.first if self._direct_jobs and self.tier_run.together else None
         if first is not None and first < self._direct_jobs[0].due.seq:
             # All ranks must commit in the order of the saves: in other orders they would wait for each other.
@@ -444,6 +462,41 @@ class Cascade:
             PendingVersion.of(save_state.head, save_state.nbytes),
             coming=lambda: any(not save_state.tiers[n].done() for n in faster),
         )
+
+    def hurry(self, newest: PendingVersion, seconds: float) -> tuple[str, int] | None:
+        """The process will be ended: see to it that the newest version gets to a persistent tier before anything else.
+
+        If no persistent tier gets it, it is copied to the nearest one that works. Copies to other tiers wait until it
+        is there, and for half of the time at most.
+
+        Args:
+            newest: the newest version.
+            seconds: that are left.
+
+        Returns:
+            That tier, and the version's number; None if no tier can have it.
+        """
+        seq, lasting = newest.seq, [name for name in self._tier_runs if self._lasts(name)]
+        first = next((n for n in lasting if seq in self.queues[n].wanted() or seq in self._tier_runs[n].known), None)
+        if first is None:
+            first = next((n for n in lasting if self.queues[n].healthy and self._brings(n) and self._whole(n)), None)
+            if first is None:
+                return None
+            save_state = self._saves.find(seq)
+            copy = self.copy_later(first, save_state) if save_state is not None else self.copy(first, newest)
+            if copy is None:
+                return None
+            self.queues[first].bring(copy)
+        if seq not in self._tier_runs[first].known:
+            for name, queue in self.queues.items():
+                if name != first:
+                    queue.pause_copies(seconds / 2)
+        return first, seq
+
+    def go_on(self) -> None:
+        """End the pauses that `hurry` began."""
+        for queue in self.queues.values():
+            queue.pause_copies(0.0)
 
     def pinned(self, name: str) -> Mapping[int, str]:
         """Versions that a tier must not drop now, by number, with the reason; see `held_versions`."""

@@ -1,0 +1,125 @@
+"""Preempted ranks: all see it at the same step, whichever of them got the signal, and save that step together."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rank_jobs import check, state_of
+from support.thread_ranks import as_ranks
+from support.torchrun import Torchrun
+
+import tierstate as ts
+from tierstate.engine.ranks.preemption import SharedPreemption
+from tierstate.engine.ranks.team import Team
+from tierstate.tiers.policy.models import PreemptionKeys
+
+NO_SIGNALS = PreemptionKeys.model_construct(signals=(), grace=30.0)
+"""The tests call `note` instead: handlers belong to the main thread."""
+
+
+class Nothing:
+    """No saves are under way."""
+
+    ending = False
+
+    def hurry(self, end: float) -> None:
+        pass
+
+    def unfinished(self) -> str:
+        return ""
+
+    def left_behind(self) -> str:
+        return ""
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    size=st.integers(2, 5),
+    signalled=st.lists(st.tuples(st.integers(0, 4), st.floats(0, 0.2)), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+    collective=st.booleans(),
+)
+def test_all_ranks_end_at_the_same_step(
+    size: int, signalled: list[tuple[int, float]], seed: int, collective: bool
+) -> None:
+    """``collective``: the training's steps wait for one another, as with an all-reduce; else ranks drift apart."""
+    steps = threading.Barrier(size)
+
+    def train(team: Team) -> int:
+        dice, saves = random.Random(seed * 10 + team.rank), Nothing()
+        watch = SharedPreemption(NO_SIGNALS, saves, team)
+        watch._interval = 0.05
+        for rank, after in signalled:
+            if rank % size == team.rank:
+                threading.Timer(after, watch.note, [signal.SIGTERM]).start()
+        step = 0
+        while not watch.preempted():
+            step += 1
+            time.sleep(dice.choice([0, 0.001, 0.01]))
+            if collective:
+                steps.wait(20)
+        assert saves.ending
+        watch._signal = None  # so that nothing is raised for the test's process
+        watch.close_begins()
+        watch.close_ends()
+        return step
+
+    found = as_ranks([0] * size, train)
+    assert all(isinstance(one, int) for one in found), found
+    assert len(set(found)) == 1, found
+
+
+POLICY = """
+version: 1
+chunk: 4KiB
+arena: {{size: 1MiB}}
+ranks: {{timeout: 60s, silence: 20s}}
+preemption: {{signals: [TERM, USR1], grace: 20s}}
+tiers:
+  host: {{type: host, capacity: 64MiB, keep: {{last: 2}}}}
+  shared: {{type: lustre, path: "{place}/shared", every: 1000}}
+"""
+
+
+def job(folder: str) -> None:
+    """One rank: trains until it is preempted, saves, and ends."""
+    import torch.distributed as dist
+    from support.rank_jobs import advance
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=folder)), "run", dist.group.WORLD) as ckpt:
+        state: dict[str, Any] = state_of(0, rank, size)
+        ckpt.save(state, step=0).wait("shared")
+        print(f"pid {os.getpid()}", flush=True)
+        while not ckpt.preempted:
+            advance(state, rank, size)
+            dist.barrier()
+            time.sleep(0.01)
+        ckpt.save(state, step=state["step"]).wait("shared")
+        print(f"ended {state['step']}", flush=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["one rank", "torchrun"])
+def test_a_job_under_torchrun(place: Path, who: str) -> None:
+    """A signal to one rank, as when its node is taken away; or to torchrun, which passes it on to all."""
+    with Torchrun(3, "ranks.test_preemption:job", place) as ranks:
+        pids = [int(ranks.hear(rank, "pid")) for rank in range(3)]
+        os.kill(*((pids[1], signal.SIGUSR1) if who == "one rank" else (ranks._agent.pid, signal.SIGTERM)))
+        (step,) = {ranks.hear(rank, "ended") for rank in range(3)}
+        ranks.code()
+    alone = state_of(0, 0, 1)
+    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run", preemption=False) as ckpt:
+        assert check(ckpt.restore(into=alone), 0, 1) == int(step) > 0
+        assert [version.step for version in ckpt.versions()] == [0, int(step)]
