@@ -253,7 +253,12 @@ def closed(spec: ts.Policy, slow: dict[str, Any], saves: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "expected"),
-    [({}, [0, 1, 2, 3, 4, 9]), ({"every": 2}, [0, 2, 4, 9]), ({"on_lag": "skip"}, [0, 4, 9])],
+    [
+        ({}, [[0, 1, 2, 3, 4, 9]]),
+        ({"every": 2}, [[0, 2, 4, 9]]),
+        # With `skip`, step 4 is left out, too, if step 9 is on the faster tier before its copy begins.
+        ({"on_lag": "skip"}, [[0, 4, 9], [0, 9]]),
+    ],
 )
 @pytest.mark.usefixtures("late")
 def test_what_an_earlier_process_owed_is_brought_from_the_first_save_on(place, slow, keys, expected):
@@ -267,7 +272,7 @@ def test_what_an_earlier_process_owed_is_brought_from_the_first_save_on(place, s
     with ts.Checkpointer(spec, "run") as ckpt:
         ckpt.save(state(9), step=9)
     with ts.Checkpointer(spec, "run") as ckpt:
-        assert steps(ckpt, "slow") == expected
+        assert steps(ckpt, "slow") in expected
         assert ckpt.verify(deep=True).ok
 
 
