@@ -1,7 +1,8 @@
 """A bucket: objects under a URL, in any store of fsspec, with conditional creates and parallel range reads.
 
 Whether the store really creates an object only once is probed before the first write: several threads race to create
-the same key, and one may win (`probe_conditional_create`).
+the same key, and one may win (`probe_conditional_create`). So is whether its files can be used to send long objects
+while they are written (`StreamProbe`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +27,7 @@ from tierstate.tiers.concurrency import WorkerPool
 from .filesystem import (
     PARALLEL_READS,
     READ_PART,
+    FsspecClient,
     MemoryClient,
     ObjectClient,
     open_store,
@@ -32,6 +35,7 @@ from .filesystem import (
     secrets_in,
     store_errors_translated,
 )
+from .stream import BLOCK, PROBE_BLOCK, StreamProbe, StreamWriter, UploadFile
 
 PROBE_WRITERS = 8
 
@@ -127,6 +131,10 @@ class Bucket(Tier):
         options: arguments of fsspec's file system for that protocol.
         capacity: total bytes of the objects. Objects that other processes write meanwhile are not counted.
         store: the client for that URL, if it is open already.
+
+    Attributes:
+        streams: long objects are sent while they are written; known after the first write. Otherwise they are gathered
+            in memory.
     """
 
     persistent: ClassVar[bool] = True
@@ -142,6 +150,7 @@ class Bucket(Tier):
         self.gauge = CapacityCounter(capacity)
         self._conditional: bool | None = True if self._volatile else None
         self._notes: tuple[str, ...] = ()
+        self.streams = False
         self._ready = False
         self._readying = threading.Lock()
         self._clock = RemoteClock(self._time)
@@ -262,7 +271,16 @@ class Bucket(Tier):
         check_key(key)
         self._prepare()
         self.check_free(key)
-        return super().writer(key, size_hint)
+        return StreamWriter(self, key)
+
+    def upload_file(self, key: str) -> UploadFile:
+        """A new file of the store, to write an object piece by piece."""
+        return self._file(key, BLOCK)
+
+    def _file(self, name: str, block: int) -> UploadFile:
+        store = self._store
+        assert isinstance(store, FsspecClient)
+        return UploadFile(partial(store.open_new, name, block), lambda doing: self.explained(doing, name))
 
     def delete(self, key: str) -> None:
         check_key(key)
@@ -314,8 +332,27 @@ class Bucket(Tier):
             if self._conditional
             else f"several winners in a race of {PROBE_WRITERS}; racing writers of one key may both succeed"
         )
+        stream_fault = self._stream_fault(remove) if isinstance(self._store, FsspecClient) else None
+        self.streams = stream_fault == ""
         yield from notes
         yield f"conditional create: {found}"
+        if stream_fault:
+            yield f"objects are gathered in memory before they are sent: {stream_fault}"
+
+    def _stream_fault(self, remove: Callable[[str], None]) -> str:
+        """Why long objects cannot be sent while they are written; empty if they can."""
+        name = f".probe-{uuid.uuid4().hex}"
+        byte = torch.zeros(1, dtype=torch.uint8)
+
+        def first_byte() -> int:
+            with self.explained("read", name):
+                self._store.fill(name, [Range(0, byte)])
+            return int(byte[0])
+
+        try:
+            return StreamProbe(lambda: self._file(name, PROBE_BLOCK), first_byte).fault(bool(self._conditional))
+        finally:
+            remove(name)
 
     def _enter(self, name: str, racer: int, start: StartBarrier) -> None:
         """Take part in the probe; no two threads send the same bytes."""

@@ -111,7 +111,23 @@ _NAMES: dict[str, type[TierError]] = {
     "ResponseParserError": TierUnavailable,
     "IncompleteReadError": TierUnavailable,
     "IncompleteRead": TierUnavailable,
+    # Of Azure's library; its other errors have a status.
+    "ResourceExistsError": AlreadyExists,
+    "ResourceNotFoundError": NotFound,
+    "ClientAuthenticationError": AccessDenied,
+    "ServiceRequestError": TierUnavailable,
+    "ServiceResponseError": TierUnavailable,
+    # Of gcsfs and what it uses.
+    "DefaultCredentialsError": AccessDenied,
+    "RefreshError": AccessDenied,
+    "TransportError": TierUnavailable,
+    "RequestException": TierUnavailable,
+    "ChecksumError": TierUnavailable,
 }
+
+
+_STATUS_NAMES = ("status_code", "status", "code")
+"""Names under which errors of Azure's library, aiohttp and gcsfs have the HTTP status."""
 
 
 _REMEDIES: dict[type[TierError], str] = {
@@ -203,10 +219,26 @@ def store_error_class(error: BaseException) -> type[TierError]:
         status = error_status(error)
         found = _CODES.get(store_error_code(error)) or _STATUS.get(status)
         return found or (TierUnavailable if status >= 500 else TierError)
+    return next(filter(None, map(_class_of, _causes(error))), TierError)
+
+
+def _class_of(error: BaseException) -> type[TierError] | None:
+    """By the name of its class, its errno or its HTTP status; None if none of them says anything."""
     for base in type(error).__mro__:
         if base.__name__ in _NAMES:
             return _NAMES[base.__name__]
-    return errno_class(error.errno) if isinstance(error, OSError) else TierError
+    if isinstance(error, OSError) and error.errno is not None:
+        return errno_class(error.errno)
+    if status := _status_of(error):
+        return _STATUS.get(status) or (TierUnavailable if status >= 500 else TierError)
+    # What gcsfs says for the status 403.
+    return AccessDenied if isinstance(error, OSError) and str(error).startswith("Forbidden: ") else None
+
+
+def _status_of(error: BaseException) -> int:
+    """The HTTP status of an error that has it as an attribute; 0 if it has none."""
+    found = (str(getattr(error, name, "")) for name in _STATUS_NAMES)
+    return next((int(text) for text in found if text.isdigit() and 300 <= int(text) <= 599), 0)
 
 
 def store_error_code(error: BaseException) -> str:
@@ -220,7 +252,7 @@ def error_status(error: BaseException) -> int:
     response = _response(error) or {}
     code = str(response.get("Error", {}).get("Code", ""))
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return int(status or (code if code.isdigit() else 0))
+    return int(status or (code if code.isdigit() else 0)) or next(filter(None, map(_status_of, _causes(error))), 0)
 
 
 class BeyondEnd(Exception):
@@ -229,7 +261,7 @@ class BeyondEnd(Exception):
 
 def is_beyond_end(error: BaseException) -> bool:
     """Whether an object ends before a range of it that was asked for."""
-    return isinstance(error, BeyondEnd) or store_error_code(error) in ("InvalidRange", "416")
+    return isinstance(error, BeyondEnd) or store_error_code(error) == "InvalidRange" or error_status(error) == 416
 
 
 def remedy(error: BaseException) -> str:
@@ -245,7 +277,7 @@ def remedy(error: BaseException) -> str:
 
 def _response(error: BaseException) -> Mapping[str, Any] | None:
     """The store's response in an error of botocore, also if that is the cause of a translated error."""
-    for one in _linked(error, lambda one: one.__cause__):
+    for one in _causes(error):
         response = getattr(one, "response", None)
         if isinstance(response, Mapping):
             return response
@@ -269,6 +301,10 @@ def store_errors_translated(doing: str, tier: str, key: str, place: str, secrets
         text = "; ".join(filter(None, (scrub(text, secrets), remedy(error))))
         shows = any(secret in str(one) for one in _chain(error) for secret in secrets)
         raise sort(text, tier=tier, key=key) from (None if shows else error)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    return _linked(error, lambda one: one.__cause__)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -401,7 +437,12 @@ class FsspecClient(ObjectClient):
         return ObjectTimes(next((t for t in found if isinstance(t, datetime) and t.tzinfo is not None), None))
 
     def create(self, name: str, body: memoryview) -> None:
-        self._fs.pipe_file(self.path(name), body, mode="create")
+        # As bytes: adlfs takes a memoryview for a list of numbers.
+        self._fs.pipe_file(self.path(name), bytes(body), mode="create")
+
+    def open_new(self, name: str, block: int) -> Any:
+        """A file of fsspec for writing an object that does not exist; it sends blocks of so many bytes."""
+        return self._fs.open(self.path(name), "xb", block_size=block)
 
     def remove(self, name: str) -> None:
         try:
