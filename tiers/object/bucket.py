@@ -35,7 +35,7 @@ from .filesystem import (
     secrets_in,
     store_errors_translated,
 )
-from .stream import BLOCK, PROBE_BLOCK, StreamProbe, StreamWriter, UploadFile
+from .stream import StreamProbe, StreamWriter, UploadFile
 
 PROBE_WRITERS = 8
 
@@ -140,6 +140,8 @@ class Bucket(Tier):
     persistent: ClassVar[bool] = True
     races: ClassVar[int] = 4
     """Rounds of the probe for conditional creates."""
+    block: ClassVar[int] = 8 << 20
+    """Bytes that a file of the store collects before it sends them. Shorter objects are created by one request."""
 
     def __init__(
         self, url: str, options: Mapping[str, Any], capacity: int | None = None, store: ObjectClient | None = None
@@ -275,7 +277,7 @@ class Bucket(Tier):
 
     def upload_file(self, key: str) -> UploadFile:
         """A new file of the store, to write an object piece by piece."""
-        return self._file(key, BLOCK)
+        return self._file(key, self.block)
 
     def _file(self, name: str, block: int) -> UploadFile:
         store = self._store
@@ -310,7 +312,7 @@ class Bucket(Tier):
         with self._readying:
             if self._ready:
                 return
-            if self._conditional is None:
+            if not self._volatile:
                 self._notes = tuple(scrub(note, self._secrets) for note in self._findings())
             if self.gauge.capacity is not None:
                 self.gauge.used = sum(self.size(key) for key in self.list(""))
@@ -350,7 +352,7 @@ class Bucket(Tier):
             return int(byte[0])
 
         try:
-            return StreamProbe(lambda: self._file(name, PROBE_BLOCK), first_byte).fault(bool(self._conditional))
+            return StreamProbe(partial(self._file, name), first_byte).fault(bool(self._conditional))
         finally:
             remove(name)
 

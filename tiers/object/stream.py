@@ -10,7 +10,7 @@ import io
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tierstate.manifest.chunk import Buffer, as_buffer, view
 from tierstate.manifest.errors import NotFound, TierError
@@ -20,11 +20,7 @@ from tierstate.tiers.capacity import CapacityCounter
 log = logging.getLogger("tierstate")
 
 
-BLOCK = 8 << 20
-"""Bytes that a file collects before it sends them. Objects up to this length are created by one request."""
-
-
-WRITE = 2 * BLOCK
+WRITE = 16 << 20
 """Most bytes that are given to a file at once: it copies them; some files send their blocks in parallel."""
 
 
@@ -32,7 +28,7 @@ PROBE_BLOCK = 1 << 18
 """Bytes of a block of the probe: no store of ours takes shorter ones."""
 
 
-PROBE_MOST = 2 * BLOCK
+PROBE_MOST = 16 << 20
 """Most bytes that the probe writes until a file has sent some of them."""
 
 
@@ -107,10 +103,8 @@ class StreamTarget(Protocol):
 
     name: str
     gauge: CapacityCounter
-
-    @property
-    def streams(self) -> bool:
-        """Whether objects may be sent while they are written."""
+    streams: bool
+    block: ClassVar[int]
 
     def upload_file(self, key: str) -> UploadFile: ...
     def create(self, key: str, data: Buffer) -> None: ...
@@ -139,7 +133,7 @@ class StreamWriter(AtomicWriter):
     def _add(self, buffer: Buffer, release: Release | None) -> bool:
         self._tier.gauge.take(buffer.numel(), self._tier.name, self._key)
         self._length += buffer.numel()
-        if self._tier.streams and self._length > BLOCK:
+        if self._tier.streams and self._length > self._tier.block:
             self._send(view(buffer))
         else:
             self._gathered.write(view(buffer))
@@ -186,11 +180,11 @@ class StreamProbe:
     """Finds out whether the files of a store can be used to write objects.
 
     Args:
-        begin: opens a new file of one name, which is free.
+        begin: opens a new file of one name, which is free; called with the bytes that it collects before it sends them.
         first_byte: reads the first byte of the object of that name; raises `NotFound` if there is none.
     """
 
-    def __init__(self, begin: Callable[[], UploadFile], first_byte: Callable[[], int]) -> None:
+    def __init__(self, begin: Callable[[int], UploadFile], first_byte: Callable[[], int]) -> None:
         self._begin, self._first_byte = begin, first_byte
         self._open: list[UploadFile] = []
 
@@ -223,20 +217,19 @@ class StreamProbe:
 
     def _replaced(self) -> str:
         winner, loser = self._write(2), self._write(3)
-        self._open.remove(winner)
         winner.publish()
-        self._open.remove(loser)
+        self._open.remove(winner)
         try:
             loser.publish()
+            self._open.remove(loser)
         except TierError as error:
-            loser.discard()
             if error.transient:
                 raise
         return "" if self._object() == 2 else "an object that was created meanwhile would be replaced"
 
     def _write(self, fill: int) -> UploadFile:
         """A file that has sent bytes of the value ``fill``."""
-        file = self._begin()
+        file = self._begin(PROBE_BLOCK)
         self._open.append(file)
         block = memoryview(bytes([fill]) * (PROBE_BLOCK + 1))
         for _ in range(PROBE_MOST // len(block)):
