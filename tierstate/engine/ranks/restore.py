@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -89,7 +89,9 @@ class ChunkRestore:
     Attributes:
         reach: by kind of tier, ``(rows,)`` of bool: the chunks that this rank can read; without those that it failed
             to read.
-        damage: the error of the first chunk that could not be read; None if there was none.
+        damage: the error of the first chunk that is damaged or missing; None if there was none.
+        unreadable: the error of the first chunk that a tier has which cannot be asked now; None if there was none.
+        away: ``(rows,)`` of bool: all those chunks. They may be whole.
         failure: the error of a chunk that could not be copied into the state; None if there was none.
     """
 
@@ -101,7 +103,9 @@ class ChunkRestore:
         self._wants, self._got = np.zeros(len(version.digests), bool), np.zeros(len(version.digests), bool)
         self._wants[targets.rows] = True
         self.reach = _reach(entry, query.team)
-        self.damage: Damaged | Unreadable | None = None
+        self.damage: Damaged | None = None
+        self.unreadable: Unreadable | None = None
+        self.away = np.zeros(len(version.digests), bool)
         self.failure: Exception | None = None
 
     @property
@@ -148,7 +152,10 @@ class ChunkRestore:
 
         def lose(row: int, error: Damaged | Unreadable) -> None:
             lost.append(row)
-            self.damage = self.damage or error
+            if isinstance(error, Unreadable):
+                self.away[row], self.unreadable = True, self.unreadable or error
+            else:
+                self.damage = self.damage or error
             passing.lose(row)
 
         def give(row: int, raw: Buffer, _slab: object) -> None:
@@ -213,13 +220,13 @@ class IncompleteVersion(Exception):
     Args:
         text: which ranks lack which leaves.
         ranks: those ranks.
-        own: the error that this rank met when it read chunks; None if it met none.
+        own: the error of a damaged chunk that this rank met; None if it met none.
 
     Attributes:
         begun: whether chunks were read before this was known.
     """
 
-    def __init__(self, text: str, ranks: Sequence[int], own: Damaged | Unreadable | None, *, begun: bool) -> None:
+    def __init__(self, text: str, ranks: Sequence[int], own: Damaged | None, *, begun: bool) -> None:
         super().__init__(text)
         self.begun, self._ranks, self._own = begun, ranks, own
 
@@ -258,7 +265,7 @@ class RestoreAttempt:
 
         Raises:
             IncompleteVersion: some ranks cannot get all chunks that they want.
-            Unreadable: so it is, and a tier that has some of them cannot be asked now.
+            Unreadable: so it is, and each of these chunks is in a tier that some rank cannot ask now.
             StateMismatch: the version does not fit some state.
             RankFailed: another rank failed.
         """
@@ -296,10 +303,13 @@ class RestoreAttempt:
                 assert self._chunks is not None
                 assert self._listener is not None
                 self._chunks.exchange(plan, wanted, self._listener, addresses)
-        incomplete = self._not_whole(offers, plan)
-        if away:
-            # A rank could not ask a tier that has a chunk: the version may be whole, and is not passed over for that.
-            raise Unreadable(f"cannot be read now: {incomplete}") from incomplete.error_for(self._team.rank)
+        lacking = plan.lacking or {rank: _rows(offer.wants) for rank, offer in enumerate(offers) if len(offer.wants)}
+        incomplete = self._not_whole(lacking)
+        if away[np.concatenate(list(lacking.values()))].all():
+            # The version may be whole, and is not passed over: a tier that has these chunks could not be asked.
+            raise Unreadable(f"cannot be read now: {incomplete}") from (
+                self._chunks.unreadable if self._chunks is not None else None
+            )
         raise incomplete
 
     def _plan_restore(self) -> RestorePlan:
@@ -318,11 +328,11 @@ class RestoreAttempt:
         )
         return plan_scatter(self._version, self._target)
 
-    def _ask(self, opened: ExitStack, *, ahead: bool) -> tuple[list[RankRows], list[RankRows], list[str], bool]:
+    def _ask(self, opened: ExitStack, *, ahead: bool) -> tuple[list[RankRows], list[RankRows], list[str], Array]:
         """Gather what all ranks still want now, and in all, with what they reach, the addresses of their listening
-        sockets, and whether a rank could not ask a tier that has a chunk."""
+        sockets, and as ``(rows,)`` of bool the chunks in tiers that some rank could not ask."""
         rows, leaves = len(self._version.digests), len(self._version.leaves)
-        offers, later, addresses, away, nowhere = [], [], [], False, np.ones(leaves, bool)
+        offers, later, addresses, away, nowhere = [], [], [], np.zeros(rows, bool), np.ones(leaves, bool)
         for said in self._query.ask("offer", lambda: self._offer(opened, ahead=ahead)):
             head, columns = col.decode_table(memoryview(said), WHAT)
             sets = [decode_runs(_column(columns, f"rows.{i}"), rows) for i in range(WANTED + 1)]
@@ -330,7 +340,7 @@ class RestoreAttempt:
             offers.append(RankRows(sets[WANTED], reach))
             later.append(RankRows(decode_runs(_column(columns, "rows.all"), rows), reach))
             addresses.append(col.json_field(head, "address", str, WHAT))
-            away |= col.json_field(head, "away", bool, WHAT)
+            away |= mask_of(decode_runs(_column(columns, "rows.away"), rows), rows)
             nowhere &= mask_of(decode_runs(_column(columns, "elsewhere"), leaves), leaves)
         self._check_wanted(np.flatnonzero(nowhere).tolist())
         return offers, later, addresses, away
@@ -346,12 +356,13 @@ class RestoreAttempt:
         assert self._target is not None
         if chunks.failure is not None:
             raise chunks.failure
-        self.check_still_there(chunks.damage)
+        self.check_still_there(chunks.damage or chunks.unreadable)
         elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._target.elsewhere))
         sets = {f"rows.{i}": mask for i, mask in enumerate([*chunks.reach, chunks.missing])}
         sets |= {"rows.all": chunks.missing | _mask(plan.wanted.rows, len(chunks.missing)), "elsewhere": elsewhere}
+        sets["rows.away"] = chunks.away
         columns = {name: encode_runs(runs_in(mask)) for name, mask in sets.items()}
-        head = {"address": listener.address, "away": isinstance(chunks.damage, Unreadable)}
+        head = {"address": listener.address}
         return col.encode_table(head, {name: np.frombuffer(d, "<u1") for name, d in columns.items()})
 
     def _check_wanted(self, nowhere: Sequence[int]) -> None:
@@ -378,8 +389,7 @@ class RestoreAttempt:
             except VersionDropped as error:
                 raise VersionMoved(str(error)) if self._wanted.newest else error from error
 
-    def _not_whole(self, offers: Sequence[RankRows], plan: ExchangePlan) -> IncompleteVersion:
-        found = plan.lacking or {rank: _rows(offer.wants) for rank, offer in enumerate(offers) if len(offer.wants)}
+    def _not_whole(self, found: Mapping[int, Array]) -> IncompleteVersion:
         told = "; ".join(self._lacks(rank, rows) for rank, rows in list(found.items())[:8])
         more = f"; and {len(found) - 8} more ranks" if len(found) > 8 else ""
         gone = f"; {self._entry.thinned or LOOK_FURTHER}"
