@@ -1,6 +1,6 @@
 """Object storage: one long object up and down an S3 server, side by side with s3fs and with plain HTTP.
 
-python -m benchmarks.objects s3://bucket/prefix [--endpoint URL] [--size 256MiB] [--rounds 5]
+python -m benchmarks.objects s3://bucket/prefix [--endpoint URL] [--ca FILE] [--size 256MiB] [--rounds 5]
 
 Credentials and region come from where botocore looks for them (AWS_ACCESS_KEY_ID and so on). All take turns in one
 process; its CPU seconds are counted, and not the server's.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import ssl
 import statistics
 import time
 import uuid
@@ -42,11 +43,12 @@ TUNED = {
 
 
 class Place(NamedTuple):
-    """Where the objects go, and what s3fs is told of it."""
+    """Where the objects go, what s3fs is told of it, and the file with the authorities that are trusted, if given."""
 
     bucket: str
     prefix: str
     options: dict[str, Any]
+    ca: str | None = None
 
 
 class Way(ABC):
@@ -152,7 +154,7 @@ class Raw(Way):
 
         known = {"endpoint_url": place.options.get("endpoint_url")}
         self.s3 = botocore.session.Session().create_client(
-            "s3", config=Config(**TUNED, signature_version="s3v4"), **known
+            "s3", config=Config(**TUNED, signature_version="s3v4"), verify=place.ca, **known
         )
 
     def where(self, key: str) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class Raw(Way):
 
     def _each(self, nbytes: int, do: Callable[[HTTPConnection, int], Any]) -> list[Any]:
         url = urlsplit(self.s3.generate_presigned_url("get_object", self.where("x")))
-        lines = [_connect(url) for _ in range(THREADS)]
+        lines = [_connect(url, self.place.ca) for _ in range(THREADS)]
 
         def some(number: int) -> list[Any]:
             return [(at, do(lines[number], at)) for at in range(number * PIECE, nbytes, THREADS * PIECE)]
@@ -202,9 +204,11 @@ class Raw(Way):
         return [answer for _, answer in sorted(found, key=lambda one: one[0])]
 
 
-def _connect(url: SplitResult) -> HTTPConnection:
-    kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-    return kind(url.hostname or "", url.port)
+def _connect(url: SplitResult, ca: str | None) -> HTTPConnection:
+    host = url.hostname or ""
+    if url.scheme != "https":
+        return HTTPConnection(host, url.port)
+    return HTTPSConnection(host, url.port, context=ssl.create_default_context(cafile=ca))
 
 
 WAYS: tuple[type[Way], ...] = (Plain, Tuned, Ours, Careful, Raw)
@@ -221,7 +225,8 @@ def main() -> None:
     """Measure, and print a table."""
     args = arguments()
     bucket, _, prefix = args.url.removeprefix("s3://").partition("/")
-    place = Place(bucket, f"{prefix or 'bench'}/{uuid.uuid4().hex}", {"endpoint_url": args.endpoint})
+    options = {"endpoint_url": args.endpoint, **({"client_kwargs": {"verify": args.ca}} if args.ca else {})}
+    place = Place(bucket, f"{prefix or 'bench'}/{uuid.uuid4().hex}", options, args.ca)
     ways = [way(place) for way in WAYS]
     store = next(way for way in ways if type(way) is Plain)
     generator = torch.Generator().manual_seed(1)
@@ -274,6 +279,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.objects", description=__doc__.splitlines()[0])
     parser.add_argument("url", help="bucket and prefix below which objects are made and removed, as in s3://b/bench")
     parser.add_argument("--endpoint", help="of the server; by default AWS")
+    parser.add_argument("--ca", help="file with the certificate of the authority that signed the server's")
     parser.add_argument("--size", type=parse_size, default=256 << 20, help="bytes of the object")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each")
     return parser.parse_args()

@@ -54,6 +54,7 @@ SERVERS = {
     "cephfs_once": "cephfs",
     "rclone_once": "rclone",
     "rclone_tls_once": "rclone",
+    "azurite": "azurite",
 }
 """Fixtures that start a real server; the tests of one server are run by one worker, which starts it once."""
 

@@ -105,8 +105,10 @@ class ObjectStore(Tier):
     """Objects under a URL: ``s3://bucket/prefix`` or any other protocol of fsspec.
 
     ``file://`` is served by `Directory`, since fsspec's own files are created neither atomically nor exclusively.
-    ``memory://`` keeps objects in the process, for tests. Of the other protocols only S3 was tested with servers.
-    On a store that shows a write before it is complete, readers may see part of an object.
+    ``memory://`` keeps objects in the process, for tests. Of the other protocols only S3 was tested with servers,
+    ``abfs://`` and ``gs://`` with emulators. Long objects are sent while they are written; if the files of a store show
+    a write before it is complete, or replace an object, they are gathered in memory instead, and ``traits.notes`` says
+    so. On a store whose single writes are not atomic, readers may see part of an object.
 
     Args:
         url: protocol, bucket and prefix; the bucket must exist.
