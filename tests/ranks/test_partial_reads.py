@@ -25,6 +25,9 @@ STATE, NEWER = tensors(40_000, 4_000, 12_000), tensors(40_000, 4_000, 12_000, se
 ROWS = 10 + 1 + 3
 """Chunks of 4 KiB that either has."""
 
+RECORD = -1
+"""In place of a chunk: the version's record."""
+
 Health: TypeAlias = Literal["damaged", "away", "denied"]
 World: TypeAlias = Sequence[dict[int, Health]]
 """By rank, the chunks of the newer version that it cannot read, and why."""
@@ -69,14 +72,17 @@ class Ailed(Cluster):
         return policy({"shared": {"type": "ailing", "path": str(self.place / "shared"), "rank": host}})
 
     def fall_ill(self, world: World) -> None:
-        """Let ranks meet that from now on."""
+        """Save two versions, and let ranks meet that from now on."""
+        Ailing.ill.clear()
         with ts.Checkpointer(self.policy(0), "run") as ckpt:
             for step, state in enumerate((STATE, NEWER), 1):
                 ckpt.save(state, step)
-        layout = Log(opened(self.policy(0), "shared"), "run").read(2).layout
+        log = Log(opened(self.policy(0), "shared"), "run")
+        layout = log.read(2).layout
         for rank, rows in enumerate(world):
-            places = {row: layout.place(row) for row in rows}
-            Ailing.ill[rank] = {(at.object, at.offset): rows[row] for row, at in places.items() if at is not None}
+            places = {row: layout.place(row) for row in rows if row != RECORD}
+            ill = {(at.object, at.offset): rows[row] for row, at in places.items() if at is not None}
+            Ailing.ill[rank] = ill | ({(log.key(2), 0): rows[RECORD]} if RECORD in rows else {})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,7 +97,7 @@ def worlds(draw: st.DrawFn) -> World:
     """A few chunks that cannot be read, each by some ranks, or by all."""
     ranks = draw(st.integers(2, 3))
     world: list[dict[int, Health]] = [{} for _ in range(ranks)]
-    for row in draw(st.sets(st.integers(0, ROWS - 1), min_size=1, max_size=3)):
+    for row in draw(st.sets(st.integers(RECORD, ROWS - 1), min_size=1, max_size=3)):
         for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
             world[rank][row] = draw(st.sampled_from(["damaged", "damaged", "away", "denied"]))
     return world
@@ -99,10 +105,12 @@ def worlds(draw: st.DrawFn) -> World:
 
 def expected(world: World, on_damage: str) -> Any:
     """The step that every rank gets, or the class of its error."""
-    everywhere = set.intersection(*(set(rows) for rows in world))
+    # Without a record a rank can read no chunk.
+    every = [[rows.get(RECORD, rows.get(row)) for rows in world] for row in range(ROWS)]
+    everywhere = [row for row in every if all(row)]
     if not everywhere:
         return 2
-    if all(any(rows[row] != "damaged" for rows in world) for row in everywhere):
+    if all(any(what != "damaged" for what in row) for row in everywhere):
         return Unreadable
     return 1 if on_damage == "older" else Damaged
 
@@ -149,6 +157,12 @@ def test_ranks_agree_on_what_only_some_cannot_read(world: World, on_damage: str,
         [{0: "away", 9: "damaged"}, {9: "damaged"}],
         [{9: "damaged"}, {9: "damaged", 0: "denied"}],
         [{0: "away", 13: "damaged"}, {0: "denied", 13: "damaged"}],
+        # Who cannot read the record says nothing of the chunks.
+        [{RECORD: "away"}, {}],
+        [{RECORD: "away"}, {9: "damaged"}],
+        [{RECORD: "damaged"}, {9: "away"}],
+        [{RECORD: "damaged"}, {9: "damaged"}],
+        [{RECORD: "away"}, {RECORD: "damaged"}],
     ],
     ids=str,
 )

@@ -27,12 +27,12 @@ def expected(healths: Healths, on_damage: str) -> int | type[ts.TierstateError]:
     for step in reversed(STEPS):
         records = [record for record, _ in healths[step]]
         packs = [pack for record, pack in healths[step] if record in ANSWERS]
-        seen = packs or records
         if all(one == "lost" for one in records):
             continue  # no tier lists it
         if any(one in ANSWERS for one in packs):
             return step
-        if any(one in SILENT for one in seen):
+        # A tier whose record cannot be read may have what the others have damaged.
+        if any(one in SILENT for one in [*packs, *records]):
             return ts.Unreadable if packs else ts.NewestUnreadable
         if on_damage == "raise":
             return ts.Damaged
@@ -50,6 +50,8 @@ SOUND: list[tuple[Health, Health]] = [("sound", "sound")] * 2
 @example([SOUND, SOUND, [("away", "sound"), ("damaged", "sound")]], "older")
 @example([SOUND, SOUND, [("sound", "away")] * 2], "older")
 @example([SOUND, SOUND, [("sound", "damaged"), ("sound", "denied")]], "older")
+@example([SOUND, SOUND, [("sound", "damaged"), ("away", "sound")]], "older")
+@example([SOUND, SOUND, [("sound", "damaged"), ("damaged", "sound")]], "older")
 @example([SOUND, SOUND, [("flipped", "flipped")] * 2], "raise")
 @example([SOUND, SOUND, [("sound", "damaged"), ("sound", "flipped")]], "raise")
 @example([SOUND, SOUND, [("damaged", "sound")] * 2], "older")

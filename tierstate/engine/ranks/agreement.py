@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierstate.engine.restore.restore import RestoreSpec, check_missing, unreadable_now
-from tierstate.engine.store.catalog import LOOK_FURTHER, RunCatalog, SeqVersions, VersionCopies, VersionMoved
+from tierstate.engine.store.catalog import (
+    LOOK_FURTHER,
+    RunCatalog,
+    SeqVersions,
+    VersionCopies,
+    VersionMoved,
+    tiers_away,
+)
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import (
     Damaged,
@@ -272,7 +279,7 @@ class VersionAgreement:
         giver = have.index(True)
         gives = mine is not None and self._query.team.rank == giver
         said = self._query.ask("version", lambda: zlib.compress(mine.version.data, 1) if mine and gives else b"")
-        return mine or VersionCopies(_version(said[giver], id), (), ())
+        return mine or VersionCopies(_version(said[giver], id), (), (), tiers_away(place.problems))
 
 
 def _version(data: bytes, id: str) -> Version:

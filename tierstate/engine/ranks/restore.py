@@ -360,7 +360,8 @@ class RestoreAttempt:
         elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._target.elsewhere))
         sets = {f"rows.{i}": mask for i, mask in enumerate([*chunks.reach, chunks.missing])}
         sets |= {"rows.all": chunks.missing | _mask(plan.wanted.rows, len(chunks.missing)), "elsewhere": elsewhere}
-        sets["rows.away"] = chunks.away
+        # A tier that has a record of this number may have any chunk, as long as the record cannot be read.
+        sets["rows.away"] = chunks.away | bool(self._entry.away)
         columns = {name: encode_runs(runs_in(mask)) for name, mask in sets.items()}
         head = {"address": listener.address}
         return col.encode_table(head, {name: np.frombuffer(d, "<u1") for name, d in columns.items()})

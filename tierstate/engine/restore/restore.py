@@ -299,6 +299,9 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
                 return Restored(fill_target(entry, target, plan, arena), entry)
             except Damaged as error:
                 changed = changed or target.changed
+                if entry.away:
+                    raise_if_dropped(entry, error)
+                    raise may_be_whole(entry, error) from error
                 if wanted.on_damage == "raise":
                     raise_if_dropped(entry, error)
                     raise
@@ -420,10 +423,16 @@ def _is_whole(entry: VersionCopies, rows: Array, wanted: RestoreSpec, passed: li
         f"{describe_version(entry)} is not whole in {', '.join(entry.tiers)}: "
         f"{len(leaves)} leaves are in none of them, {first} the first{_dropped(entry)}"
     )
-    if not wanted.newest:
+    if entry.away or not wanted.newest:
         raise error
     _pass_over(passed, describe_version(entry), error)
     return False
+
+
+def may_be_whole(entry: VersionCopies, why: object) -> Unreadable:
+    """The error for a version that is not whole in the tiers that answer, while another one lists it."""
+    away = "; ".join(entry.away)
+    return Unreadable(f"{why}; it may be whole where its record cannot be read now ({away}); try again")
 
 
 def _dropped(entry: VersionCopies) -> str:

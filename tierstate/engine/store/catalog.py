@@ -7,7 +7,7 @@ another process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ import numpy as np
 
 from tierstate.engine.packs.keys import pack_prefix
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.errors import NotFound, TierError, TierstateError, Unreadable
+from tierstate.manifest.errors import NotFound, TierError, TierstateError, Unreadable, cannot_be_asked
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
@@ -60,11 +60,14 @@ class VersionCopies:
 
     Attributes:
         records: the record of each copy, in the order of `holdings`.
+        away: tiers that list a record of this number and cannot be asked for it now, with the reason. Each may have
+            another copy.
     """
 
     version: Version
     holdings: tuple[Holding, ...]
     records: tuple[Record, ...]
+    away: tuple[str, ...] = ()
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -208,13 +211,19 @@ class RunCatalog:
                 continue
             tier_run.identity.learn(record)
             copies.setdefault(record.version.id, []).append((Holding(tier_run, record.layout), record))
+        away = tiers_away(problems)
         entries = [
-            VersionCopies(found[0][1].version, tuple(h for h, _ in found), tuple(r for _, r in found))
+            VersionCopies(found[0][1].version, tuple(h for h, _ in found), tuple(r for _, r in found), away)
             for found in copies.values()
         ]
         # Two writers may have used one number in different tiers: the later one counts as the newer.
         entries.sort(key=lambda e: e.version.head.time, reverse=True)
         return SeqVersions(seq, tuple(entries), tuple(problems))
+
+
+def tiers_away(problems: Iterable[tuple[str, TierstateError]]) -> tuple[str, ...]:
+    """Those of the tiers whose record cannot be read that cannot be asked for it now, with the reason."""
+    return tuple(f"{name}: {error}" for name, error in problems if cannot_be_asked(error))
 
 
 class VersionMoved(NotFound):
