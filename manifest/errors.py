@@ -143,8 +143,13 @@ class CaptureError(TierstateError):
 
 
 class Reentered(TierstateError):
-    """A thread that is inside `save`, `restore`, `load` or `close` has called one of them, or `wait`: from a signal
-    handler, or from code that they run. Waiting there for locks of the interrupted call would never end.
+    """A thread that is inside a call of a `Checkpointer` has made another one, of this one or of another: from a signal
+    handler, or from code that the call runs. It would wait there for locks of the interrupted call for ever.
+
+    Inside `Save.wait` and `Save.wait_captured`, and between calls, a handler may make every call. What a `Save` tells
+    without waiting (`done`, `errors`, `seconds`) works everywhere. So a handler that may come at any moment sets a
+    flag, or tries to save and sets the flag where it gets this error. It must catch the error, or else the interrupted
+    call raises it. What is saved is the state at that moment, also in the middle of an optimizer's step.
     """
 
 

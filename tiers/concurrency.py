@@ -6,6 +6,7 @@ calls goes on after the block that made them: not even if that was interrupted w
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,42 @@ R = TypeVar("R")
 
 class Cancelled(RuntimeError):
     """A call was not begun, since its pool was closed."""
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread that was not started yet. After an interrupt at any moment that may be done again.
+
+    `Thread.start` waits for the thread with an event. Interrupted there, it can leave the event's lock locked, so that
+    the thread waits for it for ever, and so does who joins the thread. Only the main thread is interrupted; so one that
+    is begun without an event starts it.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+    if thread.ident is not None:
+        return
+    outcome: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def start() -> None:
+        try:
+            _start(thread)
+            outcome.put(None)
+        except BaseException as error:
+            outcome.put(error)
+
+    _thread.start_new_thread(start, ())
+    if (error := outcome.get()) is not None:
+        raise error
+
+
+_STARTING = threading.Lock()
+"""Held only by threads that nothing interrupts."""
+
+
+def _start(thread: threading.Thread) -> None:
+    with _STARTING:
+        if thread.ident is None:
+            thread.start()
 
 
 class Task(Generic[R]):
@@ -134,7 +171,7 @@ class WorkerPool:
         thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
         self._threads.append(thread)
         try:
-            thread.start()
+            start_thread(thread)
         except RuntimeError:
             self._threads.remove(thread)
             return False

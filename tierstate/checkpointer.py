@@ -8,13 +8,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -35,7 +34,7 @@ from tierstate.engine.save.preemption import Preemption, PreemptionWish, keys_of
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import HISTORY
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import Reentered, TierstateError, TierUnavailable
+from tierstate.manifest.errors import TierstateError, TierUnavailable
 from tierstate.manifest.format.leaf import Path, check_glob
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
@@ -48,6 +47,7 @@ from tierstate.tiers.policy.models import PreemptionKeys
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
 
 from .copy import CopyResult, copy
+from .not_reentrant import not_reentrant, refuse_inside
 from .pause_gc import gc_paused
 from .run import Run
 
@@ -90,9 +90,9 @@ class Save:
 
         Raises:
             CaptureError: the state could not be copied.
-            Reentered: called by a signal handler that has interrupted `Checkpointer.save` or `restore`.
+            Reentered: called by a signal handler that has interrupted a call of a `Checkpointer`.
         """
-        _refuse_inside("wait_captured")
+        refuse_inside("wait_captured")
         self._save_state.captured.result(timeout)
 
     def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
@@ -102,9 +102,9 @@ class Save:
             NotFound: the tier does not get this save; the message says why.
             TierUnavailable: the commit took longer than ``timeout`` seconds; the save continues.
             TierstateError: the save failed on that tier.
-            Reentered: called by a signal handler that has interrupted `Checkpointer.save` or `restore`.
+            Reentered: called by a signal handler that has interrupted a call of a `Checkpointer`.
         """
-        _refuse_inside("wait")
+        refuse_inside("wait")
         self._save_state.wait(tier or self._durable, timeout)
 
     def done(self, tier: str | None = None) -> bool:
@@ -138,24 +138,11 @@ def raise_failures(
         raise error
 
 
-def _refuse_inside(call: str, checkpointer: Checkpointer | None = None) -> None:
-    """Raises Reentered if this thread is inside a call of a Checkpointer (of this one, if given) that may hold locks.
-
-    The stack tells, and not a mark that an interrupt could leave behind.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code in _HOLDING and checkpointer in (None, frame.f_locals.get("self")):
-            inside = frame.f_code.co_name
-            raise Reentered(
-                f"{call} was called while this thread is inside {inside}, by a signal handler or by what {inside} "
-                f"runs. Set a flag in the handler, and call {call} when {inside} has returned"
-            )
-        frame = frame.f_back
-
-
 class Checkpointer(Run):
     """Saves and restores the state of one run.
+
+    Threads may share it. In one thread its calls cannot be made inside one another, as a signal handler would: that
+    raises `Reentered`, which says what a handler may do.
 
     Args:
         policy: which state goes to which tier; a `Policy`, or the path of a policy file.
@@ -234,6 +221,7 @@ class Checkpointer(Run):
         """
         return self._preemption is not None and self._preemption.preempted()
 
+    @not_reentrant
     def guard(self, optimizer: object) -> None:
         """Lazy capture of what only the steps of an optimizer change: its parameters and its state.
 
@@ -253,12 +241,14 @@ class Checkpointer(Run):
         self._check_open()
         self._guard.add(optimizer)
 
+    @not_reentrant
     def unguard(self, optimizer: object) -> None:
         """End `guard` for an optimizer, as it was given there: its steps are as they were, and `save` returns when its
         tensors are captured. Waits for captures under way. Nothing happens if it is not guarded. `close` does it too.
         """
         self._guard.remove(optimizer)
 
+    @not_reentrant
     def save(self, state: Any, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
         """Save a state. Returns when all of it is captured, except what is guarded; then the state may change again.
 
@@ -274,10 +264,9 @@ class Checkpointer(Run):
             TierstateError: an earlier save reached no persistent tier; raised once, and this save was not made. Or a
                 tier fails and would be further behind than its ``max_lag``; this save goes on in the other tiers. With
                 ``on_failure: {action: warn}`` both are logged for a while.
-            Reentered: called by a signal handler that has interrupted `save`, `restore` or `load` of this thread.
+            Reentered: called by a signal handler that has interrupted a call of a `Checkpointer`.
         """
         start = time.monotonic()
-        _refuse_inside("save", self)
         self._check_open()
         save = self._save_state(state, step, metadata)
         try:
@@ -316,6 +305,7 @@ class Checkpointer(Run):
         self._saves += 1
         return Save(save_state, self.policy.durable)
 
+    @not_reentrant
     def restore(
         self,
         into: Any,
@@ -352,11 +342,11 @@ class Checkpointer(Run):
             Unreadable: what is wanted is stored, and the tiers that have it cannot be read now. So it is never passed
                 over for an older version: `NewestUnreadable` where it is the newest one.
             Unsafe: a leaf is a pickle, or lossy, and that was not allowed.
-            Reentered: called by a signal handler that has interrupted `save`, `restore` or `load` of this thread.
+            Reentered: called by a signal handler that has interrupted a call of a `Checkpointer`.
         """
-        _refuse_inside("restore", self)
         return self._restored(RestoreSpec(step, version, into, only, None, on_damage, self._pickles, allow_lossy), tag)
 
+    @not_reentrant
     def resume(
         self,
         into: Any,
@@ -382,7 +372,6 @@ class Checkpointer(Run):
             TierUnavailable: nothing was found, and a persistent tier cannot be asked now.
             Damaged, Unreadable, StateMismatch, Unsafe, RankFailed: as `restore`.
         """
-        _refuse_inside("resume", self)
         self._check_open()
         if self._together is None:  # many ranks have checked it together when they began
             check_places([tier_run.tier for tier_run in self._tier_runs])
@@ -392,6 +381,7 @@ class Checkpointer(Run):
             return None
         return VersionInfo.of(found.entry)
 
+    @not_reentrant
     def load(
         self,
         *,
@@ -413,7 +403,6 @@ class Checkpointer(Run):
 
         Raises: as `restore`.
         """
-        _refuse_inside("load", self)
         place = torch.device(device) if device is not None else None
         return self._restored(RestoreSpec(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy), tag)
 
@@ -445,6 +434,7 @@ class Checkpointer(Run):
     def _saving(self) -> PendingSaves:
         return self._pipeline
 
+    @not_reentrant
     def stats(self) -> Stats:
         """Counters and times of this Checkpointer so far, in all and by tier."""
         tiers = {s.name: self._tier_stats(s) for s in self._tier_runs}
@@ -456,6 +446,7 @@ class Checkpointer(Run):
         found = TierStats.of(pipeline.queues.get(name)).measured(tier_run.tier)
         return replace(found, hung=tier_run.tier.trouble, durable_lag=pipeline.lag(name), waited=pipeline.waited(name))
 
+    @not_reentrant
     def copy(
         self,
         *,
@@ -470,6 +461,7 @@ class Checkpointer(Run):
         self._check_open()
         return copy(self, Checkpointer, step=step, version=version, to=to, into=into, into_run=run, progress=progress)
 
+    @not_reentrant
     def close(self, timeout: float | None = None) -> None:
         """Finish all saves in progress, retry those that failed, then close all tiers and free the memory.
 
@@ -484,32 +476,41 @@ class Checkpointer(Run):
         """
         if self._closed:
             return
-        _refuse_inside("close", self)
-        self._closed = True
-        atexit.unregister(self._at_exit)
         if os.getpid() != self._pid:
+            self._closed = True
             return  # a forked child: threads, files and locks belong to the parent
         error: BaseException | None = None
         owed, preemption = "", self._preemption
-        if preemption is not None:
-            preemption.close_begins()
-        try:
-            with ExitStack() as closing:  # each is closed, even if closing another one raises
-                if self._together is not None:
-                    closing.callback(self._together.close)
-                for close in (self._arena.close, *(s.tier.close for s in self._tier_runs), self._guard.close):
-                    closing.callback(close)
-                owed = self._pipeline.close(timeout, closing.enter_context(drain_progress()))
+        self._closed = True
+        try:  # an interrupt comes before the line above, or in here
+            if preemption is not None:
+                preemption.close_begins()
+            owed = self._drain(timeout)
         except TierUnavailable as late:
             error = late
         finally:
+            self._release()
             if preemption is not None:
                 preemption.close_ends()
+            atexit.unregister(self._at_exit)
         raise_failures(error, self._pipeline.failures(), owed)
+
+    def _drain(self, timeout: float | None) -> str:
+        with drain_progress() as progress:
+            return self._pipeline.close(timeout, progress)
+
+    def _release(self) -> None:
+        with ExitStack() as closing:  # each is closed, even if closing another one raises
+            if self._together is not None:
+                closing.callback(self._together.close)
+            for close in (self._arena.close, *(s.tier.close for s in self._tier_runs), self._guard.close):
+                closing.callback(close)
+            closing.callback(self._pipeline.stop)
 
     def __enter__(self) -> Self:
         return self
 
+    @not_reentrant
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -526,9 +527,3 @@ class Checkpointer(Run):
             self.close()
         except TierstateError as failure:
             log.error("at exit: %s", failure)
-
-
-_HOLDING = {
-    function.__code__ for function in (Checkpointer.save, Checkpointer.restore, Checkpointer.load, Checkpointer.close)
-}
-"""Calls during which a thread may hold locks that another call would wait for."""

@@ -15,8 +15,8 @@ def gc_paused() -> Iterator[None]:
     With torch loaded, that takes as long as all the rest.
     """
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:

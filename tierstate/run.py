@@ -28,6 +28,7 @@ from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy
 
+from .not_reentrant import not_reentrant
 from .pause_gc import gc_paused
 
 
@@ -56,12 +57,14 @@ class Run:
             tier_run.beside, tier_run.identity.beside = self._tier_runs, identities
             tier_run.identity.required = policy.tier(tier_run.name).initialized
 
+    @not_reentrant
     def versions(self) -> list[VersionInfo]:
         """All versions of the run over all tiers, oldest first; also those whose records cannot be read, as such
         (`VersionInfo.unreadable`)."""
         with gc_paused():  # it makes many small objects, and none of them is garbage
             return list_versions(self._tier_runs, self.policy, self._tags.by_version())
 
+    @not_reentrant
     def info(self, *, step: int | None = None, version: str | None = None, tag: str | None = None) -> VersionInfo:
         """One version, by default the newest.
 
@@ -71,6 +74,7 @@ class Run:
         found = VersionInfo.of(self._find(step, version, tag))
         return replace(found, tags=self._tags.by_version().get((found.seq, found.id), ()))
 
+    @not_reentrant
     def leaves(self, *, step: int | None = None, version: str | None = None, tag: str | None = None) -> list[Leaf]:
         """The leaves of a version, in the state's order: path, kind, dtype, shape.
 
@@ -79,6 +83,7 @@ class Run:
         """
         return list(self._find(step, version, tag).version.leaves)
 
+    @not_reentrant
     def located(
         self, *, step: int | None = None, version: str | None = None, only: Sequence[str] | None = None
     ) -> list[LeafLocation]:
@@ -90,6 +95,7 @@ class Run:
         """
         return locate_leaves(self._find(step, version), only)
 
+    @not_reentrant
     def diff(
         self,
         old: int,
@@ -107,6 +113,7 @@ class Run:
         one, other = (self._find(step) for step in (old, new))
         return compare(one, other, self._arena, values=values, only=only, progress=progress)
 
+    @not_reentrant
     def verify(
         self,
         *,
@@ -124,17 +131,20 @@ class Run:
         how = Depth.of(deep=deep, data=data, sample=sample, seed=seed, mend=mend)
         return verify_run(self._catalog(), self._arena, how, progress)
 
+    @not_reentrant
     def rebuild(self, tier: str, *, partial: bool = False, dry_run: bool = False) -> RebuildReport:
         """Rebuild lost records of a tier from its packs. See `tierstate.engine.maintain.rebuild`."""
         self._check_open()
         return rebuild(self._tier_runs, tier, self.policy, partial=partial, dry_run=dry_run)
 
+    @not_reentrant
     def doctor(self, *, apply: bool = False, progress: Progress = no_progress) -> DoctorReport:
         """Find what is lost of this run over all tiers, and what can be repaired; with ``apply`` repair it. See
         `tierstate.engine.maintain.doctor`."""
         self._check_open()
         return doctor(self._tier_runs, self.policy, self._arena, apply=apply, progress=progress)
 
+    @not_reentrant
     def tag(self, name: str, step: int | None = None, *, version: str | None = None) -> VersionInfo:
         """Give a version a tag, by default the newest; a version that had the tag loses it.
 
@@ -150,6 +160,7 @@ class Run:
         found = VersionInfo.of(entry)
         return replace(found, tags=self._tags.by_version().get((found.seq, found.id), ()))
 
+    @not_reentrant
     def untag(self, name: str) -> None:
         """Remove a tag from the version that has it.
 
@@ -161,11 +172,13 @@ class Run:
         self._tags.resolve(name)
         self._tags.give(name, None)
 
+    @not_reentrant
     def tags(self) -> dict[str, VersionInfo | TagTarget]:
         """All tags with their versions. Of a version that no tier has any more: only its number and id."""
         infos = {(v.seq, v.id): v for v in self.versions()}
         return {name: infos.get(tag, tag) for name, tag in self._tags.current().items()}
 
+    @not_reentrant
     def fork(
         self, new_run: str, step: int | None = None, *, version: str | None = None, tag: str | None = None
     ) -> VersionInfo:
@@ -190,6 +203,7 @@ class Run:
             raise ValueError(f"tag {tag!r} names a version; give no step and no id beside it")
         return None if tag is None else self._tags.resolve(tag)
 
+    @not_reentrant
     def prune(
         self,
         *,
@@ -222,6 +236,7 @@ class Run:
             progress=progress,
         ).run()
 
+    @not_reentrant
     def remove(
         self,
         *,

@@ -150,18 +150,16 @@ def test_a_forked_child_cannot_save_and_harms_nothing(place):
 def test_a_submit_that_is_interrupted_holds_up_nobody(place, monkeypatch, begun):
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
         ckpt.save(tensors(9000), step=0).wait()
-        queue, put = ckpt._pipeline._capturing, []
+        put, given = ckpt._pipeline._capturing.put, []
 
-        class Interrupted:
-            def put(self, work):
-                put.append(work)
-                if len(put) == 1:
-                    if begun:
-                        queue.put(work)
-                    raise KeyboardInterrupt
-                queue.put(work)
+        def interrupted(work):
+            given.append(work)
+            if len(given) > 1 or begun:
+                put(work)
+            if len(given) == 1:
+                raise KeyboardInterrupt
 
-        monkeypatch.setattr(ckpt._pipeline, "_capturing", Interrupted())
+        monkeypatch.setattr(ckpt._pipeline._capturing, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(tensors(9000, seed=1), step=1)
         monkeypatch.undo()

@@ -1,23 +1,29 @@
-"""A process in which a signal handler saves, waits, restores or closes while the main thread does one of these.
+"""A process in which a signal handler uses a Checkpointer, or raises, at any moment of a call of the main thread.
 
-``python -m support.reentry OUTER INNER LEAVES FOLDER STEP ...``: for each step, in a run of its own, the handler runs
-before the STEP-th traced line of OUTER (thousandths of all lines), where the interpreter may handle a signal.
-``LEAVES`` is ``leaves`` if it lets its error out. Prints what came of the handler's call. A hang ends the process.
+``python -m support.reentry HOW FOLDER SHARE SEED OUTER ...``: for each call OUTER, at a share of all its moments
+(1: at all of them), in a run of its own. HOW is ``calls`` (the handler makes all calls, and catches their errors),
+``leaves`` (it saves, and lets the error out) or ``raises`` (as Ctrl-C does). Prints one line for each moment: what came
+of the handler. Afterwards the Checkpointer and a later one must work. A hang ends the process.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
+import random
+import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 import tierstate as ts
+
+from .interruptions import Interruption, Moment, described, moments
+from .outcomes import until
 
 TEXT = """
 version: 1
@@ -30,87 +36,147 @@ tiers:
 """
 
 LIMIT = 60
-"""Seconds for one run."""
+"""Seconds for one moment."""
+
+
+class Interrupt(BaseException):
+    """What the handler raises, as `KeyboardInterrupt`."""
 
 
 def state(value: float) -> dict[str, Any]:
     return {"w": torch.full((100_000,), value), "x": torch.full((10,), value)}
 
 
-def handled_at(step: int, outer: Callable[[], object], handler: Callable[[], None]) -> int:
-    """Run ``outer``, with the handler before its step-th line in this package or in `threading`. Returns the lines."""
-    seen, done = 0, False
-
-    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        nonlocal seen, done
-        ours = "tierstate" in frame.f_code.co_filename or frame.f_code.co_filename == threading.__file__
-        if not ours or done:
-            return None
-        seen += event in ("line", "call")
-        if seen == step:
-            done = True
-            sys.settrace(None)
-            handler()
-        return trace
-
-    sys.settrace(trace)
-    try:
-        outer()
-    except ts.Reentered:
-        pass  # the handler's, let out
-    finally:
-        sys.settrace(None)
-    return seen
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tierstate")]
 
 
-def once(outer: str, inner: str, leaves: bool, place: Path, step: int) -> tuple[int, str]:
-    """Lines of the outer call, and what came of the inner one."""
-    spec, outcome = ts.Policy.parse(TEXT.format(place=place)), "never"
-    ckpt = ts.Checkpointer(spec, "run")
-    ckpt.save(state(1), step=1).wait()
-    pending = ckpt.save(state(2), step=2)
-    calls: dict[str, Callable[[int], object]] = {
-        "save": lambda number: ckpt.save(state(number), step=number),
-        "wait": lambda _number: pending.wait(),
-        "restore": lambda _number: ckpt.restore(into=state(0)),
-        "close": lambda _number: ckpt.close(),
-    }
+def whole(found: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all of a state is of one save."""
+    return bool((found["w"] == found["x"][0]).all() and (found["x"] == found["x"][0]).all())
+
+
+class Job:
+    """A Checkpointer with one save behind it and one under way; with none of its own, before its first save."""
+
+    def __init__(self, place: Path, outer: str) -> None:
+        self._policy = ts.Policy.parse(TEXT.format(place=place))
+        self.ckpt = ckpt = ts.Checkpointer(self._policy, "run")
+        ckpt.save(state(1), step=1).wait()
+        self._pending = ckpt.save(state(2), step=2)
+        if outer == "first save":
+            ckpt.close()
+            self.ckpt = ckpt = ts.Checkpointer(self._policy, "run")
+        self.into = state(0)
+        self.calls: dict[str, Callable[[], object]] = {
+            "save": lambda: ckpt.save(state(3), step=3),
+            "first save": lambda: ckpt.save(state(3), step=3),
+            "wait": lambda: self._pending.wait(),
+            "restore": lambda: ckpt.restore(into=self.into),
+            "load": ckpt.load,
+            "resume": lambda: ckpt.resume(into=self.into),
+            "versions": ckpt.versions,
+            "verify": lambda: ckpt.verify(deep=True),
+            "prune": lambda: ckpt.prune(grace=0),
+            "tag": lambda: ckpt.tag("best", 1),
+            "stats": ckpt.stats,
+            "close": ckpt.close,
+        }
+
+    def handle(self, first: int) -> str:
+        """Make all calls, from the ``first`` on. Returns what came of them."""
+        names = [*self.calls]
+        outcomes = []
+        for name in names[first:] + names[:first]:
+            try:
+                self.calls[name]()
+                outcomes.append(f"{name}=done")
+            except ts.TierstateError as error:
+                outcomes.append(f"{name}={type(error).__name__}")
+        return " ".join(outcomes)
+
+    def goes_on(self) -> None:
+        """Everything works after an interrupt, or says that it does not."""
+        for _ in range(2):
+            try:
+                self.ckpt.save(state(5), step=5).wait()
+                break
+            except ts.TierstateError:
+                pass  # the error of the save that was interrupted, or it is closed
+        for name in ("versions", "tag", "restore", "prune", "stats"):
+            try:
+                self.calls[name]()
+            except ts.TierstateError:
+                assert self.ckpt._closed, f"{name} fails after an interrupt"
+
+    def ends(self) -> None:
+        """It closes, nothing is left of it, and what was saved is whole."""
+        self.ckpt.close()
+        assert gc.isenabled()
+        # After an interrupted close, threads without work end by themselves, some seconds later.
+        assert until(lambda: not threads()), threads()
+        with ts.Checkpointer(self._policy, "run") as other:
+            for version in other.versions():
+                found = other.load(version=version.id)
+                assert whole(found)
+                assert found["x"][0] == version.step
+            assert other.verify(deep=True).ok
+
+
+def once(outer: str, how: str, place: Path, at: Moment, number: int) -> str:
+    """What came of the handler at one moment of the outer call."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    job, outcome = Job(place, outer), "never"
 
     def handler() -> None:
         nonlocal outcome
-        try:
-            calls[inner](4)
-            outcome = "done"
-        except ts.TierstateError as error:
-            outcome = type(error).__name__
-            if leaves and isinstance(error, ts.Reentered):
-                raise
+        if how == "raises":
+            outcome = how
+            raise Interrupt
+        if how == "leaves":
+            outcome = "save=Reentered"
+            job.ckpt.save(state(4), step=4)
+            outcome = "save=done"
+        else:
+            outcome = job.handle(number % len(job.calls))
 
-    def run() -> None:
-        try:
-            calls[outer](3)
-        except ts.TierstateError as error:
-            if isinstance(error, ts.Reentered) or inner != "close":
-                raise  # after a close in the middle, the outer call may fail
-
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    lines = handled_at(step, run, handler)
-    ckpt.close()
-    with ts.Checkpointer(spec, "run") as other:
-        found = other.load()
-        assert other.restored is not None
-        assert torch.equal(found["w"], torch.full((100_000,), float(other.restored.step)))
-        assert torch.equal(found["x"], torch.full((10,), float(other.restored.step)))
-        assert other.verify(deep=True).ok
+    left: list[str] = []
+    # Python itself takes no error from the end of a generator that is dropped.
+    sys.unraisablehook = lambda error: left.append(repr(error.exc_value))
+    try:
+        Interruption(handler, at).run(job.calls[outer])
+    except (Interrupt, ts.TierstateError) as error:
+        left.append(repr(error))  # without its traceback, which keeps what it passed through
+    sys.unraisablehook = sys.__unraisablehook__
+    failed = how in ("raises", "leaves") and outcome in ("raises", "save=Reentered")
+    assert bool(left) == failed or job.ckpt._closed, (left, outcome)
+    assert whole(job.into) or how != "calls"
+    job.goes_on()
+    job.ends()
     faulthandler.cancel_dump_traceback_later()
-    return lines, outcome
+    shutil.rmtree(place)
+    return outcome
 
 
-def main(outer: str, inner: str, leaves: str, folder: str, *steps: str) -> None:
-    lines, _ = once(outer, inner, False, Path(folder) / "whole", 0)
-    for step in steps:
-        at = 1 + int(step) * (lines - 1) // 1000
-        print(once(outer, inner, leaves == "leaves", Path(folder) / step, at)[1], flush=True)
+def all_moments(outer: str, place: Path) -> list[Moment]:
+    """The moments of three calls: which they are depends on other threads, too."""
+    found: dict[Moment, None] = {}
+    for number in range(3):
+        job = Job(place / str(number), outer)
+        found |= dict.fromkeys(moments(job.calls[outer]))
+        job.ends()
+    shutil.rmtree(place)
+    return [*found]
+
+
+def main(how: str, folder: str, share: str, seed: str, *outers: str) -> None:
+    for outer in outers:
+        dice, place = random.Random(f"{outer} {how} {seed}"), Path(folder) / outer
+        found = all_moments(outer, place)
+        chosen = found if share == "1" else dice.sample(found, max(1, round(len(found) * float(share))))
+        for number, moment in enumerate(chosen):
+            print(f"{outer} at {number}/{len(chosen)} {described(moment)}:", end=" ", flush=True)
+            print(once(outer, how, place, moment, number), flush=True)
 
 
 if __name__ == "__main__":

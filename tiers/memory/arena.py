@@ -24,6 +24,7 @@ import torch
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import CaptureError, TierstateError
+from tierstate.tiers.concurrency import start_thread
 
 log = logging.getLogger("tierstate")
 
@@ -400,7 +401,7 @@ class Arena:
             # Under the lock, so that `close` never misses a thread that it must wait for.
             self._preparing, self._preparer = True, thread
             try:
-                thread.start()
+                start_thread(thread)
             except RuntimeError:
                 self._preparing, self._preparer = False, None
                 raise
@@ -480,7 +481,7 @@ class Arena:
             free, self._free = self._free, []
             preparer = self._preparer
             self.changed.notify_all()
-        if preparer is not None:
+        if preparer is not None and preparer.ident is not None:  # it has none if `prepare` was interrupted
             preparer.join()
         while free:
             free.pop().discard()

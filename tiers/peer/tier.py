@@ -34,6 +34,7 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import NotFound, TierUnavailable
 from tierstate.tiers.address import own_address
 from tierstate.tiers.base import MAX_KEY, ObjectWriter, Range, RankGroup, Tier, Traits, check_key
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.units import Rate, Seconds, Size
 from tierstate.tiers.wrappers.limit import BURST, TokenBucket
 
@@ -84,7 +85,7 @@ class Peer(Tier):
         self._kept = LocalMemory(Path(path or default_path()).expanduser().absolute(), capacity)
         self._home = HostMemory(self._kept)
         self._pacer = TokenBucket(exchange) if exchange else None
-        self._closed = threading.Event()
+        self._closed = Latch()
         self._lock = threading.Lock()
         self._found: PeerHosts | None = None
 

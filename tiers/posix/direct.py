@@ -122,7 +122,8 @@ class AppendStream:
         self._file, self._choose, self._part = file, choose, part
         self._engine: Engine | None = None
         self._begun = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._in_flight = 0
         self._error: OSError | None = None
         self._free: list[Buffer] = []
@@ -203,7 +204,7 @@ class AppendStream:
         return count
 
     def _take_bounce(self) -> Buffer:
-        with self._changed:
+        with self._lock:
             while not self._free and self._bounces == BOUNCE_BUFFERS:
                 self._changed.wait()
             if self._free:
@@ -222,7 +223,7 @@ class AppendStream:
         bounce[staged:blocks] = 0
 
         def give_back() -> None:
-            with self._changed:
+            with self._lock:
                 self._free.append(bounce)
                 self._changed.notify_all()
 
@@ -252,7 +253,7 @@ class AppendStream:
         self._reserve(self._written + buffer.numel())
 
         def finish_one(error: OSError | None) -> None:
-            with self._changed:
+            with self._lock:
                 self._in_flight -= 1
                 self._error = self._error or error
                 self._changed.notify_all()
@@ -264,7 +265,7 @@ class AppendStream:
             finally:
                 finish_one(error)
 
-        with self._changed:
+        with self._lock:
             while self._in_flight >= self._engine.depth:
                 self._changed.wait()
             self._in_flight += 1
@@ -305,7 +306,7 @@ class AppendStream:
         os.ftruncate(self._file.descriptor, length)
 
     def _settle(self) -> None:
-        with self._changed:
+        with self._lock:
             while self._in_flight:
                 self._changed.wait()
 

@@ -16,6 +16,7 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier
+from tierstate.tiers.concurrency import start_thread
 
 from .base import Wrapping, WrappingWriter
 
@@ -188,7 +189,7 @@ class Breaking(Wrapping):
                 log.info("%s: %s while it hangs: %r", self.name, what, error)
 
         try:
-            threading.Thread(target=run, name="tierstate-aside", daemon=True).start()
+            start_thread(threading.Thread(target=run, name="tierstate-aside", daemon=True))
         except RuntimeError:  # the interpreter ends
             run()
 

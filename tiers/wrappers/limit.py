@@ -10,6 +10,7 @@ from dataclasses import replace
 from tierstate.manifest.chunk import Buffer, spans
 from tierstate.manifest.errors import TierError
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier, Traits
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.units import rough_size
 
 from .base import Wrapping, WrappingWriter
@@ -62,7 +63,7 @@ class Limited(Wrapping):
         super().__init__(inner)
         self._bytes = TokenBucket(bandwidth) if bandwidth else None
         self._calls = TokenBucket(operations) if operations else None
-        self._closed = threading.Event()
+        self._closed = Latch()
 
     @property
     def traits(self) -> Traits:

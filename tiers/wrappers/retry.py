@@ -7,7 +7,6 @@ a ``put`` or a commit never conflicts with itself.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -16,6 +15,7 @@ from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import AlreadyExists, NotFound, TierstateError
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier
+from tierstate.tiers.latch import Latch
 
 from .base import Wrapping, WrappingWriter
 from .breaker import Hung
@@ -57,7 +57,7 @@ class Retried(Wrapping):
     def __init__(self, inner: Tier, retries: int) -> None:
         super().__init__(inner)
         self.retries = retries
-        self._closed = threading.Event()
+        self._closed = Latch()
 
     def put(self, key: str, data: Buffer) -> None:
         uncertain = False

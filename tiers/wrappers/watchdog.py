@@ -12,12 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.tiers.base import KeepingArena, Release
+from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.latch import Latch
 
 from .breaker import Breaker, Hung
@@ -30,9 +32,6 @@ T = TypeVar("T")
 
 THREAD_IDLE = 5.0
 """Seconds after which a thread without work ends."""
-
-
-_Calls = SimpleQueue["Callable[[], None] | None"]
 
 
 LINGER = 1.0
@@ -83,6 +82,8 @@ class WatchedCall(Pending, Generic[T]):
     Attributes:
         refusal: the error that is raised instead of a result, once the call was given up.
         asks: it asks whether the tier answers again (`Breaker.admit`).
+        begun: it runs, or has run.
+        withdrawn: it will not be begun.
     """
 
     def __init__(self, what: str, effort: Activity, call: Callable[[], T], late: Callable[[T], object]) -> None:
@@ -92,7 +93,7 @@ class WatchedCall(Pending, Generic[T]):
         self._result: list[T] = []
         self._error: BaseException | None = None
         self.refusal: Hung | None = None
-        self.asks = False
+        self.asks = self.begun = self.withdrawn = False
 
     @property
     def answered(self) -> bool:
@@ -151,12 +152,17 @@ class WatchedCall(Pending, Generic[T]):
 
 
 class CallThreads:
-    """A pool of threads for calls. A call that never returns blocks only its own thread."""
+    """A pool of threads for calls. A call that never returns blocks only its own thread.
+
+    A thread that takes a call looks whether the next one has a thread too, so that nothing depends on what an
+    interrupted caller has left undone.
+    """
 
     def __init__(self) -> None:
         # Reentrant: a finalizer may take it in any thread, at any moment of garbage collection.
         self._lock = threading.RLock()
-        self._idle: list[_Calls] = []
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = 0
         self._threads: set[threading.Thread] = set()
         self._ended = False
 
@@ -164,32 +170,30 @@ class CallThreads:
         """Start a call, which must not raise.
 
         Raises:
-            RuntimeError: no thread can be started.
+            RuntimeError: no thread can be started. The call may be run later, if another one can.
         """
-        with self._lock:
-            calls = self._idle.pop() if self._idle else None
-        if calls is None:
-            calls = SimpleQueue()
-            # A daemon, or the interpreter would wait for it at exit.
-            thread = threading.Thread(target=self._work, args=(calls,), name="tierstate-call", daemon=True)
-            with self._lock:
-                self._threads.add(thread)
-            try:
-                thread.start()
-            except BaseException:
-                self._forget(thread)
-                raise
-        calls.put(call)
+        self._calls.put(call)
+        self._staff()
 
-    def _work(self, calls: _Calls) -> None:
+    def _staff(self) -> None:
+        """Start a thread, if fewer threads are idle than calls wait."""
+        with self._lock:
+            if self._calls.qsize() <= self._idle:
+                return
+            # A daemon, or the interpreter would wait for it at exit.
+            thread = threading.Thread(target=self._work, name="tierstate-call", daemon=True)
+            self._threads.add(thread)
         try:
-            while (call := self._next(calls)) is not None:
+            start_thread(thread)
+        except BaseException:
+            self._forget(thread)
+            raise
+
+    def _work(self) -> None:
+        try:
+            while (call := self._next()) is not None:
                 call()
                 del call
-                with self._lock:
-                    if self._ended:
-                        return
-                    self._idle.append(calls)
         finally:
             self._forget(threading.current_thread())
 
@@ -197,27 +201,43 @@ class CallThreads:
         with self._lock:
             self._threads.discard(thread)
 
-    def _next(self, calls: _Calls) -> Callable[[], None] | None:
+    def _next(self) -> Callable[[], None] | None:
+        """The next call; None after `end`, and if there is none for a while."""
+        with self._lock:
+            self._idle += 1
         try:
-            return calls.get(timeout=THREAD_IDLE)
+            call = self._calls.get(timeout=THREAD_IDLE)
         except Empty:
-            with self._lock:
-                if calls in self._idle:
-                    self._idle.remove(calls)
-                    return None
-            return calls.get()  # another thread has just chosen it, and is about to put a call into its queue
+            call = None
+        with self._lock:
+            self._idle -= 1
+        call = call or self._left()
+        if call is not None:
+            with suppress(RuntimeError):  # no thread can be started: this one takes the next call too
+                self._staff()
+        elif self._ended:
+            self._calls.put(None)  # for the next thread
+        return call
+
+    def _left(self) -> Callable[[], None] | None:
+        """A call for which nothing was started, since this thread was idle until now."""
+        try:
+            while (call := self._calls.get_nowait()) is None:
+                pass
+        except Empty:
+            return None
+        return call
 
     def end(self, patience: float) -> None:
         """End every thread after its call, and wait for them at most ``patience`` seconds."""
         with self._lock:
             self._ended = True
-            idle, self._idle = self._idle, []
             threads = list(self._threads)
-        for calls in idle:
-            calls.put(None)
+        self._calls.put(None)
         end = time.monotonic() + patience
         for thread in threads if patience else ():
-            thread.join(max(0.0, end - time.monotonic()))
+            if thread.ident is not None:  # it has none yet if its caller was interrupted
+                thread.join(max(0.0, end - time.monotonic()))
 
 
 class Watchdog:
@@ -239,7 +259,9 @@ class Watchdog:
 
     def _start_over(self) -> None:
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        # Entered and left in C: an interrupt at the beginning of `Condition.__exit__` would leave it locked for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._threads = CallThreads()
         self._underway: set[Pending] = set()
         self._deferred: list[Callable[[], object]] = []
@@ -274,18 +296,34 @@ class Watchdog:
         if os.getpid() != self._pid:
             self._start_over()  # a forked child has no threads of its parent, and does not wait for its calls
         made = WatchedCall(what, effort or Activity(), call, late)
-        with self._changed:
+        try:
+            self._admit(made)
+            self._threads.run(lambda: self._run(made))
+            return made
+        except BaseException:
+            self._withdraw(made)
+            raise
+
+    def _admit(self, call: WatchedCall[Any]) -> None:
+        with self._lock:
             if self.trouble and (self._has_given_up() or self._deferred):
                 raise self._breaker.refusal()
-            made.asks = self._breaker.admit()
-            self._add(made)
-        try:
-            self._threads.run(lambda: self._run(made))
-        except BaseException:
-            self._breaker.undecided(asks=made.asks)
-            self._remove(made)
-            raise
-        return made
+            call.asks = True  # should this be interrupted
+            try:
+                call.asks = self._breaker.admit()
+            except Hung:
+                call.asks = False
+                raise
+            self._add(call)
+
+    def _withdraw(self, call: WatchedCall[Any]) -> None:
+        """Do not begin a call any more, for which nothing waits. One that has begun is given up."""
+        with self._lock:
+            call.given_up = True
+            if not call.begun:
+                call.withdrawn = True
+                self._drop(call)
+        self._breaker.undecided(asks=call.asks)
 
     def run(self, what: str, call: Callable[[], T], late: Callable[[T], object] = lambda _result: None) -> T:
         """Run a call and wait for its result.
@@ -299,8 +337,6 @@ class Watchdog:
     def lend(self, what: str, effort: Activity, buffer: Buffer, release: Release) -> Release:
         """Watch a buffer that is about to be passed to a writer. Returns what to call instead of ``release``."""
         loan = LentBuffer(what, effort, buffer)
-        with self._changed:
-            self._add(loan)
 
         def release_and_remove() -> None:
             try:
@@ -308,12 +344,18 @@ class Watchdog:
             finally:
                 self._remove(loan)
 
-        return release_and_remove
+        try:
+            with self._lock:
+                self._add(loan)
+            return release_and_remove
+        except BaseException:
+            self._remove(loan)
+            raise
 
     def _add(self, one: Pending) -> None:
         if self._watching is None and not self._closed:
             watching = threading.Thread(target=self._look, name="tierstate-watch", daemon=True)
-            watching.start()  # it waits for the lock that we hold
+            start_thread(watching)  # it waits for the lock that we hold
             self._watching = watching
         if not one.effort.underway:
             one.effort.last = time.monotonic()
@@ -321,7 +363,7 @@ class Watchdog:
         self._underway.add(one)
 
     def _remove(self, one: Pending) -> None:
-        with self._changed:
+        with self._lock:
             self._drop(one)
             self._back = self._back or isinstance(one, LentBuffer)
             back = one.given_up and not self._has_given_up()
@@ -329,13 +371,18 @@ class Watchdog:
             self._clear_up()
 
     def _drop(self, one: Pending) -> None:
-        self._underway.discard(one)
-        one.effort.underway -= 1
-        one.effort.last = time.monotonic()
+        if one in self._underway:
+            one.effort.underway -= 1
+            self._underway.remove(one)
+            one.effort.last = time.monotonic()
 
     def _run(self, call: WatchedCall[Any]) -> None:
+        with self._lock:
+            if call.withdrawn:
+                return
+            call.begun = True
         call.run()
-        with self._changed:
+        with self._lock:
             in_time = not call.given_up
             self._back = self._back or call.answered
             if in_time:
@@ -358,7 +405,7 @@ class Watchdog:
 
     def _look(self) -> None:
         """The watchdog thread: sleeps until something may be overdue."""
-        with self._changed:
+        with self._lock:
             while not self._closed and (self._waited() or self._lingered()):
                 waited = self._waited()
                 left = min((one.effort.last for one in waited), default=time.monotonic()) + self.seconds
@@ -398,7 +445,7 @@ class Watchdog:
 
     def afterwards(self, call: Callable[[], object]) -> None:
         """Defer a call until everything that was given up has returned; if nothing was given up, it runs soon."""
-        with self._changed:
+        with self._lock:
             self._deferred.append(call)
             ready = not self._has_given_up()
         if ready:
@@ -406,7 +453,7 @@ class Watchdog:
 
     def _clear_up(self) -> None:
         """Run the deferred calls in a thread; until they have ended the tier counts as hung."""
-        with self._changed:
+        with self._lock:
             calls, self._deferred = self._deferred, []
             if calls:
                 clearing = WatchedCall("clearing up", Activity(), lambda: _all(calls), lambda _result: None)
@@ -428,7 +475,7 @@ class Watchdog:
         """End the threads as soon as they are idle; waits for them at most ``patience`` seconds."""
         if os.getpid() != self._pid:
             return  # a forked child has none of them, and may never get the lock
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
             watching = self._watching

@@ -28,7 +28,7 @@ LONG, SOON = 60.0, 0.1
 
 def set_deadline(tier: Deadline, seconds: float) -> None:
     """Change the deadline of what is under way."""
-    with tier._watch._changed:
+    with tier._watch._lock:
         tier._watch.seconds = seconds
         tier._watch._changed.notify_all()
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from tierstate.manifest.errors import NotFound
 from tierstate.tiers.base import Range
 from tierstate.tiers.concurrency import WorkerPool
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.object.filesystem import (
     ObjectClient,
     ObjectTimes,
@@ -204,7 +205,7 @@ class S3Session:
         number: int,
         body: Sequence[memoryview],
         sum: Checksum,
-        stop: threading.Event,
+        stop: Latch,
         then: Callable[[SentPart], object],
     ) -> SentPart:
         """Send a part from a thread of the pool; ``then`` is called when that has ended."""

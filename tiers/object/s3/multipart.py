@@ -22,6 +22,7 @@ from tierstate.manifest.errors import AlreadyExists, NotFound, TierError
 from tierstate.tiers.base import AtomicWriter, Release
 from tierstate.tiers.capacity import CapacityCounter
 from tierstate.tiers.concurrency import Task
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.object.filesystem import store_error_class, store_error_code
 
 from .checksums import Checksum
@@ -224,7 +225,7 @@ class Session(Protocol):
         number: int,
         body: Sequence[memoryview],
         sum: Checksum,
-        stop: threading.Event,
+        stop: Latch,
         then: Callable[[SentPart], object],
     ) -> SentPart: ...
 
@@ -250,7 +251,7 @@ class S3Upload:
         return str(begun["UploadId"])
 
     def send(
-        self, number: int, body: Sequence[memoryview], stop: threading.Event, then: Callable[[SentPart], object]
+        self, number: int, body: Sequence[memoryview], stop: Latch, then: Callable[[SentPart], object]
     ) -> SentPart:
         """Send one part, numbered from 1. ``then`` is called when that has ended."""
         return self._session.send_part(self._where, number, body, self._checksum, stop, then)
@@ -379,7 +380,7 @@ class Upload(Protocol):
     """A multipart upload, started by its constructor."""
 
     def send(
-        self, number: int, body: Sequence[memoryview], stop: threading.Event, then: Callable[[SentPart], object]
+        self, number: int, body: Sequence[memoryview], stop: Latch, then: Callable[[SentPart], object]
     ) -> SentPart: ...
     def complete(self, parts: Sequence[dict[str, Any]], nbytes: int) -> None: ...
     def abort(self) -> None: ...
@@ -413,8 +414,8 @@ class S3Writer(AtomicWriter):
         self._length = 0
         self._upload: Upload | None = None
         self._room = threading.BoundedSemaphore(IN_FLIGHT)
-        self._stop = threading.Event()
-        self._sent: list[tuple[SentPart, threading.Event]] = []
+        self._stop = Latch()
+        self._sent: list[tuple[SentPart, Latch]] = []
         self._failed: SentPart | None = None
 
     def _add(self, buffer: Buffer, release: Release | None) -> bool:
@@ -441,7 +442,7 @@ class S3Writer(AtomicWriter):
                 raise TierError(text, tier=self._tier.name, key=self._key)
             if self._upload is None:
                 self._upload = self._tier.upload(self._key)
-            arrived = threading.Event()
+            arrived = Latch()
             sent = self._send_to(self._upload, part, lambda sent: self._arrived(part, sent, arrived))
         except BaseException:
             part.done()
@@ -457,7 +458,7 @@ class S3Writer(AtomicWriter):
             self._room.release()
             raise
 
-    def _arrived(self, part: UploadPart, sent: SentPart, arrived: threading.Event) -> None:
+    def _arrived(self, part: UploadPart, sent: SentPart, arrived: Latch) -> None:
         try:
             part.done()
         finally:

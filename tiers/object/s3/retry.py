@@ -6,13 +6,13 @@ A transfer that makes progress between failures continues with short pauses; one
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
 from tierstate.tiers.backoff import Backoff
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.object.filesystem import store_error_class, store_error_code
 
 from .http_session import Broken
@@ -91,7 +91,7 @@ class RetryUntilDeadline:
         self,
         attempt: Callable[[float], T],
         again: Callable[[BaseException], bool] = is_transient,
-        stop: threading.Event | None = None,
+        stop: Latch | None = None,
         moved: Callable[[], int] = int,
     ) -> T:
         """Retry until an attempt succeeds; returns its result.
@@ -106,7 +106,7 @@ class RetryUntilDeadline:
             GaveUp: after several failed attempts; the message has their number and reasons.
             Exception: the error of the only attempt, or one that is not transient.
         """
-        stop, made = stop or threading.Event(), _Attempts(moved)
+        stop, made = stop or Latch(), _Attempts(moved)
         while True:
             try:
                 return attempt(max(self.deadline - made.seconds, REQUEST_BACKOFF.first))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from tierstate.manifest.chunk import view
 from tierstate.manifest.errors import AlreadyExists, NotFound
 from tierstate.tiers.base import Range
 from tierstate.tiers.concurrency import Cancelled
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.object.filesystem import BeyondEnd, store_error_class, store_error_code
 
 from .checksums import Checksum
@@ -136,7 +136,7 @@ class Transfers:
         number: int,
         body: Sequence[memoryview],
         checksum: Checksum,
-        stop: threading.Event | None = None,
+        stop: Latch | None = None,
     ) -> dict[str, Any]:
         """Send one part, numbered from 1; returns its entry for the completion of the upload. Raises as `fill` does."""
         if stop is not None and stop.is_set():

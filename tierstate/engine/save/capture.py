@@ -31,6 +31,7 @@ from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.reshard.coverage import check_complete
+from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena, Slab
 
@@ -484,7 +485,10 @@ class CaptureThread:
         self._queue: SimpleQueue[CaptureJob | None] = SimpleQueue()
         self._over = Latch()
         self._thread = threading.Thread(target=self._run, name="tierstate-capture", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread, unless it is."""
+        start_thread(self._thread)
 
     def put(self, work: CaptureJob) -> None:
         """Add a save to the queue."""

@@ -247,10 +247,18 @@ class SavePipeline:
             for name in self._tier_runs:
                 if (last := self._last_of(name)) is not None:
                     self._history.arrived(name, PendingVersion(-1, *last))
-            self._cascade.start(head.seq)
-            self._capturing = CaptureThread(self._arena, self._end_queues, self.rank)
-            self._capturing.parent = self._parent
-        return self._capturing
+            self._cascade.make_queues(head.seq)
+            capturing = CaptureThread(self._arena, self._end_queues, self.rank)
+            capturing.parent = self._parent
+            self._capturing = capturing
+        return self._run_threads(self._capturing)
+
+    def _run_threads(self, capturing: CaptureThread) -> CaptureThread:
+        """Start all threads that do not run yet; not once and for all, since that may have been interrupted."""
+        for queue in self.queues.values():
+            queue.start()
+        capturing.start()
+        return capturing
 
     def _end_queues(self) -> None:
         for queue in self.queues.values():
@@ -407,24 +415,33 @@ class SavePipeline:
             log.warning("policy: %s", text)
         began = time.monotonic()
         try:
-            self._capturing.end()
+            self._run_threads(self._capturing).end()
             self._drain(math.inf if timeout is None else timeout, watch)
         except BaseException as error:
-            # Interrupted by the user: threads must stop using tiers and memory before those are closed.
             error.add_note(f"closed while still under way: {', '.join(self._saves.late()) or 'nothing'}")
-            self._give_up()
-            self._end = math.inf
-            self._drain(INTERRUPT_GRACE, None)
+            self.stop()
             raise
         late, owed = self._saves.late(), self._still_owed()
         if owed:
             log.warning("closed while still owed, which the next process looks for: %s", owed)
         if late:
             self._give_up()
+            self._capturing = None
             told = ", ".join(late) + (f"; still owed: {owed}" if owed else "")
             raise TierUnavailable(f"closed after {time.monotonic() - began:.3g} s while still under way: {told}")
         self._finish()
         return owed
+
+    def stop(self) -> None:
+        """Cancel all saves and end the threads, unless `close` has: they must not use tiers and memory any more when
+        those are closed."""
+        if self._capturing is None or os.getpid() != self._pid:
+            return
+        self._run_threads(self._capturing).end()
+        self._give_up()
+        self._end = math.inf
+        self._drain(INTERRUPT_GRACE, None)
+        self._capturing = None
 
     def _finish(self) -> None:
         for queue in self.queues.values():

@@ -19,6 +19,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import SaveSkipped, TierFull, TierstateError
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.retention import RetentionEntry
+from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
@@ -110,8 +111,8 @@ class TierQueue:
         self._thread = threading.Thread(target=self._run, name=f"tierstate-{tier_run.name}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread, unless it is."""
+        start_thread(self._thread)
 
     def put(self, job: Job) -> bool:
         """Add a job. Returns whether the queue was idle: no job running, and none waiting that writes from slabs."""
@@ -421,8 +422,8 @@ class Cascade:
         self._told: set[str] = set()
         self.queues: dict[str, TierQueue] = {}
 
-    def start(self, seq: int) -> None:
-        """Make the queues and start their threads.
+    def make_queues(self, seq: int) -> None:
+        """Make the queues, whose threads do not run yet.
 
         Args:
             seq: number of the first version that this process saves.
@@ -431,8 +432,6 @@ class Cascade:
         self.queues = {name: self._queue(name) for name in self._tier_runs}
         for tier_run in self._tier_runs.values():
             tier_run.identity.settled = Latch()  # before any thread writes a record
-        for queue in self.queues.values():
-            queue.start()
 
     def _queue(self, name: str) -> TierQueue:
         tier = self._policy.tier(name)
