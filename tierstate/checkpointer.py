@@ -489,10 +489,11 @@ class Checkpointer(Run):
         except TierUnavailable as late:
             error = late
         finally:
-            self._release()
-            if preemption is not None:
-                preemption.close_ends()
-            atexit.unregister(self._at_exit)
+            with ExitStack() as last:
+                last.callback(atexit.unregister, self._at_exit)
+                if preemption is not None:
+                    last.callback(preemption.close_ends)
+                self._release()
         raise_failures(error, self._pipeline.failures(), owed)
 
     def _drain(self, timeout: float | None) -> str:
