@@ -143,7 +143,7 @@ CALLS = [
     "stats",
     "close",
 ]
-HANDLERS = ["calls", "leaves", "raises"]
+HANDLERS = ["calls", "leaves", "raises", "preempts"]
 
 
 def interrupted(how: str, outers: Sequence[str], share: float, place: Path) -> None:

@@ -2,7 +2,8 @@
 
 ``python -m support.reentry HOW FOLDER SHARE SEED OUTER ...``: for each call OUTER, at a share of all its moments
 (1: at all of them), in a run of its own. HOW is ``calls`` (the handler makes all calls, and catches their errors),
-``leaves`` (it saves, and lets the error out) or ``raises`` (as Ctrl-C does). Prints one line for each moment: what came
+``leaves`` (it saves, and lets the error out), ``raises`` (as Ctrl-C does) or ``preempts`` (SIGTERM comes, and the
+Checkpointer handles it). Prints one line for each moment: what came
 of the handler. Afterwards the Checkpointer and a later one must work. A hang ends the process.
 """
 
@@ -12,6 +13,7 @@ import faulthandler
 import gc
 import random
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -59,14 +61,15 @@ def whole(found: Mapping[str, torch.Tensor]) -> bool:
 class Job:
     """A Checkpointer with one save behind it and one under way; with none of its own, before its first save."""
 
-    def __init__(self, place: Path, outer: str) -> None:
-        self._policy = ts.Policy.parse(TEXT.format(place=place))
-        self.ckpt = ckpt = ts.Checkpointer(self._policy, "run")
+    def __init__(self, place: Path, outer: str, *, preempted: bool = False) -> None:
+        self._policy, self._signals = ts.Policy.parse(TEXT.format(place=place)), 0
+        signal.signal(signal.SIGTERM, self._count)
+        self.ckpt = ckpt = ts.Checkpointer(self._policy, "run", preemption=preempted)
         ckpt.save(state(1), step=1).wait()
         self._pending = ckpt.save(state(2), step=2)
         if outer == "first save":
             ckpt.close()
-            self.ckpt = ckpt = ts.Checkpointer(self._policy, "run")
+            self.ckpt = ckpt = ts.Checkpointer(self._policy, "run", preemption=preempted)
         self.into = state(0)
         self.calls: dict[str, Callable[[], object]] = {
             "save": lambda: ckpt.save(state(3), step=3),
@@ -82,6 +85,22 @@ class Job:
             "stats": ckpt.stats,
             "close": ckpt.close,
         }
+
+    def _count(self, _number: int, _frame: object) -> None:
+        self._signals += 1
+
+    def preempt(self) -> str:
+        """A signal comes that the Checkpointer handles."""
+        signal.raise_signal(signal.SIGTERM)
+        return "signalled"
+
+    def was_preempted(self) -> None:
+        """The Checkpointer has seen the signal, and called the handler that was there before, once."""
+        assert self.ckpt.preempted or self.ckpt._preemption.over  # type: ignore[union-attr]
+        self.ckpt.close()
+        assert until(lambda: self._signals)
+        assert self._signals == 1
+        assert signal.getsignal(signal.SIGTERM) == self._count
 
     def handle(self, first: int) -> str:
         """Make all calls, from the ``first`` on. Returns what came of them."""
@@ -126,7 +145,7 @@ class Job:
 def once(outer: str, how: str, place: Path, at: Moment, number: int) -> str:
     """What came of the handler at one moment of the outer call."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    job, outcome = Job(place, outer), "never"
+    job, outcome = Job(place, outer, preempted=how == "preempts"), "never"
 
     def handler() -> None:
         nonlocal outcome
@@ -137,6 +156,8 @@ def once(outer: str, how: str, place: Path, at: Moment, number: int) -> str:
             outcome = "save=Reentered"
             job.ckpt.save(state(4), step=4)
             outcome = "save=done"
+        elif how == "preempts":
+            outcome = job.preempt()
         else:
             outcome = job.handle(number % len(job.calls))
 
@@ -152,6 +173,8 @@ def once(outer: str, how: str, place: Path, at: Moment, number: int) -> str:
     assert bool(left) == failed or job.ckpt._closed, (left, outcome)
     assert whole(job.into) or how != "calls"
     job.goes_on()
+    if outcome == "signalled":
+        job.was_preempted()
     job.ends()
     faulthandler.cancel_dump_traceback_later()
     shutil.rmtree(place)
