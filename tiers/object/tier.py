@@ -13,6 +13,7 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import KeepingArena, ObjectWriter, Place, Range, Tier, Traits
 from tierstate.tiers.object.s3.checksums import ChecksumChoice
 from tierstate.tiers.posix.directory import Directory
+from tierstate.tiers.posix.ownership import PRIVATE, FileMode, Group, Permissions
 from tierstate.tiers.units import Seconds, Size, parse_seconds
 from tierstate.tiers.wrappers.breaker import Breaking
 from tierstate.tiers.wrappers.deadline import Deadline
@@ -120,9 +121,10 @@ class ObjectStore(Tier):
             which a call is given up.
         orphan_age: S3 only: an unfinished multipart upload older than this many seconds is aborted as a leftover of a
             dead writer.
+        mode, group: ``file://`` only: as for `tierstate.tiers.posix.directory.Nvme`.
 
     Raises:
-        ValueError: the URL is not valid, its protocol is not known, or S3 keys are given for another protocol.
+        ValueError: the URL is not valid, its protocol is not known, or keys are given that are of another protocol.
         ImportError: a package for the protocol is missing.
     """
 
@@ -141,10 +143,17 @@ class ObjectStore(Tier):
         checksum: ChecksumChoice = "auto",
         deadline: Seconds = REQUEST_DEADLINE,
         orphan_age: Seconds = ORPHAN_AGE,
+        mode: FileMode = PRIVATE.mode,
+        group: Group | None = None,
         arena: KeepingArena | None = None,
     ) -> None:
         protocol, _, path = check_url(url, options or {}).partition("://")
         keys = {"checksum": checksum, "orphan_age": orphan_age}
+        permissions = Permissions.of(mode, group)
+        if permissions != PRIVATE and protocol not in _NO_HOST:
+            raise ValueError(
+                "mode and group: only file:// URLs take them; remove them, and let the store say who has access"
+            )
         deadline = parse_seconds(deadline)
         self._inner: Tier
         self._outer: Tier  # watches `_inner`
@@ -155,10 +164,10 @@ class ObjectStore(Tier):
             return
         if wrong := sorted(name for name, value in keys.items() if value != _OF_S3[name]):
             raise ValueError(f"{wrong[0]}: only s3:// URLs take it; remove it")
-        if protocol in ("file", "local"):
+        if protocol in _NO_HOST:
             if options:
                 raise ValueError("options: a file:// URL takes none; remove them")
-            self._inner = Directory(Path(path), capacity)
+            self._inner = Directory(Path(path), capacity, permissions=permissions)
         else:
             self._inner = Bucket(url, options or {}, capacity)
         self._outer = self._inner if protocol == "memory" else Deadline(self._inner, deadline, arena)

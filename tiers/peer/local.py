@@ -22,6 +22,7 @@ from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError, Ti
 from tierstate.tiers.base import AtomicWriter, Release
 from tierstate.tiers.posix.directory import Directory, FileWriter
 from tierstate.tiers.posix.files import BufferedFile, open_file, os_errors_translated, walk
+from tierstate.tiers.posix.ownership import is_private
 from tierstate.tiers.units import format_size
 
 from .client import PeerHosts, RemoteStaging
@@ -50,7 +51,7 @@ def make_folder(path: Path, tier: str) -> None:
         with suppress(FileExistsError):
             os.makedirs(path, mode=0o700)
         found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or not is_private(found):
         raise AccessDenied(
             f"{tier}: {path} is not a folder of this user's alone; remove it, chmod it to 0700, or give another 'path'",
             tier=tier,

@@ -56,6 +56,7 @@ from .files import (
 from .letter_case import LetterCase
 from .mounts import place_of
 from .naming import Naming, give_name
+from .ownership import PRIVATE, FileMode, Group, Permissions, Trust, check_owner, check_path, check_writers
 
 MAX_NAME = 255
 """Longest file name in bytes that file systems allow."""
@@ -105,6 +106,7 @@ class Folder(Protocol):
     name: str
     leftover_age: ClassVar[float]
     naming: Naming
+    permissions: Permissions
 
     @property
     def gauge(self) -> CapacityCounter: ...
@@ -140,7 +142,7 @@ class FileWriter(AtomicWriter):
 
     def _name(self) -> None:
         try:
-            self._tier.naming = give_name(self._file, self._path, self._tier.leftover_age)
+            self._tier.naming = give_name(self._file, self._path, self._tier.leftover_age, self._tier.permissions)
         except (FileExistsError, FileNotFoundError) as error:
             # On a network file system the answer may be lost, and the repeated call then finds what the first one did.
             # If the name was taken all the same and is free again, whoever took it has undone that since.
@@ -173,11 +175,15 @@ class Directory(Tier):
     A folder that does not exist is created by the first write; for readers it is empty. Since an object is a file, a
     key cannot also be a folder of another key (``a`` and ``a/b``): creating the second one raises `AlreadyExists`.
 
+    Files and folders get the mode of ``permissions``, whatever the umask is. A folder that a user whom the policy does
+    not trust owns, or can write to, is refused (`tierstate.tiers.posix.ownership`).
+
     Args:
         path: the folder; a relative one is resolved against the present working directory.
         capacity: total bytes of the objects. Objects that other processes write meanwhile are not counted.
         io: how long objects are moved: by direct I/O with io_uring or threads, or through the page cache.
         part: stripe size in bytes, a multiple of a page, at which long transfers are split; 0 for none.
+        permissions: mode and group of files and folders.
     """
 
     persistent: ClassVar[bool] = True
@@ -187,7 +193,17 @@ class Directory(Tier):
     file_writer: ClassVar[type[FileWriter]] = FileWriter
     """The class of its writers."""
 
-    def __init__(self, path: Path, capacity: int | None = None, io: IoMode = "auto", *, part: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        capacity: int | None = None,
+        io: IoMode = "auto",
+        *,
+        part: int = 0,
+        permissions: Permissions = PRIVATE,
+    ) -> None:
+        self.permissions = permissions
+        self._trust: Trust | None = None
         self._io = DirectIo(io)
         self._part = part
         self.path = Path(path).expanduser().absolute()
@@ -231,12 +247,42 @@ class Directory(Tier):
         return self.path / key
 
     def _check_folders(self, path: Path) -> None:
-        """Check that no folder between the root and ``path`` is a symbolic link, which could lead out of the tier."""
-        for folder in path.relative_to(self.path).parents:
-            if folder.parts and os.path.islink(self.path / folder):
+        """Check that no folder between the root and ``path`` is a symbolic link, which could lead out of the tier, and
+        that no user who is not trusted owns one or can write to it."""
+        trust = self._check_path()
+        place = self.path
+        for name in path.relative_to(self.path).parts[:-1]:
+            place /= name
+            with os_errors_translated("look at", self.name, "", place):
+                try:
+                    found = os.lstat(place)
+                except (FileNotFoundError, NotADirectoryError):
+                    return
+            if stat.S_ISLNK(found.st_mode):
                 raise AccessDenied(
-                    f"{self.name}: {self.path / folder} is a link; the folders of a tier must be real", tier=self.name
+                    f"{self.name}: {place} is a link; the folders of a tier must be real", tier=self.name
                 )
+            self._check_owner(place, found, trust)
+            self._note(*check_writers(place, found, self.permissions, self.name))
+
+    def _check_path(self) -> Trust:
+        """Check, until the tier's folder is there, that only trusted users can change what its path leads to."""
+        if self._trust is not None:
+            return self._trust
+        with os_errors_translated("look at", self.name, "", self.path):
+            there = self.path.is_dir()
+            trust = check_path(self.path, self.permissions, self.name)
+        self._note(*trust.notes)
+        if there:
+            self._trust = trust
+        return trust
+
+    def _check_owner(self, path: Path, found: os.stat_result, trust: Trust) -> None:
+        if not self.permissions.shares(found):
+            check_owner(path, found, trust.owners, self.name)
+
+    def _note(self, *texts: str) -> None:
+        self._notes += tuple(text for text in texts if text and text not in self._notes)
 
     def _existing(self, key: str) -> Path:
         """The path of an object's file, if there is one, for a reader."""
@@ -275,7 +321,9 @@ class Directory(Tier):
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         path = self._existing(key)
         with os_errors_translated("read", self.name, key, path), closing(open_file(path)) as file:
-            check_ranges(f"{self.name}: {key}", file.status().st_size, ranges)
+            status = file.status()
+            self._check_owner(path, status, self._check_path())
+            check_ranges(f"{self.name}: {key}", status.st_size, ranges)
             self._io.read(path, file, ranges)
 
     def list(self, prefix: str) -> Iterator[str]:
@@ -335,14 +383,25 @@ class Directory(Tier):
             try:
                 self._make_folder(path.parent)
                 self._check_spelling(key, path)  # again: another process may have made the folder meanwhile
-                file = create_temp(path.parent)
+                file = self._create_temp(path.parent)
             except FileNotFoundError:
                 # Another process removed a folder that this one had created or seen: create it again.
                 self._synced.clear()
                 self._make_folder(path.parent)
-                file = create_temp(path.parent)
+                file = self._create_temp(path.parent)
         stream = AppendStream(file, lambda: self._io.engine(file.descriptor), self._part)
         return self.file_writer(self, key, path, file, stream)
+
+    def _create_temp(self, folder: Path) -> BufferedFile:
+        file = create_temp(folder)
+        try:
+            self._note(self.permissions.apply(file.descriptor))
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.path)
+            file.close()
+            raise
+        return file
 
     def delete(self, key: str) -> None:
         self.discard([key])
@@ -393,6 +452,7 @@ class Directory(Tier):
                 return
             with os_errors_translated("write", self.name, "", self.path):
                 self._check_root()
+                self._check_path()
                 self._make_root()
                 self._sweep()
                 if self.gauge.capacity is not None:
@@ -410,7 +470,7 @@ class Directory(Tier):
                 try:
                     remove_leftover(Path(entry.path), now, self.leftover_age)
                 except PermissionError as error:
-                    self._notes += (f"a dead writer's file could not be removed: {error}",)
+                    self._note(f"a dead writer's file could not be removed: {error}")
 
     def _make_root(self) -> None:
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
@@ -431,12 +491,25 @@ class Directory(Tier):
 
     def _make_and_sync(self, folder: Path) -> None:
         try:
-            os.mkdir(folder)
+            os.mkdir(folder, 0o700)
         except FileExistsError:
             self._met(folder)
         else:
+            self._give_permissions(folder)
             self._made(folder)
         sync_folder(folder.parent)
+
+    def _give_permissions(self, folder: Path) -> None:
+        # By a descriptor, since another user of a shared tier could have put a link in its place meanwhile.
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except PermissionError:  # the umask took the owner's own bits
+            os.chmod(folder, 0o700)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self._note(self.permissions.apply(descriptor))
+        finally:
+            os.close(descriptor)
 
     def _made(self, folder: Path) -> None:
         """Called for each new folder, before anything is in it."""
@@ -454,7 +527,12 @@ class Nvme(Deadline):
         path: the folder.
         capacity: total bytes of its objects; None for no limit but the disk.
         io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
+        mode: of files, as chmod takes it, as in ``"0640"``; folders have ``x`` as well wherever it has ``r``.
+        group: of files and folders: a name or number; None for the one that the system gives.
         deadline: seconds without progress after which a call is given up, as when the disk is dead.
+
+    Raises:
+        ValueError: a mode that cannot be meant, or a group that this user is not in.
     """
 
     def __init__(
@@ -463,7 +541,10 @@ class Nvme(Deadline):
         path: Path,
         capacity: Size | None = None,
         io: IoMode = "auto",
+        mode: FileMode = PRIVATE.mode,
+        group: Group | None = None,
         deadline: Seconds = HANG_DEADLINE,
         arena: KeepingArena | None = None,
     ) -> None:
-        super().__init__(Directory(path, capacity, io), deadline, arena)
+        inner = Directory(path, capacity, io, permissions=Permissions.of(mode, group))
+        super().__init__(inner, deadline, arena)

@@ -30,6 +30,10 @@ TEMP = ".tmp-"
 """Prefix of the names of temporary files; no name in a key starts with a dot."""
 
 
+PRIVATE_MODE = 0o600
+"""The mode of a new file: nobody else can read it, until it gets the mode that it is to have."""
+
+
 UNLOCKED_AGE = 3600.0
 """Seconds after which a temporary file counts as a leftover of a dead writer, if the file system has no locks."""
 
@@ -132,14 +136,17 @@ def open_file(path: Path, flags: int = 0) -> BufferedFile:
     return file
 
 
-def create_locked(path: Path) -> BufferedFile | None:
+def create_locked(path: Path, mode: int = PRIVATE_MODE) -> BufferedFile | None:
     """Create a file, and lock it if the file system has locks. None if a sweep took it for a leftover first.
+
+    Args:
+        mode: of the file, less the umask.
 
     Raises:
         FileExistsError: the name is taken.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = BufferedFile(os.open(path, flags, 0o666), path)
+    file = BufferedFile(os.open(path, flags, mode), path)
     try:
         file.lock()
         if is_at(file, path):
@@ -164,10 +171,10 @@ def is_at(file: BufferedFile, path: Path) -> bool:
         return False
 
 
-def create_temp(folder: Path) -> BufferedFile:
-    """Create a file with a temporary name in ``folder``; locked if the file system has locks."""
+def create_temp(folder: Path, mode: int = PRIVATE_MODE) -> BufferedFile:
+    """Create a file with a temporary name in ``folder``; as in `create_locked`."""
     while True:
-        if file := create_locked(folder / f"{TEMP}{uuid.uuid4().hex}"):
+        if file := create_locked(folder / f"{TEMP}{uuid.uuid4().hex}", mode):
             return file
 
 

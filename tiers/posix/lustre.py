@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import struct
@@ -15,6 +14,8 @@ from tierstate.tiers.wrappers.deadline import HANG_DEADLINE, Deadline
 
 from .direct import IoMode
 from .directory import Directory
+from .mounts import filesystem_type
+from .ownership import PRIVATE, FileMode, Group, Permissions
 
 LUSTRE = 0x0BD00BD0
 """``f_type`` of a Lustre file system in statfs(2)."""
@@ -56,7 +57,7 @@ class Striped(Directory):
     systems everything works the same, without striping.
 
     Args:
-        path, capacity, io: as for `Directory`.
+        path, capacity, io, permissions: as for `Directory`.
         stripe_count, stripe_size, pool: as for `Lustre`; 0 and an empty name mean the site's default.
 
     Raises:
@@ -76,8 +77,9 @@ class Striped(Directory):
         stripe_count: int = 0,
         stripe_size: int = 0,
         pool: str = "",
+        permissions: Permissions = PRIVATE,
     ) -> None:
-        super().__init__(path, capacity, io, part=stripe_size)
+        super().__init__(path, capacity, io, part=stripe_size, permissions=permissions)
         wished = bool(stripe_count or stripe_size or pool)
         self._layout = pack_layout(stripe_count, stripe_size, pool) if wished else b""
 
@@ -117,10 +119,6 @@ class Striped(Directory):
         if difference := compare_layouts(self._layout, found):
             self._note(f"{folder}: {difference}")
 
-    def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes += (text,)
-
 
 class Lustre(Deadline):
     """A folder on Lustre or another shared file system, seen by every host of the site, that may hang.
@@ -135,11 +133,11 @@ class Lustre(Deadline):
         stripe_size: bytes of one stripe, a multiple of 64 KiB; None for the site's default.
         pool: the pool of targets to use; None for the site's default.
         io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
-
+        mode, group: as for `Nvme`.
         deadline: seconds without progress after which a call is given up, as when a server is dead.
 
     Raises:
-        ValueError: a stripe count, size or pool that no Lustre takes.
+        ValueError: a stripe count, size or pool that no Lustre takes, or a mode or group that cannot be.
     """
 
     def __init__(
@@ -151,10 +149,20 @@ class Lustre(Deadline):
         stripe_size: Size | None = None,
         pool: str | None = None,
         io: IoMode = "auto",
+        mode: FileMode = PRIVATE.mode,
+        group: Group | None = None,
         deadline: Seconds = HANG_DEADLINE,
         arena: KeepingArena | None = None,
     ) -> None:
-        inner = Striped(path, capacity, io, stripe_count=stripe_count, stripe_size=stripe_size or 0, pool=pool or "")
+        inner = Striped(
+            path,
+            capacity,
+            io,
+            stripe_count=stripe_count,
+            stripe_size=stripe_size or 0,
+            pool=pool or "",
+            permissions=Permissions.of(mode, group),
+        )
         super().__init__(inner, deadline, arena)
 
 
@@ -211,17 +219,3 @@ def _pool(layout: bytes) -> str:
 
 def _count(count: int) -> str:
     return "all" if count == _ANY else str(count)
-
-
-def filesystem_type(path: Path) -> int:
-    """``f_type`` of the file system that holds ``path``, from statfs(2): Python's `os.statvfs` does not have it.
-
-    Raises:
-        OSError: the call failed.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    result = ctypes.create_string_buffer(512)  # struct statfs has 120 bytes on 64-bit Linux and f_type first
-    if libc.statfs(os.fsencode(path), result) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(path))
-    return ctypes.c_ulong.from_buffer(result).value & 0xFFFFFFFF

@@ -1,7 +1,11 @@
-"""Where a directory lies: its device and path in that file system, seen through symbolic links and bind mounts."""
+"""Where a directory lies: its device and path in that file system, seen through symbolic links and bind mounts.
+
+Also what kind of file system that is.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import stat
@@ -14,6 +18,14 @@ MOUNTS = "/proc/self/mountinfo"
 """Linux's list of mounts; see proc_pid_mountinfo(5)."""
 
 
+_FUSE = 0x65735546
+
+
+# vfat, exFAT, NTFS (two drivers), SMB (three dialects), 9p
+_NO_MODES = frozenset({0x4D44, 0x2011BAB0, 0x5346544E, 0x7366746E, 0x517B, 0xFF534D42, 0xFE534D42, 0x01021997})
+"""``f_type`` of file systems whose modes are made up of mount options."""
+
+
 class Mount(NamedTuple):
     """One mounted file system, or a part of one (a bind mount).
 
@@ -21,17 +33,21 @@ class Mount(NamedTuple):
         device: its number, as in ``8:1``.
         root: the path in the file system that is mounted.
         point: where it is mounted.
+        kind: of file system, as in ``ext4``.
+        options: of the file system, separated by commas.
     """
 
     device: str
     root: str
     point: str
+    kind: str = ""
+    options: str = ""
 
 
 def read_mounts(text: str) -> list[Mount]:
     """The mounts of the text of ``/proc/self/mountinfo``."""
     rows = (line.split(" ") for line in text.splitlines())
-    return [Mount(row[2], _plain(row[3]), _plain(row[4])) for row in rows if len(row) > 4]
+    return [Mount(row[2], _plain(row[3]), _plain(row[4]), row[-3], row[-1]) for row in rows if len(row) > 6]
 
 
 def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
@@ -57,6 +73,34 @@ def place_of(path: Path) -> Place:
         inner = os.path.join(mount.root, os.path.relpath(real, mount.point))
         paths.append(("device", mount.device, *_names(os.path.normpath(inner))))
     return Place(tuple(paths), _state(real), mount.point if mount is not None else "")
+
+
+def keeps_modes(path: Path) -> bool:
+    """Whether modes of a file system say who has access: not where they are made up of mount options. With FUSE that is
+    so for disks (``fuseblk``: exFAT, NTFS), and where the kernel does not go by the modes.
+
+    Raises:
+        OSError: the path cannot be looked at.
+    """
+    kind = filesystem_type(path)
+    if kind != _FUSE:
+        return kind not in _NO_MODES
+    mount = mount_of(os.path.realpath(path), _mounts())
+    return mount is not None and mount.kind != "fuseblk" and "default_permissions" in mount.options.split(",")
+
+
+def filesystem_type(path: Path) -> int:
+    """``f_type`` of the file system that holds ``path``, from statfs(2): Python's `os.statvfs` does not have it.
+
+    Raises:
+        OSError: the call failed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = ctypes.create_string_buffer(512)  # struct statfs has 120 bytes on 64-bit Linux and f_type first
+    if libc.statfs(os.fsencode(path), result) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+    return ctypes.c_ulong.from_buffer(result).value & 0xFFFFFFFF
 
 
 def _mounts() -> list[Mount]:

@@ -24,6 +24,7 @@ from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.memory.arena import libc
 
 from .files import TEMP, UNLOCKED_AGE, BufferedFile, create_locked, remove_leftover
+from .ownership import PRIVATE, Permissions
 
 LOCK = f"{TEMP}lock-"
 """Prefix of the names of lock files. One that a dead writer left is removed like any temporary file."""
@@ -62,12 +63,13 @@ class Naming(Enum):
     )
 
 
-def give_name(file: BufferedFile, path: Path, min_age: float) -> Naming:
+def give_name(file: BufferedFile, path: Path, min_age: float, permissions: Permissions = PRIVATE) -> Naming:
     """Give a temporary file its final name, in the same folder. It may keep its temporary name beside.
 
     Args:
         file: written and synced, open.
         min_age: seconds for which a free lock of another writer is left alone; 0 where locks are seen by all writers.
+        permissions: of lock files, which other users of the tier must be able to remove.
 
     Raises:
         FileExistsError: the name is taken.
@@ -81,7 +83,7 @@ def give_name(file: BufferedFile, path: Path, min_age: float) -> Naming:
                 raise
         else:
             return name
-    with _name_locked(file, path, min_age):
+    with _name_locked(file, path, min_age, permissions):
         _check_free(path)
         os.rename(file.path, path)
     return Naming.LOCK
@@ -113,7 +115,7 @@ def lock_file(path: Path) -> Path:
 
 
 @contextmanager
-def _name_locked(file: BufferedFile, path: Path, min_age: float) -> Iterator[None]:
+def _name_locked(file: BufferedFile, path: Path, min_age: float, permissions: Permissions) -> Iterator[None]:
     """Hold the lock of a name. The lock is a file that only one can create; it is itself locked while its owner lives.
 
     Raises:
@@ -122,6 +124,7 @@ def _name_locked(file: BufferedFile, path: Path, min_age: float) -> Iterator[Non
     place = lock_file(path)
     held = _take_lock(file, path, place, min_age)
     try:
+        permissions.apply(held.descriptor)
         yield
     finally:
         # Removed before it is closed: whoever finds it without a lock may take its owner for dead.

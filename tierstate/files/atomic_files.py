@@ -42,7 +42,7 @@ class AtomicFiles:
             OSError: no such folder, or no space left.
         """
         self._check(path)
-        file = create_temp(path.parent)
+        file = create_temp(path.parent, 0o666)
         self._files.append((path, file))
         try:
             os.posix_fallocate(file.descriptor, 0, max(size, 1))

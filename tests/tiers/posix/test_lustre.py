@@ -21,7 +21,8 @@ from tierstate.tiers.memory.arena import map_pages
 from tierstate.tiers.posix import lustre
 from tierstate.tiers.posix.direct import stripe_cuts
 from tierstate.tiers.posix.io_engine import Engine, Transfer
-from tierstate.tiers.posix.lustre import ALL_STRIPES, LUSTRE, Lustre, compare_layouts, filesystem_type, pack_layout
+from tierstate.tiers.posix.lustre import ALL_STRIPES, LUSTRE, Lustre, compare_layouts, pack_layout
+from tierstate.tiers.posix.mounts import filesystem_type
 from tierstate.tiers.testing import TierContract, random_bytes
 
 
@@ -183,7 +184,8 @@ def failing(number: int) -> OSError:
 def test_new_folders_get_the_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretence = Pretence(monkeypatch)
     tier = Lustre(path=tmp_path / "root", stripe_count=4, stripe_size=1 << 20, pool="flash")
-    (tmp_path / "root" / "old").mkdir(parents=True)
+    (tmp_path / "root").mkdir(mode=0o700)
+    (tmp_path / "root" / "old").mkdir()
     tier.put("packs/run/a", empty_buffer(1))
     tier.put("packs/run/b", empty_buffer(1))
     layout = pack_layout(4, 1 << 20, "flash")

@@ -23,9 +23,11 @@ short line
 
 def test_the_kernels_list_is_read():
     mounts = read_mounts(TEXT)
-    assert mounts[2] == Mount("8:2", "/data", "/with blank")
+    assert mounts[2] == Mount("8:2", "/data", "/with blank", "xfs", "rw")
     assert mounts[3].point == r"/with blank/in\ner"
-    assert mount_of("/with blank/x", mounts) == Mount("8:4", "/", "/with blank"), "the last one covers the one before"
+    assert mount_of("/with blank/x", mounts) == Mount("8:4", "/", "/with blank", "xfs", "rw"), (
+        "the last one covers the one before"
+    )
     assert mount_of("/with blanks", mounts) == mounts[0]
     assert mount_of("/anything", []) is None
 
