@@ -12,6 +12,7 @@ from typing import Any
 from tierstate.manifest.errors import NotFound
 
 from .base import Tier
+from .secrets import scrub, secrets_of, shows
 
 GROUP = "tierstate.tiers"
 """The entry-point group: the name is the tier's type, the object its class."""
@@ -75,9 +76,23 @@ def open_tier(name: str, type: str, options: Mapping[str, Any], arena: object | 
     """
     cls = tier_class(type)
     takes_arena = "arena" in inspect.signature(cls).parameters
-    tier = cls(**options, **({"arena": arena} if takes_arena else {}))
+    try:
+        tier = cls(**options, **({"arena": arena} if takes_arena else {}))
+    except Exception as error:
+        secrets = secrets_of(options)
+        if not shows(error, secrets):
+            raise
+        raise _without(error, secrets) from None
     tier.name = name
     return tier
+
+
+def _without(error: Exception, secrets: frozenset[str]) -> Exception:
+    """An error without the secrets in its message; of the same class, if its message is made of its arguments."""
+    told = scrub(f"{type(error).__name__}: {error}", secrets)
+    error.args = tuple(scrub(one, secrets) if isinstance(one, str) else one for one in error.args)
+    error.__cause__ = error.__context__ = None
+    return ValueError(told) if shows(error, secrets) else error
 
 
 @cache  # reading the metadata of all installed packages takes milliseconds

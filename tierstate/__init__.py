@@ -1,5 +1,7 @@
 """tierstate: training state on every tier of a cluster, without stopping the training."""
 
+import logging
+
 from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.manifest.errors import (
     AccessDenied,
@@ -22,6 +24,7 @@ from tierstate.manifest.errors import (
     Unsafe,
     WrongTier,
 )
+from tierstate.manifest.printable import PrintableRecords
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import register_provider
 from tierstate.providers.sharded.shards import Shard
@@ -34,6 +37,9 @@ from tierstate.tiers.registry import register_tier
 from .checkpointer import Checkpointer, Save
 
 __version__ = "0.1.0"
+
+# Every module logs by this one.
+logging.getLogger("tierstate").addFilter(PrintableRecords())
 
 __all__ = [
     "AccessDenied",

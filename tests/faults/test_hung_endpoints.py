@@ -95,7 +95,7 @@ def test_saves_that_only_the_hung_tier_should_have_are_lost_and_told(place: Path
 def test_ls_says_what_hangs(place: Path, endpoint: Endpoint) -> None:
     file = place / "policy.yaml"
     made = spec(place, endpoint)
-    file.write_text(made.dump())
+    file.write_text(made.dump(secrets=True))
     with pytest.raises(ts.TierUnavailable), ts.Checkpointer(made, "run") as ckpt:
         ckpt.save(tensors(3000), step=1).wait("near")
     listing = [sys.executable, "-m", "tierstate.cli", "ls", "-p", str(file), "-r", "run"]

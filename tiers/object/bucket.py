@@ -23,6 +23,7 @@ from tierstate.tiers.base import ObjectWriter, Place, Range, Tier, Traits, check
 from tierstate.tiers.capacity import CapacityCounter
 from tierstate.tiers.clock import RemoteClock
 from tierstate.tiers.concurrency import WorkerPool
+from tierstate.tiers.secrets import scrub, secrets_in
 
 from .filesystem import (
     PARALLEL_READS,
@@ -31,9 +32,8 @@ from .filesystem import (
     MemoryClient,
     ObjectClient,
     open_store,
-    scrub,
-    secrets_in,
     store_errors_translated,
+    unsafe_connections,
 )
 from .stream import StreamProbe, StreamWriter, UploadFile
 
@@ -151,7 +151,7 @@ class Bucket(Tier):
         self._volatile = isinstance(self._store, MemoryClient)
         self.gauge = CapacityCounter(capacity)
         self._conditional: bool | None = True if self._volatile else None
-        self._notes: tuple[str, ...] = ()
+        self._notes = unsafe_connections(url, options)
         self.streams = False
         self._ready = False
         self._readying = threading.Lock()
@@ -313,7 +313,7 @@ class Bucket(Tier):
             if self._ready:
                 return
             if not self._volatile:
-                self._notes = tuple(scrub(note, self._secrets) for note in self._findings())
+                self._notes += tuple(scrub(note, self._secrets) for note in self._findings())
             if self.gauge.capacity is not None:
                 self.gauge.used = sum(self.size(key) for key in self.list(""))
             self._ready = True

@@ -6,15 +6,14 @@ and aiohttp by code, status or class, adds a remedy, and removes credentials fro
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -28,8 +27,10 @@ from tierstate.manifest.errors import (
     TierstateError,
     TierUnavailable,
 )
+from tierstate.manifest.printable import escape_controls
 from tierstate.tiers.base import Range
 from tierstate.tiers.posix.files import errno_class
+from tierstate.tiers.secrets import linked, scrub, shows
 
 READ_PART = 16 << 20
 """Most bytes that one request reads."""
@@ -169,47 +170,19 @@ _WRONG_REGION = frozenset(
 )
 
 
-_PUBLIC = frozenset({"endpoint_url", "region_name", "profile", "protocol", "signature_version", "addressing_style"})
-
-
-_FROM_ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-
-
-_SHORTEST_SECRET = 4
-
-
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 """The package to install for a protocol, if its name differs from the missing module."""
 
 
+_CHECKS = frozenset({"verify", "verify_ssl", "ssl_verify", "use_ssl", "ssl", "check_hostname"})
+"""Names of options that, with the value false, turn off the check of certificates, or the encryption."""
+
+
+_OWN_HOSTS = (None, "localhost", "127.0.0.1", "::1")
+
+
 _CREATED = ("created", "LastModified", "last_modified", "mtime", "updated")
 """Names under which file systems report the creation time of an object; objects are written once."""
-
-
-def secrets_in(url: str, options: Mapping[str, Any]) -> frozenset[str]:
-    """All secrets, which no message may show: users and passwords in URLs, option values, environment variables."""
-    found = {os.environ.get(name, "") for name in _FROM_ENVIRONMENT} | _user_of(url)
-    for key, value in options.items():
-        if isinstance(value, Mapping):
-            found |= secrets_in("", value)
-        elif isinstance(value, list | tuple):
-            found |= frozenset().union(*(secrets_in("", {key: item}) for item in value))
-        elif isinstance(value, str):
-            found |= _user_of(value) if key in _PUBLIC else {value}
-    return frozenset(text for text in found if len(text) >= _SHORTEST_SECRET)
-
-
-def _user_of(url: str) -> set[str]:
-    # All up to the last "@", since a password may have characters that are not allowed in a URL.
-    user, at, _ = url.partition("://")[2].rpartition("@")
-    return {part for text in (user, unquote(user)) for part in (text, *text.split(":"))} if at else set()
-
-
-def scrub(text: str, secrets: frozenset[str]) -> str:
-    """The text without the secrets; longer ones first, since one may be part of another."""
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return text
 
 
 def store_error_class(error: BaseException) -> type[TierError]:
@@ -296,31 +269,14 @@ def store_errors_translated(doing: str, tier: str, key: str, place: str, secrets
         if is_beyond_end(error):
             raise Damaged(f"{where}: the object ends before the range that is wanted, in {place}") from None
         sort = store_error_class(error)
-        said = str(error).replace(_ONE_ATTEMPT, "")
+        said = escape_controls(str(error).replace(_ONE_ATTEMPT, ""))
         text = f"{where}: cannot {doing} {place}: {type(error).__name__}: {said}"
         text = "; ".join(filter(None, (scrub(text, secrets), remedy(error))))
-        shows = any(secret in str(one) for one in _chain(error) for secret in secrets)
-        raise sort(text, tier=tier, key=key) from (None if shows else error)
+        raise sort(text, tier=tier, key=key) from (None if shows(error, secrets) else error)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    return _linked(error, lambda one: one.__cause__)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    return _linked(error, lambda one: one.__cause__ or one.__context__)
-
-
-def _linked(
-    error: BaseException, following: Callable[[BaseException], BaseException | None]
-) -> Iterator[BaseException]:
-    """An error and its causes, each once: an error that was raised from itself makes a cycle."""
-    one: BaseException | None = error
-    met: set[int] = set()
-    while one is not None and id(one) not in met:
-        met.add(id(one))
-        yield one
-        one = following(one)
+    return linked(error, lambda one: one.__cause__)
 
 
 class ObjectTimes(NamedTuple):
@@ -507,6 +463,30 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise ValueError(f"{protocol}:// is no protocol known here; known are {known}") from None
     fs, root = url_to_fs(url, **{**options, "skip_instance_cache": True, "use_listings_cache": False})
     return fs, str(root).rstrip("/")
+
+
+def unsafe_connections(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Notes for users about connections that others can read or answer, by what the options of a store say."""
+    notes = []
+    off = sorted(name for name, value in _leaves(options) if name.lower() in _CHECKS and value is False)
+    if off:
+        notes.append(
+            f"{', '.join(off)}: false: certificates are not checked, or nothing is encrypted: whoever is between here "
+            "and the store can read and change what is sent; give the authority's file by 'verify'"
+        )
+    plain = [url, *(value for name, value in _leaves(options) if name == "endpoint_url" and isinstance(value, str))]
+    hosts = [urlsplit(one).hostname for one in plain if one.lower().startswith("http://")]
+    if any(host not in _OWN_HOSTS for host in hosts):
+        notes.append("requests are sent by http://, not encrypted: whoever is in between can read and change them")
+    return tuple(notes)
+
+
+def _leaves(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield str(name), value
 
 
 def _split(wanted: Range) -> Iterator[Range]:

@@ -14,12 +14,12 @@ from tierstate.tiers.base import KeepingArena, ObjectWriter, Place, Range, Tier,
 from tierstate.tiers.object.s3.checksums import ChecksumChoice
 from tierstate.tiers.posix.directory import Directory
 from tierstate.tiers.posix.ownership import PRIVATE, FileMode, Group, Permissions
+from tierstate.tiers.secrets import scrub, secrets_in
 from tierstate.tiers.units import Seconds, Size, parse_seconds
 from tierstate.tiers.wrappers.breaker import Breaking
 from tierstate.tiers.wrappers.deadline import Deadline
 
 from .bucket import Bucket
-from .filesystem import scrub, secrets_in
 
 if TYPE_CHECKING:
     from tierstate.tiers.object.s3.bucket import S3Bucket

@@ -79,7 +79,8 @@ Within: TypeAlias = Annotated[
 class Frozen(BaseModel):
     """A model that does not change and has no keys but its own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # An error of pydantic itself would show the input.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class BestKeys(Frozen):

@@ -18,6 +18,7 @@ from pydantic import Field, PrivateAttr
 from tierstate.manifest.errors import NotFound, PolicyError, TierstateError
 from tierstate.tiers.base import Tier
 from tierstate.tiers.registry import open_tier, tier_class
+from tierstate.tiers.secrets import without_literals
 from tierstate.tiers.units import format_size
 from tierstate.tiers.wrappers.limit import Limited
 from tierstate.tiers.wrappers.measure import Measured
@@ -130,17 +131,22 @@ class Policy(PolicyKeys):
             "<default policy>",
         )
 
-    def dump(self) -> str:
+    def dump(self, *, secrets: bool = False) -> str:
         """YAML text that parses to an equal policy in the same environment.
 
-        Variables are written as in the file, not their values, so that a printed policy shows no secret.
+        Variables are written as in the file, not their values, so that a printed policy shows no secret. In place of a
+        credential that the file has as text, there is ``${HIDDEN}``: to be parsed, that must be set.
+
+        Args:
+            secrets: also write credentials that the file has as text.
 
         Raises:
             PolicyError: the policy was not parsed from a text.
         """
         if not self._document:
             raise PolicyError("this policy was not made of a text, so it has none; make it by Policy.parse")
-        return yaml.safe_dump(self._document, sort_keys=False, allow_unicode=True, width=120)
+        document = self._document if secrets else without_literals(self._document)
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
 
     def tier(self, name: str) -> TierPolicy:
         """The tier of that name.

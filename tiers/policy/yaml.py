@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import yaml
 
 from tierstate.manifest.errors import PolicyError
+from tierstate.tiers.secrets import SHORTEST_SECRET, ExpandedText, is_credential_name, takes_credentials
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """The place of a value: keys of mappings and indices of lists (from 0), from the root on."""
@@ -59,11 +60,13 @@ class PolicyErrors:
         name: the file's name in messages.
         lines, columns: line and column of each value, or of its key, from 1; a value that is in neither counts as being
             where its parent is.
+        variables: the values that were put in for variables; messages have the variables instead.
     """
 
     name: str
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     columns: Mapping[KeyPath, int] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
     _found: dict[tuple[int, KeyPath], str] = field(default_factory=dict)
 
     def add(self, keys: KeyPath, text: str, at: Position | None = None) -> None:
@@ -73,7 +76,14 @@ class PolicyErrors:
         """
         place = f"{dotted_keys(keys)}: " if keys else ""
         line, column = at or (self.line(keys), self.column(keys))
-        self._found.setdefault((line, keys), f"{self.name}:{line}:{column}: {place}{text}")
+        self._found.setdefault((line, keys), f"{self.name}:{line}:{column}: {place}{self._as_written(text)}")
+
+    def _as_written(self, text: str) -> str:
+        """The text with variables in place of their values, as far as these are long enough to be told apart."""
+        for value, name in sorted(self.variables.items(), key=lambda found: -len(found[0])):
+            for form in {value, repr(value)[1:-1]}:
+                text = text.replace(form, f"${{{name}}}") if len(form) >= SHORTEST_SECRET else text
+        return text
 
     def line(self, keys: KeyPath) -> int:
         """The line of a value, or of the innermost value around it that has a line."""
@@ -288,6 +298,9 @@ class _Build:
 def expand_variables(value: Any, environ: Mapping[str, str], findings: PolicyErrors, keys: KeyPath = ()) -> Any:
     """The same data with environment variables replaced by their values; keys of mappings are not expanded.
 
+    A variable that is named like a credential is put in only where the keys are named so too: else a policy that
+    somebody else wrote could send it to a host of theirs, or have it printed.
+
     A variable that is not set and has no default, or a ``$`` that begins no variable, is added to ``findings``. As in a
     shell, a default also replaces an empty variable.
     """
@@ -297,7 +310,8 @@ def expand_variables(value: Any, environ: Mapping[str, str], findings: PolicyErr
         return [expand_variables(item, environ, findings, (*keys, i)) for i, item in enumerate(value)]
     if not isinstance(value, str):
         return value
-    return _DOLLAR.sub(lambda found: _value_of_variable(found, environ, findings, keys), value)
+    text = _DOLLAR.sub(lambda found: _value_of_variable(found, environ, findings, keys), value)
+    return text if text == value else ExpandedText(text, value)
 
 
 def _value_of_variable(found: re.Match[str], environ: Mapping[str, str], findings: PolicyErrors, keys: KeyPath) -> str:
@@ -307,11 +321,14 @@ def _value_of_variable(found: re.Match[str], environ: Mapping[str, str], finding
     if name is None:
         findings.add(keys, f"has a '$' that starts no variable; {_REMEDY}")
         return "$"
-    if default is not None:
-        return environ.get(name) or str(default)
-    if name not in environ:
+    if is_credential_name(name) and not takes_credentials(keys):
+        findings.add(keys, f"{name} is named like a credential, which is put in only where a key is, such as 'secret'")
+        return ""
+    if default is None and name not in environ:
         findings.add(keys, f"the variable {name} is not set; set it, or write '${{{name}:-default}}'")
-    return environ.get(name, "")
+    if text := environ.get(name):
+        findings.variables[text] = name
+    return text or str(default or "")
 
 
 def escape_variables(text: str) -> str:

@@ -25,6 +25,7 @@ from tierstate.manifest.errors import (
     TierFull,
     TierUnavailable,
 )
+from tierstate.manifest.printable import escape_controls
 
 TEMP = ".tmp-"
 """Prefix of the names of temporary files; no name in a key starts with a dot."""
@@ -284,7 +285,7 @@ def translate_os_error(error: OSError, doing: str, tier: str, key: str, path: Pa
         return _not_a_folder(error, doing, tier, key, path)
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = ": ".join(filter(None, (tier, key)))
-    text = f"{where}: cannot {doing} {path}: {error.strerror or error} ({name})"
+    text = escape_controls(f"{where}: cannot {doing} {path}: {error.strerror or error} ({name})")
     remedy = _REMEDIES.get(kind)
     return kind(f"{text}; {remedy}" if remedy else text, tier=tier, key=key)
 

@@ -64,15 +64,16 @@ def check_policy(
     except PolicyError as error:
         output.show_policy_errors(str(error), as_json)
         raise typer.Exit(1) from error
-    from tierstate.cluster.check import find_same_places
+    from tierstate.cluster.check import look_at_tiers
 
-    if same := find_same_places(policy):
+    same, notes = look_at_tiers(policy)
+    if same:
         output.show_policy_errors(f"{file}: {same}", as_json)
         raise typer.Exit(1)
     if state and not live:
         raise ValueError("--state is what live tiers are compared with; say --live too")
     if not live:
-        output.show_policy(policy, as_json)
+        output.show_policy(policy, notes, as_json)
         return
     from tierstate.cluster.advice import advise
     from tierstate.cluster.process import check_tiers

@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.printable import escape_json, escape_lines
 
 FAILED = 2
 """Exit status of a command that failed."""
@@ -100,10 +101,10 @@ def _fail(kind: str, message: str, as_json: bool, status: int, more: dict[str, A
     message, more = in_options(message), more or {}
     if as_json:
         told = {"error": {"type": kind, "message": message, "status": status, **more}}
-        print(json.dumps(told, ensure_ascii=False), file=sys.stderr)
+        print(escape_json(json.dumps(told, ensure_ascii=False)), file=sys.stderr)
     else:
-        notes = "".join(f"\n  {note}" for note in more.get("notes", ()))
-        print(f"tierstate: {message}{notes}", file=sys.stderr)
+        notes = "".join(f"\n{note}" for note in more.get("notes", ()))
+        print(escape_lines(f"tierstate: {message}{notes}"), file=sys.stderr)
     return status
 
 
@@ -111,7 +112,7 @@ class _JsonLines(logging.Handler):
     """Prints the library's warnings as a JSON object a line."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(json.dumps({"warning": in_options(record.getMessage())}, ensure_ascii=False), file=sys.stderr)
+        warn(in_options(record.getMessage()), as_json=True)
 
 
 @contextmanager
@@ -133,4 +134,5 @@ def _unchanged() -> Iterator[None]:
 
 def warn(message: str, *, as_json: bool) -> None:
     """Print a warning on standard error."""
-    print(json.dumps({"warning": message}, ensure_ascii=False) if as_json else message, file=sys.stderr)
+    line = escape_json(json.dumps({"warning": message}, ensure_ascii=False)) if as_json else escape_lines(message)
+    print(line, file=sys.stderr)

@@ -1,6 +1,7 @@
 """The output of every command: a table or lines for people, or with ``--json`` the same result as JSON for machines.
 
 Commands pass their result, mostly a dataclass, to the ``show_...`` function of its type; no command prints by itself.
+What a terminal would obey is written as an escape.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tierstate.cluster.check import TierFinding
 from tierstate.copy import CopyResult
@@ -30,6 +31,7 @@ from tierstate.manifest.format.leaf import CONTAINERS, format_path
 from tierstate.manifest.history.diff import LeafDiff
 from tierstate.manifest.history.retention import format_duration
 from tierstate.manifest.history.tags import TagTarget
+from tierstate.manifest.printable import escape_controls, escape_json
 from tierstate.tiers.peer.members import Member
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import rough_size
@@ -53,9 +55,14 @@ _UNREAD_SHOWN = 5
 def print_json(value: Any) -> None:
     """Print JSON on standard output; values that JSON does not have, such as paths, are printed as text."""
     if isinstance(value, list) and len(value) > PLAIN_ABOVE:  # one line for each
-        print("[" + ",\n".join(json.dumps(one, default=str, ensure_ascii=False) for one in value) + "]")
+        print("[" + ",\n".join(escape_json(json.dumps(one, default=str, ensure_ascii=False)) for one in value) + "]")
         return
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+    print(escape_json(json.dumps(value, indent=2, default=str, ensure_ascii=False)))
+
+
+def say(line: str, file: TextIO | None = None) -> None:
+    """Print one line, on standard output if no file is given."""
+    print(escape_controls(line), file=file)
 
 
 def print_fields(value: DataclassInstance, **more: object) -> None:
@@ -76,12 +83,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     for name in columns:
         made.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(str(cell)) for cell in row))
+        made.add_row(*(Text(escape_controls(str(cell))) for cell in row))
     Console(width=None if Console().is_terminal else 160, highlight=False).print(made)
 
 
 def _print_plain(names: Sequence[str], right: Sequence[bool], rows: Sequence[Sequence[object]]) -> None:
-    cells = [list(names), *([str(cell) for cell in row] for row in rows)]
+    cells = [list(names), *([escape_controls(str(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     row = "  ".join(f"{{:{'>' if flush else '<'}{width}}}" for flush, width in zip(right, widths, strict=True))
     print("\n".join(row.format(*line).rstrip() for line in cells))
@@ -122,7 +129,7 @@ def show_versions(versions: Sequence[VersionInfo], tiers: Sequence[str], as_json
         _show_lag(tier, versions)
     for v in versions:
         for why in v.unreadable.values():
-            print(f"version {v.seq} cannot be read: {why}", file=sys.stderr)
+            say(f"version {v.seq} cannot be read: {why}", sys.stderr)
 
 
 def _show_lag(tier: str, versions: Sequence[VersionInfo]) -> None:
@@ -135,7 +142,7 @@ def _show_lag(tier: str, versions: Sequence[VersionInfo]) -> None:
     if late:
         nbytes = rough_size(sum(v.nbytes for v in late))
         told += f", and lacks {len(late)} that are due there: {nbytes}, since {when(late[0].time)}"
-    print(told if newest is None else f"{told}; {_behind(newest, known)}")
+    say(told if newest is None else f"{told}; {_behind(newest, known)}")
 
 
 def _behind(newest: VersionInfo, known: Sequence[VersionInfo]) -> str:
@@ -163,7 +170,7 @@ def show_restored(info: VersionInfo, to: Path, as_json: bool) -> None:
     if as_json:
         print_fields(info, file=to)
     else:
-        print(f"restored step {info.step} ({info.id[:12]}, {rough_size(info.nbytes)}) to {to}")
+        say(f"restored step {info.step} ({info.id[:12]}, {rough_size(info.nbytes)}) to {to}")
 
 
 def show_exported(found: ExportResult, as_json: bool) -> None:
@@ -173,13 +180,11 @@ def show_exported(found: ExportResult, as_json: bool) -> None:
         return
     info, files = found.version, found.files
     where = str(files[0]) if len(files) == 1 else f"{len(files) - 1} files, listed in {files[-1]}"
-    print(
-        f"exported step {info.step} ({info.id[:12]}), {found.tensors} tensors, {rough_size(found.nbytes)}, to {where}"
-    )
+    say(f"exported step {info.step} ({info.id[:12]}), {found.tensors} tensors, {rough_size(found.nbytes)}, to {where}")
     for leaf, root in found.tied.items():
-        print(f"{leaf} is tied to {root} and has no tensor of its own")
+        say(f"{leaf} is tied to {root} and has no tensor of its own")
     if found.left_out:
-        print(f"left out: {', '.join(found.left_out)}")
+        say(f"left out: {', '.join(found.left_out)}")
 
 
 def show_imported(info: VersionInfo, source: Path, as_json: bool) -> None:
@@ -187,18 +192,21 @@ def show_imported(info: VersionInfo, source: Path, as_json: bool) -> None:
     if as_json:
         print_fields(info, source=source)
     else:
-        print(f"imported {source} as step {info.step} of run {info.run} ({info.id[:12]}, {rough_size(info.nbytes)})")
+        say(f"imported {source} as step {info.step} of run {info.run} ({info.id[:12]}, {rough_size(info.nbytes)})")
 
 
-def show_policy(policy: Policy, as_json: bool) -> None:
-    """A valid policy: its tiers with cadence, retention and codec."""
+def show_policy(policy: Policy, notes: Mapping[str, Sequence[str]], as_json: bool) -> None:
+    """A valid policy: its tiers with cadence, retention and codec, and notes about them."""
     rows = [(t.name, t.type, _every(t.every), _keep(t.keep), t.codec) for t in policy.tiers]
     columns = ["tier", "type", "every", "keep", "codec"]
     if as_json:
-        print_json({"ok": True, "durable": policy.durable, "tiers": [dict(zip(columns, r, strict=True)) for r in rows]})
+        tiers = [{**dict(zip(columns, r, strict=True)), "notes": notes.get(r[0], ())} for r in rows]
+        print_json({"ok": True, "durable": policy.durable, "tiers": tiers})
         return
     table(columns, rows)
-    print(f"durable: {policy.durable}; {len(policy.rules)} rules; no error found")
+    for name, said in notes.items():
+        _lines(name, "", said)
+    say(f"durable: {policy.durable}; {len(policy.rules)} rules; no error found")
 
 
 def _every(every: Any) -> str:
@@ -228,7 +236,7 @@ def show_policy_errors(message: str, as_json: bool) -> None:
     if as_json:
         print_json({"ok": False, "errors": message.splitlines()})
     else:
-        print(message)
+        print(escape_controls(message, "\n"))
 
 
 def show_diff(found: Sequence[LeafDiff], values: bool, as_json: bool) -> None:
@@ -243,7 +251,7 @@ def show_diff(found: Sequence[LeafDiff], values: bool, as_json: bool) -> None:
     counts = Counter(leaf.change for leaf in found)
     nbytes = rough_size(sum(leaf.changed_nbytes for leaf in found))
     told = ", ".join(f"{counts[change]} {change}" for change in ("added", "removed", "changed", "same"))
-    print(f"{len(found)} leaves: {told}; {nbytes} differ")
+    say(f"{len(found)} leaves: {told}; {nbytes} differ")
 
 
 def _diff_row(leaf: LeafDiff, values: bool) -> tuple[object, ...]:
@@ -271,8 +279,8 @@ def show_leaves(info: VersionInfo, leaves: Sequence[LeafLocation], depth: int | 
     if as_json:
         print_fields(info, leaves=[_leaf_as_json(one) for one in rows])
         return
-    print(f"version {info.seq} of run {info.run}, step {info.step}, saved {when(info.time)}")
-    print(f"id {info.id}, {rough_size(info.nbytes)}, in {', '.join(info.tiers)}  {_pairs(info.metadata)}")
+    say(f"version {info.seq} of run {info.run}, step {info.step}, saved {when(info.time)}")
+    say(f"id {info.id}, {rough_size(info.nbytes)}, in {', '.join(info.tiers)}  {_pairs(info.metadata)}")
     if depth is None:
         values = [one for one in rows if one.leaf is not None and one.leaf.spec.kind not in CONTAINERS]
         cut = any(one.shards > 1 for one in values)  # a run of one rank needs no such column
@@ -334,7 +342,7 @@ def show_live(findings: Sequence[TierFinding], as_json: bool) -> None:
 
 def _lines(name: str, word: str, said: Sequence[str]) -> None:
     for what in said:
-        print(f"{name}: {word}{what}")
+        say(f"{name}: {word}{what}")
 
 
 def _live_row(found: TierFinding) -> tuple[str, ...]:
@@ -370,7 +378,7 @@ def show_tags(tags: Mapping[str, VersionInfo | TagTarget], as_json: bool) -> Non
         )
         return
     if not tags:
-        print("no tags")
+        say("no tags")
         return
     table(["tag", ">seq", ">step", "id", "saved", "tiers"], [_tag_row(name, version) for name, version in tags.items()])
 
@@ -386,7 +394,7 @@ def show_tag(info: VersionInfo, name: str, as_json: bool) -> None:
     if as_json:
         print_fields(info)
     else:
-        print(f"{name}: version {info.seq} of run {info.run}, step {info.step} ({info.id[:12]})")
+        say(f"{name}: version {info.seq} of run {info.run}, step {info.step} ({info.id[:12]})")
 
 
 def show_fork(info: VersionInfo, old: str, as_json: bool) -> None:
@@ -394,7 +402,7 @@ def show_fork(info: VersionInfo, old: str, as_json: bool) -> None:
     if as_json:
         print_fields(info)
     else:
-        print(f"run {info.run} begins with step {info.step} of run {old} ({info.id[:12]}), in {', '.join(info.tiers)}")
+        say(f"run {info.run} begins with step {info.step} of run {old} ({info.id[:12]}), in {', '.join(info.tiers)}")
 
 
 def show_prune(report: PruneReport, as_json: bool) -> None:
@@ -408,9 +416,9 @@ def show_prune(report: PruneReport, as_json: bool) -> None:
     done = ("would go", "would be emptied") if report.dry_run else ("went", "were emptied")
     for tier in report.tiers:
         for line in _packs(tier, *done):
-            print(f"{tier.tier}: {line}")
+            say(f"{tier.tier}: {line}")
     for problem in (problem for tier in report.tiers for problem in tier.problems):
-        print(f"TO DO {problem}")
+        say(f"TO DO {problem}")
 
 
 def _versions(tier: TierPrune, report: PruneReport) -> Iterator[tuple[object, ...]]:
@@ -444,12 +452,12 @@ def show_report(report: VerifyReport, as_json: bool) -> None:
     if as_json:
         print_fields(report, ok=report.ok)
         return
-    print(f"{report.versions} records, {report.chunks} chunks, {rough_size(report.nbytes)} of data read")
+    say(f"{report.versions} records, {report.chunks} chunks, {rough_size(report.nbytes)} of data read")
     if report.sample:
         shares = (f"{n} {100 * report.read.get(n, 0) / held if held else 100:.3g} %" for n, held in report.held.items())
-        print(f"a sample, by seed {report.seed}: of the bytes in {', '.join(shares)}")
+        say(f"a sample, by seed {report.seed}: of the bytes in {', '.join(shares)}")
     for name, reason in report.unreachable.items():
-        print(f"{name} cannot be asked: {reason}")
+        say(f"{name} cannot be asked: {reason}")
     if report.problems:
         rows = [
             (
@@ -465,24 +473,24 @@ def show_report(report: VerifyReport, as_json: bool) -> None:
         ]
         table(["tier", ">seq", ">step", "leaf", ">chunks", "problem", "elsewhere"], rows)
     else:
-        print("no problem found" if report.ok else "no problem found in the tiers that answered")
+        say("no problem found" if report.ok else "no problem found in the tiers that answered")
     _show_outcome(report)
 
 
 def _show_outcome(report: VerifyReport) -> None:
     for name, count in report.mended.items():
-        print(f"{name}: {count} damaged chunks were written again")
+        say(f"{name}: {count} damaged chunks were written again")
     if report.unopened:
-        print(f"{report.unopened} leaves were not opened: they are pickles")
+        say(f"{report.unopened} leaves were not opened: they are pickles")
     for lost in report.lost:
         what = "no record of it can be read"
         if lost.leaves:
             what = f"{lost.leaves} of its leaves are damaged wherever a record names them, {lost.first} the first"
             what += f"; {lost.thinned}" if lost.thinned else ""
         name = f"version {lost.seq}" + ("" if lost.step is None else f" (step {lost.step})")
-        print(f"{name} cannot be restored as a whole: {what}")
+        say(f"{name} cannot be restored as a whole: {what}")
     if report.lost:
-        print(LOOK_FURTHER)
+        say(LOOK_FURTHER)
 
 
 def _state(problem: Problem) -> str:
@@ -505,14 +513,14 @@ def show_doctor(found: DoctorReport, tiers: Sequence[str], as_json: bool) -> Non
     for v in found.versions:
         if v.why:
             lost = f"; not whole: {_named(v.lost, v.leaves)}" if v.leaves else ""
-            print(f"version {v.seq} is {v.state}: {v.why}{lost}")
+            say(f"version {v.seq} is {v.state}: {v.why}{lost}")
     for name, reason in found.unreachable.items():
-        print(f"{name} cannot be asked: {reason}")
+        say(f"{name} cannot be asked: {reason}")
     for note in found.notes:
-        print(note)
+        say(note)
     if found.unknown:
         told = ", ".join(map(str, found.unknown))
-        print(f"packs of versions {told} are there, and no record of them anywhere: they were dropped, or are lost")
+        say(f"packs of versions {told} are there, and no record of them anywhere: they were dropped, or are lost")
     _show_repairs(found)
 
 
@@ -532,11 +540,11 @@ def _show_repairs(found: DoctorReport) -> None:
     lost = sum(v.state in ("lost", "unknown") for v in found.versions)
     left = sum(not r.done for r in found.repairs)
     if not lost and not left:
-        print("all of it has been repaired" if found.repairs else "nothing is lost, and nothing is to be repaired")
+        say("all of it has been repaired" if found.repairs else "nothing is lost, and nothing is to be repaired")
     if left and not found.applied:
-        print(f"{_count(left, 'repair')} to do, in this order: `tierstate doctor --apply`, while nobody saves this run")
+        say(f"{_count(left, 'repair')} to do, in this order: `tierstate doctor --apply`, while nobody saves this run")
     if lost:
-        print(f"{_count(lost, 'version')} cannot be had as a whole; `tierstate rm --seq N` removes one for good")
+        say(f"{_count(lost, 'version')} cannot be had as a whole; `tierstate rm --seq N` removes one for good")
 
 
 def _written(repair: Repair) -> str:
@@ -556,15 +564,15 @@ def show_removed(found: RemoveReport, forced: bool, as_json: bool) -> None:
         stays = [*t.reasons, *(() if forced else t.forced)]
         packs = f"{_count(len(t.packs), 'pack')}, {rough_size(sum(t.packs.values()))}"
         if t.removed:
-            print(f"{t.tier}: {name} was removed, with {packs}")
+            say(f"{t.tier}: {name} was removed, with {packs}")
         elif found.dry_run and not stays:
-            print(f"{t.tier}: {name} would be removed, with {packs}")
+            say(f"{t.tier}: {name} would be removed, with {packs}")
         if t.error or (stays and found.dry_run):
-            print(f"{t.tier}: {name} stays: {t.error or '; '.join(stays)}")
+            say(f"{t.tier}: {name} stays: {t.error or '; '.join(stays)}")
         if found.dry_run and not t.reasons and t.forced and not forced:
-            print(f"{t.tier}: --force removes it all the same")
+            say(f"{t.tier}: --force removes it all the same")
     for tier, why in found.unreachable.items():
-        print(f"{tier} cannot be asked, and {name} may stay there: {why}")
+        say(f"{tier} cannot be asked, and {name} may stay there: {why}")
 
 
 def show_copied(found: CopyResult, where: str, as_json: bool) -> None:
@@ -575,9 +583,9 @@ def show_copied(found: CopyResult, where: str, as_json: bool) -> None:
         return
     name = f"step {info.step} ({info.id[:12]}, {rough_size(info.nbytes)})"
     if not found.tiers:
-        print(f"{where} has {name} already, as version {info.seq} of run {info.run}")
+        say(f"{where} has {name} already, as version {info.seq} of run {info.run}")
     else:
-        print(f"copied {name} to {', '.join(found.tiers)}, as version {info.seq} of run {info.run}")
+        say(f"copied {name} to {', '.join(found.tiers)}, as version {info.seq} of run {info.run}")
 
 
 def show_rebuilt(found: RebuildReport, dry_run: bool, as_json: bool) -> None:
@@ -586,7 +594,7 @@ def show_rebuilt(found: RebuildReport, dry_run: bool, as_json: bool) -> None:
         print_fields(found, ok=found.ok)
         return
     for name, reason in found.unreachable.items():
-        print(f"{name} cannot be asked: {reason}")
+        say(f"{name} cannot be asked: {reason}")
     if found.versions:
         done = "would be rebuilt" if dry_run else "rebuilt"
         rows = [
@@ -595,14 +603,14 @@ def show_rebuilt(found: RebuildReport, dry_run: bool, as_json: bool) -> None:
         ]
         table([">seq", ">step", "id", ">chunks", "record"], rows)
     else:
-        print(f"{found.tier}: no record is known to be lost")
+        say(f"{found.tier}: no record is known to be lost")
     if found.unread:
         listed = [f"{key}: {why}" for key, why in list(found.unread.items())[:_UNREAD_SHOWN]]
         more = f"; and {len(found.unread) - _UNREAD_SHOWN} more" if len(found.unread) > _UNREAD_SHOWN else ""
-        print(f"{len(found.unread)} packs say nothing of what they hold: {'; '.join(listed)}{more}")
+        say(f"{len(found.unread)} packs say nothing of what they hold: {'; '.join(listed)}{more}")
     if found.unknown:
         told = ", ".join(map(str, found.unknown))
-        print(f"packs of versions {told} are there, and no record of them anywhere: they were dropped, or are lost")
+        say(f"packs of versions {told} are there, and no record of them anywhere: they were dropped, or are lost")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -620,7 +628,7 @@ def show_peers(tiers: Sequence[PeerStatus], as_json: bool) -> None:
         print_json([{"tier": t.name, "notes": t.notes, "hosts": [_peer_as_json(*m) for m in t.members]} for t in tiers])
         return
     for tier in tiers:
-        print(f"{tier.name}: {'; '.join(tier.notes)}")
+        say(f"{tier.name}: {'; '.join(tier.notes)}")
         if tier.members:
             table(["host", "domain", ">objects", ">used", ">capacity", "keeper"], [_peer_row(*m) for m in tier.members])
 

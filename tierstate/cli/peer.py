@@ -13,7 +13,7 @@ from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.registry import open_tier
 
 from .options import Json, PolicyFile
-from .output import PeerStatus, show_peers
+from .output import PeerStatus, say, show_peers
 
 app = typer.Typer(help="Peer memory: what hosts keep for each other.", no_args_is_help=True)
 
@@ -37,7 +37,7 @@ def stop(policy: PolicyFile, tier: TierName = None) -> None:
     """Stop this host's memory server, and free its memory with all its objects; run it on each host of a job."""
     for one in _tiers(policy, tier):
         with closing(one):
-            print(f"{one.name}: {'stopped' if one.stop() else 'there was nothing'}")
+            say(f"{one.name}: {'stopped' if one.stop() else 'there was nothing'}")
 
 
 def _tiers(file: object, name: str | None) -> list[Peer]:

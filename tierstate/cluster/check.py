@@ -20,10 +20,10 @@ from tierstate.manifest.errors import AccessDenied, PolicyError, TierError, Tier
 from tierstate.manifest.history.log import list_runs
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.arena import map_pages
-from tierstate.tiers.object.filesystem import scrub, secrets_in
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.registry import open_tier
+from tierstate.tiers.secrets import scrub, secrets_of
 from tierstate.tiers.testing import PROMISES
 from tierstate.tiers.wrappers.limit import Limited
 
@@ -136,22 +136,24 @@ def _seconds(call: Callable[[], object]) -> float:
     return max(time.monotonic() - start, 1e-9)
 
 
-def find_same_places(policy: Policy) -> str:
-    """Why the tiers of a policy cannot be used together; empty if no two lie in one place. Reads and writes no object.
+def look_at_tiers(policy: Policy) -> tuple[str, dict[str, tuple[str, ...]]]:
+    """Why the tiers of a policy cannot be used together, or an empty text; and what is known of each without using it.
 
-    A tier that cannot be opened here, such as one whose package is missing, is left out.
+    Reads and writes no object. A tier that cannot be opened here, such as one whose package is missing, is left out.
     """
+    notes = {}
     with ExitStack() as closing:
         opened = []
         for spec in policy.tiers:
             with suppress(Exception):  # whatever a plug-in raises: the live check says why
                 opened.append(open_tier(spec.name, spec.type, spec.options))
                 closing.callback(opened[-1].close)
+                notes[spec.name] = tuple(scrub(note, secrets_of(spec.options)) for note in opened[-1].traits.notes)
         try:
             check_places(opened)
         except PolicyError as error:
-            return str(error)
-    return ""
+            return str(error), notes
+    return "", notes
 
 
 @dataclass
@@ -206,6 +208,10 @@ def check_tier(spec: TierPolicy, told: OnStep = lambda _doing: None) -> TierFind
     Promises are tested on the tier itself, without the wrappers for the policy's limits and retries, which would hide
     its behaviour. Throughput is measured with these wrappers.
     """
+    return _scrubbed(_look(spec, told), secrets_of(spec.options))
+
+
+def _look(spec: TierPolicy, told: OnStep) -> TierFinding:
     finding = TierFinding(spec.name, spec.type)
     finding.limits = {name: found for name in ("bandwidth", "operations", "retries") if (found := getattr(spec, name))}
     told("open")
@@ -216,7 +222,7 @@ def check_tier(spec: TierPolicy, told: OnStep = lambda _doing: None) -> TierFind
         return finding
     except Exception as error:
         # A plug-in's constructor may raise anything, and its message may contain secrets of its configuration.
-        finding.error = scrub(f"{type(error).__name__}: {error}", _secrets(spec))
+        finding.error = f"{type(error).__name__}: {error}"
         return finding
     prefix = f"scratch/{uuid.uuid4().hex[:12]}"
     try:
@@ -237,13 +243,17 @@ def check_tier(spec: TierPolicy, told: OnStep = lambda _doing: None) -> TierFind
     return finding
 
 
-def _secrets(spec: TierPolicy) -> frozenset[str]:
-    """The configuration values of a tier that must not be printed: all except its location; of the location only user
-    names and passwords."""
-    places = ("url", "path")
-    return secrets_in(
-        str(spec.options.get("url", "")), {key: value for key, value in spec.options.items() if key not in places}
-    )
+def _scrubbed(finding: TierFinding, secrets: frozenset[str]) -> TierFinding:
+    """The finding without secrets: what a plug-in says in its errors and traits may have some."""
+    return TierFinding(**{name: _scrub(value, secrets) for name, value in vars(finding).items()})
+
+
+def _scrub(value: Any, secrets: frozenset[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _scrub(item, secrets) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_scrub(item, secrets) for item in value]
+    return scrub(value, secrets) if isinstance(value, str) else value
 
 
 def _reach(tier: Tier, prefix: str) -> None:

@@ -59,7 +59,7 @@ class _Process:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         self.over = False
-        threading.Thread(target=self._talk, args=(policy.dump(),), daemon=True).start()
+        threading.Thread(target=self._talk, args=(policy.dump(secrets=True),), daemon=True).start()
 
     def _talk(self, text: str) -> None:
         assert self._process.stdin is not None

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+from tierstate.manifest.printable import escape_controls
+
 Progress = Callable[[int], None]
 """Takes the bytes read since its last call."""
 
@@ -41,9 +43,10 @@ def status_line(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
         yield lambda _what: None
         return
     from rich.console import Console
+    from rich.text import Text
 
     with Console(stderr=True).status("") as status:
-        yield status.update
+        yield lambda what: status.update(Text(escape_controls(what)))
 
 
 @contextmanager

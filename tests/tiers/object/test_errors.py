@@ -25,7 +25,8 @@ from tierstate.manifest.errors import (
     TierFull,
     TierUnavailable,
 )
-from tierstate.tiers.object.filesystem import scrub, secrets_in, store_error_class, store_errors_translated
+from tierstate.tiers.object.filesystem import store_error_class, store_errors_translated
+from tierstate.tiers.secrets import scrub, secrets_in
 
 PUBLIC_PARTS = {"endpoint_url": "http://host:1", "client_kwargs": {"region_name": "eu-west-1"}}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from tierstate.tiers.object.filesystem import (
     store_error_class,
     store_error_code,
 )
+from tierstate.tiers.secrets import LogScrubber
 
 from .checksums import Checksum
 from .http_session import Body, Broken, HttpSession
@@ -52,11 +54,18 @@ _OUTDATED = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidToken", 
 """Error codes, beside the statuses 401 and 403, after which credentials are looked up again. A HEAD has only 400."""
 
 
+_LIBRARIES = ("botocore", "urllib3")
+"""Whose loggers see requests."""
+
+
 class _Opened(NamedTuple):
     """A client of botocore, and the credentials with which it was opened; None for anonymous requests."""
 
     client: Any
     credentials: tuple[str | None, ...] | None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.client!r})"
 
 
 class S3Session:
@@ -153,6 +162,7 @@ class S3Session:
         import botocore.session
         from botocore.config import Config
 
+        keep_out_of_logs(self._options.secrets)
         session = botocore.session.Session(profile=self._options.profile)
         # Clients share the parsed API description of S3, as parsing it takes most of the start time.
         session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
@@ -161,7 +171,9 @@ class S3Session:
             self._http = _http_session(session, client, self._options)
         self._http.serve(client)
         client.meta.events.register_last("before-call.s3", _send_at_once)
-        return _Opened(client, None if self._options.fixed else _frozen(session))
+        credentials = None if self._options.fixed else _frozen(session)
+        keep_out_of_logs(frozenset(filter(None, (credentials or ())[1:])))
+        return _Opened(client, credentials)
 
     def _renew(self, used: _Opened) -> bool:
         """Look the credentials up again. Returns whether there are others now."""
@@ -226,6 +238,19 @@ class S3Session:
             self._http.close()
         if self._opened is not None:
             self._opened.client.close()
+
+
+_log_scrubber = LogScrubber()
+
+
+def keep_out_of_logs(secrets: frozenset[str]) -> None:
+    """Keep secrets out of what the libraries log: at the level DEBUG that is requests with all headers, so also a
+    session token and keys of customers."""
+    _log_scrubber.learn(secrets)
+    # A filter of a logger does not see what loggers below it log: each of them gets it.
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] in _LIBRARIES:
+            logging.getLogger(name).addFilter(_log_scrubber)
 
 
 def _send_at_once(params: dict[str, Any], **_: Any) -> None:

@@ -6,8 +6,10 @@ import base64
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from tierstate.tiers.secrets import secrets_in
 
 CONNECT_TIMEOUT, READ_TIMEOUT = 5.0, 30.0
 """Default timeouts in seconds of connecting, and of waiting for a response or for part of a body. They are shorter than
@@ -65,10 +67,19 @@ class S3Options:
     """
 
     profile: str | None
-    client: Mapping[str, Any]
-    config: Mapping[str, Any]
-    extra: Mapping[str, Any]
+    client: Mapping[str, Any] = field(repr=False)
+    config: Mapping[str, Any] = field(repr=False)
+    extra: Mapping[str, Any] = field(repr=False)
     fixed: bool
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        """What of them no log may show."""
+        return (
+            secrets_in(self.endpoint, self.client)
+            | secrets_in("", self.extra)
+            | encoded_secrets({"s3_additional_kwargs": self.extra})
+        )
 
     @property
     def endpoint(self) -> str:
@@ -152,6 +163,11 @@ def _config(given: Mapping[str, Any], deadline: float) -> dict[str, Any]:
     config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
     for name in ("connect_timeout", "read_timeout"):
         _check_seconds(name, config[name])
+    if str(config["signature_version"]).endswith("-query"):
+        raise ValueError(
+            "options: config_kwargs: signature_version: would put credentials into the URLs of requests, which servers "
+            "log; leave it out, and requests are signed in a header"
+        )
     try:
         Config(**config)
     except Exception as error:
