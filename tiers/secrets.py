@@ -18,9 +18,7 @@ from urllib.parse import quote, quote_plus, unquote
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
-_CREDENTIAL_WORDS = frozenset(
-    {"auth", "authorization", "bearer", "cookie", "jwt", "pass", "sas", "signature", "accesskeyid"}
-)
+_CREDENTIAL_WORDS = frozenset({"auth", "authorization", "bearer", "cookie", "jwt", "pass", "sas", "signature"})
 
 
 _CREDENTIAL_ENDS = ("key", "keys", "token", "tokens")

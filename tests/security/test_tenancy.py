@@ -1,6 +1,5 @@
 """Other users of the machine: the modes of what a directory tier makes, and whose folders it refuses."""
 
-import grp
 import json
 import os
 import shutil
@@ -239,7 +238,7 @@ def test_a_policy_takes_modes_unquoted_and_quoted_and_refuses_decimal_ones() -> 
 
 
 def test_a_policy_names_a_group_that_is_there_and_has_this_user() -> None:
-    mine = grp.getgrgid(os.getegid()).gr_name
+    mine = ownership.group_name(os.getegid())
     assert Policy.parse(policy(group=mine)).tiers[0].options["group"] == os.getegid()
     with pytest.raises(PolicyError, match=r"tiers\.n\.group: 'no-such-group' is no group on this machine"):
         Policy.parse(policy(group="no-such-group"))
