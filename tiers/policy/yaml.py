@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import yaml
 
 from tierstate.manifest.errors import PolicyError
+from tierstate.manifest.printable import escape_controls
 from tierstate.tiers.secrets import SHORTEST_SECRET, ExpandedText, is_credential_name, takes_credentials
 
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -76,7 +77,8 @@ class PolicyErrors:
         """
         place = f"{dotted_keys(keys)}: " if keys else ""
         line, column = at or (self.line(keys), self.column(keys))
-        self._found.setdefault((line, keys), f"{self.name}:{line}:{column}: {place}{self._as_written(text)}")
+        said = escape_controls(f"{place}{self._as_written(text)}")
+        self._found.setdefault((line, keys), f"{self.name}:{line}:{column}: {said}")
 
     def _as_written(self, text: str) -> str:
         """The text with variables in place of their values, as far as these are long enough to be told apart."""

@@ -213,8 +213,8 @@ def _watch(numbers: Sequence[signal.Signals], one: Preemption) -> None:
     """
     if numbers and threading.current_thread() is not threading.main_thread():
         raise PolicyError(
-            "preemption: signals are handled by the main thread only; make the Checkpointer there, or set "
-            "'preemption=False' and watch for signals yourself"
+            "preemption: signals are handled by the main thread only; make the Checkpointer there, or leave "
+            "'preemption' out"
         )
     for number in numbers:
         if signal.getsignal(number) is None:
