@@ -81,6 +81,15 @@ def compare(what: str, place: Path, first: int, truth: dict[int, str]) -> bool:
     return same == len(later) and whole
 
 
+def adopt(place: Path, tiers: Sequence[str]) -> None:
+    """Say that tiers are lost for good, and that what is in their places now is to be used."""
+    for tier in tiers:
+        command = [sys.executable, "-m", "tierstate", "adopt", tier, "--policy", str(POLICY)]
+        print(f"  $ tierstate adopt {tier}", flush=True)
+        environment = {**os.environ, "TIERSTATE_DEMO": str(place)}
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
 def newest(place: Path) -> ts.VersionInfo:
     """The version that a resume will find, and its tiers."""
     os.environ["TIERSTATE_DEMO"] = str(place)
@@ -132,6 +141,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     say(f"4. Delete the fast tiers ({', '.join(FAST)}), and resume from object storage alone.")
     for tier in FAST:
         shutil.rmtree(killed / tier)
+    # Without this the next process refuses to go on: a tier that is expected and not there may just not be mounted.
+    adopt(killed, FAST)
     # As if the run had been lost some steps ago: drop what object storage got at the very end.
     found = drop_last(killed)
     print(f"  the newest version left is of step {found.step}, in {', '.join(found.tiers)}")
