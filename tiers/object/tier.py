@@ -42,6 +42,25 @@ _KNOWN = ("s3", "s3a", "file", "local", "memory", "gs", "gcs", "abfs", "az", "ht
 _NO_HOST = ("file", "local")
 
 
+_THROUGH_OTHERS = frozenset(
+    {
+        "blockcache",
+        "cached",
+        "dask",
+        "dir",
+        "filecache",
+        "generic",
+        "libarchive",
+        "reference",
+        "simplecache",
+        "tar",
+        "zip",
+    }
+)
+"""File systems of fsspec that read through another one. A tier gains nothing by them: they neither create exclusively
+nor read what was just written. The caches believe files in a folder that others may write to, pickles among them."""
+
+
 def check_url(url: str, options: Mapping[str, Any] | None = None) -> str:
     """The URL itself, if it says where objects are kept; does not connect.
 
@@ -62,6 +81,11 @@ def _wrong_with(protocol: str, found: str, rest: str) -> str:
     """What is wrong with a URL, and what is right; empty if nothing is."""
     if not found:
         return _no_url(protocol)
+    if "::" in protocol or "::" in rest or protocol in _THROUGH_OTHERS:
+        return (
+            "leads through another file system (a chain, a cache or an archive of fsspec); write the URL of the store "
+            "itself, as in 's3://bucket/ckpt'"
+        )
     if protocol not in _KNOWN and protocol not in _protocols():
         near = get_close_matches(protocol.lower(), _KNOWN, n=1)
         meant = (

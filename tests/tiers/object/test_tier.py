@@ -1,5 +1,6 @@
 """The object tier: over files, and over fsspec's memory."""
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -10,11 +11,20 @@ from typing import Any
 import pytest
 
 from tierstate.manifest.chunk import empty_buffer
-from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierError, TierFull, TierUnavailable
+from tierstate.manifest.errors import (
+    AccessDenied,
+    AlreadyExists,
+    NotFound,
+    PolicyError,
+    TierError,
+    TierFull,
+    TierUnavailable,
+)
 from tierstate.tiers.base import Tier
 from tierstate.tiers.object.bucket import EXTRA_ROUNDS, StartBarrier, probe_conditional_create
 from tierstate.tiers.object.s3.options import read_options
 from tierstate.tiers.object.tier import ObjectStore
+from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.testing import TierContract
 
 
@@ -45,6 +55,47 @@ def test_what_is_no_url(url: str) -> None:
 def test_a_protocol_that_is_not_known() -> None:
     with pytest.raises(ValueError, match=r"protocol that is not known here; did you mean .s3://"):
         ObjectStore(url="s33://bucket/ckpt")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "simplecache::s3://bucket/c",
+        "filecache://bucket/c",
+        "blockcache::memory://c",
+        "s3://bucket/c::simplecache",
+        "reference://x",
+        "zip://a.zip::file:///tmp/x",
+        "dir::file:///tmp/x",
+    ],
+)
+def test_urls_that_lead_through_another_file_system(url: str) -> None:
+    with pytest.raises(ValueError, match=r"leads through another file system .*write the URL of the store itself"):
+        ObjectStore(url=url)
+    document = f"{{version: 1, tiers: {{a: {{type: object, url: '{url}'}}, b: {{type: nvme, path: /nowhere}}}}}}"
+    with pytest.raises(PolicyError, match=r"tiers\.a\.url: .*leads through another"):
+        Policy.parse(document)
+
+
+def test_no_pickle_of_a_cache_of_fsspec_is_opened(tmp_path: Path) -> None:
+    import fsspec
+
+    (tmp_path / "cache").write_bytes(pickle.dumps(_Mark(str(tmp_path / "run"))))
+    options = {"cache_storage": str(tmp_path), "target_protocol": "memory"}
+    with pytest.raises(ValueError, match="leads through another file system"):
+        ObjectStore(url="filecache://bucket/ckpt", options=options)
+    assert not (tmp_path / "run").exists()
+    assert "filecache" in fsspec.available_protocols()
+
+
+class _Mark:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
