@@ -16,6 +16,7 @@
     │   └── AccessDenied       credentials or permissions do not allow it
     ├── Damaged            bytes are not what was saved, on every tier that should have them
     ├── FormatError        bytes that tierstate did not write, truncated, or of an unknown format number
+    ├── OutOfMemory        what a version says that it holds has no room in this process's memory
     ├── StateMismatch      the given state and the version do not have the same leaves
     ├── CommitUnknown      a commit was sent and it is unknown whether it took effect
     ├── RankFailed         another rank of the job died, failed, or did not answer in time (.ranks)
@@ -27,7 +28,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import errno
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -117,6 +120,10 @@ class FormatError(TierstateError):
     """Bytes that cannot be parsed: not written by tierstate, truncated, or of an unknown format number."""
 
 
+class OutOfMemory(TierstateError, MemoryError):
+    """What a version says that it holds has no room in memory: this host has too little, or the numbers are wrong."""
+
+
 class StateMismatch(TierstateError):
     """The given state and the version differ in leaves, shapes or dtypes; the message lists all of them."""
 
@@ -165,3 +172,45 @@ def cannot_be_asked(error: BaseException) -> bool:
     """Whether an error says that a tier cannot be asked now. Then what it has may be sound: it is neither damaged (a
     digest or a format is wrong) nor absent (`NotFound`)."""
     return isinstance(error, TierError) and not isinstance(error, NotFound)
+
+
+_NAMED: tuple[type[TierstateError], ...] = (OutOfMemory, StateMismatch, Unsafe, FormatError)
+"""The errors to which `untrusted` adds the name of what was read; their classes take a message and no more."""
+
+
+_NO_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+"""By these words of torch's RuntimeErrors it is known that memory was refused."""
+
+
+@contextmanager
+def untrusted(what: str, *, named: bool = True) -> Iterator[None]:
+    """Read, or use, what lies in a tier or in another program's file, and may have been made up to do harm.
+
+    Whatever the block raises becomes an error of this package that begins with ``what``, so that a caller that goes on
+    to the next version meets nothing else. Libraries raise almost anything for numbers and names that no sane file has:
+    OverflowError, RecursionError, NumPy's own subclasses of MemoryError, whose constructors take no text.
+
+    Args:
+        what: what is read: a leaf, a version, a file.
+        named: also errors of this package get the name, where their classes allow it.
+
+    Raises:
+        OutOfMemory: memory was asked for that this host does not give.
+        FormatError: any other error that is none of this package's.
+        TierstateError: errors of this package stay what they are.
+    """
+    try:
+        yield
+    except _NAMED as error:
+        if not named:
+            raise
+        sort = next(kind for kind in _NAMED if isinstance(error, kind))
+        raise sort(f"{what}: {error}") from error
+    except TierstateError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"[:500]
+        refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+        if refused or any(words in text for words in _NO_MEMORY):
+            raise OutOfMemory(f"{what}: {error}"[:500]) from error
+        raise FormatError(f"{what}: {text}") from error
