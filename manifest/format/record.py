@@ -26,7 +26,7 @@ import numpy as np
 
 from tierstate.manifest.arrays import Array, check_rising, starts_of
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import FormatError
+from tierstate.manifest.errors import FormatError, untrusted
 
 from . import table as col
 from .layout import Layout, is_pack_key
@@ -101,6 +101,7 @@ class Record:
         return encode_sections({"version": self.version.data, "layout": self.layout.encode(), "commit": commit})
 
     @classmethod
+    @untrusted(RECORD_NAME, named=False)
     def decode(cls, data: memoryview) -> Record:
         """A record from its bytes.
 
@@ -326,6 +327,7 @@ def _digests(names: Sequence[str]) -> Array:
     return np.frombuffer(bytes.fromhex("".join(names)), "<u1")
 
 
+@untrusted(INDEX_NAME, named=False)
 def decode_index(data: memoryview, run: str) -> list[Summary]:
     """The summaries of an index.
 

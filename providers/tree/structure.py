@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from tierstate.manifest.errors import FormatError, TierstateError
+from tierstate.manifest.errors import FormatError, untrusted
 from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf, Path, encode_path, matches_any
 from tierstate.manifest.format.version import Version
 from tierstate.providers.values.classes import CLASS, FORM, build_form, check_classes, imported_class
@@ -145,10 +145,8 @@ def build_container(node: VersionNode, items: dict[Any, Any]) -> Any:
     """
     kind, attrs = node.kind, node.leaf.spec.attrs
     if FORM in attrs:
-        try:
+        with untrusted(node.leaf.name):
             return build_form(kind, attrs, items, len(items) == len(node.children))
-        except TierstateError as error:
-            raise type(error)(f"{node.leaf.name}: {error}") from error
     if kind == "odict":
         state = OrderedDict(items)
         set_metadata(state, node.leaf.spec.attrs, node.leaf.name)
@@ -200,10 +198,8 @@ def check_known_classes(
     """
     created = created or place is None or place.stateful is not None
     if (created or not node.kind) and CLASS in node.leaf.spec.attrs and wanted(node):
-        try:
+        with untrusted(node.leaf.name):
             check_classes(node.leaf.spec.attrs)
-        except TierstateError as error:
-            raise type(error)(f"{node.leaf.name}: {error}") from error
     for mark, below in node.children.items():
         known = place.children.get(mark) if place is not None else None
         check_known_classes(below, known[1] if known is not None else None, wanted, created)

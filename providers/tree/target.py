@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
+from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch, untrusted
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import Registry
@@ -117,10 +117,8 @@ class Target:
         return state
 
     def _done(self, index: int, provider: Provider) -> Any:
-        try:
+        with untrusted(self._leaves[index].name):
             return provider.done()
-        except (StateMismatch, FormatError) as error:
-            raise type(error)(f"{self._leaves[index].name}: {error}") from error
 
     def _tie(self, index: int, tie: TiedLeaf) -> Any:
         """The value of a tied leaf, from the value of its root."""

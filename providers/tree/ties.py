@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tierstate.manifest.chunk import CHUNK_GRAIN, empty_buffer
-from tierstate.manifest.errors import FormatError
+from tierstate.manifest.errors import FormatError, untrusted
 from tierstate.manifest.format.leaf import STORAGE, STRIDES, TIED, Leaf, Path, Spec, encode_path
 from tierstate.providers.base import Provider
 from tierstate.providers.tensors.extents import Extent, overlapping_runs, sharing_groups
@@ -84,10 +84,8 @@ def read_ties(leaves: Sequence[Leaf], index: Mapping[str, int]) -> dict[int, Tie
     ties = {}
     for i, leaf in enumerate(leaves):
         if leaf.spec.kind == TIED:
-            try:
+            with untrusted(leaf.name):
                 ties[i] = _read(leaf.spec, leaves, index)
-            except FormatError as error:
-                raise FormatError(f"{leaf.name}: {error}") from error
     return ties
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from tierstate.manifest.errors import FormatError, StateMismatch, Unsafe
+from tierstate.manifest.errors import StateMismatch, Unsafe, untrusted
 from tierstate.manifest.format.leaf import LOSSY, Leaf, Path
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY, Registry
@@ -56,9 +56,9 @@ class NewValues:
 
         Raises:
             FormatError: the leaf's spec is not valid.
-            MemoryError: there is not enough memory.
+            OutOfMemory: there is not enough memory.
         """
-        try:
+        with untrusted(leaf.name):
             own = self._own(index, leaf)
             if own is not None:
                 return own.receiver(leaf.spec)
@@ -71,8 +71,6 @@ class NewValues:
             if cls in (TensorProvider, StorageProvider):
                 return cls.fresh(leaf.spec, device or self._device, self._blocks)
             return cls.fresh(leaf.spec, device or self._device)
-        except (FormatError, MemoryError) as error:
-            raise type(error)(f"{leaf.name}: {error}") from error
 
     def _own(self, index: int, leaf: Leaf) -> Provider | None:
         """A provider of a value that the stateful object itself creates for the leaf (`Stateful.anew`)."""
@@ -173,12 +171,14 @@ def plan_restore(
         content: returns for a leaf something that is equal for leaves with equal bytes.
 
     Raises:
-        FormatError: the leaves do not form a tree, or name an unknown provider.
+        FormatError: the leaves do not form a tree, name an unknown provider, or are not what its values can be.
+        OutOfMemory: a new value has no room in memory.
         StateMismatch: the given state and the version differ (all differences are listed), or no glob matches.
         Unsafe: a wanted leaf is of an unsafe kind, or lossy, and this is not allowed.
     """
-    root, index = version_tree(leaves)
-    ties = read_ties(leaves, index)
+    with untrusted("the version's leaves", named=False):
+        root, index = version_tree(leaves)
+        ties = read_ties(leaves, index)
     place = None
     if into is not NEW:
         place = StateWalk(registry, lenient=True, rank=rank).take(into)
@@ -195,7 +195,8 @@ def plan_restore(
         _check_exact([leaves[i] for i in sorted(needed)])
     comparison = Comparison(leaves, ties, chosen, only, classes, elsewhere, content)
     if place is not None:
-        comparison.run(root, place)
+        with untrusted("the version's leaves", named=False):
+            comparison.run(root, place)
     matched, absent = comparison.matched, comparison.elsewhere
     chosen -= set(absent)
     check_known_classes(root, place, lambda node: any(below.index in chosen for below in node.walk()))
@@ -252,10 +253,8 @@ def _needed(ties: Mapping[int, TiedLeaf], chosen: set[int]) -> set[int]:
 
 
 def _provider_class(leaf: Leaf, registry: Registry, allow_pickle: PickleAllowed) -> type[Provider]:
-    try:
+    with untrusted(leaf.name):
         cls = registry.by_kind(leaf.spec.kind)
-    except FormatError as error:
-        raise FormatError(f"{leaf.name}: {error}") from error
     if cls.unsafe and not allow_pickle(leaf.path):
         what = leaf.spec.attrs.get("type", leaf.spec.kind)
         raise Unsafe(

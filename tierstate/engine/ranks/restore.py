@@ -20,6 +20,7 @@ from tierstate.engine.restore.fetch import Fetch, RepairWriter
 from tierstate.engine.restore.gpu import restore_on_device
 from tierstate.engine.restore.restore import (
     MAX_RESTARTS,
+    PASSED_OVER,
     READ_WORKERS,
     Restored,
     RestorePlan,
@@ -44,7 +45,15 @@ from tierstate.engine.store.catalog import (
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.digest import digest_function
-from tierstate.manifest.errors import Damaged, RankFailed, StateMismatch, TierstateError, Unreadable, format_ranks
+from tierstate.manifest.errors import (
+    Damaged,
+    RankFailed,
+    StateMismatch,
+    TierstateError,
+    Unreadable,
+    format_ranks,
+    untrusted,
+)
 from tierstate.manifest.format import table as col
 from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.providers.tree.target import Target
@@ -72,6 +81,10 @@ ROUNDS = 4
 
 WHAT = "what another rank wants"
 """Names the offer of another rank in error messages."""
+
+
+_USABLE, _UNUSABLE = b"+", b"-"
+"""First byte of an answer: the rank can use what the version holds, or it cannot, and says why."""
 
 
 log = logging.getLogger("tierstate")
@@ -215,24 +228,27 @@ def _reach(entry: VersionCopies, team: Team) -> tuple[Array, ...]:
 
 
 class IncompleteVersion(Exception):
-    """Some ranks cannot get all chunks that they want of a version; raised on all ranks.
+    """Some ranks cannot get all that they want of a version; raised on all ranks.
 
     Args:
         text: which ranks lack which leaves.
         ranks: those ranks.
-        own: the error of a damaged chunk that this rank met; None if it met none.
+        own: the error that this rank met; None if it met none.
 
     Attributes:
         begun: whether chunks were read before this was known.
+        unusable: whether the version has all chunks, and a rank can make no state of them.
     """
 
-    def __init__(self, text: str, ranks: Sequence[int], own: Damaged | None, *, begun: bool) -> None:
+    def __init__(
+        self, text: str, ranks: Sequence[int], own: TierstateError | None, *, begun: bool, unusable: bool = False
+    ) -> None:
         super().__init__(text)
-        self.begun, self._ranks, self._own = begun, ranks, own
+        self.begun, self.unusable, self._ranks, self._own = begun, unusable, ranks, own
 
     def error_for(self, rank: int) -> TierstateError:
         """The error for the user of one rank."""
-        if self.begun and rank not in self._ranks:
+        if (self.begun or self.unusable) and rank not in self._ranks:
             return RankFailed(str(self), self._ranks)
         return self._own or Damaged(str(self))
 
@@ -258,13 +274,14 @@ class RestoreAttempt:
         self._chunks: ChunkRestore | None = None
         self._listener: PeerListener | None = None
         self._begun = False
+        self._unusable: TierstateError | None = None
         self.changed = False
 
     def restore(self) -> Any:
         """The restored state.
 
         Raises:
-            IncompleteVersion: some ranks cannot get all chunks that they want.
+            IncompleteVersion: some ranks cannot get all chunks that they want, or cannot use them.
             Unreadable: so it is, and each of these chunks is in a tier that some rank cannot ask now.
             StateMismatch: the version does not fit some state.
             RankFailed: another rank failed.
@@ -333,7 +350,7 @@ class RestoreAttempt:
         sockets, and as ``(rows,)`` of bool the chunks in tiers that some rank could not ask."""
         rows, leaves = len(self._version.digests), len(self._version.leaves)
         offers, later, addresses, away, nowhere = [], [], [], np.zeros(rows, bool), np.ones(leaves, bool)
-        for said in self._query.ask("offer", lambda: self._offer(opened, ahead=ahead)):
+        for said in self._usable("offer", lambda: self._offer(opened, ahead=ahead)):
             head, columns = col.decode_table(memoryview(said), WHAT)
             sets = [decode_runs(_column(columns, f"rows.{i}"), rows) for i in range(WANTED + 1)]
             reach = (sets[0], sets[1], sets[2], sets[3])
@@ -355,7 +372,8 @@ class RestoreAttempt:
         chunks = self._chunks
         assert self._target is not None
         if chunks.failure is not None:
-            raise chunks.failure
+            with untrusted(describe_version(self._entry), named=False):
+                raise chunks.failure
         self.check_still_there(chunks.damage or chunks.unreadable)
         elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._target.elsewhere))
         sets = {f"rows.{i}": mask for i, mask in enumerate([*chunks.reach, chunks.missing])}
@@ -365,6 +383,28 @@ class RestoreAttempt:
         columns = {name: encode_runs(runs_in(mask)) for name, mask in sets.items()}
         head = {"address": listener.address}
         return col.encode_table(head, {name: np.frombuffer(d, "<u1") for name, d in columns.items()})
+
+    def _usable(self, topic: str, answer: Callable[[], bytes]) -> list[bytes]:
+        """The answers of all ranks, if all of them can use what the version holds.
+
+        Raises:
+            IncompleteVersion: some cannot; raised on all ranks, which then go on to an older version, or do not.
+        """
+
+        def said() -> bytes:
+            try:
+                return _USABLE + answer()
+            except PASSED_OVER as error:
+                self._unusable = error
+                return _UNUSABLE + str(error).encode(errors="replace")[:4000]
+
+        answers = self._query.ask(topic, said)
+        wrong = {r: one[1:].decode(errors="replace") for r, one in enumerate(answers) if one[:1] == _UNUSABLE}
+        if wrong:
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in list(wrong.items())[:8])
+            text = f"{describe_version(self._entry)} cannot be used by {format_ranks(list(wrong))}: {told}"
+            raise IncompleteVersion(text, list(wrong), self._unusable, begun=self._begun, unusable=True)
+        return [one[1:] for one in answers]
 
     def _check_wanted(self, nowhere: Sequence[int]) -> None:
         """Raise StateMismatch, on all ranks, if no rank's state has some leaves of the version."""
@@ -411,7 +451,7 @@ class RestoreAttempt:
             self._target.settle()
             return b""
 
-        self._query.ask("settle", settle)
+        self._usable("settle", settle)
 
     def _finish(self) -> Any:
         found = []
@@ -421,7 +461,7 @@ class RestoreAttempt:
             found.append(self._target.finish())
             return b""
 
-        self._query.ask("finish", finish)
+        self._usable("finish", finish)
         return found[0]
 
 
@@ -484,7 +524,7 @@ def _restore(query: GroupQuery, agreement: VersionAgreement, arena: Arena) -> Re
             try:
                 return Restored(attempt.restore(), entry)
             except IncompleteVersion as error:
-                if wanted.on_damage == "raise" and (error.begun or not agreement.newest):
+                if wanted.on_damage == "raise" and (error.begun or error.unusable or not agreement.newest):
                     raise error.error_for(query.team.rank) from None
                 agreement.pass_over(describe_version(entry), error)
             finally:

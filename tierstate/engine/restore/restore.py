@@ -32,10 +32,12 @@ from tierstate.manifest.errors import (
     FormatError,
     NewestUnreadable,
     NotFound,
+    OutOfMemory,
     StateMismatch,
     TierstateError,
     Unreadable,
     cannot_be_asked,
+    untrusted,
 )
 from tierstate.manifest.format.leaf import Leaf, Path
 from tierstate.manifest.format.version import Version, copy_stages
@@ -66,6 +68,12 @@ STEPS_NAMED = 8
 """How many steps of versions that are there an error names, where there is none of the wanted step."""
 
 
+PASSED_OVER = (Damaged, FormatError, OutOfMemory)
+"""Errors of a version with which ``on_damage="older"`` goes on to the next one: it is not what was saved, or cannot be.
+A version that is sound, and that the caller's state does not match (`StateMismatch`) or that needs a permission
+(`Unsafe`), is told instead: an older one would be taken silently in its place."""
+
+
 MAX_RESTARTS = 5
 """How often a restore starts again because another process dropped or moved the version while it was read."""
 
@@ -94,12 +102,13 @@ def plan_scatter(version: Version, target: Target) -> RestorePlan:
         StateMismatch: a provider's box is not within the shape of the saved leaf.
         FormatError: the shards do not cover the wanted boxes, or a leaf that is always whole was saved in shards.
     """
-    plan = RestorePlan(
-        _scatter(version, target.ahead, untouched=True),
-        _scatter(version, target.wanted.items(), untouched=target.is_new),
-    )
-    for targets in plan:
-        check_scatter(version, targets)
+    with untrusted(name_version(version), named=False):
+        plan = RestorePlan(
+            _scatter(version, target.ahead, untouched=True),
+            _scatter(version, target.wanted.items(), untouched=target.is_new),
+        )
+        for targets in plan:
+            check_scatter(version, targets)
     return plan
 
 
@@ -143,11 +152,8 @@ def check_leaves_whole(version: Version, leaves: Sequence[int]) -> None:
 
 def _cut(version: Version, leaf: int) -> FormatError:
     """The error for a leaf of a kind that is always whole, but was saved in shards."""
-    head, found = version.head, version.leaves[leaf]
-    return FormatError(
-        f"version {head.seq} (step {head.step}) of run {head.run!r} holds {found.name} in shards; "
-        f"a {found.spec.kind} lies in one piece"
-    )
+    found = version.leaves[leaf]
+    return FormatError(f"{name_version(version)} holds {found.name} in shards; a {found.spec.kind} lies in one piece")
 
 
 def fill_target(entry: VersionCopies, target: Target, plan: RestorePlan, arena: Arena) -> Any:
@@ -182,7 +188,8 @@ def _reading(entry: VersionCopies, rows: Array, arena: Arena) -> Iterator[Callab
     def read(targets: ScatterTargets) -> None:
         if len(targets.rows):
             fetch = Fetch(version, entry.holdings, arena, workers=READ_WORKERS, mended=repair)
-            fetch.fill(restore_on_device(entry, targets.rows, targets), targets)
+            with untrusted(name_version(version), named=False):
+                fetch.fill(restore_on_device(entry, targets.rows, targets), targets)
 
     try:
         with lease_for_reading(read_sources(entry, rows), int(version.chunk_nbytes[rows].sum(dtype="i8"))):
@@ -278,7 +285,8 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
         NotFound: there is no such version.
         WrongTier: a tier is not the one that is expected: the newest version, or the wanted one, may be there.
         StateMismatch: its leaves do not match the given state.
-        FormatError: its shards do not cover their leaves.
+        FormatError: its shards do not cover their leaves, or its leaves are not what any value can be.
+        OutOfMemory: what it says that it holds has no room in memory.
         Damaged: a chunk is missing or damaged in every tier.
         Unreadable: the version is stored, and a tier that has a part of it cannot be asked now.
 
@@ -291,19 +299,21 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
     arena.prepare(READ_WORKERS * arena.slab_size)
     try:
         for entry in _candidates(catalog, wanted, passed):
-            target = _plan(catalog, entry, wanted)
-            plan = plan_scatter(entry.version, target)
+            target = None  # the one before is done with, and its memory
             try:
+                target = _plan(catalog, entry, wanted)
+                plan = plan_scatter(entry.version, target)
                 if not _is_whole(entry, plan.rows, wanted, passed):
                     continue
                 return Restored(fill_target(entry, target, plan, arena), entry)
-            except Damaged as error:
-                changed = changed or target.changed
-                if entry.away:
+            except PASSED_OVER as error:
+                changed = changed or (target is not None and target.changed)
+                if isinstance(error, Damaged) and entry.away:
                     raise_if_dropped(entry, error)
                     raise may_be_whole(entry, error) from error
                 if wanted.on_damage == "raise":
-                    raise_if_dropped(entry, error)
+                    if isinstance(error, Damaged):
+                        raise_if_dropped(entry, error)
                     raise
                 _pass_over(passed, describe_version(entry), error)
         check_missing(catalog, wanted, passed)
@@ -463,7 +473,12 @@ def _pass_over(passed: list[str], name: str, error: object) -> None:
 
 def describe_version(entry: VersionCopies) -> str:
     """Number, step and run of a version, for messages."""
-    return f"version {entry.version.head.seq} (step {entry.version.head.step}) of run {entry.version.head.run!r}"
+    return name_version(entry.version)
+
+
+def name_version(version: Version) -> str:
+    """As `describe_version`."""
+    return f"version {version.head.seq} (step {version.head.step}) of run {version.head.run!r}"
 
 
 def none_found(run: str, wanted: RestoreSpec, catalog: RunCatalog, passed: list[str]) -> None:
