@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import FormatError, WrongTier
+from tierstate.manifest.errors import FormatError, WrongTier, untrusted
 
 MARKER_KEY = "tier.json"
 """The marker's key in its tier."""
@@ -66,6 +66,11 @@ class TierMarker:
         Raises:
             FormatError: it is damaged, or no marker, or of an unknown format number.
         """
+        with untrusted(what, named=False):
+            return cls._decode(data, what)
+
+    @classmethod
+    def _decode(cls, data: bytes, what: str) -> TierMarker:
         try:
             fields = json.loads(data)
         except (ValueError, RecursionError) as error:

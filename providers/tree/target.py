@@ -111,7 +111,8 @@ class Target:
             copy_value(source, kept)
         for i in sorted(self._chosen - self._given):
             if i in self._ties:
-                self._values[i] = self._tie(i, self._ties[i])
+                with untrusted(self._leaves[i].name, named=False):
+                    self._values[i] = self._tie(i, self._ties[i])
         state = self._assemble(self._root, self._place)
         self._backups.clear()
         return state
@@ -163,9 +164,9 @@ class Target:
         """A new value for a node of the version."""
         if not node.kind:
             return self._values.get(node.index)
-        return build_container(
-            node, {child.key: self._create(child) for child in node.children.values() if self._wanted(child)}
-        )
+        items = {child.key: self._create(child) for child in node.children.values() if self._wanted(child)}
+        with untrusted(node.leaf.name, named=False):
+            return build_container(node, items)
 
     def _wanted(self, node: VersionNode) -> bool:
         return any(s.index in self._chosen for s in node.walk())

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from tierstate.manifest.errors import StateMismatch, Unsafe, untrusted
-from tierstate.manifest.format.leaf import LOSSY, Leaf, Path
+from tierstate.manifest.format.leaf import LOSSY, Leaf, Path, Spec
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY, Registry
 from tierstate.providers.sharded.shards import TiedShards, local_boxes_of
@@ -109,7 +109,7 @@ def join_tied_shards(
     sharded: set[int] = set()
     for i, tie in ties.items():
         root, at = wanted[tie.root], matched.get(i)
-        receiver = at.provider.receiver(tie.spec) if at is not None and at.provider is not None else None
+        receiver = _receiver(at, leaves[i], tie.spec)
         shard = _in_boxes(root) or (receiver is not None and _in_boxes(receiver))
         if shard and tie.offset is not None:
             raise StateMismatch(
@@ -124,6 +124,14 @@ def join_tied_shards(
         whole = {i: receiver for i, receiver in others[index].items() if ties[i].offset is None}
         wanted[index] = TiedShards(wanted[index], list(whole.values()))
     return {i for index in sharded for i in others.get(index, {}) if ties[i].offset is None}
+
+
+def _receiver(at: StateNode | None, leaf: Leaf, spec: Spec) -> Provider | None:
+    """The provider that receives a leaf of this spec in place of the value at a node; None if there is no value."""
+    if at is None or at.provider is None:
+        return None
+    with untrusted(leaf.name):
+        return at.provider.receiver(spec)
 
 
 def _in_boxes(provider: Provider) -> bool:
@@ -206,7 +214,7 @@ def plan_restore(
     wanted: dict[int, Provider] = {}
     for i in sorted(_needed(ties, chosen - given) & classes.keys()):
         at = matched.get(i)
-        found = at.provider.receiver(leaves[i].spec) if at is not None and at.provider is not None else None
+        found = _receiver(at, leaves[i], leaves[i].spec)
         filled = found is not None and at is not None and found is at.provider
         (wanted if filled or place is None else ahead)[i] = found or fresh.provider(i, leaves[i], classes[i])
     for i in sorted(_needed(ties, given) & classes.keys() - ahead.keys()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from support.thread_ranks import Cluster, bytes_read
 
 import tierstate as ts
 from tierstate.engine.ranks.exchange import PeerConnection
-from tierstate.manifest.errors import Damaged, NotFound, RankFailed, StateMismatch
+from tierstate.manifest.errors import Damaged, FormatError, NotFound, RankFailed, StateMismatch
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import ShardRow, Version
 
 STATE = tensors(40_000, 4_000, 12_000)
 OTHER = tensors(40_000, 4_000, 12_000, seed=1)
@@ -325,3 +328,31 @@ def test_each_stage_of_a_pipeline_gets_its_own_leaves(place):
     found = cluster.together(lambda ckpt, rank: ckpt.restore(stages[0]))
     assert kinds(found) == [StateMismatch, StateMismatch]
     assert all("model.second.w" in str(one) for one in found)
+
+
+def absurd(cluster, host, seq):
+    """Let a host's record say that a leaf is of a dtype that there is not."""
+    log = cluster.log(host)
+    record = log.read(seq)
+    leaves = [
+        replace(leaf, spec=replace(leaf.spec, dtype="complex1024")) if leaf.name == "b" else leaf
+        for leaf in record.version.leaves
+    ]
+    rows = zip(record.version.shard_leaf, record.version.shard_rank, record.version.boxes, strict=True)
+    version = Version.build(
+        record.version.head, leaves, [ShardRow(int(a), int(b), box) for a, b, box in rows], record.version.digests
+    )
+    log.forget(seq, log.generations()[seq])
+    log.commit(Record(version, record.layout, {"id": "forged"}))
+
+
+@pytest.mark.slow
+def test_of_a_version_that_cannot_be_all_go_back_together(place):
+    cluster = Cluster(place, [0, 0, 1])
+    cluster.save(STATE, OTHER)
+    for host in (0, 1):
+        absurd(cluster, host, 2)
+    assert cluster.together(lambda ckpt, rank: ckpt.load(on_damage="older") and ckpt.restored.step) == [1, 1, 1]
+    found = cluster.together(lambda ckpt, _rank: ckpt.load())
+    assert kinds(found) == [FormatError] * 3
+    assert all("dtype 'complex1024' is not known" in str(error) for error in found)

@@ -120,5 +120,8 @@ def test_texts_that_are_the_same_bytes_many_times(tmp_path: Path, monkeypatch: p
 def test_text_that_is_not_utf_8(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", data=[b"\xff\xfe"], dtype=h5py.string_dtype())
-    with pytest.raises(ts.FormatError, match=r"x\.h5 cannot be read as HDF5.*utf-8"), open_source(tmp_path / "x.h5"):
+    with (
+        pytest.raises(ts.FormatError, match=r"x\.h5 cannot be read: UnicodeDecodeError"),
+        open_source(tmp_path / "x.h5"),
+    ):
         raise AssertionError("it was believed")

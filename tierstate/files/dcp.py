@@ -19,7 +19,7 @@ import torch
 
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, empty_buffer, to_bytes
-from tierstate.manifest.errors import FormatError, Unsafe
+from tierstate.manifest.errors import FormatError, Unsafe, untrusted
 from tierstate.manifest.format.leaf import Spec
 from tierstate.providers.tensors.dtypes import TORCH_DTYPES, torch_name
 from tierstate.providers.tensors.tensors import TensorProvider
@@ -116,15 +116,13 @@ class _Folder:
         self._held: tuple[str, Buffer] | None = None
 
     def read(self) -> ImportSource:
-        try:
+        with untrusted(f"{self._folder}: the metadata cannot be used", named=False):
             listed = dict(self._metadata.state_dict_metadata)
             paths = self._metadata.planner_data or {}
             # The metadata lists tensors rank by rank; the planner's paths are in the state's own order.
             place = {name: i for i, name in enumerate(paths)}
             names = sorted(listed, key=lambda name: place.get(name, len(place)))
             items = [(_path(paths, name), self._value(name, listed[name])) for name in names]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"{self._folder}: the metadata cannot be used: {error!r:.200}") from error
         return ImportSource(_with_lists(nest(items, str(self._folder))))
 
     def _load_metadata(self) -> Any:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierstate.manifest.errors import FormatError
+from tierstate.manifest.errors import FormatError, TierstateError, untrusted
 from tierstate.manifest.format.leaf import Path, format_path
 
 from .outline import FindTensor, decode_outline, state_of_outline
@@ -58,13 +58,19 @@ def source_from_outline(metadata: Mapping[str, Any], find: FindTensor, what: str
 
 @contextmanager
 def errors_name(what: str) -> Iterator[None]:
-    """Add the file's name to format errors."""
+    """Add the file's name to format errors, and raise as one whatever else libraries raise for what is in the file.
+    Errors of the operating system stay what they are."""
     try:
         yield
     except FormatError as error:
         if what in str(error):
             raise
         raise FormatError(f"{what}: {error}") from error
+    except (TierstateError, OSError):
+        raise
+    except Exception as error:
+        with untrusted(f"{what} cannot be read", named=False):
+            raise error
 
 
 def step_in_file(step: object) -> int | None:

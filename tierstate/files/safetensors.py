@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tierstate.engine.packs.formats import DTYPES, MAX_HEADER, PATHS_KEY, element_type
 from tierstate.manifest.chunk import Buffer, empty_buffer, to_bytes
-from tierstate.manifest.errors import FormatError
+from tierstate.manifest.errors import FormatError, untrusted
 from tierstate.manifest.format.leaf import Leaf, Spec, decode_path
 from tierstate.providers.tensors.dtypes import TORCH_DTYPES
 from tierstate.tiers.posix.files import BufferedFile, open_file
@@ -100,7 +100,8 @@ def _open_index(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str,
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise FormatError(f"{path}: {shard!r:.80} is no name of a file beside the index")
         if shard not in files:
-            files[shard] = _open_one(path.with_name(shard), stack)[1]
+            with untrusted(f"{path}: {shard!r:.80} beside it", named=False):  # it may be absent, or no name of a file
+                files[shard] = _open_one(path.with_name(shard), stack)[1]
         if name not in files[shard]:
             raise FormatError(f"{path}: {shard} has no tensor {name!r:.80}")
         found[name] = files[shard][name]

@@ -31,6 +31,7 @@ from tierstate.manifest.errors import (
     TierstateError,
     Unreadable,
     cannot_be_asked,
+    untrusted,
 )
 from tierstate.manifest.format.layout import DELTA, RAW, ChunkPlace, Layout
 from tierstate.manifest.format.version import Version
@@ -208,7 +209,9 @@ class Fetch:
             yield None, None
         elif nbytes > self._arena.slab_size:
             with self._large:
-                yield None, map_pages(nbytes)
+                with untrusted("a chunk", named=False):
+                    pages = map_pages(nbytes)
+                yield None, pages
         else:
             slab = self._arena.acquire(self._stop, last=True)
             try:
@@ -321,11 +324,12 @@ class FallbackReader:
             TierError: its delta base could not be read.
         """
         nbytes = int(self._nbytes[row])
-        if codec == DELTA:
-            tier_run, layout = self._holdings[index]
-            raw = undo_delta(tier_run, layout.base(row), stored, nbytes, self._digest)
-        else:
-            raw = decompress(codec, stored, nbytes)
+        with untrusted("a chunk", named=False):
+            if codec == DELTA:
+                tier_run, layout = self._holdings[index]
+                raw = undo_delta(tier_run, layout.base(row), stored, nbytes, self._digest)
+            else:
+                raw = decompress(codec, stored, nbytes)
         return raw if self._digest(raw) == self._digests[16 * row : 16 * row + 16] else None
 
     def sound(self, index: int, row: int, codec: str, stored: Buffer) -> Buffer | None:
@@ -344,7 +348,9 @@ class FallbackReader:
             Damaged, TierError
         """
         # A buffer of its own: this is rare, and waiting for a second slab while holding one could be a deadlock.
-        out, tier = empty_buffer(place.stored), self._holdings[index].tier_run.tier
+        with untrusted("a chunk", named=False):
+            out = empty_buffer(place.stored)
+        tier = self._holdings[index].tier_run.tier
         tier.read(place.object, [Range(place.offset, out)])
         raw = self.sound(index, row, place.codec, out)
         if raw is None:
