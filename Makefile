@@ -11,7 +11,7 @@ BESIDE   = -n $(WORKERS) --dist loadgroup
 # The tests start hundreds of processes, each of which would compile all of tierstate again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-ranks quick test test-lowest test-newest check format lint types wheel bench mutants soak fuzz clean
+.PHONY: demo demo-ranks quick test test-lowest test-newest check format lint types wheel bench mutants soak fuzz lock audit clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -66,33 +66,50 @@ soak: $(VENV)/ready
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q
 	$(MAKE) fuzz
 
-# Coverage-guided, for so many seconds: make fuzz FOR=3600
+# Coverage-guided, for so many seconds each, parsers and then whole repositories: make fuzz FOR=3600
 FOR ?= 600
 fuzz: .venv-fuzz/ready
 	.venv-fuzz/bin/python tests/fuzz/parsers.py -max_total_time=$(FOR)
+	.venv-fuzz/bin/python tests/fuzz/repositories.py -max_total_time=$(FOR)
 
-.venv-fuzz/ready: pyproject.toml constraints.txt
+.venv-fuzz/ready: pyproject.toml constraints.txt requirements/fuzz.txt
 	$(PYTHON) -m venv .venv-fuzz
-	.venv-fuzz/bin/pip install --quiet --upgrade "pip>=25.1"
-	.venv-fuzz/bin/pip install --quiet --constraint constraints.txt --editable . --group fuzz
+	$(call install,.venv-fuzz,fuzz)
 	touch $@
 
 # In an environment of its own, so that what tierstate is compared with never meets the tests.
 bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks $(ARGS)
 
-.venv-bench/ready: pyproject.toml constraints.txt
+.venv-bench/ready: pyproject.toml constraints.txt requirements/bench.txt
 	$(PYTHON) -m venv .venv-bench
-	.venv-bench/bin/pip install --quiet --upgrade "pip>=25.1"
-	.venv-bench/bin/pip install --quiet --constraint constraints.txt --editable . --group bench
+	$(call install,.venv-bench,bench)
 	touch $@
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml constraints.txt requirements/dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierstate needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable . --group dev
+	$(call install,$(VENV),dev)
+	touch $@
+
+# All but torch by the hashes of their files; torch in the build that this machine's index has (CPU, CUDA, ROCm).
+define install
+	$(1)/bin/pip install --quiet --require-hashes --no-deps --requirement requirements/$(2).txt
+	$(1)/bin/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+endef
+
+# After a change of pyproject.toml or constraints.txt: the versions of constraints.txt, with the hashes of all their files.
+lock: .venv-tools/ready
+	sh requirements/lock.sh .venv-tools/bin/uv
+
+# Known vulnerabilities of what is locked. Where the database cannot be reached, it says so and is no failure.
+audit: .venv-tools/ready
+	.venv-tools/bin/python requirements/audit.py
+
+.venv-tools/ready: requirements/tools.txt
+	$(PYTHON) -m venv .venv-tools
+	.venv-tools/bin/pip install --quiet --require-hashes --no-deps --requirement requirements/tools.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-swift .venv-lowest .venv-newest .demo build dist *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-tools .venv-swift .venv-lowest .venv-newest .demo build dist *.egg-info

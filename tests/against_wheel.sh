@@ -1,16 +1,16 @@
 #!/bin/sh
 # Build the wheel, install it alone into a clean environment, and run the tests against it.
-# usage: against_wheel.sh PYTHON DEV_PYTHON [PYTEST OPTION ...]    (DEV_PYTHON has the package `build`)
+# usage: against_wheel.sh PYTHON DEV_PYTHON [PYTEST OPTION ...]    (DEV_PYTHON has `build` and `setuptools`)
 set -eu
 python=$1
 dev_python=$2
 shift 2
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$dev_python" -m build --quiet --wheel --outdir "$work/dist" .
+"$dev_python" -m build --quiet --wheel --no-isolation --outdir "$work/dist" .
 "$python" -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet --upgrade "pip>=25.1"
-"$work/venv/bin/pip" install --quiet --constraint constraints.txt "$work"/dist/*.whl --group pyproject.toml:test
+"$work/venv/bin/pip" install --quiet --require-hashes --no-deps --requirement requirements/test.txt
+"$work/venv/bin/pip" install --quiet --constraint constraints.txt "$work"/dist/*.whl
 # What the tests read beside the package; the package itself stays behind, so that only the wheel can be imported.
 mkdir "$work/tree"
 cp -r tests examples docs README.md pyproject.toml constraints*.txt "$work/tree"
