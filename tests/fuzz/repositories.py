@@ -1,0 +1,44 @@
+"""Coverage-guided forgery of whole repositories: `make fuzz`.
+
+    python tests/fuzz/repositories.py [-max_total_time=SECONDS] [CORPUS ...]
+
+The input is the dice by which an object of a repository is changed, its checksums made right; then everything that reads
+is called (`support.hostile_repositories`). An answer that is neither right nor an error of ours ends the run, as do a
+file that is opened outside of the tier, a pickle, more memory or more time. (libFuzzer by way of Atheris.)
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+with atheris.instrument_imports(include=["tierstate"]):
+    import tierstate  # noqa: F401
+
+from support import hostile_repositories as hostile
+
+LIMITS = ("-timeout=60", "-rss_limit_mb=4096", "-max_len=200")
+
+
+def main() -> None:
+    """Fuzz, from no seeds but those of a corpus."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "repository").mkdir()
+        hostile.watch()
+        repository = hostile.build(place / "repository")
+
+        def one(data: bytes) -> None:
+            hostile.tried(repository, place, hostile.Dice(data))
+
+        atheris.Setup([*sys.argv, *LIMITS], one)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
