@@ -328,8 +328,8 @@ class Checkpointer(Run):
             step, version, tag: which version, by its step, the beginning of its id, or a tag; by default the newest
                 complete one.
             only: globs of leaf paths; leaves that do not match are left unchanged.
-            on_damage: ``older`` falls back to the newest undamaged version instead of raising `Damaged`; not where a
-                version cannot be read now.
+            on_damage: ``older`` falls back to the newest undamaged version instead of raising `Damaged`, `FormatError`
+                or `OutOfMemory`; not where a version cannot be read now.
             allow_lossy: also restore leaves that were saved with fewer bits, whose values are not exact.
 
         Raises:

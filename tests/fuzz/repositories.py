@@ -2,9 +2,9 @@
 
     python tests/fuzz/repositories.py [-max_total_time=SECONDS] [CORPUS ...]
 
-The input is the dice by which an object of a repository is changed, its checksums made right; then everything that reads
-is called (`support.hostile_repositories`). An answer that is neither right nor an error of ours ends the run, as do a
-file that is opened outside of the tier, a pickle, more memory or more time. (libFuzzer by way of Atheris.)
+The input is the dice by which an object of a repository is changed, its checksums made right; then all that reads is
+called (`support.hostile_repositories`). An answer that is neither right nor an error of ours ends the run, as do a file
+that is opened outside of the tier, a pickle, more memory or more time. (libFuzzer by way of Atheris.)
 """
 
 from __future__ import annotations

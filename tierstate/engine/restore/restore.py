@@ -308,13 +308,7 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
                 return Restored(fill_target(entry, target, plan, arena), entry)
             except PASSED_OVER as error:
                 changed = changed or (target is not None and target.changed)
-                if isinstance(error, Damaged) and entry.away:
-                    raise_if_dropped(entry, error)
-                    raise may_be_whole(entry, error) from error
-                if wanted.on_damage == "raise":
-                    if isinstance(error, Damaged):
-                        raise_if_dropped(entry, error)
-                    raise
+                _raise_unless_older(entry, wanted, error)
                 _pass_over(passed, describe_version(entry), error)
         check_missing(catalog, wanted, passed)
         none_found(run, wanted, catalog, passed)
@@ -323,6 +317,18 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
         if changed or (target is not None and target.changed):
             error.add_note("the given state may be overwritten in part: do not train on from it")
         raise
+
+
+def _raise_unless_older(entry: VersionCopies, wanted: RestoreSpec, error: Damaged | FormatError | OutOfMemory) -> None:
+    """Raise the error of a version, unless an older one is to be taken in its place."""
+    if isinstance(error, Damaged):
+        if entry.away:
+            raise_if_dropped(entry, error)
+            raise may_be_whole(entry, error) from error
+        if wanted.on_damage == "raise":
+            raise_if_dropped(entry, error)
+    if wanted.on_damage == "raise":
+        raise error
 
 
 def check_missing(catalog: RunCatalog, wanted: RestoreSpec, passed: Sequence[str]) -> None:
