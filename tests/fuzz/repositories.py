@@ -9,6 +9,7 @@ that is opened outside of the tier, a pickle, more memory or more time. (libFuzz
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -22,21 +23,25 @@ with atheris.instrument_imports(include=["tierstate"]):
 
 from support import hostile_repositories as hostile
 
-LIMITS = ("-timeout=60", "-rss_limit_mb=4096", "-max_len=200")
+LIMITS = ("-timeout=60", "-rss_limit_mb=4096", "-max_len=200", "-len_control=0")
+SEEDS = 40
 
 
 def main() -> None:
-    """Fuzz, from no seeds but those of a corpus."""
+    """Fuzz, from random throws and whatever corpus is named."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "repository").mkdir()
+        (place / "seeds").mkdir()
+        for i in range(SEEDS):
+            (place / "seeds" / str(i)).write_bytes(random.Random(i).randbytes(100))
         hostile.watch()
         repository = hostile.build(place / "repository")
 
         def one(data: bytes) -> None:
             hostile.tried(repository, place, hostile.Dice(data))
 
-        atheris.Setup([*sys.argv, *LIMITS], one)
+        atheris.Setup([*sys.argv, *LIMITS, str(place / "seeds")], one)
         atheris.Fuzz()
 
 

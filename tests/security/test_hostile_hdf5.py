@@ -58,6 +58,18 @@ def test_every_chunk_is_decompressed_once(tmp_path: Path, monkeypatch: pytest.Mo
         assert not opened[0].id.valid or opened[0].name == "/a"
 
 
+def test_a_chunk_that_is_longer_than_the_usual_cache_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.arange(64, dtype="u1").repeat(1 << 18).reshape(64, 1 << 18)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        usual = file.id.get_access_plist().get_cache()[2]
+        file.create_dataset("a", data=data, chunks=data.shape, compression="gzip", compression_opts=1)
+    opened = caches(monkeypatch)
+    with open_source(tmp_path / "x.h5") as found:
+        assert read(found.state["a"], 1 << 20) == data.tobytes()
+        assert len(opened) == 1
+        assert usual < data.nbytes < opened[0].id.get_access_plist().get_chunk_cache()[1]
+
+
 def test_what_would_be_decompressed_again_and_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hdf5, "MAX_CHUNK_CACHE", 1 << 20)
     with h5py.File(tmp_path / "x.h5", "w") as file:
