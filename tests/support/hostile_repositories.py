@@ -8,6 +8,7 @@ names. `look` then calls everything that reads, and holds each answer against a 
 from __future__ import annotations
 
 import datetime
+import errno
 import faulthandler
 import json
 import logging
@@ -505,7 +506,11 @@ def _older(ckpt: ts.Checkpointer, repository: Repository, kind: str, known: Any)
 
 def _export(ckpt: ts.Checkpointer, name: str) -> None:
     with tempfile.TemporaryDirectory(dir=Path(ckpt.policy.tiers[0].options["path"]).parent) as to:
-        export(ckpt, Path(to, name), skip_values=True)
+        try:
+            export(ckpt, Path(to, name), skip_values=True)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # room is reserved in the user's own file system, before anything is read
+                raise
 
 
 def tried(repository: Repository, place: Path, dice: random.Random) -> tuple[str, list[str]]:
