@@ -47,7 +47,7 @@ check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	@# The only tests about the checkout itself; all others run once, against the wheel.
-	$(BIN)/pytest -q tests/test_architecture.py
+	$(BIN)/pytest -q tests/test_architecture.py tests/test_locks.py
 	TIERSTATE_TEST_INSTALL=1 $(MAKE) --no-print-directory wheel
 
 # All tests against the built wheel, in an environment that has never seen the checkout.
@@ -103,8 +103,8 @@ lock: .venv-tools/ready
 	sh requirements/lock.sh .venv-tools/bin/uv
 
 # Known vulnerabilities of what is locked. Where the database cannot be reached, it says so and is no failure.
-audit: .venv-tools/ready
-	.venv-tools/bin/python requirements/audit.py
+audit:
+	@$(PYTHON) requirements/audit.py
 
 .venv-tools/ready: requirements/tools.txt
 	$(PYTHON) -m venv .venv-tools

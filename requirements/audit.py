@@ -26,7 +26,9 @@ if __name__ == "__main__":
     if why := reached():
         print(f"audit: skipped, since {DATABASE} cannot be reached ({why})")
         sys.exit(0)
-    program = str(Path(sys.executable).with_name("pip-audit"))
+    root = Path(__file__).resolve().parents[1]
+    subprocess.run(["make", "--no-print-directory", ".venv-tools/ready"], cwd=root, check=True)
+    program = str(root / ".venv-tools/bin/pip-audit")
     options = ["--vulnerability-service", "osv", "--disable-pip", "--no-deps", "--progress-spinner", "off"]
     found = [subprocess.run([program, *options, "--requirement", str(lock)], check=False).returncode for lock in LOCKS]
     sys.exit(max(found))
