@@ -24,6 +24,7 @@
     ├── CaptureError       a state could not be copied out
     ├── Reentered          a call from within another one of the same thread, as by a signal handler
     └── Unsafe             pickle (or a lossy encoding) was found where it was not allowed
+        └── Unauthentic        an object that was not written with a key of the policy (also Damaged and FormatError)
 """
 
 from __future__ import annotations
@@ -162,6 +163,20 @@ class Reentered(TierstateError):
 
 class Unsafe(TierstateError):
     """Pickle, or a lossy encoding, was found where the caller had not allowed it."""
+
+
+class Unauthentic(Unsafe, Damaged, FormatError):
+    """An object that was not written with a key of the policy: it has no seal, one of another key, was changed, or was
+    moved from another place. It is treated as damage is, and never used.
+
+    Args:
+        message: what was found.
+        key_id: the id of the key that it names, if the policy does not have that key.
+    """
+
+    def __init__(self, message: str, *, key_id: str = "") -> None:
+        super().__init__(message)
+        self.key_id = key_id
 
 
 class SaveSkipped(RankFailed):

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "tiers.peer": ("tiers.posix",),
     "tiers.policy": ("tiers.wrappers", "manifest.format"),
     "tiers.testing": ("tiers.wrappers",),
-    "engine.packs": ("tiers.memory", "manifest.history"),
+    "engine.packs": ("tiers.wrappers", "manifest.history"),
     "engine.codecs": ("engine.packs", "tiers.wrappers"),
     "engine.store": ("engine.codecs",),
     "engine.restore": ("engine.store", "providers.tree", "manifest.reshard"),

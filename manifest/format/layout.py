@@ -51,6 +51,14 @@ MAX_PACK_BYTES = 1 << 60
 MAX_CODEC = 0xFF
 
 
+PART = "part"
+"""Label in the key of an object that is one rank's part of a version: tables for the rank that commits, and no chunks.
+"""
+
+
+_PART_KEY = re.compile(rf".*/[0-9]{{12}}-[0-9]+-{PART}-[^/]*")
+
+
 _OBJECT = re.compile(r"packs/[A-Za-z0-9][A-Za-z0-9._\-]{0,99}/[A-Za-z0-9][A-Za-z0-9._\-]{0,199}")
 
 
@@ -462,3 +470,9 @@ class LayoutBuilder:
 def is_pack_key(key: str) -> bool:
     """Whether a key is the key of a pack."""
     return _OBJECT.fullmatch(key) is not None
+
+
+def holds_chunks(key: str) -> bool:
+    """Whether the object under a key is a pack of chunks, which their digests protect. A rank's part of a version has a
+    pack's key, and tables in it."""
+    return is_pack_key(key) and _PART_KEY.fullmatch(key) is None

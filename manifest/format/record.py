@@ -27,6 +27,7 @@ import numpy as np
 from tierstate.manifest.arrays import Array, check_rising, starts_of
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, untrusted
+from tierstate.manifest.seal import sealed_with
 
 from . import table as col
 from .layout import Layout, is_pack_key
@@ -191,6 +192,10 @@ def surviving_parts(data: memoryview) -> tuple[Version | None, Layout | None]:
 def _check_frame(data: memoryview) -> int:
     """Check magic, format number, length and checksum; returns the number of sections."""
     if bytes(data[:8]) != RECORD_MAGIC[: min(8, len(data))] or len(data) == 0:
+        if id := sealed_with(data):
+            raise FormatError(
+                f"{RECORD_NAME} is sealed with key {id}; give it to the policy, as in 'seal: {{file: ...}}'"
+            )
         raise FormatError(f"not a record: it starts with {bytes(data[:8])!r}, a record with {RECORD_MAGIC!r}")
     if len(data) < _FIXED + _TAIL:
         raise FormatError(f"{RECORD_NAME} is truncated: {len(data)} bytes")

@@ -30,7 +30,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tierstate.manifest.chunk import as_buffer, view
-from tierstate.manifest.errors import AlreadyExists, NotFound
+from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound
 
 from .log import KeyValueStore, check_run
 
@@ -239,7 +239,7 @@ class Leases:
             return None
         try:
             found = json.loads(bytes(view(self.tier.get(key))))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, FormatError):
             return None
         return found if isinstance(found, dict) else None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from tierstate.manifest.errors import (
     NotFound,
     TierstateError,
     TierUnavailable,
+    Unauthentic,
 )
 from tierstate.manifest.format.record import MAX_RECORD, Record
 
@@ -104,10 +105,16 @@ def list_runs(tier: KeyValueStore) -> list[str]:
 
 
 class Log:
-    """The records of one run in one tier, under ``versions/<run>/<seq>``."""
+    """The records of one run in one tier, under ``versions/<run>/<seq>``.
 
-    def __init__(self, tier: KeyValueStore, run: str) -> None:
-        self.tier, self.run = tier, check_run(run)
+    Args:
+        tier: the tier.
+        run: the run.
+        accept: called with each record that was read; raises FormatError for one that must not be used.
+    """
+
+    def __init__(self, tier: KeyValueStore, run: str, accept: Callable[[Record], None] = lambda _record: None) -> None:
+        self.tier, self.run, self._accept = tier, check_run(run), accept
         self._prefix = f"versions/{run}/"
 
     def key(self, seq: int, generation: int = 0) -> str:
@@ -195,11 +202,14 @@ class Log:
             raise FormatError(f"{self.tier.name}: {key}: {size} bytes are too many for a record")
         try:
             record = self._decoded(key)
+        except Unauthentic:
+            raise  # it says where
         except FormatError as error:
             raise FormatError(f"{self.tier.name}: {key}: {error}") from error
         head = record.version.head
         if (head.run, head.seq) != (self.run, seq):
             raise FormatError(f"{self.tier.name}: {key}: holds version {head.seq} of run {head.run!r}")
+        self._accept(record)
         return record
 
     def _decoded(self, key: str) -> Record:

@@ -36,6 +36,19 @@ def mark_removed(tier: KeyValueStore, run: str, seq: int, id: str) -> None:
         return
 
 
+def is_removed(tier: KeyValueStore, run: str, seq: int) -> bool:
+    """Whether a version was removed from a tier by hand, by a mark that is read: a forged one raises.
+
+    Raises:
+        Unauthentic: the tier's objects are sealed, and a mark is not.
+        TierError: the tier could not be read.
+    """
+    marks = list(tier.list(f"removed/{check_run(run)}/{seq:012d}-"))
+    for key in marks:
+        tier.get(key)
+    return bool(marks)
+
+
 def removed_seqs(tier: KeyValueStore, run: str) -> set[int]:
     """Numbers of the versions that were removed from a tier.
 

@@ -15,12 +15,12 @@ from support.thread_teams import Seen, World, part, together
 
 import tierstate as ts
 from tierstate.engine.maintain.sweep import DAY, sweep
-from tierstate.engine.packs.keys import PART, PackKey, is_mend, is_part, seq_of
+from tierstate.engine.packs.keys import PackKey, is_mend, is_part, seq_of
 from tierstate.engine.packs.pack import PackWriter
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.format.layout import is_pack_key
+from tierstate.manifest.format.layout import PART, is_pack_key
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.sharded.part import encode_part
 from tierstate.tiers.base import Tier, check_key

@@ -18,6 +18,7 @@ from .models import (
     PreemptionKeys,
     RanksKeys,
     RuleKeys,
+    SecretKeys,
     key_names,
 )
 from .yaml import KeyPath, PolicyErrors, show_value
@@ -34,6 +35,7 @@ _INNER: Mapping[str, type[BaseModel]] = {
     "preemption": PreemptionKeys,
     "ranks": RanksKeys,
     "rules": RuleKeys,
+    "seal": SecretKeys,
 }
 
 
@@ -150,10 +152,11 @@ def _place(detail: ErrorDetails, data: Any) -> KeyPath:
 def _explain(detail: ErrorDetails, model: type[BaseModel], keys: KeyPath, at: KeyPath, also: Sequence[str]) -> str:
     context = detail.get("ctx", {})
     whole = (*at, *keys)
-    secret = len(whole) > 2 and whole[0] == "tiers" and whole[2] == "options"
+    options = len(whole) > 2 and whole[0] == "tiers" and whole[2] == "options"
+    secret = options or (len(whole) > 0 and whole[0] == "seal")
     if detail["type"] == "extra_forbidden":
         return _unknown_key(model, keys, also)
-    if detail["type"] == "value_error" and not secret:
+    if detail["type"] == "value_error" and not options:
         return str(context["error"])
     found = _HIDDEN if secret else show_value(detail["input"])
     say = _SAY.get(detail["type"], "{found} does not fit" if secret else "{found}: " + _plain(detail["msg"]))

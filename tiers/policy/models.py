@@ -21,6 +21,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SecretStr,
     WithJsonSchema,
     create_model,
     model_validator,
@@ -30,6 +31,7 @@ from pydantic.errors import PydanticUserError
 from tierstate.manifest.chunk import CHUNK_GRAIN, CHUNK_SIZE, MAX_CHUNK_SIZE
 from tierstate.manifest.format.leaf import check_glob
 from tierstate.tiers.base import Tier
+from tierstate.tiers.keys import SecretKey, parse_key, read_key
 from tierstate.tiers.units import DURATION_PATTERN, Rate, Seconds, Size, Times, format_size, parse_seconds
 
 from .yaml import show_value
@@ -205,6 +207,60 @@ class OnFailureKeys(Frozen):
     unprotected: Seconds = 1800.0
 
 
+def _one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _check_key(key: SecretStr) -> SecretStr:
+    parse_key(key.get_secret_value())
+    return key
+
+
+def _texts(what: str) -> WithJsonSchema:
+    text = {"type": "string"}
+    return WithJsonSchema(
+        {"description": what, "anyOf": [text, {"type": "array", "items": text, "minItems": 1}]}, mode="validation"
+    )
+
+
+class SecretKeys(Frozen):
+    """``seal``, and ``encrypt`` of a tier: secret keys, from variables or from files; one, or a list.
+
+    The first key is used for what is written; with each of them what is stored can be read.
+
+    Attributes:
+        key: keys in hexadecimal or base64, each as a variable: ``${NAME}``.
+        file: paths of files with one key each, which only their owner can read.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
+
+    key: Annotated[
+        tuple[Annotated[SecretStr, AfterValidator(_check_key)], ...],
+        BeforeValidator(_one_or_more),
+        _texts("a variable that has a key, as in ${CHECKPOINT_KEY}, or a list"),
+    ] = ()
+    file: Annotated[
+        tuple[Annotated[str, BeforeValidator(_no_tilde)], ...],
+        BeforeValidator(_one_or_more),
+        _texts("the path of a file with a key, or a list"),
+    ] = ()
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if bool(self.key) == bool(self.file):
+            raise ValueError("has no key; write either 'key: ${NAME}' or 'file: PATH'")
+        return self
+
+    def read(self) -> tuple[SecretKey, ...]:
+        """The keys; files are read now.
+
+        Raises:
+            PolicyError: a file cannot be read, others can read it, or it has no key.
+        """
+        return (*(parse_key(key.get_secret_value()) for key in self.key), *map(read_key, self.file))
+
+
 class ArenaKeys(Frozen):
     """``arena``: the host memory into which saves copy the state.
 
@@ -315,11 +371,12 @@ class PolicyKeys(Frozen):
 
     version: Annotated[Literal[1], BeforeValidator(no_bool)] = 1
     chunk: Annotated[Size, AfterValidator(_check_chunk)] = CHUNK_SIZE
-    digest: Literal["xxh3-128", "blake3"] = "xxh3-128"
+    digest: Literal["xxh3-128", "blake3", "sha256"] = "xxh3-128"
     arena: ArenaKeys = ArenaKeys()
     ranks: RanksKeys = RanksKeys()
     on_failure: OnFailureKeys = OnFailureKeys()
     preemption: PreemptionKeys | None = None
+    seal: SecretKeys | None = None
     durable: str | None = None
     rules: tuple[RuleKeys, ...] = ()
 

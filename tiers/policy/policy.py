@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from mmap import PAGESIZE
 from typing import Any, Self
 
 import yaml
 from pydantic import Field, PrivateAttr
 
+from tierstate.manifest.digest import UNFORGEABLE
 from tierstate.manifest.errors import NotFound, PolicyError, TierstateError
+from tierstate.manifest.format.layout import holds_chunks
 from tierstate.tiers.base import Tier
 from tierstate.tiers.registry import open_tier, tier_class
 from tierstate.tiers.secrets import without_literals
@@ -23,12 +26,20 @@ from tierstate.tiers.units import format_size
 from tierstate.tiers.wrappers.limit import Limited
 from tierstate.tiers.wrappers.measure import Measured
 from tierstate.tiers.wrappers.retry import Retried
+from tierstate.tiers.wrappers.seal import Sealed
 
 from .errors import unknown_name, validate_keys
-from .models import PolicyKeys, TierKeys, keys_of, options_of
+from .models import PolicyKeys, SecretKeys, TierKeys, keys_of, options_of
 from .yaml import MAX_POLICY_BYTES, KeyPath, PolicyErrors, escape_variables, expand_variables, read_yaml, show_value
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
+
+
+_VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+
+
+SEALED_DIGEST = "blake3"
+"""The digest of a policy with ``seal`` that does not say which: the fastest that nobody can forge."""
 
 
 class TierPolicy(TierKeys):
@@ -39,11 +50,13 @@ class TierPolicy(TierKeys):
         persistent: whether its objects survive the host, as its class says for these options (`Tier.persists`); True if
             the class says nothing.
         options: keyword arguments for the class's constructor, validated. They may hold secrets, so no repr shows them.
+        seal: the policy's ``seal``.
     """
 
     name: str
     persistent: bool = True
     options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    seal: SecretKeys | None = None
 
 
 class Policy(PolicyKeys):
@@ -57,6 +70,7 @@ class Policy(PolicyKeys):
         ranks: how long the ranks of a job wait for each other.
         on_failure: what `save` does when earlier saves reached no persistent tier.
         preemption: what happens when a signal announces the end of the process; None if nothing does.
+        seal: the keys with which records are authenticated; None: they are not.
         durable: name of the tier that `Save.wait` waits for; persistent.
         tiers: fastest first: a save enters at the first ones and is copied down to the others.
         rules: in the order in which they are tried.
@@ -98,14 +112,19 @@ class Policy(PolicyKeys):
         findings = PolicyErrors(name)
         document = read_yaml(text, findings)
         data = expand_variables(document, os.environ, findings)
+        if "seal" in data:
+            data.setdefault("digest", SEALED_DIGEST)
         tiers = _read_tiers(data.get("tiers"), findings)
         keys = validate_keys(PolicyKeys, {k: v for k, v in data.items() if k != "tiers"}, (), findings, also=["tiers"])
         if keys:
             _check_arena(keys, findings)
+            _check_digest(keys, findings)
+        _check_key_texts(document.get("seal"), ("seal",), findings)
         durable = _check_durable(data, tiers, findings)
         _check_rules(data, findings)
         findings.raise_any()
         policy = cls(**{**dict(keys or {}), "durable": durable, "tiers": tiers})
+        policy = policy._with_seal(policy.seal)
         policy._document = document
         return policy
 
@@ -147,6 +166,14 @@ class Policy(PolicyKeys):
             raise PolicyError("this policy was not made of a text, so it has none; make it by Policy.parse")
         document = self._document if secrets else without_literals(self._document)
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
+
+    def trusting(self, files: Sequence[str]) -> Self:
+        """The same policy, with the keys in these files in place of those of its ``seal``."""
+        return self._with_seal(SecretKeys(file=tuple(files)))
+
+    def _with_seal(self, seal: SecretKeys | None) -> Self:
+        tiers = tuple(tier.model_copy(update={"seal": seal}) for tier in self.tiers)
+        return self.model_copy(update={"seal": seal, "tiers": tiers})
 
     def tier(self, name: str) -> TierPolicy:
         """The tier of that name.
@@ -222,6 +249,26 @@ def _check_arena(keys: PolicyKeys, findings: PolicyErrors) -> None:
         findings.add(("arena", "size"), f"{found}; write at least '{format_size(least)}', or a shorter chunk")
 
 
+def _check_digest(keys: PolicyKeys, findings: PolicyErrors) -> None:
+    if keys.seal is None:
+        return
+    if keys.digest not in UNFORGEABLE:
+        known = " or ".join(f"'{one}'" for one in UNFORGEABLE)
+        findings.add(("digest",), f"{keys.digest!r} can be forged, and the policy has a 'seal'; write {known}")
+    elif keys.digest == "blake3" and find_spec("blake3") is None:
+        findings.add(("seal",), "needs the package blake3: pip install 'tierstate[blake3]', or write 'digest: sha256'")
+
+
+def _check_key_texts(data: object, at: KeyPath, findings: PolicyErrors) -> None:
+    """Check that no key is written into the file itself: a policy is shown, dumped and kept in repositories."""
+    keys = data.get("key") if isinstance(data, dict) else None
+    for key in keys if isinstance(keys, list) else [keys]:
+        if isinstance(key, str) and not _VARIABLE.fullmatch(key):
+            findings.add(
+                (*at, "key"), "is written into the policy, which is no secret; write '${NAME}', or name a file"
+            )
+
+
 def _names(data: Mapping[str, Any]) -> list[str]:
     tiers = data.get("tiers")
     return list(tiers) if isinstance(tiers, dict) else []
@@ -265,7 +312,8 @@ def open_policy_tier(spec: TierPolicy, arena: object | None = None) -> Tier:
     """Open a tier, and wrap it with measurement, rate limits and retries as the policy says.
 
     Measurement is innermost: it times the tier itself, without the waiting of the rate limit. Retries are outermost:
-    a call that is repeated counts again for the rate limit.
+    a call that is repeated counts again for the rate limit. Seals are around all of them: what is measured and retried
+    is what is stored.
 
     Args:
         spec: the tier in the policy.
@@ -273,7 +321,10 @@ def open_policy_tier(spec: TierPolicy, arena: object | None = None) -> Tier:
 
     Raises: as `tierstate.tiers.registry.open_tier`.
     """
+    seals = [key.for_seals for key in spec.seal.read()] if spec.seal is not None else []
     tier: Tier = Measured(open_tier(spec.name, spec.type, spec.options, arena))
     if spec.bandwidth or spec.operations:
         tier = Limited(tier, bandwidth=spec.bandwidth, operations=spec.operations)
-    return Retried(tier, spec.retries) if spec.retries else tier
+    if spec.retries:
+        tier = Retried(tier, spec.retries)
+    return Sealed(tier, seals, bare=holds_chunks) if seals else tier

@@ -9,6 +9,7 @@ import typer
 from tierstate.checkpointer import Checkpointer
 from tierstate.engine.progress import byte_progress
 from tierstate.manifest.errors import NotFound
+from tierstate.tiers.policy.policy import Policy
 
 from . import output
 from .options import Json, PolicyFile, Run, no_versions, parse_share
@@ -70,6 +71,9 @@ def verify(
     ] = None,
     deep: Annotated[bool, typer.Option("--deep", help="--data, and open every leaf; footers too.")] = False,
     mend: Annotated[bool, typer.Option("--mend", help="Write again what is whole in another tier.")] = False,
+    trusted_key: Annotated[
+        list[str] | None, typer.Option(help="A file with the key of `seal`, in place of the policy's; or several.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check that every tier has what its records say.
@@ -78,7 +82,9 @@ def verify(
     """
     share = parse_share(sample) if sample is not None else 0.0
     reads = data or deep or mend or sample is not None
-    with Checkpointer(policy, run) as ckpt, byte_progress("verifying", shown=reads and not as_json) as progress:
+    spec = Policy.load(policy)
+    spec = spec.trusting(trusted_key) if trusted_key else spec
+    with Checkpointer(spec, run) as ckpt, byte_progress("verifying", shown=reads and not as_json) as progress:
         report = ckpt.verify(data=data, sample=share, seed=seed, deep=deep, mend=mend, progress=progress)
         if not report.versions and report.ok:
             raise no_versions(ckpt)

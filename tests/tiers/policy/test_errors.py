@@ -80,13 +80,13 @@ def test_the_good_one_is_good() -> None:
         (
             1,
             "xyz: 1",
-            "xyz: unknown key; known are version, chunk, digest, arena, ranks, on_failure, preemption, durable, rules, "
-            "tiers",
+            "xyz: unknown key; known are version, chunk, digest, arena, ranks, on_failure, preemption, seal, durable, "
+            "rules, tiers",
         ),
         (2, "chunk: 17", "chunk: 17B is no length of a chunk; write a multiple of 16 bytes from 4KiB to 1GiB, as in"),
         (2, "chunk: 2KiB", "chunk: 2KiB is no length of a chunk"),
         (2, "chunk: 2GiB", "chunk: 2GiB is no length of a chunk"),
-        (2, "digest: md5", "digest: 'md5' is not known; write 'xxh3-128' or 'blake3'"),
+        (2, "digest: md5", "digest: 'md5' is not known; write 'xxh3-128', 'blake3' or 'sha256'"),
         (3, "arena: {on_full: off}", "arena.on_full: 'off' is not known; write 'block' or 'skip'"),
         (3, "arena: {size: 20MiB}", "arena.size: 20MiB is less than two chunks of 16MiB; write at least '32MiB', or a"),
         (3, "arena: {siz: 1GiB}", "arena.siz: unknown key; did you mean 'size'?"),

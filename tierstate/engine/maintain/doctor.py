@@ -27,7 +27,14 @@ from tierstate.engine.store.catalog import RunCatalog, release_lease
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import to_bytes
-from tierstate.manifest.errors import AlreadyExists, FormatError, MediaError, NotFound, TierstateError
+from tierstate.manifest.errors import (
+    AlreadyExists,
+    FormatError,
+    MediaError,
+    NotFound,
+    TierstateError,
+    Unauthentic,
+)
 from tierstate.manifest.format.layout import RAW, Layout, LayoutBuilder
 from tierstate.manifest.format.record import Record, surviving_parts
 from tierstate.manifest.format.version import Head, Version
@@ -196,7 +203,8 @@ class _TierView:
             data = to_bytes(self.tier_run.tier.get(self.tier_run.log.key(seq, generation)))
         except TierstateError:
             data = b""
-        if is_intact(data):
+        # Sealed with a key that the policy does not have, it may be whole as well.
+        if is_intact(data) or (isinstance(error, Unauthentic) and error.key_id):
             self.foreign[seq] = str(error)
             return
         self.damaged.setdefault(seq, {})[generation] = str(error)

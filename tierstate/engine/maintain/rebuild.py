@@ -15,7 +15,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import to_bytes
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierstateError
+from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierstateError, Unauthentic
 from tierstate.manifest.format.layout import Layout, LayoutBuilder
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
@@ -238,6 +238,8 @@ def _is_whole(tier_run: TierRun, seq: int, generation: int) -> bool:
         return is_intact(to_bytes(tier_run.tier.get(tier_run.log.key(seq, generation))))
     except NotFound:
         return False
+    except Unauthentic as error:
+        return bool(error.key_id)  # sealed with a key that the policy does not have
 
 
 def is_intact(record: bytes) -> bool:

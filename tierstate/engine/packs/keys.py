@@ -18,14 +18,13 @@ import re
 import uuid
 from dataclasses import dataclass
 
+from tierstate.manifest.format.layout import PART
+
 PACKS = "packs/"
 """The prefix of all packs of all runs."""
 
 MEND = "mend"
 """Label of a repair pack: its chunks were damaged in this tier and were written again."""
-
-PART = "part"
-"""Label of an object that is one rank's part of a version: tables for the rank that commits, and no chunks."""
 
 SNAPSHOT = "snapshot"
 """Label of a pack that is a snapshot within GPU memory."""

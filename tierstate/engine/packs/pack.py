@@ -29,6 +29,7 @@ from tierstate.manifest.format.version import Version, check_features
 from tierstate.manifest.history.leases import pinned_runs
 from tierstate.manifest.history.log import check_run
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier
+from tierstate.tiers.wrappers.seal import seals_of
 
 from .keys import PackKey, has_footer, is_mend, is_part, pack_prefix, seq_of
 from .slab_layout import BIG, BLOCK
@@ -172,6 +173,8 @@ class PackWriter:
 
     def _finish(self, *versions: bytes) -> None:
         assert self._object is not None
+        if (seals := seals_of(self._tier)) is not None:
+            versions = tuple(seals.seal(_copy_name(self._key), version) for version in versions)
         footer = as_buffer(b"".join(versions) + encode_footer(self._rows, self._at, versions))
         self._object.append(footer)
         # Clear `_object` only after close(): after an error, abort() still needs it.
@@ -247,7 +250,15 @@ def version_sections(tier: Tier, key: str) -> list[memoryview]:
     head = col.decode_table(table, f"footer of {key}")[0]
     more = head.get("versions", [])
     copies = [*(more if isinstance(more, list) else [more]), *([head["version"]] if head.get("version") else [])]
-    return [_section(tier, key, copy, end) for copy in copies]
+    sections = [_section(tier, key, copy, end) for copy in copies]
+    if (seals := seals_of(tier)) is not None:
+        return [seals.unseal(_copy_name(key), section) for section in sections]
+    return sections
+
+
+def _copy_name(key: str) -> str:
+    """The name under which the copies of versions in a pack are sealed, where a tier's objects are: no object's key."""
+    return f"{key}#version"
 
 
 def _section(tier: Tier, key: str, copy: object, end: int) -> memoryview:

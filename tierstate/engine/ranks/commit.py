@@ -18,10 +18,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from tierstate.engine.packs.keys import PART, PackKey
+from tierstate.engine.packs.keys import PackKey
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import CommitUnknown, RankFailed, SaveSkipped, TierError
+from tierstate.manifest.format.layout import PART
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.sharded.part import encode_part

@@ -35,6 +35,7 @@ from tierstate.manifest.errors import (
     OutOfMemory,
     StateMismatch,
     TierstateError,
+    Unauthentic,
     Unreadable,
     cannot_be_asked,
     untrusted,
@@ -339,6 +340,7 @@ def check_missing(catalog: RunCatalog, wanted: RestoreSpec, passed: Sequence[str
         Unreadable: there is no version at all, and a persistent tier cannot be asked now.
     """
     if wanted.newest and not passed:
+        catalog.check_not_turned_back()
         catalog.check_empty()
     else:
         catalog.check_tiers()
@@ -347,6 +349,7 @@ def check_missing(catalog: RunCatalog, wanted: RestoreSpec, passed: Sequence[str
 def _plan(catalog: RunCatalog, entry: VersionCopies, wanted: RestoreSpec) -> Target:
     if wanted.newest:
         catalog.check_tiers()  # before anything is touched: a tier that is missing may have a newer one
+        catalog.check_not_turned_back()
     return plan_restore(
         entry.version.leaves,
         into=wanted.into,
@@ -409,12 +412,17 @@ def _unreadable(place: SeqVersions, wanted: RestoreSpec, reached: bool, passed: 
     if away and (reached or (wanted.tag is not None and wanted.tag.seq == place.seq)):
         raise unreadable_now(place.seq, told, newest=wanted.newest)
     if reached and wanted.on_damage == "raise":
-        raise Damaged(
+        raise _as_refused(place.problems)(
             f"version {place.seq} is the newest, and its record cannot be read ({told}); "
             "name a step, or say on_damage='older' to go back to the newest version that is whole; "
             f"{LOOK_FURTHER}"
         )
     _pass_over(passed, f"version {place.seq}", told)
+
+
+def _as_refused(problems: Iterable[tuple[str, TierstateError]]) -> type[Damaged]:
+    """The class of the error for records that cannot be read: `Unauthentic` if one of them is not authentic."""
+    return Unauthentic if any(isinstance(error, Unauthentic) for _, error in problems) else Damaged
 
 
 def unreadable_now(seq: int, told: str, *, newest: bool) -> Unreadable:
@@ -500,7 +508,8 @@ def no_such_version(run: str, wanted: RestoreSpec, catalog: RunCatalog, passed: 
     if passed:
         told = "; ".join(passed)
         more = "" if LOOK_FURTHER in told else f"; {LOOK_FURTHER}"
-        return Damaged(f"run {run!r} has no whole version{' of ' + what if what else ''}: {told}{more}")
+        error = Unauthentic if catalog.refused else Damaged
+        return error(f"run {run!r} has no whole version{' of ' + what if what else ''}: {told}{more}")
     where = ", ".join(s.name for s in catalog.tier_runs)
     if tag := wanted.tag:
         what = f"tag {tag.name!r}: it names version {tag.seq} ({tag.id[:12]}), which is not there any more,"

@@ -16,7 +16,7 @@ import numpy as np
 
 from tierstate.engine.packs.keys import pack_prefix
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.errors import NotFound, TierError, TierstateError, Unreadable, cannot_be_asked
+from tierstate.manifest.errors import NotFound, TierError, TierstateError, Unauthentic, Unreadable, cannot_be_asked
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
@@ -106,10 +106,12 @@ class RunCatalog:
     Attributes:
         tier_runs: the run in each tier, nearest first.
         unreachable: tiers whose log could not be listed, with the reason; known after the first listing.
+        refused: whether `newest_first` has met a record that is not authentic.
     """
 
     tier_runs: Sequence[TierRun]
     unreachable: dict[str, TierstateError] = field(default_factory=dict)
+    refused: bool = False
 
     def seqs(self) -> dict[int, list[TierRun]]:
         """For each number, in rising order, the tier runs that have a record of it."""
@@ -169,7 +171,9 @@ class RunCatalog:
         """All numbers from the newest on, or from ``upto`` down; records are read lazily."""
         for seq, tier_runs in reversed(self.seqs().items()):
             if upto is None or seq <= upto:
-                yield self.look(seq, tier_runs)
+                found = self.look(seq, tier_runs)
+                self.refused |= any(isinstance(error, Unauthentic) for _, error in found.problems)
+                yield found
 
     def check_tiers(self) -> None:
         """Check that each tier is the one that the records name that were read so far.
@@ -178,6 +182,18 @@ class RunCatalog:
             WrongTier: a tier is not; it may hold newer versions.
         """
         check_tiers([tier_run.identity for tier_run in self.tier_runs])
+
+    def check_not_turned_back(self) -> None:
+        """Check that no tier has lost the newest version that this process saved to it, where objects are sealed.
+
+        Raises:
+            Unauthentic: a tier has.
+        """
+        for tier_run in self.tier_runs:
+            try:
+                tier_run.check_not_turned_back()
+            except TierError as error:
+                log.debug("%s: whether its newest version is there cannot be told: %s", tier_run.name, error)
 
     def check_empty(self) -> None:
         """Check, where no version was found, that nothing says that a tier is missing in which there may be some.

@@ -22,6 +22,7 @@ from tierstate.manifest.errors import (
     PolicyError,
     TierError,
     TierstateError,
+    Unauthentic,
     WrongTier,
 )
 from tierstate.manifest.format.marker import MARKER_KEY, MAX_MARKER_BYTES, TierMarker, TierName, named_tiers
@@ -159,6 +160,24 @@ class TierIdentity:
         if marker is None or marker is UNKNOWN:
             return None
         return TierName(marker.id, place.mount if place is not None else "")
+
+    def check_written_here(self, record: Record) -> None:
+        """Check that a sealed record was written to this tier, and not to another one and then copied here.
+
+        Raises:
+            Unauthentic: it names another tier as its own, or none.
+            TierError: the marker could not be read.
+        """
+        marker = self.look()
+        if marker is None:
+            return  # not persistent, or the marker was lost: `initialized: true` makes it a condition
+        own = named_tiers(record.commit).get(str(record.commit.get("tier")))
+        if own is None or not marker.stands_for(own.id):
+            where = f"to tier {own.id[:12]}" if own is not None else "to a tier that it does not name"
+            here = f"tier {marker.id[:12]}" if marker.id else "not known to be that one, since its marker is damaged"
+            raise Unauthentic(
+                f"{self.name}: the record of version {record.version.head.seq} was written {where}, and this is {here}"
+            )
 
     def look(self) -> TierMarker | None:
         """The marker, read again if something else may lie in the place since; None if there is none. Creates nothing.

@@ -16,17 +16,18 @@ from tierstate.engine.codecs.adaptive import CodecChooser
 from tierstate.engine.packs.keys import PACKS, is_mend, pack_prefix, run_of
 from tierstate.engine.packs.pack import FooterRow, read_footer
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.digest import DigestIndex
-from tierstate.manifest.errors import FormatError, MediaError, NotFound
+from tierstate.manifest.digest import UNFORGEABLE, DigestIndex
+from tierstate.manifest.errors import FormatError, MediaError, NotFound, Unauthentic
 from tierstate.manifest.format.layout import ABSENT, DELTA, ChunkPlace, Layout, LayoutBuilder
 from tierstate.manifest.format.marker import names_tiers
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.log import Log, commit_id
-from tierstate.manifest.history.removals import removed_seqs
+from tierstate.manifest.history.removals import is_removed, removed_seqs
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.gpu import gpu_in
+from tierstate.tiers.wrappers.seal import seals_of
 
 from .identity import TierIdentity
 from .index import Summaries
@@ -91,6 +92,7 @@ class TierRun:
         whole, alone: whether this rank sees all of a version in the tier; whether it can commit one there alone.
         retention: decides and drops versions.
         choices: codecs that `codec: auto` has chosen in this tier.
+        seals: the wrapper that seals the tier's objects; None if they are not sealed.
         gpu: the `gpu` tier below its wrappers, which copies within the device bypass; None for other tiers.
     """
 
@@ -105,7 +107,8 @@ class TierRun:
         rules: Mapping[str, RetentionPolicy] = MappingProxyType({}),
     ) -> None:
         self.tier, self.run, self.keep, self.rules = tier, run, keep, rules
-        self.log = Log(tier, run)
+        self.seals = seals_of(tier)
+        self.log = Log(tier, run, self._accept)
         self.identity = TierIdentity(tier, self._find_newest)
         self.beside: Sequence[TierRun] = ()
         self.summaries = Summaries(tier, run)
@@ -113,6 +116,7 @@ class TierRun:
         self._lock = threading.Lock()
         self._newest: Record | None = None
         self._opened = self._own = False
+        self._saved = 0
         self._mends: dict[bytes, ChunkPlace] | None = None
         self._sound: dict[str, bool] = {}
         self._indexed: tuple[Record, DigestIndex] | None = None
@@ -123,6 +127,43 @@ class TierRun:
     def name(self) -> str:
         """The tier's name."""
         return self.tier.name
+
+    def _accept(self, record: Record) -> None:
+        """Check a record that was read, beyond its seal.
+
+        Raises:
+            Unauthentic: its chunks could be forged, or it was written to another tier.
+        """
+        if self.seals is not None:
+            self._check_digest(record)
+            self.identity.check_written_here(record)
+
+    def _check_digest(self, record: Record) -> None:
+        digest = record.version.head.digest
+        if self.seals is not None and digest not in UNFORGEABLE:
+            raise Unauthentic(
+                f"{self.name}: version {record.version.head.seq} has digests of {digest}, which can be forged; "
+                "`tierstate copy --into` makes a version that can be sealed"
+            )
+
+    def check_not_turned_back(self) -> None:
+        """Check that the newest version that this process saved is still there, where objects are sealed.
+
+        Retention never drops the newest version. So if it is gone, and nobody has removed it by hand, somebody has put
+        back an older state of the tier.
+
+        Raises:
+            Unauthentic: it is gone.
+            TierError: the tier could not be read.
+        """
+        kept = self.seals is not None and self.tier.traits.persistent
+        if not kept or not self._saved or self.highest_seq() >= self._saved:
+            return
+        if not is_removed(self.tier, self.run, self._saved):
+            raise Unauthentic(
+                f"{self.name}: version {self._saved} of run {self.run!r}, which this process has saved, is gone, and "
+                "nobody has removed it: an older state of the tier was put back; name the version that you trust"
+            )
 
     def newest(self) -> Record | None:
         """The newest readable record; damaged newer ones, and those in bad sectors, are skipped with a warning.
@@ -301,11 +342,14 @@ class TierRun:
 
     def signature(self) -> dict[str, Any]:
         """The commit data of a new record: a new id, the writer, and the tiers of the policy as far as known."""
+        if self.seals is not None:
+            self.identity.look()  # a sealed record that does not name its tier is refused
         writer = {"id": commit_id(), "tier": self.name, "host": socket.gethostname(), "pid": os.getpid()}
         return writer | names_tiers(self.identity.names())
 
     def create(self, record: Record) -> None:
         """Commit a record without adding it to the cache. Raises: as `publish`."""
+        self._check_digest(record)
         self.identity.ensure()  # once more: a file system may have been unmounted while the packs were written
         base = self._newest
         self.summaries.expect(record.version.head.seq)
@@ -315,6 +359,7 @@ class TierRun:
     def build_on(self, record: Record) -> None:
         """Make this the record whose chunks later saves reuse."""
         with self._lock:
+            self._saved = max(self._saved, record.version.head.seq)
             if self._newest is None or record.version.head.seq > self._newest.version.head.seq:
                 # Otherwise it was committed after newer ones (late), and later saves still build on those.
                 self._newest, self._opened, self._own = record, True, True
