@@ -38,3 +38,10 @@ def write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     path.write_bytes(data)
+
+
+def encrypted(place: Path, *keys: str, seal: str = "", **tier: Any) -> ts.Policy:
+    """A policy over one tier that is encrypted with these keys; with none, with the key of the seal."""
+    how = {"file": list(keys)} if keys else True
+    top = {"seal": {"file": seal}} if seal else {}
+    return policy({"disk": {"type": "nvme", "path": str(place / "disk"), "encrypt": how, **tier}}, **top)

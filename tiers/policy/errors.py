@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ M = TypeVar("M", bound=BaseModel)
 _INNER: Mapping[str, type[BaseModel]] = {
     "arena": ArenaKeys,
     "best": BestKeys,
+    "encrypt": SecretKeys,
     "keep": KeepKeys,
     "max_lag": MaxLagKeys,
     "on_failure": OnFailureKeys,
@@ -73,6 +75,10 @@ _MEANT: Mapping[str, Sequence[str]] = {
     "buffer": ("arena",),
 }
 """What a key that is none of ours probably means: the first of these that is known at its place."""
+
+
+_BRANCH = re.compile(rf"bool|.*\b{SecretKeys.__name__}\b.*")
+"""What pydantic adds to the place of an error in `encrypt`, which may be a boolean or a mapping."""
 
 
 _HIDDEN = "the value, which is not shown as it may be secret,"
@@ -124,6 +130,8 @@ def validate_keys(model: type[M], data: Any, at: KeyPath, findings: PolicyErrors
         return model.model_validate(data)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
+            if detail["type"] == "bool_type" and isinstance(detail["input"], dict):
+                continue  # of `encrypt`, which may also be a mapping, as it is here
             keys = _place(detail, data)
             findings.add((*at, *keys), _explain(detail, model, keys, at, also))
     return None
@@ -140,7 +148,7 @@ def unknown_name(name: object, known: Iterable[str], what: str) -> str:
 def _place(detail: ErrorDetails, data: Any) -> KeyPath:
     """The error's place in the file, without the names that pydantic adds for the branches of a union."""
     keys: list[str | int] = []
-    for key in detail["loc"]:
+    for key in (key for key in detail["loc"] if not _BRANCH.fullmatch(str(key))):
         new = isinstance(data, dict) and detail["type"] == "missing"
         if not (new or (isinstance(data, dict) and key in data) or (isinstance(data, list) and isinstance(key, int))):
             break
@@ -153,7 +161,7 @@ def _explain(detail: ErrorDetails, model: type[BaseModel], keys: KeyPath, at: Ke
     context = detail.get("ctx", {})
     whole = (*at, *keys)
     options = len(whole) > 2 and whole[0] == "tiers" and whole[2] == "options"
-    secret = options or (len(whole) > 0 and whole[0] == "seal")
+    secret = options or "seal" in whole[:1] or "encrypt" in whole[2:3]
     if detail["type"] == "extra_forbidden":
         return _unknown_key(model, keys, also)
     if detail["type"] == "value_error" and not options:

@@ -351,6 +351,7 @@ class TierKeys(Frozen):
             not mounted.
         on_lag: if several saves wait to be copied to this tier: ``queue`` copies all of them, ``skip`` only the newest.
         max_lag: how far the newest version in this tier may be behind the newest save; None for no bound.
+        encrypt: the keys with which this tier is encrypted; True: keys that are made of the policy's ``seal``.
     """
 
     type: str
@@ -364,6 +365,7 @@ class TierKeys(Frozen):
     on_lag: Literal["queue", "skip"] = "queue"
     initialized: bool = False
     max_lag: MaxLagKeys | None = None
+    encrypt: bool | SecretKeys = False
 
 
 class PolicyKeys(Frozen):

@@ -23,6 +23,7 @@ from tierstate.tiers.base import Tier
 from tierstate.tiers.registry import open_tier, tier_class
 from tierstate.tiers.secrets import without_literals
 from tierstate.tiers.units import format_size
+from tierstate.tiers.wrappers.encrypt import Encrypted
 from tierstate.tiers.wrappers.limit import Limited
 from tierstate.tiers.wrappers.measure import Measured
 from tierstate.tiers.wrappers.retry import Retried
@@ -120,6 +121,8 @@ class Policy(PolicyKeys):
             _check_arena(keys, findings)
             _check_digest(keys, findings)
         _check_key_texts(document.get("seal"), ("seal",), findings)
+        for tier in tiers:
+            _check_encrypt(tier, document, findings)
         durable = _check_durable(data, tiers, findings)
         _check_rules(data, findings)
         findings.raise_any()
@@ -231,7 +234,18 @@ def _read_tier(name: str, data: object, findings: PolicyErrors) -> TierPolicy | 
         )
         return None
     common = {field: getattr(keys, field) for field in TierKeys.model_fields}
-    return TierPolicy(name=name, persistent=_is_persistent(cls, options_of(keys)), options=options_of(keys), **common)
+    persistent = _is_persistent(cls, options_of(keys))
+    if keys.encrypt and (why := _not_encrypted(keys, persistent)):
+        findings.add((*at, "encrypt"), why)
+        return None
+    return TierPolicy(name=name, persistent=persistent, options=options_of(keys), **common)
+
+
+def _not_encrypted(keys: TierKeys, persistent: bool) -> str:
+    """Why a tier cannot be encrypted; empty if it can."""
+    if keys.format != "native":
+        return f"cannot be with 'format: {keys.format}', whose files other programs open; take one of them away"
+    return "" if persistent else "what this tier keeps does not survive the host, so it is not encrypted; leave it out"
 
 
 def _is_persistent(cls: type[Tier], options: Mapping[str, Any]) -> bool:
@@ -267,6 +281,15 @@ def _check_key_texts(data: object, at: KeyPath, findings: PolicyErrors) -> None:
             findings.add(
                 (*at, "key"), "is written into the policy, which is no secret; write '${NAME}', or name a file"
             )
+
+
+def _check_encrypt(tier: TierPolicy, document: Mapping[str, Any], findings: PolicyErrors) -> None:
+    at = ("tiers", tier.name, "encrypt")
+    _check_key_texts(document["tiers"][tier.name].get("encrypt"), at, findings)
+    if tier.encrypt is True and "seal" not in document:
+        findings.add(
+            at, "true takes its key from 'seal', which the policy does not have; write 'file: PATH' in its place"
+        )
 
 
 def _names(data: Mapping[str, Any]) -> list[str]:
@@ -312,8 +335,8 @@ def open_policy_tier(spec: TierPolicy, arena: object | None = None) -> Tier:
     """Open a tier, and wrap it with measurement, rate limits and retries as the policy says.
 
     Measurement is innermost: it times the tier itself, without the waiting of the rate limit. Retries are outermost:
-    a call that is repeated counts again for the rate limit. Seals are around all of them: what is measured and retried
-    is what is stored.
+    a call that is repeated counts again for the rate limit. Encryption, or else seals, are around all of them: what is
+    measured and retried is what is stored. What is encrypted needs no seal: it is authenticated by that.
 
     Args:
         spec: the tier in the policy.
@@ -321,10 +344,13 @@ def open_policy_tier(spec: TierPolicy, arena: object | None = None) -> Tier:
 
     Raises: as `tierstate.tiers.registry.open_tier`.
     """
-    seals = [key.for_seals for key in spec.seal.read()] if spec.seal is not None else []
+    secrets = spec.seal.read() if spec.seal is not None else ()
+    ciphers = spec.encrypt.read() if isinstance(spec.encrypt, SecretKeys) else [key.for_tier() for key in secrets]
     tier: Tier = Measured(open_tier(spec.name, spec.type, spec.options, arena))
     if spec.bandwidth or spec.operations:
         tier = Limited(tier, bandwidth=spec.bandwidth, operations=spec.operations)
     if spec.retries:
         tier = Retried(tier, spec.retries)
-    return Sealed(tier, seals, bare=holds_chunks) if seals else tier
+    if spec.encrypt:
+        return Encrypted(tier, ciphers)
+    return Sealed(tier, [key.for_seals for key in secrets], bare=holds_chunks) if secrets else tier

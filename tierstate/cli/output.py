@@ -24,6 +24,7 @@ from tierstate.engine.maintain.doctor import DoctorReport, Repair
 from tierstate.engine.maintain.leaf_locations import LeafLocation, TierShare, subtotals
 from tierstate.engine.maintain.prune import PruneReport, TierPrune
 from tierstate.engine.maintain.rebuild import RebuildReport
+from tierstate.engine.maintain.rekey import RekeyResult
 from tierstate.engine.maintain.remove import RemoveReport
 from tierstate.engine.store.catalog import LOOK_FURTHER
 from tierstate.manifest.errors import TierUnavailable
@@ -229,6 +230,14 @@ def show_markers(found: Sequence[MarkerResult], as_json: bool) -> None:
         return
     rows = [(one.tier, one.id, "created" if one.created else "as it was", ", ".join(one.replaces)) for one in found]
     table(["tier", "id", "marker", "in place of"], rows)
+
+
+def show_rekeyed(found: Sequence[RekeyResult], as_json: bool) -> None:
+    """Tiers and the ids of their new keys."""
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+        return
+    table(["tier", "key", "data keys"], [(one.tier, one.key, str(one.data_keys)) for one in found])
 
 
 def show_policy_errors(message: str, as_json: bool) -> None:

@@ -1,4 +1,5 @@
-"""The commands about tiers as such: init writes their markers ahead of training, adopt uses one in place of another."""
+"""The commands about tiers as such: init writes their markers ahead of training, adopt uses one in place of another,
+rekey replaces the key of an encrypted one."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tierstate.engine.maintain.adopt import adopt_tier, init_tiers
+from tierstate.engine.maintain.rekey import rekey_tiers
 from tierstate.tiers.policy.policy import Policy
 
 from . import output
@@ -33,3 +35,17 @@ def adopt(
 ) -> None:
     """Use what lies in a tier's place from now on: after a copy of a disk, or when a tier is lost for good."""
     output.show_markers([adopt_tier(Policy.load(policy), tier)], as_json)
+
+
+@app.command()
+def rekey(
+    policy: PolicyFile,
+    tiers: Annotated[list[str] | None, typer.Argument(help="The tiers; none: all that are encrypted.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Replace the key of encrypted tiers by the first one that the policy lists; no pack is written again.
+
+    The policy lists the new key first, and then the old one. Jobs that run on, and read the policy before, go on with
+    what they have read.
+    """
+    output.show_rekeyed(rekey_tiers(Policy.load(policy), tiers or ()), as_json)

@@ -99,7 +99,7 @@ def test_the_good_one_is_good() -> None:
             8,
             "    arena: 1",
             "tiers.host.arena: unknown key; known are type, every, keep, codec, format, bandwidth, "
-            "operations, retries, on_lag, initialized, max_lag, capacity",
+            "operations, retries, on_lag, initialized, max_lag, encrypt, capacity",
         ),
         (9, "    keep: {}", "tiers.host.keep: keeps nothing; write 'last: N', 'every: N', 'within: 2d', 'best: "),
         (
@@ -160,7 +160,7 @@ def test_the_good_one_is_good() -> None:
             14,
             "    <<: {a: b}",
             "tiers.nvme.<<: unknown key; known are type, every, keep, codec, format, bandwidth, "
-            "operations, retries, on_lag, initialized, max_lag, path, capacity",
+            "operations, retries, on_lag, initialized, max_lag, encrypt, path, capacity",
         ),
         (15, "  s 3:", "tiers.s 3: 's 3' is no name of a tier; write at most 64 letters, digits, - and _"),
         (20, "  - match: a..b", "rules.0.match: 'a..b' is not a pattern of leaf paths; write keys with dots between"),

@@ -184,7 +184,7 @@ class RunCatalog:
         check_tiers([tier_run.identity for tier_run in self.tier_runs])
 
     def check_not_turned_back(self) -> None:
-        """Check that no tier has lost the newest version that this process saved to it, where objects are sealed.
+        """Check that no tier whose objects are authenticated has lost the newest version that this process saved to it.
 
         Raises:
             Unauthentic: a tier has.

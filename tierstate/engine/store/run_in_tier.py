@@ -27,6 +27,7 @@ from tierstate.manifest.history.removals import is_removed, removed_seqs
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.gpu import gpu_in
+from tierstate.tiers.wrappers.encrypt import encryption_of
 from tierstate.tiers.wrappers.seal import seals_of
 
 from .identity import TierIdentity
@@ -92,7 +93,7 @@ class TierRun:
         whole, alone: whether this rank sees all of a version in the tier; whether it can commit one there alone.
         retention: decides and drops versions.
         choices: codecs that `codec: auto` has chosen in this tier.
-        seals: the wrapper that seals the tier's objects; None if they are not sealed.
+        authentic: whether the tier's objects are authenticated: they are sealed or encrypted.
         gpu: the `gpu` tier below its wrappers, which copies within the device bypass; None for other tiers.
     """
 
@@ -107,7 +108,8 @@ class TierRun:
         rules: Mapping[str, RetentionPolicy] = MappingProxyType({}),
     ) -> None:
         self.tier, self.run, self.keep, self.rules = tier, run, keep, rules
-        self.seals = seals_of(tier)
+        self._sealed = seals_of(tier) is not None
+        self.authentic = self._sealed or encryption_of(tier) is not None
         self.log = Log(tier, run, self._accept)
         self.identity = TierIdentity(tier, self._find_newest)
         self.beside: Sequence[TierRun] = ()
@@ -134,20 +136,20 @@ class TierRun:
         Raises:
             Unauthentic: its chunks could be forged, or it was written to another tier.
         """
-        if self.seals is not None:
-            self._check_digest(record)
+        self._check_digest(record)
+        if self.authentic:
             self.identity.check_written_here(record)
 
     def _check_digest(self, record: Record) -> None:
         digest = record.version.head.digest
-        if self.seals is not None and digest not in UNFORGEABLE:
+        if self._sealed and digest not in UNFORGEABLE:
             raise Unauthentic(
                 f"{self.name}: version {record.version.head.seq} has digests of {digest}, which can be forged; "
                 "`tierstate copy --into` makes a version that can be sealed"
             )
 
     def check_not_turned_back(self) -> None:
-        """Check that the newest version that this process saved is still there, where objects are sealed.
+        """Check that the newest version that this process saved is still there, where objects are authenticated.
 
         Retention never drops the newest version. So if it is gone, and nobody has removed it by hand, somebody has put
         back an older state of the tier.
@@ -156,7 +158,7 @@ class TierRun:
             Unauthentic: it is gone.
             TierError: the tier could not be read.
         """
-        kept = self.seals is not None and self.tier.traits.persistent
+        kept = self.authentic and self.tier.traits.persistent
         if not kept or not self._saved or self.highest_seq() >= self._saved:
             return
         if not is_removed(self.tier, self.run, self._saved):
@@ -342,8 +344,8 @@ class TierRun:
 
     def signature(self) -> dict[str, Any]:
         """The commit data of a new record: a new id, the writer, and the tiers of the policy as far as known."""
-        if self.seals is not None:
-            self.identity.look()  # a sealed record that does not name its tier is refused
+        if self.authentic:
+            self.identity.look()  # an authentic record that does not name its tier is refused
         writer = {"id": commit_id(), "tier": self.name, "host": socket.gethostname(), "pid": os.getpid()}
         return writer | names_tiers(self.identity.names())
 
