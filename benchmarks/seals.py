@@ -1,0 +1,141 @@
+"""What seals and encryption cost: saves to durable and restores, in turn with those of a plain tier.
+
+python -m benchmarks.seals [--size 1GiB] [--rounds 9] [--path DIR]
+
+All of the state changes between two saves. Every way takes its turn in each round, and what is shown are medians of the
+ratios to the plain save or restore of the same round, so that a machine that others use too is no great matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import secrets
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import yaml
+
+import tierstate as ts
+from benchmarks.machine import facts
+from benchmarks.rounds import say
+from benchmarks.tables import table
+from tierstate.manifest.digest import ALGORITHMS
+from tierstate.tiers.units import parse_size
+from tierstate.tiers.wrappers.keyring import new_cipher
+
+TENSORS = 100
+PIECE = 16 << 20
+BLOCK = 256 << 10
+WAYS: dict[str, tuple[dict[str, object], bool]] = {
+    "plain": ({}, False),
+    "plain, digest: blake3": ({"digest": "blake3"}, False),
+    "sealed (blake3)": ({"seal": {"file": ""}}, False),
+    "sealed, digest: sha256": ({"seal": {"file": ""}, "digest": "sha256"}, False),
+    "encrypted": ({}, True),
+    "sealed and encrypted": ({"seal": {"file": ""}}, True),
+}
+"""The keys of the policy, and whether the tier is encrypted."""
+
+
+def policy(place: Path, key: Path, top: dict[str, object], encrypt: bool) -> ts.Policy:
+    """One directory."""
+    tier = {"type": "nvme", "path": str(place), "keep": {"last": 1}} | (
+        {"encrypt": {"file": str(key)}} if encrypt else {}
+    )
+    keys = {name: {"file": str(key)} if name == "seal" else value for name, value in top.items()}
+    return ts.Policy.parse(yaml.safe_dump({"arena": {"size": "512MiB"}, **keys, "tiers": {"nvme": tier}}))
+
+
+def functions() -> str:
+    """How fast the functions are that this rests on, in one thread."""
+    data = memoryview(bytearray(secrets.token_bytes(PIECE)))
+    cipher, out = new_cipher(bytes(32)), bytearray(BLOCK + 16)
+
+    def encrypt() -> None:
+        for at in range(0, PIECE, BLOCK):
+            cipher.encrypt_into(at.to_bytes(12, "big"), data[at : at + BLOCK], None, out)
+
+    calls: dict[str, Callable[[], object]] = {name: lambda f=f: f(data) for name, f in ALGORITHMS.items()}  # type: ignore[misc]
+    calls["blake2b"] = lambda: hashlib.blake2b(data).digest()
+    calls["HMAC-SHA256"] = lambda: hmac.digest(bytes(32), data, "sha256")
+    calls["AES-256-GCM"] = encrypt
+    best = dict.fromkeys(calls, 1e9)
+    for _ in range(15):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return table(
+        "function | GB/s, one thread, the best of 15", [[n, f"{PIECE / s / 1e9:.1f}"] for n, s in best.items()]
+    )
+
+
+@contextmanager
+def runs(root: Path) -> Iterator[dict[str, ts.Checkpointer]]:
+    """A run for each way."""
+    key = root / "key"
+    key.touch(mode=0o600)
+    key.write_text(secrets.token_hex(32))
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(ts.Checkpointer(policy(root / str(i), key, *way), "run"))
+            for i, (name, way) in enumerate(WAYS.items())
+        }
+
+
+def rounds(root: Path, nbytes: int, count: int) -> str:
+    """Saves and restores in turn."""
+    state = {f"t{i}": torch.randn(nbytes // TENSORS // 4) for i in range(TENSORS)}
+    saves: dict[str, list[float]] = {name: [] for name in WAYS}
+    restores: dict[str, list[float]] = {name: [] for name in WAYS}
+    with runs(root) as opened:
+        for number in range(-1, count):  # the first one, which faults memory in, does not count
+            names = [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]
+            for name in names:
+                for tensor in state.values():
+                    tensor.add_(1.0)
+                start = time.perf_counter()
+                opened[name].save(state, step=number + 1).wait()
+                middle = time.perf_counter()
+                opened[name].restore(into=state)
+                if number >= 0:
+                    saves[name].append(middle - start)
+                    restores[name].append(time.perf_counter() - middle)
+            say(f"round {number + 1} of {count}")
+    rows = [[name, *_shown(saves, name), *_shown(restores, name)] for name in WAYS]
+    return table("way | durable, s (least-most) | / plain | restore, s (least-most) | / plain", rows)
+
+
+def _shown(seconds: dict[str, list[float]], name: str) -> list[str]:
+    found = seconds[name]
+    ratios = [one / plain for one, plain in zip(found, seconds["plain"], strict=True)]
+    span = f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
+    return [span, f"{statistics.median(ratios):.2f}"]
+
+
+def main() -> None:
+    """Measure, and print a page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=parse_size, default=1 << 30)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--path", type=Path, default=None)
+    given = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="tierstate-seals-", dir=given.path))
+    try:
+        print("; ".join(f"{name}: {value}" for name, value in facts(root).items()))
+        print(functions())
+        print(rounds(root, given.size, given.rounds))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
