@@ -1,6 +1,6 @@
 """What seals and encryption cost: saves to durable and restores, in turn with those of a plain tier.
 
-python -m benchmarks.seals [--size 1GiB] [--rounds 9] [--path DIR]
+python -m benchmarks.seals [--size 1GiB] [--rounds 9] [--ways GLOB] [--path DIR]
 
 All of the state changes between two saves. Every way takes its turn in each round, and what is shown are medians of the
 ratios to the plain save or restore of the same round, so that a machine that others use too is no great matter.
@@ -16,8 +16,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -79,7 +80,7 @@ def functions() -> str:
 
 
 @contextmanager
-def runs(root: Path) -> Iterator[dict[str, ts.Checkpointer]]:
+def runs(root: Path, ways: Sequence[str]) -> Iterator[dict[str, ts.Checkpointer]]:
     """A run for each way."""
     key = root / "key"
     key.touch(mode=0o600)
@@ -88,17 +89,18 @@ def runs(root: Path) -> Iterator[dict[str, ts.Checkpointer]]:
         yield {
             name: stack.enter_context(ts.Checkpointer(policy(root / str(i), key, *way), "run"))
             for i, (name, way) in enumerate(WAYS.items())
+            if name in ways
         }
 
 
-def rounds(root: Path, nbytes: int, count: int) -> str:
+def rounds(root: Path, nbytes: int, count: int, ways: Sequence[str]) -> str:
     """Saves and restores in turn."""
     state = {f"t{i}": torch.randn(nbytes // TENSORS // 4) for i in range(TENSORS)}
-    saves: dict[str, list[float]] = {name: [] for name in WAYS}
-    restores: dict[str, list[float]] = {name: [] for name in WAYS}
-    with runs(root) as opened:
+    saves: dict[str, list[float]] = {name: [] for name in ways}
+    restores: dict[str, list[float]] = {name: [] for name in ways}
+    with runs(root, ways) as opened:
         for number in range(-1, count):  # the first one, which faults memory in, does not count
-            names = [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]
+            names = [*ways[number % len(ways) :], *ways[: number % len(ways)]]
             for name in names:
                 for tensor in state.values():
                     tensor.add_(1.0)
@@ -110,7 +112,7 @@ def rounds(root: Path, nbytes: int, count: int) -> str:
                     saves[name].append(middle - start)
                     restores[name].append(time.perf_counter() - middle)
             say(f"round {number + 1} of {count}")
-    rows = [[name, *_shown(saves, name), *_shown(restores, name)] for name in WAYS]
+    rows = [[name, *_shown(saves, name), *_shown(restores, name)] for name in ways]
     return table("way | durable, s (least-most) | / plain | restore, s (least-most) | / plain", rows)
 
 
@@ -126,13 +128,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=parse_size, default=1 << 30)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ways", default="*", help="which ones, by a glob, beside the plain one")
     parser.add_argument("--path", type=Path, default=None)
     given = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="tierstate-seals-", dir=given.path))
     try:
         print("; ".join(f"{name}: {value}" for name, value in facts(root).items()))
         print(functions())
-        print(rounds(root, given.size, given.rounds))
+        print(rounds(root, given.size, given.rounds, [w for w in WAYS if w == "plain" or fnmatch(w, given.ways)]))
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
