@@ -17,6 +17,7 @@ from support.checkpointer_worlds import alike, policy, scratch, tensors
 from support.secret_keys import STATE, key_file, objects, sealed, write
 
 import tierstate as ts
+from tierstate.engine.maintain.adopt import adopt_tier
 from tierstate.manifest.arrays import digest_array
 from tierstate.manifest.digest import checksum, digest_function
 from tierstate.manifest.errors import TierstateError, Unauthentic
@@ -193,6 +194,35 @@ def test_a_marker_that_is_not_authentic_makes_no_record_authentic(world: Any, tm
     marker = tmp_path / "disk" / "tier.json"
     write(marker, opened(marker))
     refused(world[0], "its marker is damaged")
+    with ts.Checkpointer(world[0], "run") as ckpt, pytest.raises(ts.Unsafe, match="tierstate adopt disk"):
+        ckpt.save(tensors(*STATE), step=9).wait()
+    adopt_tier(world[0], "disk")
+    with ts.Checkpointer(world[0], "run") as ckpt:
+        assert alike(ckpt.load(), world[1][-1])
+        ckpt.save(tensors(*STATE), step=9).wait()
+        assert alike(ckpt.load(), tensors(*STATE))
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_doctor_repairs_what_is_authentic(encrypt: bool, tmp_path: Path) -> None:
+    key = key_file(tmp_path / "keys")
+    more = {"encrypt": True} if encrypt else {}
+    tiers = {name: {"type": "nvme", "path": str(tmp_path / name), **more} for name in ("disk", "far")}
+    spec = policy(tiers, seal={"file": key})
+    truth = saved(spec)
+    for number, record in enumerate(objects(tmp_path, "versions")):
+        attack(record, record, ["flip", "cut", "bare"][number % 3], 0.4)
+    pack = objects(tmp_path, "packs")[0]
+    attack(pack, pack, "flip", 0.2)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert alike(ckpt.load(), truth[-1])
+        assert not ckpt.doctor().ok
+        ckpt.doctor(apply=True)
+        report = ckpt.doctor()
+        assert report.ok, report
+    with ts.Checkpointer(policy({"disk": tiers["disk"]}, seal={"file": key}), "run") as ckpt:
+        for step, state in enumerate(truth):
+            assert alike(ckpt.load(step=step), state)
 
 
 def test_a_tag_cannot_be_pointed_elsewhere(world: Any, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from tierstate.manifest.errors import (
     NotFound,
     RankFailed,
     TierstateError,
+    Unauthentic,
     cannot_be_asked,
     format_ranks,
 )
@@ -213,6 +214,7 @@ class VersionAgreement:
             if visible.named is not None and (seq > visible.named[0] or (seq < visible.named[0] and not self._older)):
                 continue
             place = self.catalog.look(seq, self._seen.get(seq, []))
+            self.catalog.note_refused(place)
             every = self._query.ask_json("look", partial(self._said, place))
             there = sorted({(-time, id) for one in every for id, time in one["there"]})
             if not there:
@@ -224,7 +226,11 @@ class VersionAgreement:
     def _said(self, place: SeqVersions) -> dict[str, Any]:
         if self.newest and place.entries:
             self.catalog.check_tiers()
-        problems = [[f"{name}: {error}", cannot_be_asked(error)] for name, error in place.problems]
+            self.catalog.check_not_turned_back()
+        problems = [
+            [f"{name}: {error}", cannot_be_asked(error), isinstance(error, Unauthentic)]
+            for name, error in place.problems
+        ]
         return {"there": [[e.version.id, e.version.head.time] for e in place.entries], "problems": problems}
 
     def check_missing(self) -> None:
@@ -257,11 +263,11 @@ class VersionAgreement:
 
     def _unreadable(self, seq: int, every: Sequence[Any], visible: VisibleVersions) -> None:
         problems = sorted({tuple(problem) for one in every for problem in one["problems"]})
-        told = "; ".join(text for text, _ in problems)
-        if any(away for _, away in problems) and (visible.named is None or visible.named[0] == seq):
+        told = "; ".join(text for text, *_ in problems)
+        if any(away for _, away, _ in problems) and (visible.named is None or visible.named[0] == seq):
             raise unreadable_now(seq, told, newest=visible.named is None)
         if problems and visible.named is None and not self._older:
-            raise Damaged(
+            raise (Unauthentic if any(refused for *_, refused in problems) else Damaged)(
                 f"version {seq} is the newest, and its record can be read by no rank ({told}); "
                 "name a step, or say on_damage='older' to go back to the newest version that is whole; "
                 f"{LOOK_FURTHER}"

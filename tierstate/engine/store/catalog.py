@@ -106,7 +106,7 @@ class RunCatalog:
     Attributes:
         tier_runs: the run in each tier, nearest first.
         unreachable: tiers whose log could not be listed, with the reason; known after the first listing.
-        refused: whether `newest_first` has met a record that is not authentic.
+        refused: whether a record was met that is not authentic (`note_refused`).
     """
 
     tier_runs: Sequence[TierRun]
@@ -172,8 +172,12 @@ class RunCatalog:
         for seq, tier_runs in reversed(self.seqs().items()):
             if upto is None or seq <= upto:
                 found = self.look(seq, tier_runs)
-                self.refused |= any(isinstance(error, Unauthentic) for _, error in found.problems)
+                self.note_refused(found)
                 yield found
+
+    def note_refused(self, found: SeqVersions) -> None:
+        """Remember whether a record is not authentic, for the error if no version can be restored."""
+        self.refused |= any(isinstance(error, Unauthentic) for _, error in found.problems)
 
     def check_tiers(self) -> None:
         """Check that each tier is the one that the records name that were read so far.

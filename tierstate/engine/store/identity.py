@@ -93,6 +93,7 @@ class TierIdentity:
     Attributes:
         beside: the identities of all tiers of the policy, with this one.
         required: the policy says that the tier has a marker (``initialized: true``): it is never created by a save.
+        authentic: whether the tier's objects are authenticated.
         leads: whether this process creates the marker; other ranks that see the same objects only read it.
         marker: the marker, once it was read or created.
         own: ids by which the records in this tier name it.
@@ -100,7 +101,7 @@ class TierIdentity:
         named: by name, how the newest record that was read in this tier names the tiers, with its number.
     """
 
-    leads = True
+    leads, authentic = True, False
 
     def __init__(self, tier: Tier, newest: Callable[[], Record | None]) -> None:
         self.tier, self._newest = tier, newest
@@ -207,12 +208,18 @@ class TierIdentity:
 
         Raises:
             WrongTier: the tier is not the one that is expected.
+            Unauthentic: the tier's objects are authenticated, and its marker is not authentic, or damaged.
             PolicyError: another tier of the policy lies in the same place.
             TierError: the tier could not be read, or the marker not created.
         """
         if not self.tier.traits.persistent:
             return
         expected = self._ask_all() if self.look() is None else None
+        if self.authentic and self.marker is UNKNOWN:
+            raise Unauthentic(
+                f"{self.name}: {MARKER_KEY} is not authentic, so that no record could say which tier it is of; "
+                f"`tierstate adopt {self.name}` writes it again"
+            )
         self._check_with_others(expected)
         if self.marker is None and create:
             self._create(expected) if self.leads else self._wait_for_leader()

@@ -112,6 +112,7 @@ class TierRun:
         self.authentic = self._sealed or encryption_of(tier) is not None
         self.log = Log(tier, run, self._accept)
         self.identity = TierIdentity(tier, self._find_newest)
+        self.identity.authentic = self.authentic
         self.beside: Sequence[TierRun] = ()
         self.summaries = Summaries(tier, run)
         self.retention = Retention(self, keep, rules)
