@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -93,34 +94,55 @@ def runs(root: Path, ways: Sequence[str]) -> Iterator[dict[str, ts.Checkpointer]
         }
 
 
+class Taken(NamedTuple):
+    """What one save or restore took: seconds, and seconds of all cores."""
+
+    seconds: float
+    cpu: float
+
+
+@contextmanager
+def taken(into: list[Taken]) -> Iterator[None]:
+    """Adds what the block took."""
+    start, cpu = time.perf_counter(), time.process_time()
+    yield
+    into.append(Taken(time.perf_counter() - start, time.process_time() - cpu))
+
+
 def rounds(root: Path, nbytes: int, count: int, ways: Sequence[str]) -> str:
     """Saves and restores in turn."""
     state = {f"t{i}": torch.randn(nbytes // TENSORS // 4) for i in range(TENSORS)}
-    saves: dict[str, list[float]] = {name: [] for name in ways}
-    restores: dict[str, list[float]] = {name: [] for name in ways}
+    saves: dict[str, list[Taken]] = {name: [] for name in ways}
+    restores: dict[str, list[Taken]] = {name: [] for name in ways}
     with runs(root, ways) as opened:
-        for number in range(-1, count):  # the first one, which faults memory in, does not count
-            names = [*ways[number % len(ways) :], *ways[: number % len(ways)]]
-            for name in names:
+        for number in range(count + 1):
+            for name in [*ways[number % len(ways) :], *ways[: number % len(ways)]]:
                 for tensor in state.values():
                     tensor.add_(1.0)
-                start = time.perf_counter()
-                opened[name].save(state, step=number + 1).wait()
-                middle = time.perf_counter()
-                opened[name].restore(into=state)
-                if number >= 0:
-                    saves[name].append(middle - start)
-                    restores[name].append(time.perf_counter() - middle)
-            say(f"round {number + 1} of {count}")
-    rows = [[name, *_shown(saves, name), *_shown(restores, name)] for name in ways]
-    return table("way | durable, s (least-most) | / plain | restore, s (least-most) | / plain", rows)
+                with taken(saves[name]):
+                    opened[name].save(state, step=number).wait()
+                with taken(restores[name]):
+                    opened[name].restore(into=state)
+            say(f"round {number} of {count}")
+    return "\n\n".join(_shown(what, found) for what, found in [("durable", saves), ("restored", restores)])
 
 
-def _shown(seconds: dict[str, list[float]], name: str) -> list[str]:
-    found = seconds[name]
-    ratios = [one / plain for one, plain in zip(found, seconds["plain"], strict=True)]
-    span = f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
-    return [span, f"{statistics.median(ratios):.2f}"]
+def _shown(what: str, found: dict[str, list[Taken]]) -> str:
+    rows = []
+    for name, every in found.items():
+        # The first one, which faults memory in, does not count.
+        pairs = list(zip(every[1:], found["plain"][1:], strict=True))
+        seconds, cpu = [one.seconds for one, _ in pairs], [one.cpu for one, _ in pairs]
+        ratios = [
+            statistics.median(one.seconds / plain.seconds for one, plain in pairs),
+            min(seconds) / min(plain.seconds for _, plain in pairs),
+            statistics.median(one.cpu / plain.cpu for one, plain in pairs),
+        ]
+        span = f"{statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})"
+        rows.append(
+            [name, span, *(f"{ratio:.2f}" for ratio in ratios[:2]), f"{statistics.median(cpu):.2f}", f"{ratios[2]:.2f}"]
+        )
+    return table(f"way | {what}, s (least-most) | / plain | least / least | CPU, s | / plain", rows)
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ class Policy(PolicyKeys):
         findings = PolicyErrors(name)
         document = read_yaml(text, findings)
         data = expand_variables(document, os.environ, findings)
-        if "seal" in data:
+        if data.get("seal") is not None:
             data.setdefault("digest", SEALED_DIGEST)
         tiers = _read_tiers(data.get("tiers"), findings)
         keys = validate_keys(PolicyKeys, {k: v for k, v in data.items() if k != "tiers"}, (), findings, also=["tiers"])
@@ -286,7 +286,7 @@ def _check_key_texts(data: object, at: KeyPath, findings: PolicyErrors) -> None:
 def _check_encrypt(tier: TierPolicy, document: Mapping[str, Any], findings: PolicyErrors) -> None:
     at = ("tiers", tier.name, "encrypt")
     _check_key_texts(document["tiers"][tier.name].get("encrypt"), at, findings)
-    if tier.encrypt is True and "seal" not in document:
+    if tier.encrypt is True and document.get("seal") is None:
         findings.add(
             at, "true takes its key from 'seal', which the policy does not have; write 'file: PATH' in its place"
         )
