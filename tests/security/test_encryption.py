@@ -15,6 +15,7 @@ from support.checkpointer_worlds import alike, policy, scratch, tensors
 from support.secret_keys import STATE, encrypted, key_file, objects, write
 
 import tierstate as ts
+from tierstate.engine.maintain.adopt import adopt_tier
 from tierstate.engine.maintain.rekey import rekey_tiers
 from tierstate.manifest.errors import TierstateError, Unauthentic
 
@@ -160,6 +161,9 @@ def test_the_wrong_key_names_the_right_one(kept: Kept, tmp_path: Path) -> None:
         save = ckpt.save(tensors(*STATE), step=9)
         with pytest.raises(ts.Unsafe, match="is encrypted for key"):
             save.wait()
+    assert objects(tmp_path) == before
+    with pytest.raises(ts.Unsafe, match="is encrypted for key"):
+        adopt_tier(spec, "disk")
     assert objects(tmp_path) == before
     secret = Path(wrong).read_text().strip()
     assert secret not in repr(spec) + spec.dump()

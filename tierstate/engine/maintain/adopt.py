@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tierstate.engine.store.identity import UNKNOWN, TierIdentity, newest_records, read_marker
+from tierstate.engine.store.identity import UNKNOWN, TierIdentity, check_key, newest_records, read_marker
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import NotFound, TierError
 from tierstate.manifest.format.marker import MARKER_KEY, TierMarker, named_tiers
@@ -66,6 +66,7 @@ def adopt_tier(policy: Policy, name: str) -> MarkerResult:
     Raises:
         NotFound: the policy has no such tier, or it does not survive the host.
         PolicyError: two tiers lie in one place.
+        Unauthentic: the tier's marker needs another key than those of the policy.
         TierError: a tier could not be read, or this one not written.
     """
     with _opened(policy) as identities:
@@ -78,6 +79,7 @@ def adopt_tier(policy: Policy, name: str) -> MarkerResult:
         made = TierMarker(tier=name) if before.id in taken else before
         replaces = {*before.replaces, *known} - taken - {made.id}
         new = TierMarker(made.id, name, made.time, tuple(sorted(replaces)))
+        check_key(one.tier)
         one.tier.delete(MARKER_KEY)
         one.tier.put(MARKER_KEY, as_buffer(new.encode()))
         if read_marker(one.tier) != new:

@@ -340,8 +340,8 @@ def check_missing(catalog: RunCatalog, wanted: RestoreSpec, passed: Sequence[str
         Unreadable: there is no version at all, and a persistent tier cannot be asked now.
     """
     if wanted.newest and not passed:
-        catalog.check_not_turned_back()
         catalog.check_empty()
+        catalog.check_not_turned_back()
     else:
         catalog.check_tiers()
 

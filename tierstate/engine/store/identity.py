@@ -83,6 +83,22 @@ def write_marker(tier: Tier, marker: TierMarker) -> TierMarker:
     return marker
 
 
+def check_key(tier: Tier) -> None:
+    """Check that the marker of a tier does not need another key of seals or of encryption.
+
+    Raises:
+        Unauthentic: it does; the message names the key.
+        TierError: it could not be read.
+    """
+    try:
+        tier.get(MARKER_KEY)
+    except Unauthentic as error:
+        if error.key_id:
+            raise
+    except (NotFound, MediaError):
+        return
+
+
 class TierIdentity:
     """What this process knows of the identity of one tier.
 
@@ -216,6 +232,7 @@ class TierIdentity:
             return
         expected = self._ask_all() if self.look() is None else None
         if self.authentic and self.marker is UNKNOWN:
+            check_key(self.tier)
             raise Unauthentic(
                 f"{self.name}: {MARKER_KEY} is not authentic, so that no record could say which tier it is of; "
                 f"`tierstate adopt {self.name}` writes it again"
