@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "tiers.object.stream": ("tiers",),
     "tiers.object.s3": ("tiers.object.bucket",),
     "tiers.peer": ("tiers.posix",),
-    "tiers.policy": ("tiers.wrappers", "manifest.format"),
+    "tiers.policy": ("tiers.posix", "manifest.format"),
     "tiers.testing": ("tiers.wrappers",),
     "engine.packs": ("tiers.wrappers", "manifest.history"),
     "engine.codecs": ("engine.packs", "tiers.wrappers"),

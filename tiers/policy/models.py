@@ -32,6 +32,7 @@ from tierstate.manifest.chunk import CHUNK_GRAIN, CHUNK_SIZE, MAX_CHUNK_SIZE
 from tierstate.manifest.format.leaf import check_glob
 from tierstate.tiers.base import Tier
 from tierstate.tiers.keys import SecretKey, parse_key, read_key
+from tierstate.tiers.posix.ownership import check_private_file
 from tierstate.tiers.units import DURATION_PATTERN, Rate, Seconds, Size, Times, format_size, parse_seconds
 
 from .yaml import show_value
@@ -257,8 +258,16 @@ class SecretKeys(Frozen):
 
         Raises:
             PolicyError: a file cannot be read, others can read it, or it has no key.
+            AccessDenied: others could replace it, since a folder or link on the way to it is theirs.
         """
-        return (*(parse_key(key.get_secret_value()) for key in self.key), *map(read_key, self.file))
+        return (*(parse_key(key.get_secret_value()) for key in self.key), *map(_key_in, self.file))
+
+
+def _key_in(file: str) -> SecretKey:
+    """The key in a file, if nobody else could have put another file in its place."""
+    key = read_key(file)
+    check_private_file(Path(file))
+    return key
 
 
 class ArenaKeys(Frozen):

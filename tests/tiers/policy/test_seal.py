@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tierstate.manifest.errors import PolicyError
+from tierstate.manifest.errors import AccessDenied, PolicyError
 from tierstate.tiers.base import Tier
 from tierstate.tiers.policy import policy as policies
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
@@ -85,8 +85,8 @@ def test_digests_under_a_seal_cannot_be_forged(monkeypatch: pytest.MonkeyPatch) 
         (f"seal: {{key: '{SECRET}'}}", "seal.key: is written into the policy, which is no secret; write '${NAME}'"),
         (f"seal: {{key: '${{X:-{SECRET}}}'}}", "seal.key: is written into the policy"),
         (f"seal: {{key: ['${{OTHER_KEY}}', '{SECRET}']}}", "seal.key: is written into the policy"),
-        ("seal: '${SEAL_KEY}'", "seal: the value, which is not shown as it may be secret, is not a mapping"),
-        ("seal: {kee: '${SEAL_KEY}'}", "seal.kee: unknown key; did you mean 'key'?"),
+        (f"seal: '{SECRET}'", "seal: the value, which is not shown as it may be secret, is not a mapping"),
+        (f"seal: {{kee: '{SECRET}'}}", "seal.kee: unknown key; did you mean 'key'?"),
         ("seal: {key: {a: '${SEAL_KEY}'}}", "seal.key: the value, which is not shown as it may be secret,"),
         ("seal: {file: ~/key}", "seal.file: '~/key' starts with '~', which only shells know"),
     ],
@@ -128,3 +128,15 @@ def test_the_schema_has_it() -> None:
     ]:
         document = {**yaml.safe_load(TIERS), "seal": seal}
         assert validator.is_valid(document) is fits, seal
+
+
+def test_a_key_file_that_others_could_replace_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (folder / "key").touch(mode=0o600)
+    (folder / "key").write_text(SECRET)
+    folder.chmod(0o777)
+    with pytest.raises(AccessDenied, match="shared"):
+        opened(parse(f"seal: {{file: {folder}/key}}"))
+    folder.chmod(0o700)
+    assert isinstance(opened(parse(f"seal: {{file: {folder}/key}}")), Sealed)
