@@ -2,17 +2,21 @@
 
 A *buffer* is a 1-D contiguous ``torch.uint8`` tensor on any device. A *chunk* is a run of a shard's bytes: the unit
 that is digested, deduplicated, encoded, stored and verified.
+
+torch and NumPy are imported when the first buffer is made: the server process of peer memory makes none, and without
+them it stays small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
-import torch
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
-Buffer: TypeAlias = torch.Tensor
+Buffer: TypeAlias = "torch.Tensor"
 
 
 CHUNK_SIZE = 16 * 1024 * 1024
@@ -49,11 +53,16 @@ class Chunk(NamedTuple):
 
 def empty_buffer(nbytes: int) -> Buffer:
     """A fresh, uninitialised host buffer of ``nbytes`` bytes."""
+    import torch
+
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def as_buffer(data: bytes | bytearray | memoryview | np.ndarray) -> Buffer:
     """A host buffer with the bytes of ``data``: a view where ``data`` is writable, a copy where it is not."""
+    import numpy as np
+    import torch
+
     array = np.frombuffer(data, dtype=np.uint8)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 

@@ -23,7 +23,7 @@ DIGEST_SIZE = 16
 DEFAULT_DIGEST = "xxh3-128"
 
 
-Data: TypeAlias = Buffer | memoryview
+Data: TypeAlias = "Buffer | memoryview"
 
 
 DigestFunction: TypeAlias = Callable[[Data], bytes]

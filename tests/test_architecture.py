@@ -215,9 +215,20 @@ def test_entry_points_are_the_door_and_all_of_them_open():
             assert isinstance(point.load(), type)
 
 
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
 @pytest.mark.slow
 def test_importing_is_light():
     heavy = {"s3fs", "h5py", "pyuring", "rich", "typer", "numcodecs", "botocore", "aiohttp", "torch.distributed.tensor"}
-    code = f"import sys, tierstate; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    every = "[getattr(tierstate, name) for name in tierstate.__all__]"
+    assert run_python(f"import sys, tierstate; {every}; print(sorted({heavy} & set(sys.modules)))") == "[]"
+
+
+def test_the_face_has_what_it_lists_and_says_what_it_lacks():
+    import tierstate
+
+    assert set(tierstate.__all__) <= set(dir(tierstate))
+    with pytest.raises(AttributeError, match="'tierstate' has no attribute 'Nothing'"):
+        tierstate.Nothing  # noqa: B018

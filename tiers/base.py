@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
-import torch
-
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import Damaged, TierError
 
@@ -445,6 +443,8 @@ class BufferingWriter(AtomicWriter):
         return False
 
     def _publish(self) -> None:
+        import torch  # here, so that a process without buffers does without it
+
         self._tier.put(self._key, torch.cat([empty_buffer(0), *self._pieces]))
         self._pieces = []
 

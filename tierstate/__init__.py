@@ -1,42 +1,52 @@
-"""tierstate: training state on every tier of a cluster, without stopping the training."""
+"""tierstate: training state on every tier of a cluster, without stopping the training.
+
+The public names are loaded when they are first used (PEP 562): the server process of peer memory is a module of this
+package and must stay small, without torch, which nearly all of them need.
+"""
+
+from __future__ import annotations
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from tierstate.engine.info import Stats, TierStats, VersionInfo
-from tierstate.manifest.errors import (
-    AccessDenied,
-    AlreadyExists,
-    CaptureError,
-    CommitUnknown,
-    Damaged,
-    FormatError,
-    NewestUnreadable,
-    NotFound,
-    OutOfMemory,
-    PolicyError,
-    RankFailed,
-    Reentered,
-    StateMismatch,
-    TierError,
-    TierFull,
-    TierstateError,
-    TierUnavailable,
-    Unauthentic,
-    Unreadable,
-    Unsafe,
-    WrongTier,
-)
 from tierstate.manifest.printable import PrintableRecords
-from tierstate.providers.base import Provider
-from tierstate.providers.registry import register_provider
-from tierstate.providers.sharded.shards import Shard
-from tierstate.providers.tree.lossy_rules import Lossy
-from tierstate.providers.values.stateful import PerRank, Rng
-from tierstate.tiers.base import Tier
-from tierstate.tiers.policy.policy import Policy
-from tierstate.tiers.registry import register_tier
 
-from .checkpointer import Checkpointer, Save
+if TYPE_CHECKING:
+    from tierstate.engine.info import Stats, TierStats, VersionInfo
+    from tierstate.manifest.errors import (
+        AccessDenied,
+        AlreadyExists,
+        CaptureError,
+        CommitUnknown,
+        Damaged,
+        FormatError,
+        NewestUnreadable,
+        NotFound,
+        OutOfMemory,
+        PolicyError,
+        RankFailed,
+        Reentered,
+        StateMismatch,
+        TierError,
+        TierFull,
+        TierstateError,
+        TierUnavailable,
+        Unauthentic,
+        Unreadable,
+        Unsafe,
+        WrongTier,
+    )
+    from tierstate.providers.base import Provider
+    from tierstate.providers.registry import register_provider
+    from tierstate.providers.sharded.shards import Shard
+    from tierstate.providers.tree.lossy_rules import Lossy
+    from tierstate.providers.values.stateful import PerRank, Rng
+    from tierstate.tiers.base import Tier
+    from tierstate.tiers.policy.policy import Policy
+    from tierstate.tiers.registry import register_tier
+
+    from .checkpointer import Checkpointer, Save
 
 __version__ = "0.1.0"
 
@@ -80,3 +90,33 @@ __all__ = [
     "register_provider",
     "register_tier",
 ]
+
+
+_MODULES = {
+    "tierstate.checkpointer": ("Checkpointer", "Save"),
+    "tierstate.engine.info": ("Stats", "TierStats", "VersionInfo"),
+    "tierstate.providers.base": ("Provider",),
+    "tierstate.providers.registry": ("register_provider",),
+    "tierstate.providers.sharded.shards": ("Shard",),
+    "tierstate.providers.tree.lossy_rules": ("Lossy",),
+    "tierstate.providers.values.stateful": ("PerRank", "Rng"),
+    "tierstate.tiers.base": ("Tier",),
+    "tierstate.tiers.policy.policy": ("Policy",),
+    "tierstate.tiers.registry": ("register_tier",),
+}
+"""By module, the public names that it defines; all others are errors."""
+
+
+_MODULE_OF = dict.fromkeys(__all__, "tierstate.manifest.errors")
+_MODULE_OF |= {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
