@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "providers.values": ("providers.tensors",),
     "providers.sharded": ("providers.values", "providers"),
     "providers.tree": ("providers.sharded",),
-    "tiers": ("manifest",),
+    "tiers": ("manifest", "tiers.connections"),
     "tiers.memory": ("tiers",),
     "tiers.wrappers": ("tiers.memory",),
     "tiers.posix": ("tiers.wrappers",),
@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "tiers.object.filesystem": ("tiers.posix",),
     "tiers.object.stream": ("tiers",),
     "tiers.object.s3": ("tiers.object.bucket",),
+    "tiers.connections": (),
     "tiers.peer": ("tiers.posix",),
     "tiers.policy": ("tiers.posix", "manifest.format"),
     "tiers.testing": ("tiers.wrappers",),
@@ -224,6 +225,13 @@ def test_importing_is_light():
     heavy = {"s3fs", "h5py", "pyuring", "rich", "typer", "numcodecs", "botocore", "aiohttp", "torch.distributed.tensor"}
     every = "[getattr(tierstate, name) for name in tierstate.__all__]"
     assert run_python(f"import sys, tierstate; {every}; print(sorted({heavy} & set(sys.modules)))") == "[]"
+
+
+@pytest.mark.slow
+def test_the_server_of_peer_memory_imports_nothing_big():
+    heavy = {"torch", "numpy", "pydantic", "typer", "rich"}
+    module = "tierstate.tiers.peer.server"
+    assert run_python(f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
 def test_the_face_has_what_it_lists_and_says_what_it_lacks():

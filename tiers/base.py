@@ -31,6 +31,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import Damaged, TierError
+from tierstate.tiers.connections.secret import JobSecret
 
 Release = Callable[[], None]
 
@@ -186,6 +187,10 @@ class RankGroup(Protocol):
     @property
     def hosts(self) -> Sequence[int]:
         """The number of each rank's host."""
+
+    @property
+    def secret(self) -> JobSecret:
+        """The secret of the job, from which the keys of connections between its processes are derived."""
 
     def leads(self, shared: Literal["process", "host", "site"]) -> bool:
         """Whether this rank is the lowest of those that see the same objects as it does."""

@@ -43,7 +43,7 @@ class Holding:
 class HeldTeam(Team):
     """Held before and after each thing that it says."""
 
-    holding: Holding
+    holding = Holding("")
 
     def post(self, key: str, data: bytes) -> None:
         what = key.rpartition("/")[2]

@@ -12,15 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.peer.server import PeerServer, start_server
 from tierstate.tiers.peer.tier import Peer
+
+SECRET = JobSecret.random()
+"""The secret of all jobs here, unless another is given."""
 
 
 class Table:
     """Where ranks that are threads meet."""
 
-    def __init__(self, hosts: Sequence[int]) -> None:
-        self.hosts = tuple(hosts)
+    def __init__(self, hosts: Sequence[int], secret: JobSecret) -> None:
+        self.hosts, self.secret = tuple(hosts), secret
         self.said: dict[tuple[str, int], dict[int, bytes]] = {}
         self.changed = threading.Condition()
 
@@ -29,7 +33,7 @@ class Seat:
     """One rank at a table; what a tier is told of a team."""
 
     def __init__(self, table: Table, rank: int) -> None:
-        self.rank, self.size, self.hosts = rank, len(table.hosts), table.hosts
+        self.rank, self.size, self.hosts, self.secret = rank, len(table.hosts), table.hosts, table.secret
         self._table, self._times = table, Counter[str]()
 
     def leads(self, shared: Literal["process", "host", "site"]) -> bool:
@@ -45,9 +49,11 @@ class Seat:
             return [said[rank] for rank in range(self.size)]
 
 
-def meet(tiers: Sequence[Peer], hosts: Sequence[int] | None = None) -> list[BaseException | None]:
+def meet(
+    tiers: Sequence[Peer], hosts: Sequence[int] | None = None, secret: JobSecret = SECRET
+) -> list[BaseException | None]:
     """Let tiers meet as the ranks of one job, each on a host of its own unless said; what each raised."""
-    table = Table(hosts or range(len(tiers)))
+    table = Table(hosts or range(len(tiers)), secret)
     errors: list[BaseException | None] = [None] * len(tiers)
 
     def run(rank: int) -> None:
@@ -109,7 +115,7 @@ class Hosts:
         self.threads.pop(number).join()
         for line in list(keeper._lines):
             with suppress(OSError):
-                line.wire.shutdown(socket.SHUT_RDWR)
+                line.channel.wire.shutdown(socket.SHUT_RDWR)
 
     def tier(self, number: int, **keys: Any) -> Peer:
         """A handle of a process on a host; it knows the others once it has met them, or they have met before."""

@@ -10,6 +10,7 @@ environment; the function begins the process group itself. What a rank prints ca
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -49,6 +50,9 @@ class Gang:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="tierstate-gang-")
         port = str(free_port())
+        # Ranks that pass for several hosts need a secret from their launcher; those of one host make one themselves.
+        apart = any("TIERSTATE_HOST" in one for one in per_rank or [])
+        secret = {"TIERSTATE_JOB_SECRET": secrets.token_hex(32)} if apart else {}
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(size):
             found = os.environ | {
@@ -62,7 +66,7 @@ class Gang:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
             }
-            found |= (env or {}) | (per_rank[rank] if per_rank else {})
+            found |= secret | (env or {}) | (per_rank[rank] if per_rank else {})
             with self._log(rank).open("wb") as log:
                 command = inside[rank] if inside else []
                 command = [

@@ -21,6 +21,7 @@ from tierstate.engine.ranks.team import Team
 from tierstate.manifest.format.layout import ABSENT, Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log, commit_id
+from tierstate.tiers.connections.secret import JobSecret
 
 PATIENCE = 120.0
 QUICK = Timeouts(timeout=30.0, silence=5.0)
@@ -28,11 +29,11 @@ QUICK = Timeouts(timeout=30.0, silence=5.0)
 
 def as_ranks(hosts: Sequence[int], function: Callable[[Team], Any], *, timeouts: Timeouts = QUICK) -> list[Any]:
     """Call a function in a thread for each rank; what each returned, or raised."""
-    store, found = dist.HashStore(), [None] * len(hosts)
+    store, found, secret = dist.HashStore(), [None] * len(hosts), JobSecret.random()
 
     def run(rank: int) -> None:
         try:
-            team = Team(store, rank, len(hosts), hosts, timeouts=timeouts)
+            team = Team(store, rank, len(hosts), hosts, timeouts=timeouts, secret=secret)
             try:
                 found[rank] = function(team)
             finally:

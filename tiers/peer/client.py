@@ -7,7 +7,6 @@ keep the copies of this host's objects.
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections import OrderedDict
@@ -20,6 +19,8 @@ from tierstate.manifest.chunk import view
 from tierstate.manifest.errors import Damaged, NotFound, TierstateError, TierUnavailable
 from tierstate.tiers.base import Range, is_key
 from tierstate.tiers.concurrency import run_concurrently
+from tierstate.tiers.connections.channel import ChannelError, connect
+from tierstate.tiers.connections.secret import JobSecret, SecretError
 from tierstate.tiers.wrappers.limit import batches
 
 from .members import Member, Membership, partners
@@ -27,13 +28,13 @@ from .protocol import (
     LENGTH,
     MAX_BODY,
     MAX_READ,
+    NO_LIMIT,
     SECONDS,
     SETTINGS,
     SPAN,
     Connection,
     ProtocolError,
     RequestKind,
-    client_handshake,
 )
 
 SPARE = 8
@@ -71,12 +72,15 @@ class RemoteMemory:
 
     Args:
         member: the host.
+        secret: returns the secret by which the keepers of the job know each other; None if there is none.
         seconds: timeout for one whole message.
         name: returns the tier's name, for error messages.
     """
 
-    def __init__(self, member: Member, seconds: float, name: Callable[[], str]) -> None:
-        self.member, self._seconds, self._name = member, seconds, name
+    def __init__(
+        self, member: Member, secret: Callable[[], JobSecret | None], seconds: float, name: Callable[[], str]
+    ) -> None:
+        self.member, self._secret, self._seconds, self._name = member, secret, seconds, name
         self._spare: list[Connection] = []
         self._lock = threading.Lock()
         self._away = float("-inf")
@@ -86,28 +90,23 @@ class RemoteMemory:
         """Make a new connection, with the handshake.
 
         Raises:
-            TierUnavailable: no keeper listens, it is too slow, or it has another token.
+            TierUnavailable: no keeper listens, it is too slow, or it has another secret.
         """
         member = self.member
         with self._explained():
             if time.monotonic() - self._away < AGAIN:
                 raise OSError("it did not answer a moment ago")
-            line = Connection(
-                socket.create_connection((member.address, member.port), min(CONNECT, self._seconds)), CONNECT
-            )
-            try:
-                client_handshake(line, bytes.fromhex(member.token))
-            except BaseException:
-                line.close()
-                raise
-            line.seconds = self._seconds
-            return line
+            if (secret := self._secret()) is None:
+                raise SecretError("this host has no secret of the job, which its keeper would have")
+            channel = connect(member.address, member.port, secret, member.service, seconds=min(CONNECT, self._seconds))
+            channel.seconds = self._seconds
+            return Connection(channel)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ProtocolError) as error:
+        except (OSError, ProtocolError, SecretError) as error:
             if isinstance(error, TimeoutError):
                 self._away = time.monotonic()
             raise TierUnavailable(
@@ -193,7 +192,19 @@ class RemoteMemory:
 
     def terms(self, capacity: int | None, idle: float) -> None:
         """Send the keeper the policy's settings: capacity in bytes, and seconds without use after which it ends."""
-        self._ask(lambda line: line.ask(RequestKind.TERMS, "", SETTINGS.pack(capacity or 0, idle)))
+        self._ask(
+            lambda line: line.ask(
+                RequestKind.TERMS, "", SETTINGS.pack(NO_LIMIT if capacity is None else capacity, idle)
+            )
+        )
+
+    def runs(self, capacity: int | None, idle: float) -> bool:
+        """Whether the keeper answers; it gets the policy's settings (`terms`), unless it serves another job now."""
+        try:
+            self.terms(capacity, idle)
+        except TierUnavailable as error:
+            return isinstance(error.__cause__, ChannelError)
+        return True
 
     def stop(self) -> None:
         """Make the keeper free its memory and end."""
@@ -282,6 +293,7 @@ class PeerHosts:
     Args:
         group: the membership; this host is in it if it is a member.
         me: this host; None if it is not a member.
+        secret: returns the secret by which keepers know each other; None if there is none.
         copies: number of other hosts that should keep each object of this host.
         seconds: timeout for one whole message.
         name: returns the tier's name, for error messages.
@@ -292,12 +304,18 @@ class PeerHosts:
     """
 
     def __init__(
-        self, group: Membership, me: Member | None, copies: int, seconds: float, name: Callable[[], str]
+        self,
+        group: Membership,
+        me: Member | None,
+        secret: Callable[[], JobSecret | None],
+        copies: int,
+        seconds: float,
+        name: Callable[[], str],
     ) -> None:
         self.group, self._name, self._wanted = group, name, copies
         ids = [member.id for member in group.members]
         self._me = ids.index(me.id) if me is not None and me.id in ids else None
-        far = {n: RemoteMemory(m, seconds, name) for n, m in enumerate(group.members) if n != self._me}
+        far = {n: RemoteMemory(m, secret, seconds, name) for n, m in enumerate(group.members) if n != self._me}
         self._number = {id(one): n for n, one in far.items()}
         domains = [member.fails_with for member in group.members]
         chosen = () if self._me is None else partners(domains, self._me, copies)

@@ -13,33 +13,52 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from tierstate.manifest.errors import FormatError, TierError, TierstateError, TierUnavailable
 from tierstate.tiers.base import RankGroup
+from tierstate.tiers.connections.secret import FILE_VARIABLE, VARIABLE, JobSecret, SecretError
 from tierstate.tiers.posix.files import BufferedFile
 
 from .client import RemoteMemory
-from .local import START_LOCK, USE_LOCK, LocalMemory, lock_file, make_folder, removed_memories
+from .local import (
+    START_LOCK,
+    USE_LOCK,
+    LocalMemory,
+    keeper_lives,
+    lock_file,
+    make_folder,
+    remove_memory,
+    removed_memories,
+)
 from .members import (
+    SECRET,
     HostReport,
     Member,
     Membership,
+    SecretFile,
     is_stale,
     merge_memberships,
     read_member,
     read_membership,
     write_membership,
+    write_secret,
 )
 
 WATCH = 5.0
 """Seconds between two checks whether the keeper still runs, at least."""
 
 
-STARTING = 120.0
-"""Timeout in seconds for starting a keeper; most of the time goes into importing torch."""
+STARTING = 60.0
+"""Timeout in seconds for starting a keeper."""
+
+
+NOT_AUTHENTICATED = (
+    "ranks: {trust: network}: whoever reaches the network between the hosts can read and change what they keep for "
+    "each other"
+)
 
 
 log = logging.getLogger("tierstate")
@@ -55,22 +74,44 @@ class HostMemory:
 
     Args:
         kept: the objects in the folder.
+
+    Attributes:
+        met: the secret of the job of this process; None if it has met no other ranks.
     """
 
     def __init__(self, kept: LocalMemory) -> None:
         self.kept, self.root = kept, kept.root
+        self.met: JobSecret | None = None
+        self._file = SecretFile(self.root)
         self._use_lock: BufferedFile | None = None
         self._terms: tuple[str, int, float, float] | None = None
         self._looked = 0.0
+        self._handed = False
 
     @property
     def name(self) -> str:
         """The tier's name, for messages."""
         return self.kept.name
 
+    def secret(self) -> JobSecret | None:
+        """The secret by which the keepers of the job know each other: that of this process's job, or else that of the
+        last job on this host; None if there is none.
+
+        Raises:
+            SecretError: the file in the folder is not of this user alone.
+        """
+        return self.met if self.met is not None else self._file.read()
+
+    def notes(self) -> tuple[str, ...]:
+        """Remarks about the connections, for `Traits.notes`."""
+        with suppress(SecretError):
+            if (secret := self.secret()) is not None and not secret.authenticated:
+                return (NOT_AUTHENTICATED,)
+        return ()
+
     def enter(self) -> None:
-        """Hold a shared lock by which the keeper sees that a process uses the memory. Does nothing if none ever ran."""
-        if self.card() is not None:
+        """Hold a shared lock by which others see that a process uses the memory. Does nothing if there is no memory."""
+        if self.kept.path.exists() or self.card() is not None:
             self._hold_use_lock()
 
     def _hold_use_lock(self) -> None:
@@ -78,11 +119,39 @@ class HostMemory:
             with suppress(FileNotFoundError):
                 self._use_lock = lock_file(self.root / USE_LOCK, fcntl.LOCK_SH)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the lock: this process does not use the memory any more."""
         if self._use_lock is not None:
             self._use_lock.close()
             self._use_lock = None
+
+    def leave(self) -> None:
+        """Release the lock, and see to it that the memory is freed one day.
+
+        A keeper does that after its idle time. So if the keeper has died, it is started again; and if there never was
+        one, as in a job of one process, the last process that leaves frees the memory.
+        """
+        used = self._use_lock is not None
+        self.release()
+        if not used or not self.root.exists() or keeper_lives(self.root):
+            return
+        if self._terms is not None:
+            try:
+                self.keeper(*self._terms)
+            except (TierstateError, OSError) as error:
+                log.warning("%s: no keeper is there that would free the memory later: %s", self.name, error)
+            self.release()
+        self.free_if_unused()
+
+    def free_if_unused(self) -> bool:
+        """Free the memory if no keeper lives and no process uses it; returns whether it did."""
+        with suppress(FileNotFoundError, BlockingIOError), ExitStack() as held:
+            for name in (START_LOCK, USE_LOCK):
+                held.enter_context(closing(lock_file(self.root / name, fcntl.LOCK_EX | fcntl.LOCK_NB)))
+            if not keeper_lives(self.root):
+                remove_memory(self.root)
+                return True
+        return False
 
     def group(self) -> Membership:
         """The membership in this host's file.
@@ -125,11 +194,19 @@ class HostMemory:
         with closing(lock_file(self.root / START_LOCK, fcntl.LOCK_EX)):
             self._hold_use_lock()
             member = self.card()
-            if member is None or not self._runs(member, seconds, idle):
+            self._hand_over_secret()
+            if member is None or not keeper_lives(self.root) or not self._runs(member, seconds, idle):
                 self._start(address, port, idle)
                 member = read_member(self.root)
             assert member is not None
             return member
+
+    def _hand_over_secret(self) -> None:
+        """Write the job's secret to the folder, once; the keeper reads it there, and closes other jobs' connections."""
+        if self.met is not None and (not self._handed or not (self.root / SECRET).exists()):
+            if self._file.read() != self.met:
+                write_secret(self.root, self.met)
+            self._handed = True
 
     def watch(self) -> None:
         """Start the keeper again if it has died; called before each write, checks every `WATCH` seconds at most.
@@ -143,22 +220,24 @@ class HostMemory:
             self.keeper(*self._terms)
 
     def _runs(self, member: Member, seconds: float, idle: float) -> bool:
-        far = RemoteMemory(member, seconds, lambda: self.name)
-        with closing(far):
-            try:
-                far.terms(self.kept.capacity, idle)
-            except TierUnavailable:
-                return False
-        return True
+        with closing(RemoteMemory(member, self.secret, seconds, lambda: self.name)) as far:
+            return far.runs(self.kept.capacity, idle)
 
     def _start(self, address: str, port: int, idle: float) -> None:
         command = [sys.executable, "-m", "tierstate.tiers.peer.server", "--path", str(self.root), "--address", address]
         command += ["--port", str(port), "--idle", str(idle)]
         if self.kept.capacity is not None:
             command += ["--capacity", str(self.kept.capacity)]
+        environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STARTING, check=False
+                command,
+                env=environment,  # without the job's secret: the keeper is told one that is derived from it
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=STARTING,
+                check=False,
             )
             trouble = done.stderr.strip()[-400:] if done.returncode else ""
         except subprocess.TimeoutExpired:

@@ -1,6 +1,7 @@
 """The objects in one host's memory: files on tmpfs that all processes of the host read and write, up to a capacity.
 
-`PeerWriter` writes an object into this memory, sends it to the partners, and makes it visible on all hosts or on none.
+Used by the ranks of the host and by its keeper, which imports this without torch. An object is written to a temporary
+file beside its place, and gets its name by ``link(2)``, which fails if the name is taken.
 """
 
 from __future__ import annotations
@@ -11,33 +12,37 @@ import mmap
 import os
 import shutil
 import stat
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, NamedTuple
 
-from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import AccessDenied, AlreadyExists, TierError, TierFull, TierstateError
-from tierstate.tiers.base import AtomicWriter, Release
-from tierstate.tiers.posix.directory import Directory, FileWriter
-from tierstate.tiers.posix.files import BufferedFile, open_file, os_errors_translated, walk
-from tierstate.tiers.posix.ownership import is_private
-from tierstate.tiers.units import format_size
+from tierstate.manifest.errors import AccessDenied, AlreadyExists, Damaged, TierError, TierFull
+from tierstate.tiers.base import MAX_KEY, check_key, is_key
+from tierstate.tiers.posix.files import (
+    TEMP,
+    BufferedFile,
+    create_temp,
+    file_size,
+    file_status,
+    open_file,
+    os_errors_translated,
+    remove_leftover,
+    walk,
+)
 
-from .client import PeerHosts, RemoteStaging
-
-USE_LOCK, START_LOCK = "door", "start"
+USE_LOCK, START_LOCK, KEEPER_LOCK = "door", "start", "keeper"
 """Names of lock files. `USE_LOCK`: locked shared by each process that uses the memory. `START_LOCK`: locked exclusively
-while a keeper is started or ends."""
+while a keeper is started or ends. `KEEPER_LOCK`: locked exclusively by the keeper as long as it lives."""
 
 
-NAMES = frozenset({USE_LOCK, START_LOCK, "fill", "objects", "card", "group", "log"})
+NAMES = frozenset({USE_LOCK, START_LOCK, KEEPER_LOCK, "fill", "objects", "card", "group", "log", "secret"})
 """The names in the folder of a host's memory, besides names that start with a dot."""
 
 
-SENT = 1 << 20
-"""Bytes of a piece that is sent at once: few enough to stay in the processor's cache for checksum and copy."""
+MAX_NAME = 255
+"""Longest file name in bytes."""
 
 
 def make_folder(path: Path, tier: str) -> None:
@@ -51,7 +56,7 @@ def make_folder(path: Path, tier: str) -> None:
         with suppress(FileExistsError):
             os.makedirs(path, mode=0o700)
         found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or not is_private(found):
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise AccessDenied(
             f"{tier}: {path} is not a folder of this user's alone; remove it, chmod it to 0700, or give another 'path'",
             tier=tier,
@@ -125,19 +130,53 @@ def mapped(file: BufferedFile) -> Iterator[memoryview]:
         yield data
 
 
-class LocalWriter(FileWriter):
-    """Writes an object into this host's memory. It can be read before it is published, and removed after."""
+def keeper_lives(root: Path) -> bool:
+    """Whether the memory's keeper runs, on this host, by the lock that it holds."""
+    try:
+        with closing(lock_file(root / KEEPER_LOCK, fcntl.LOCK_SH | fcntl.LOCK_NB)):
+            return False
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
 
-    _tier: LocalMemory
 
-    @property
-    def length(self) -> int:
+class LocalWriter:
+    """Writes an object into this host's memory. It can be read before it is published, and removed after.
+
+    Args:
+        tier: the memory.
+        key: the object's key.
+        path: its file.
+        file: the temporary file.
+    """
+
+    def __init__(self, tier: LocalMemory, key: str, path: Path, file: BufferedFile) -> None:
+        self._tier, self._key, self._path, self._file = tier, key, path, file
+        self._open = True
+        self.length = 0
         """Bytes that were appended so far."""
-        return self._length
 
-    def _add(self, buffer: Buffer, release: Release | None) -> bool:
-        self.reserve(self._length + buffer.numel())
-        return super()._add(buffer, release)
+    def append(self, data: memoryview) -> None:
+        """Write more bytes.
+
+        Raises:
+            TierFull: there is no room; the object is given up.
+        """
+        self._check_open()
+        try:
+            self.reserve(self.length + len(data))
+            with os_errors_translated("write", self._tier.name, self._key, self._file.path):
+                while data:
+                    n = os.pwrite(self._file.descriptor, data, self.length)
+                    data, self.length = data[n:], self.length + n
+        except BaseException:
+            self.abort()
+            raise
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise TierError(f"{self._tier.name}: {self._key}: the writer is closed or was given up")
 
     def reserve(self, nbytes: int) -> None:
         """Reserve room for ``nbytes`` bytes of this object in all.
@@ -147,55 +186,99 @@ class LocalWriter(FileWriter):
         """
         self._tier.reserve(self._file, nbytes, self._key)
 
-    def settle(self) -> int:
-        """Write all appended bytes to the file; returns their number. Nothing may be appended afterwards."""
-        with os_errors_translated("write", self._tier.name, self._key, self._file.path):
-            self._stream.finish()
-        return self._length
-
     @contextmanager
     def seen(self) -> Iterator[memoryview]:
-        """The bytes of the object after `settle`, memory-mapped."""
+        """The bytes that were appended, memory-mapped."""
         with ExitStack() as held:
             with os_errors_translated("read", self._tier.name, self._key, self._file.path):
                 data = held.enter_context(mapped(self._file))
             yield data
 
-    def _publish(self) -> None:
-        with os_errors_translated("write", self._tier.name, self._key, self._file.path):
-            os.utime(self._file.descriptor)  # its age counts from now, not from before it was sent to other hosts
-            self._made = self._file.status()
-        super()._publish()
+    def close(self) -> None:
+        """Make the object visible.
+
+        Raises:
+            AlreadyExists: there is one of that name.
+        """
+        self._check_open()
+        try:
+            with os_errors_translated("write", self._tier.name, self._key, self._file.path):
+                os.utime(self._file.descriptor)  # its age counts from now, not from before it was sent to other hosts
+                self._made = self._file.status()
+                os.link(self._file.path, self._path, follow_symlinks=False)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Discard the object, if it was not published. Safe to call twice."""
+        if self._open:
+            self._open = False
+            with suppress(OSError):
+                os.unlink(self._file.path)
+            self._file.close()
 
     def undo(self) -> None:
         """Remove the object again, after `close`, if it still exists and is the same file."""
         with os_errors_translated("delete", self._tier.name, self._key, self._path), suppress(FileNotFoundError):
-            if os.path.samestat(os.lstat(self._path), self._made):
+            if hasattr(self, "_made") and os.path.samestat(os.lstat(self._path), self._made):
                 os.unlink(self._path)
 
 
-class LocalMemory(Directory):
+class LocalMemory:
     """The objects in one host's memory: the host's own and copies of other hosts' objects.
 
     All processes of the host use the folder at once, so there is no counter of used bytes: the lengths of the files are
     summed. To reserve room, a writer extends its temporary file under a lock. If a writer dies, the count stays right.
+    Errors are those of a tier.
 
     Args:
         root: the folder of the host's memory; objects are in a folder below it.
         capacity: bytes of all objects together, at most; None for as many as tmpfs has.
+
+    Attributes:
+        name: of the tier, for messages.
     """
 
-    persistent: ClassVar[bool] = False
-    file_writer = LocalWriter
-
     def __init__(self, root: Path, capacity: int | None = None) -> None:
-        super().__init__(root / "objects", None, "buffered")
-        self.root, self.capacity = root, capacity
+        self.root, self.path, self.capacity, self.name = root, root / "objects", capacity, "peer"
+        self._ready = False
 
-    def writer(self, key: str, size_hint: int | None = None) -> LocalWriter:
-        found = super().writer(key, size_hint)
-        assert isinstance(found, LocalWriter)
-        return found
+    def file(self, key: str) -> Path:
+        """The path of an object's file.
+
+        Raises:
+            ValueError: the key is not valid, or a name in it is too long.
+        """
+        if any(len(name) > MAX_NAME for name in check_key(key).split("/")):
+            raise ValueError(f"{key[:80]!r} is not a key for files: a name may have {MAX_NAME} characters at most")
+        return self.path / key
+
+    def _existing(self, key: str) -> Path:
+        path = self.file(key)
+        self._check_folders(path)
+        return path
+
+    def _check_folders(self, path: Path) -> None:
+        """Check that no folder between the root and ``path`` is a symbolic link, which could lead out of the memory."""
+        for folder in path.relative_to(self.path).parents:
+            if folder.parts and os.path.islink(self.path / folder):
+                raise AccessDenied(
+                    f"{self.name}: {self.path / folder} is a link; the folders of a tier must be real", tier=self.name
+                )
+
+    # Reading
+
+    def read(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each memory from its offset in the object.
+
+        Raises:
+            NotFound: there is no such object.
+            Damaged: a range lies outside it.
+        """
+        path = self._existing(key)
+        with os_errors_translated("read", self.name, key, path), closing(open_file(path)) as file:
+            for offset, out in ranges:
+                _read_at(file, offset, out, f"{self.name}: {key}")
 
     @contextmanager
     def seen(self, key: str) -> Iterator[memoryview]:
@@ -204,17 +287,36 @@ class LocalMemory(Directory):
         Raises:
             NotFound: there is no such object.
         """
-        path = self.file(key)
-        self._check_folders(path)
+        path = self._existing(key)
         with ExitStack() as held:
             with os_errors_translated("read", self.name, key, path), closing(open_file(path)) as file:
                 data = held.enter_context(mapped(file))
             yield data
 
-    def _prepare(self) -> None:
-        if not self._ready:
-            make_folder(self.root, self.name)
-        super()._prepare()
+    def list(self, prefix: str) -> Iterator[str]:
+        """The keys with a prefix, rising."""
+        folder, _, stem = prefix.rpartition("/")
+        if not prefix.isascii() or len(prefix) > MAX_KEY or (folder and not is_key(folder)):
+            return iter(())
+        top = self.path / folder
+        self._check_folders(top / "any")
+        with os_errors_translated("list", self.name, prefix, top), suppress(NotADirectoryError):
+            root = os.path.join(self.path, "")
+            keys = (entry.path.removeprefix(root) for entry in walk(top, stem))
+            return iter(sorted(key for key in keys if key.startswith(prefix) and is_key(key)))
+        return iter(())
+
+    def size(self, key: str) -> int:
+        """Bytes of an object. Raises NotFound if there is none."""
+        path = self._existing(key)
+        with os_errors_translated("read", self.name, key, path):
+            return file_size(path)
+
+    def age(self, key: str) -> float:
+        """Seconds since an object was created. Raises NotFound if there is none."""
+        path = self._existing(key)
+        with os_errors_translated("look at", self.name, key, path):
+            return max(0.0, time.time() - file_status(path).st_mtime)
 
     def used(self) -> int:
         """Bytes in use, by objects and by files that are being written."""
@@ -228,17 +330,69 @@ class LocalMemory(Directory):
         """Number of objects."""
         return sum(1 for _ in self.list(""))
 
+    def room(self) -> int:
+        """Free bytes: of the capacity, or of tmpfs."""
+        with os_errors_translated("look at", self.name, "", self.path):
+            disk = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
+        free = disk.f_bavail * disk.f_frsize
+        return free if self.capacity is None else min(free, max(0, self.capacity - self.used()))
+
+    # Writing
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Write an object.
+
+        Raises:
+            AlreadyExists: there is one of that name.
+            TierFull: there is no room.
+        """
+        writer = self.writer(key)
+        try:
+            writer.append(memoryview(data))
+            writer.close()
+        finally:
+            writer.abort()
+
+    def writer(self, key: str) -> LocalWriter:
+        """Begin to write an object. Raises AlreadyExists if there is one of that name."""
+        path = self.file(key)
+        self._prepare()
+        self._check_folders(path)
+        with os_errors_translated("write", self.name, key, path):
+            if os.path.lexists(path):
+                raise AlreadyExists(f"{self.name}: {key}: {path} exists, nothing was changed", tier=self.name, key=key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return LocalWriter(self, key, path, create_temp(path.parent))
+
+    def _prepare(self) -> None:
+        if not self._ready:
+            make_folder(self.root, self.name)
+            with os_errors_translated("write", self.name, "", self.path):
+                self.path.mkdir(exist_ok=True)
+            self.sweep()
+            self._ready = True
+
+    def delete(self, key: str) -> None:
+        """Delete an object, if there is one."""
+        self.discard([key])
+
+    def discard(self, keys: Iterable[str]) -> None:
+        """Delete objects; keys without an object are ignored."""
+        for key, path in {key: self.file(key) for key in keys}.items():
+            self._check_folders(path)
+            with (
+                os_errors_translated("delete", self.name, key, path),
+                suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
+            ):
+                os.unlink(path)
+
     def sweep(self) -> None:
         """Remove the temporary files of dead writers."""
         if self.path.is_dir():
             with os_errors_translated("sweep", self.name, "", self.path):
-                self._sweep()
-
-    def room(self) -> int | None:
-        free = super().room()
-        if self.capacity is None or free is None:
-            return free
-        return min(free, max(0, self.capacity - self.used()))
+                for entry in walk(self.path):
+                    if entry.name.startswith(TEMP):
+                        remove_leftover(Path(entry.path), time.time(), 0.0)
 
     def reserve(self, file: BufferedFile, nbytes: int, key: str) -> None:
         """Reserve room: extend a file that is being written to ``nbytes``. Does nothing without a capacity.
@@ -251,7 +405,7 @@ class LocalMemory(Directory):
         with os_errors_translated("write", self.name, key, file.path), self._counting():
             more = nbytes - file.status().st_size
             if self.used() + more > self.capacity:
-                self._sweep()
+                self.sweep()
                 self._check_room(more, key)
             os.ftruncate(file.descriptor, nbytes)
 
@@ -259,8 +413,8 @@ class LocalMemory(Directory):
         used = self.used()
         if self.capacity is not None and used + more > self.capacity:
             raise TierFull(
-                f"{self.name}: {key}: no room for {format_size(more)} more in the memory of this host: "
-                f"{format_size(used)} of the capacity of {format_size(self.capacity)} are in use, copies of other "
+                f"{self.name}: {key}: no room for {_mebibytes(more)} more in the memory of this host: "
+                f"{_mebibytes(used)} of the capacity of {_mebibytes(self.capacity)} are in use, copies of other "
                 "hosts' objects among them; raise the tier's 'capacity' or keep fewer versions",
                 tier=self.name,
                 key=key,
@@ -280,88 +434,17 @@ class LocalMemory(Directory):
         self.discard(list(self.list("")))
 
 
-class PublishStep(NamedTuple):
-    """One step of making an object visible: the host's place in the order, and how to do and undo it on that host."""
-
-    order: int
-    commit: Callable[[], None]
-    undo: Callable[[], None]
-
-
-class PeerWriter(AtomicWriter):
-    """Copies appended bytes into this host's memory at once; `close` sends the object to the partners.
-
-    Args:
-        name: the tier's name.
-        key: the object's key.
-        local: the writer of the object in this host's memory.
-        peers: the other hosts.
-        pace: called with a number of bytes before they are sent; waits until the rate limit allows them.
-        piece: bytes that are sent at once, at most.
-    """
-
-    def __init__(
-        self, name: str, key: str, local: LocalWriter, peers: PeerHosts, pace: Callable[[int], None], piece: int = SENT
-    ) -> None:
-        super().__init__(f"{name}: {key}")
-        self._name, self._key, self._local, self._peers = name, key, local, peers
-        self._pace, self._piece = pace, min(piece, SENT)
-
-    def _add(self, buffer: Buffer, release: Release | None) -> bool:
-        self._local.append(buffer)
-        return False
-
-    def _publish(self) -> None:
-        nbytes = self._local.settle()
-        staged: list[RemoteStaging] = []
-        try:
-            if self._peers.taken_elsewhere(self._key):
-                raise AlreadyExists(
-                    f"{self._place}: another host has an object of that name, nothing was changed",
-                    tier=self._name,
-                    key=self._key,
-                )
-            staged.extend(far.stage(self._key, nbytes) for far in self._peers.partners)
-            self._send(staged, nbytes)
-            self._show(staged)
-        finally:
-            for one in staged:
-                one.close()
-
-    def _send(self, staged: Sequence[RemoteStaging], nbytes: int) -> None:
-        if not staged:
-            return
-        with self._local.seen() as written:
-            for start in range(0, nbytes, self._piece):
-                with written[start : min(start + self._piece, nbytes)] as piece:
-                    for one in staged:
-                        self._pace(len(piece))
-                        one.send(piece)
-
-    def _show(self, staged: Sequence[RemoteStaging]) -> None:
-        """Make the object visible on one host after the other; if one fails, undo it on those before.
-
-        All writers take the hosts in the same order. So if two writers race for a name and have a host in common, one
-        of them succeeds on all of its hosts.
-        """
-        steps = [PublishStep(self._peers.order(one.far), one.commit, one.undo) for one in staged]
-        steps.append(PublishStep(self._peers.order(None), self._local.close, self._local.undo))
-        done: list[PublishStep] = []
-        for step in sorted(steps):
-            try:
-                step.commit()
-            except BaseException as error:
-                for before in reversed(done):
-                    _undo(before, error)
-                raise
-            done.append(step)
-
-    def _discard(self) -> None:
-        self._local.abort()
+def _read_at(file: BufferedFile, offset: int, out: memoryview, place: str) -> None:
+    size = file.status().st_size
+    if offset < 0 or offset + len(out) > size:
+        raise Damaged(f"{place}: bytes {offset} to {offset + len(out)} are wanted, the object has {size}")
+    while out:
+        n = os.preadv(file.descriptor, [out], offset)
+        if n == 0:
+            raise Damaged(f"{file.path}: the file ends at {offset}, {len(out)} bytes before it should")
+        out, offset = out[n:], offset + n
 
 
-def _undo(step: PublishStep, error: BaseException) -> None:
-    try:
-        step.undo()
-    except (TierstateError, TierError) as second:
-        error.add_note(f"and a copy may be left that could not be removed: {second}")
+def _mebibytes(nbytes: int) -> str:
+    # `format_size` would bring pydantic along, which the keeper does without.
+    return f"{nbytes / 2**20:.3g} MiB"

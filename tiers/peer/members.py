@@ -9,14 +9,18 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from tierstate.manifest.errors import FormatError
+from tierstate.tiers.connections.channel import place_name
+from tierstate.tiers.connections.secret import KEY, JobSecret, read_private
 
-CARD, GROUP = "card", "group"
-"""Files in the folder of a host's memory: this host as a `Member`, written by its keeper; and the `Membership`."""
+CARD, GROUP, SECRET = "card", "group", "secret"
+"""Files in the folder of a host's memory: this host as a `Member`, written by its keeper; the `Membership`; and the
+secret of the job that uses it now, which is derived from the job's own."""
 
 
 MAX_MEMBERS = 1 << 14
@@ -30,9 +34,6 @@ MAX_BYTES = 16 << 20
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
-_TOKEN = re.compile(r"[0-9a-f]{64}")
-
-
 _TEXT = re.compile(r"[\x20-\x7e\xa0-\uffff]{1,255}")
 
 
@@ -43,28 +44,24 @@ class Member:
     Attributes:
         id: random, 32 hexadecimal digits, drawn when the memory was created.
         address, port: where the keeper listens.
-        token: the keeper's secret, 64 hexadecimal digits; never in a repr or a message.
         domain: failure domain; empty if no other host is lost together with this one.
     """
 
     id: str
     address: str
     port: int
-    token: str = field(repr=False)
     domain: str = ""
 
     def __post_init__(self) -> None:
         good = (
             isinstance(self.id, str)
             and _ID.fullmatch(self.id)
-            and isinstance(self.token, str)
-            and _TOKEN.fullmatch(self.token)
             and type(self.port) is int
             and 0 < self.port < 1 << 16
             and all(isinstance(text, str) and _TEXT.fullmatch(text) for text in (self.address, self.domain or "-"))
         )
         if not good:
-            raise FormatError("a member of peer memory that is none: its id, token, address, port or domain is wrong")
+            raise FormatError("a member of peer memory that is none: its id, address, port or domain is wrong")
 
     @property
     def fails_with(self) -> str:
@@ -74,7 +71,12 @@ class Member:
     @property
     def place(self) -> str:
         """Address and port, for messages."""
-        return f"{self.address}:{self.port}"
+        return place_name((self.address, self.port))
+
+    @property
+    def service(self) -> str:
+        """What its keeper is named in handshakes, so that a connection to it is refused by every other keeper."""
+        return f"peer/{self.id}"
 
 
 @dataclass(frozen=True)
@@ -178,10 +180,53 @@ def read_membership(root: Path) -> Membership:
 
 def write_membership(root: Path, name: str, value: Member | Membership) -> None:
     """Write the file ``name``, `CARD` or `GROUP`, atomically."""
+    _write(root, name, encode_membership(value))
+
+
+def write_secret(root: Path, secret: JobSecret) -> None:
+    """Write the secret by which the keepers of a job know each other, atomically, for this user alone.
+
+    It is derived from the job's secret, which nobody learns from it.
+    """
+    _write(root, SECRET, bytes([secret.authenticated]) + secret.reveal())
+
+
+class SecretFile:
+    """The secret in the folder of a host's memory; read again when the file has changed.
+
+    Args:
+        root: the folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / SECRET
+        self._seen: tuple[int, int] | None = None
+        self._secret: JobSecret | None = None
+
+    def read(self) -> JobSecret | None:
+        """The secret; None if no job has brought any yet.
+
+        Raises:
+            SecretError: the file is not of this user alone, or no secret.
+        """
+        try:
+            found = os.lstat(self._path)
+        except FileNotFoundError:
+            self._seen = self._secret = None
+            return None
+        if (seen := (found.st_ino, found.st_mtime_ns)) != self._seen:
+            data = read_private(self._path, 1 + KEY)
+            self._secret, self._seen = JobSecret(data[1:], authenticated=data[:1] != b"\0"), seen
+        return self._secret
+
+
+def _write(root: Path, name: str, data: bytes) -> None:
     temporary = root / f".{name}.{os.getpid()}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with suppress(FileNotFoundError):
+        os.unlink(temporary)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
-        file.write(encode_membership(value))
+        file.write(data)
     os.replace(temporary, root / name)
 
 

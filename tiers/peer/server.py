@@ -2,9 +2,13 @@
 
     python -m tierstate.tiers.peer.server --path /dev/shm/... --address 10.0.0.1 --port 0 --idle 3600 [--capacity N]
 
-The command returns as soon as the keeper listens; the keeper goes on as a daemon. It ends when nobody has used the
-memory for ``idle`` seconds, or on a `RequestKind.STOP` request, and then frees the memory. If it is killed, the memory
-stays for the next keeper.
+The command returns as soon as the keeper listens; the keeper goes on as a daemon (with ``--foreground`` it stays, for a
+service manager). It ends when nobody has used the memory for ``idle`` seconds, or on a `RequestKind.STOP` request, and
+then frees the memory. If it is killed, the memory stays for the next keeper.
+
+It serves processes that know the secret in the memory's folder, which each job writes there; when the secret changes,
+connections of the job before are closed. Who does not know it can take nothing from the others: not the keeper's file
+descriptors, threads or time (`tierstate.tiers.connections.listener`). A keeper imports neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import fcntl
 import json
 import logging
 import os
-import secrets
+import resource
 import shutil
 import socket
 import struct
@@ -25,13 +29,19 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
-from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import FormatError, TierError, TierstateError
+from tierstate.tiers.address import own_address
 from tierstate.tiers.base import check_key, check_spans
+from tierstate.tiers.connections.channel import Channel
+from tierstate.tiers.connections.listener import Limits, Listener
+from tierstate.tiers.connections.secret import JobSecret, SecretError
+from tierstate.tiers.posix.files import BufferedFile
 
 from .local import (
+    KEEPER_LOCK,
     START_LOCK,
     USE_LOCK,
     LocalMemory,
@@ -41,11 +51,12 @@ from .local import (
     remove_memory,
     removed_memories,
 )
-from .members import CARD, Member, read_member, write_membership
+from .members import CARD, Member, SecretFile, read_member, write_membership
 from .protocol import (
     LENGTH,
     MAX_BODY,
     MAX_READ,
+    NO_LIMIT,
     SECONDS,
     SETTINGS,
     SPAN,
@@ -53,7 +64,9 @@ from .protocol import (
     ProtocolError,
     Request,
     RequestKind,
-    server_handshake,
+    checked_capacity,
+    checked_idle,
+    checked_length,
     status_of,
 )
 
@@ -65,15 +78,31 @@ LOG = "log"
 
 
 MOST = 1024
-"""Connections at the same time, at most; further ones are closed at once."""
+"""Connections of the job at the same time, at most, if the limit of file descriptors allows them."""
 
 
-HANDSHAKE_TIMEOUT = 10.0
-"""Timeout in seconds for the handshake."""
+OWN_FILES = 64
+"""File descriptors for the keeper itself: its listening socket, lock files, log, folders that are listed."""
+
+
+FILES_EACH = 3
+"""File descriptors that serving one connection takes: its socket, an object, and a lock file."""
+
+
+THREADS = 8
+"""Threads that are started before the first connection, so that a keeper serves when no more can be started."""
 
 
 SILENCE = 30.0
 """Timeout in seconds for one whole message; a connection without a request for as long is closed."""
+
+
+CROWDED_SILENCE = 0.5
+"""As `SILENCE`, while connections wait for a thread and none can be started."""
+
+
+PAUSE = 0.1
+"""Seconds until the next attempt, after the listening socket has failed."""
 
 
 class SessionServer(Protocol):
@@ -96,6 +125,9 @@ class SessionServer(Protocol):
 
     @property
     def connections(self) -> int: ...
+
+    @property
+    def crowded(self) -> bool: ...
 
 
 class Lent(NamedTuple):
@@ -140,7 +172,8 @@ class ClientSession:
         Raises:
             ProtocolError, OSError: an invalid request, or the connection has failed; it has to be closed.
         """
-        while (question := self._line.question(self._line.seconds)) is not None:
+        while self._comes():
+            question = self._line.question()
             if question.ask not in self._answers:
                 raise ProtocolError(f"a question of unknown kind {question.ask}")
             try:
@@ -154,6 +187,16 @@ class ClientSession:
             if question.ask == RequestKind.STOP:
                 self._house.stop()
                 return
+
+    def _comes(self) -> bool:
+        """Wait for a request; False if the client has closed the connection, or sends none for long."""
+        end = time.monotonic() + SILENCE
+        while time.monotonic() < end:
+            if self._line.channel.wait(CROWDED_SILENCE):
+                return True
+            if self._line.channel.ended or (self._house.crowded and self._writer is None):
+                return False
+        return False
 
     def close(self) -> None:
         """Discard an object that was not committed, and unmap one that was to be sent."""
@@ -197,8 +240,7 @@ class ClientSession:
         return LENGTH.pack(self._kept.size(question.key))
 
     def _age(self, question: Request) -> bytes:
-        age = self._kept.age(question.key)
-        return SECONDS.pack(-1.0 if age is None else age)
+        return SECONDS.pack(self._kept.age(question.key))
 
     def _read(self, question: Request) -> bytes:
         if len(question.body) % SPAN.size:
@@ -220,7 +262,7 @@ class ClientSession:
             with held:
                 for offset, length in spans:
                     with data[offset : offset + length] as part:
-                        self._line.lend(part)
+                        self._line.channel.send_long(part)
 
     # Writing
 
@@ -231,7 +273,7 @@ class ClientSession:
     def _stage(self, question: Request) -> bytes:
         """Begin an object of known length, and reserve the room for it."""
         self.close()
-        (self._length,) = LENGTH.unpack(question.body)
+        self._length = checked_length(*LENGTH.unpack(question.body))
         self._writer = self._kept.writer(question.key)
         self._writer.reserve(self._length)
         return b""
@@ -246,7 +288,7 @@ class ClientSession:
         if writer.length + len(question.body) > self._length:
             self.close()
             raise TierError(f"more than the {self._length} bytes that were announced")
-        writer.append(as_buffer(question.body))
+        writer.append(question.body)
         return b""
 
     def _commit(self, question: Request) -> bytes:
@@ -267,44 +309,112 @@ class ClientSession:
 
     def _terms(self, question: Request) -> bytes:
         """Take over the settings of the policy of a process of this host."""
-        capacity, self._house.idle = SETTINGS.unpack(question.body)
-        self._kept.capacity = capacity or None
+        said, idle = SETTINGS.unpack(question.body)
+        capacity = checked_capacity(None if said == NO_LIMIT else said)
+        self._house.idle, self._kept.capacity = checked_idle(idle), capacity
         return b""
 
     def _stop(self, question: Request) -> bytes:
         return b""  # `serve` stops the keeper after this response
 
 
+class SessionThreads:
+    """Threads that serve connections. Some are always there; more are started as needed, and end when not needed.
+
+    If no thread can be started (``ulimit -u``), connections wait for one that is free.
+
+    Args:
+        serve: serves one connection until it ends; raises nothing.
+    """
+
+    def __init__(self, serve: Callable[[Connection], None]) -> None:
+        self._serve = serve
+        self._queue: SimpleQueue[Connection] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._free = self._waiting = 0
+        for _ in range(THREADS):
+            self._start()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether connections wait for a thread."""
+        return self._waiting > self._free
+
+    def submit(self, line: Connection) -> None:
+        """Let a thread serve a connection."""
+        with self._lock:
+            self._waiting += 1
+        if self.crowded:
+            self._start()
+        self._queue.put(line)
+
+    def _start(self) -> None:
+        with self._lock:
+            self._free += 1
+        try:
+            threading.Thread(target=self._run, daemon=True, name="tierstate-keeper").start()
+        except RuntimeError as error:
+            with self._lock:
+                self._free -= 1
+            log.warning("no thread can be started, so connections wait for each other: %s", error)
+
+    def _run(self) -> None:
+        while True:
+            line = self._queue.get()
+            with self._lock:
+                self._free -= 1
+                self._waiting -= 1
+            self._serve(line)
+            with self._lock:
+                if self._free >= THREADS:
+                    return
+                self._free += 1
+
+
 class PeerServer:
-    """Serves one host's memory to clients that know its token.
+    """Serves one host's memory to clients that know the secret in its folder.
 
     Args:
         root: the folder of the memory.
-        listening: the listening socket.
-        token: the secret.
+        listener: the listening socket.
+        secret: the secret in the folder.
+        alive: the lock that says that this keeper lives.
         idle: seconds without use after which it ends.
         capacity: bytes of objects, at most; None for no limit.
     """
 
-    def __init__(self, root: Path, listening: socket.socket, token: bytes, idle: float, capacity: int | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        listener: Listener,
+        secret: SecretFile,
+        alive: BufferedFile,
+        idle: float,
+        capacity: int | None,
+    ) -> None:
         self.root, self.idle = root, idle
         self.kept = LocalMemory(root, capacity)
-        self.kept.name = "peer"
         self.begun = self.used = time.monotonic()
         self.stopping = threading.Event()
-        self._listening, self._token, self._port = listening, token, listening.getsockname()[1]
+        self._listener, self._secret, self._alive = listener, secret, alive
+        self._most = most_connections()
         self._lines: set[Connection] = set()
         self._lock = threading.Lock()
 
     @property
     def connections(self) -> int:
-        """Number of open connections."""
+        """Number of open connections of the job."""
         return len(self._lines)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether connections wait because no thread can be started for them."""
+        return self._threads.crowded
 
     def run(self) -> None:
         """Serve until the idle time is over or `stop` is called; then free the memory."""
-        tick = min(1.0, self.idle / 4)
-        self._listening.settimeout(tick)
+        # Started here and not before: threads do not survive the fork by which a keeper becomes a daemon.
+        self._threads = SessionThreads(self._serve)
         self._sweep()
         swept = time.monotonic()
         while not self._may_end():
@@ -312,7 +422,8 @@ class PeerServer:
             if time.monotonic() - swept > SILENCE:
                 self._sweep()
                 swept = time.monotonic()
-        self._listening.close()
+        self._listener.close()
+        self._alive.close()
 
     def _sweep(self) -> None:
         try:
@@ -322,40 +433,47 @@ class PeerServer:
 
     def _await(self) -> None:
         try:
-            wire, _ = self._listening.accept()
-        except TimeoutError:
-            return
-        except OSError:
-            if not self.stopping.is_set():  # `stop` shuts the socket down, so that `accept` returns
-                raise
-            return
-        self._welcome(wire)
+            for channel in self._listener.poll(min(1.0, self.idle / 4)):
+                self._admit(channel)
+        except OSError as error:
+            if not self.stopping.is_set():  # `stop` shuts the socket down
+                log.warning("connections cannot be accepted now: %s", error)
+                time.sleep(PAUSE)
+        self._end_old_sessions()
 
     def stop(self) -> None:
         """Make `run` end."""
         self.stopping.set()
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listener.stop()
 
-    def _welcome(self, wire: socket.socket) -> None:
-        line = Connection(wire, HANDSHAKE_TIMEOUT)
+    def _admit(self, channel: Channel) -> None:
+        line = Connection(channel)
         with self._lock:
-            if len(self._lines) >= MOST:
+            if len(self._lines) >= self._most:
+                log.warning("%d connections are open, as many as may be: another one was closed", self._most)
                 line.close()
                 return
             self._lines.add(line)
-        threading.Thread(target=self._serve, args=(line,), daemon=True, name="tierstate-keeper").start()
+        self._threads.submit(line)
+
+    def _end_old_sessions(self) -> None:
+        """Close the connections of a job whose secret another job has replaced."""
+        secret = current_secret(self._secret)
+        with self._lock:
+            for line in self._lines:
+                if line.channel.secret != secret:
+                    with suppress(OSError):
+                        line.channel.wire.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, line: Connection) -> None:
         """Serve one connection until it ends."""
         try:
-            with line:
-                if server_handshake(line, self._token):
-                    line.seconds = SILENCE
-                    with closing(ClientSession(self, line)) as desk:
-                        desk.serve()
+            with line, closing(ClientSession(self, line)) as desk:
+                desk.serve()
         except (OSError, ProtocolError) as error:
             log.info("a connection was given up: %s", error)
+        except Exception as error:  # one connection must not take a thread away from the others
+            log.warning("a connection was given up: %s: %s", type(error).__name__, error)
         finally:
             with self._lock:
                 self._lines.discard(line)
@@ -380,34 +498,69 @@ class PeerServer:
             if how & fcntl.LOCK_NB:
                 held.enter_context(closing(lock_file(self.root / USE_LOCK, how)))
             card = read_member(self.root)
-            if card is not None and card.port == self._port:
+            if card is not None and card.port == self._listener.port:
                 remove_memory(
                     self.root
                 )  # with another port the memory belongs to a new keeper, which replaced this one as it did not answer
         return True
 
 
-def listen(address: str, port: int, before: Member | None) -> socket.socket:
-    """A listening socket at this address; with port 0 at the port of the keeper before, if that is free, or at any."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for number in [before.port, 0] if before is not None and not port else [port]:
-        wire = socket.socket(family, socket.SOCK_STREAM)
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def most_connections() -> int:
+    """Connections that may be open at once, by the limit of file descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = 1 << 20 if soft == resource.RLIM_INFINITY else soft
+    return max(THREADS, min(MOST, (files - OWN_FILES - strangers_limit().total) // FILES_EACH))
+
+
+def strangers_limit() -> Limits:
+    """The room for connections that have not proven themselves: an eighth of the file descriptors, at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    total = 64 if soft == resource.RLIM_INFINITY else max(8, min(64, soft // 8))
+    return Limits(total, total // 2)
+
+
+def current_secret(file: SecretFile) -> JobSecret | None:
+    """The secret in the folder; None if there is none that is safe, and then nobody is let in."""
+    try:
+        return file.read()
+    except (SecretError, OSError) as error:
+        log.warning("nobody is let in: %s", error)
+        return None
+
+
+def hold_keeper_lock(root: Path) -> BufferedFile:
+    """Take the lock of the keeper that lives, also from one that does not answer any more."""
+    while True:
         try:
-            wire.bind((address, number))
-            wire.listen(MOST)
+            return lock_file(root / KEEPER_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with suppress(FileNotFoundError):
+                os.unlink(root / KEEPER_LOCK)
+
+
+def make_listener(root: Path, args: argparse.Namespace, before: Member | None, identity: str) -> Listener:
+    """The listening socket; with port 0 at the port of the keeper before, if that is free, or at any."""
+    secret, service = SecretFile(root), f"peer/{identity}"
+    for port in [before.port, 0] if before is not None and not args.port else [args.port]:
+        try:
+            return Listener(
+                args.address,
+                port,
+                lambda: current_secret(secret),
+                service,
+                seconds=SILENCE,
+                limits=strangers_limit(),
+            )
         except OSError:
-            wire.close()
-            if number == port:
+            if port == args.port:
                 raise
-        else:
-            return wire
     raise AssertionError("the last of them has succeeded or raised")
 
 
 def start_server(args: argparse.Namespace) -> PeerServer:
     """Make a keeper that listens, and write its member file (`CARD`)."""
     root: Path = args.path
+    idle, capacity = checked_idle(args.idle), checked_capacity(args.capacity)
     make_folder(root, "peer")
     try:
         before = read_member(root)
@@ -415,21 +568,25 @@ def start_server(args: argparse.Namespace) -> PeerServer:
         before = None
     for left in removed_memories(root):
         shutil.rmtree(left, ignore_errors=True)  # of a keeper that was killed while it freed its memory
-    wire = listen(args.address, args.port, before)
-    identity, token = (before.id, before.token) if before else (uuid.uuid4().hex, secrets.token_hex(32))
-    write_membership(root, CARD, Member(identity, args.address, wire.getsockname()[1], token))
-    return PeerServer(root, wire, bytes.fromhex(token), args.idle, args.capacity)
+    identity = before.id if before else uuid.uuid4().hex
+    listener = make_listener(root, args, before, identity)
+    alive = hold_keeper_lock(root)
+    write_membership(root, CARD, Member(identity, args.address, listener.port))
+    return PeerServer(root, listener, SecretFile(root), alive, idle, capacity)
 
 
 def arguments() -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(prog="python -m tierstate.tiers.peer.server")
     parser.add_argument("--path", type=Path, required=True, help="folder of the memory")
-    parser.add_argument("--address", required=True, help="where to listen")
+    parser.add_argument("--address", default=None, help="where to listen; by default as jobs find it")
     parser.add_argument("--port", type=int, default=0, help="0: any")
     parser.add_argument("--idle", type=float, default=3600.0, help="seconds without use after which it ends")
     parser.add_argument("--capacity", type=int, default=None, help="bytes that the memory may have")
-    return parser.parse_args()
+    parser.add_argument("--foreground", action="store_true", help="stay, and log to standard error")
+    found = parser.parse_args()
+    found.address = found.address or own_address()
+    return found
 
 
 def main() -> None:
@@ -440,15 +597,20 @@ def main() -> None:
     except Exception as error:
         print(json.dumps(f"{type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(1)
+    if not args.foreground:
+        _detach(keeper.root)
+    keeper.run()
+
+
+def _detach(root: Path) -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
     os.chdir("/")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    told = os.open(keeper.root / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    told = os.open(root / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     for descriptor in (1, 2):
         os.dup2(told, descriptor)
-    keeper.run()
 
 
 if __name__ == "__main__":

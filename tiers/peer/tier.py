@@ -24,14 +24,15 @@ What the contract of tiers means here:
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import NotFound, TierUnavailable
+from tierstate.manifest.chunk import Buffer, view
+from tierstate.manifest.errors import NotFound, TierError, TierUnavailable
 from tierstate.tiers.address import own_address
 from tierstate.tiers.base import MAX_KEY, ObjectWriter, Range, RankGroup, Tier, Traits, check_key
 from tierstate.tiers.latch import Latch
@@ -40,8 +41,10 @@ from tierstate.tiers.wrappers.limit import BURST, TokenBucket
 
 from .client import PeerHosts, RemoteMemory
 from .host import HostMemory, agree_on_members, default_path, wait_gone
-from .local import SENT, LocalMemory, PeerWriter, remove_memory
+from .local import LocalMemory, remove_memory
 from .members import Member, Membership
+from .protocol import checked_capacity, checked_idle
+from .writer import SENT, PeerWriter
 
 STOPPING = 30.0
 """Seconds that a keeper may take to end and free its memory."""
@@ -81,6 +84,11 @@ class Peer(Tier):
         if not 0 <= port < 1 << 16:
             raise ValueError(f"port: {port} is not a port; write 0 for any, or 1 to 65535")
         self._copies, self._domain, self._port = copies, domain, port
+        try:
+            checked_capacity(capacity)
+            checked_idle(idle)
+        except TierError as error:
+            raise ValueError(str(error)) from error
         self._idle, self._deadline = idle, deadline
         self._kept = LocalMemory(Path(path or default_path()).expanduser().absolute(), capacity)
         self._home = HostMemory(self._kept)
@@ -105,10 +113,10 @@ class Peer(Tier):
         return Traits(
             persistent=False,
             shared="site" if members else "host",
-            failure_domain=f"peers:{min(m.id for m in members)}" if members else self._kept.traits.failure_domain,
+            failure_domain=f"peers:{min(m.id for m in members)}" if members else f"host:{socket.gethostname()}",
             capacity=self._kept.capacity,
             conditional_create=peers.certain,
-            notes=peers.notes(),
+            notes=peers.notes() + self._home.notes(),
         )
 
     # Membership
@@ -120,6 +128,7 @@ class Peer(Tier):
             TierUnavailable: a host has no keeper; raised on every rank.
             RankFailed: a rank is dead or late.
         """
+        self._home.met = team.secret.child("peer memory")
         group = agree_on_members(team, f"peer {self.name}", self._home, self._keeper)
         self._home.enter()
         with self._lock:
@@ -129,10 +138,11 @@ class Peer(Tier):
 
     def _keeper(self) -> Member:
         found = self._home.keeper(own_address(), self._port, self._idle, self._deadline)
-        return Member(found.id, found.address, found.port, found.token, self._domain)
+        return Member(found.id, found.address, found.port, self._domain)
 
     def _circle(self, group: Membership) -> PeerHosts:
-        return PeerHosts(group, self._home.card(), self._copies, self._deadline, lambda: self.name)
+        card, secret = self._home.card(), self._home.secret
+        return PeerHosts(group, card, secret, self._copies, self._deadline, lambda: self.name)
 
     @property
     def _peers(self) -> PeerHosts:
@@ -148,7 +158,7 @@ class Peer(Tier):
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         try:
-            self._kept.read(key, ranges)
+            self._kept.read(key, [(offset, view(out)) for offset, out in ranges])
         except NotFound:
             self._peers.first(key, lambda far: far.read(key, ranges))
 
@@ -188,8 +198,10 @@ class Peer(Tier):
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         peers = self._peers
         self._home.watch()
+        local = self._kept.writer(key)
+        self._home.enter()
         piece = max(1, int(self._pacer.rate * BURST)) if self._pacer else SENT
-        return PeerWriter(self.name, key, self._kept.writer(key, size_hint), peers, self._pace, piece)
+        return PeerWriter(self.name, key, local, peers, self._pace, piece)
 
     def _pace(self, nbytes: int) -> None:
         if self._pacer and self._closed.wait(self._pacer.turn(nbytes)):
@@ -215,7 +227,6 @@ class Peer(Tier):
         if found is not None:
             found.close()
         self._home.leave()
-        self._kept.close()
 
     # For the command line
 
@@ -225,8 +236,11 @@ class Peer(Tier):
         members = self._peers.group.members or ((card,) if card else ())
         return [(member, self._status(member)) for member in members]
 
+    def _memory_of(self, member: Member) -> RemoteMemory:
+        return RemoteMemory(member, self._home.secret, self._deadline, lambda: self.name)
+
     def _status(self, member: Member) -> dict[str, Any] | TierUnavailable:
-        with closing(RemoteMemory(member, self._deadline, lambda: self.name)) as far:
+        with closing(self._memory_of(member)) as far:
             try:
                 return far.status()
             except TierUnavailable as error:
@@ -241,7 +255,7 @@ class Peer(Tier):
         card, root = self._home.card(), self._kept.root
         if not root.exists():
             return False
-        self._home.leave()
+        self._home.release()
         if card is not None and self._asked_to_stop(card):
             if not wait_gone(root, STOPPING):
                 raise TierUnavailable(f"{self.name}: the keeper of {root} has not ended in {STOPPING:g} s")
@@ -250,7 +264,7 @@ class Peer(Tier):
         return True
 
     def _asked_to_stop(self, member: Member) -> bool:
-        with closing(RemoteMemory(member, self._deadline, lambda: self.name)) as far:
+        with closing(self._memory_of(member)) as far:
             try:
                 far.stop()
             except TierUnavailable:

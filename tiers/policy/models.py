@@ -7,6 +7,7 @@ The options of a tier type are not listed here: they are the keyword parameters 
 from __future__ import annotations
 
 import inspect
+import re
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -310,14 +311,75 @@ class PreemptionKeys(Frozen):
     grace: Seconds = 30.0
 
 
-class RanksKeys(Frozen):
-    """``ranks``: how long the ranks of a job wait for each other.
+class SecretPlace(Frozen):
+    """``ranks.trust: {file: …}`` or ``{env: …}``: where the job's secret is; one of the two.
 
     Attributes:
+        file: path of a file of this user's alone (mode 0600) with the secret, which every host sees.
+        env: name of an environment variable with the secret.
+    """
+
+    file: Path | None = None
+    env: str | None = None
+
+
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+
+
+def _parse_trust(value: object) -> str | SecretPlace:
+    if isinstance(value, SecretPlace) or (isinstance(value, str) and value in ("auto", "network")):
+        return value
+    if isinstance(value, dict) and len(value) == 1:
+        (key, text) = next(iter(value.items()))
+        if key == "file" and isinstance(text, str) and text:
+            return SecretPlace(file=Path(text))
+        if key == "env" and isinstance(text, str) and re.fullmatch(_VARIABLE, text):
+            return SecretPlace(env=text)
+    raise ValueError(
+        f"{show_value(value)} says nothing that can be trusted; write 'auto', '{{file: /path/of/secret}}', "
+        "'{env: NAME_OF_VARIABLE}', or 'network' for a network that nobody else can reach"
+    )
+
+
+Trust: TypeAlias = Annotated[
+    str | SecretPlace,
+    BeforeValidator(_parse_trust),
+    WithJsonSchema(
+        {
+            "description": "what proves that a connection is of this job",
+            "anyOf": [
+                {"enum": ["auto", "network"]},
+                {"type": "string", "pattern": r"\$\{"},
+                {
+                    "type": "object",
+                    "properties": {"file": {"type": "string", "minLength": 1}},
+                    "required": ["file"],
+                    "additionalProperties": False,
+                },
+                {
+                    "type": "object",
+                    "properties": {"env": {"type": "string", "pattern": rf"^{_VARIABLE}$|\$\{{"}},
+                    "required": ["env"],
+                    "additionalProperties": False,
+                },
+            ],
+        }
+    ),
+]
+
+
+class RanksKeys(Frozen):
+    """``ranks``: how the ranks of a job trust each other, and how long they wait for each other.
+
+    Attributes:
+        trust: what proves that a connection is of the job: ``auto``, a secret from the launcher's environment or one
+            that the ranks hand to each other safely; a file or a variable with the secret; or ``network``: nothing,
+            whoever reaches the network between the hosts can read and change what ranks send.
         timeout: seconds that a rank may be behind the others before their save fails.
         silence: seconds without a heartbeat after which a rank counts as dead.
     """
 
+    trust: Trust = "auto"
     timeout: Seconds = 1800.0
     silence: Seconds = 60.0
 

@@ -12,10 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstate.engine.ranks.exchange import CHUNK_HEADER, CHUNK_LOST, HANDSHAKE, ChunkExchange, PeerListener
+from tierstate.engine.ranks.exchange import CHUNK_HEADER, CHUNK_LOST, CLAIM, ChunkExchange, PeerListener
 from tierstate.engine.ranks.exchange_plan import NO_ROWS, ExchangePlan, RankRows, plan_exchange, runs_in
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.tiers.address import own_address
+from tierstate.tiers.connections.channel import ChannelError
+from tierstate.tiers.connections.channel import connect as connect_channel
+from tierstate.tiers.connections.secret import JobSecret
+
+SECRET = JobSecret.random()
 
 NO = np.zeros(0, "i8")
 
@@ -33,7 +38,8 @@ class Rank:
 
     def __init__(self, me, plan, doors, nbytes, patience=20.0):
         self.got, self.nbytes = {}, nbytes
-        self.passing = ChunkExchange(me, plan, doors[me], [door.address for door in doors], nbytes, self.take, patience)
+        addresses = [door.address for door in doors]
+        self.passing = ChunkExchange(me, plan, doors[me], SECRET, addresses, nbytes, self.take, patience)
 
     def read(self, plan, lost):
         for row in plan.reads.tolist():
@@ -68,7 +74,7 @@ def test_what_is_planned_arrives_and_what_is_lost_is_told(team):
     ]
     plans = [plan_exchange(offers, hosts, nbytes, me) for me in range(len(hosts))]
     with ExitStack() as closing:
-        doors = [PeerListener(1) for _ in hosts]
+        doors = [PeerListener(1, SECRET) for _ in hosts]
         ranks = [Rank(me, plan, doors, nbytes) for me, plan in enumerate(plans)]
         for rank in ranks:
             closing.callback(rank.passing.close)
@@ -90,26 +96,33 @@ def test_what_is_planned_arrives_and_what_is_lost_is_told(team):
 def receiver(nbytes, sends=None, patience=20.0):
     """Three doors, and rank 0, which gets chunk 0 from rank 1."""
     with ExitStack() as closing:
-        doors = [closing.enter_context(contextlib.closing(PeerListener(1))) for _ in range(3)]
+        doors = [closing.enter_context(contextlib.closing(PeerListener(1, SECRET))) for _ in range(3)]
         rank = Rank(0, ExchangePlan(NO, sends or {}, {1: rows(0)}, {}), doors, np.array([nbytes]), patience)
         closing.callback(rank.passing.close)
         yield doors, rank
 
 
-def connect(door, token=None, rank=1):
-    host, port, secret = door.address.split()
-    line = socket.create_connection((host, int(port)))
-    line.sendall(HANDSHAKE.pack(token if token is not None else bytes.fromhex(secret), rank))
-    return line
+def connect(door, rank=1, secret=SECRET):
+    host, port, service = door.address.split()
+    return connect_channel(host, int(port), secret, service, seconds=5.0, claim=CLAIM.pack(rank))
 
 
-@pytest.mark.parametrize("who", [{"token": bytes(16)}, {"rank": 2}])
+def sends_chunk(line, row, data):
+    line.send(CHUNK_HEADER.pack(row, len(data)))
+    line.send_long(memoryview(data))
+
+
+@pytest.mark.parametrize("who", [{"secret": JobSecret.random()}, {"rank": 2}])
 def test_strangers_are_turned_away_and_ranks_are_still_let_in(who):
     with receiver(3) as (doors, rank):
-        with connect(doors[0], **who) as stranger:
-            assert stranger.recv(1) == b""
+        if "secret" in who:
+            with pytest.raises(ChannelError, match="refuses this process"):
+                connect(doors[0], **who)
+        else:
+            with connect(doors[0], **who) as stranger:
+                assert not stranger.wait(5)
         with connect(doors[0]) as line:
-            line.sendall(CHUNK_HEADER.pack(0, 3) + content(0, 3))
+            sends_chunk(line, 0, content(0, 3))
             assert rank.passing.wait([]) is None
         assert rank.got == {0: content(0, 3)}
 
@@ -118,8 +131,8 @@ def test_strangers_are_turned_away_and_ranks_are_still_let_in(who):
 def test_what_was_not_to_come_ends_the_connection(sent):
     with receiver(3) as (doors, rank):
         with connect(doors[0]) as line:
-            line.sendall(CHUNK_HEADER.pack(*sent))
-            assert line.recv(1) == b""
+            line.send(CHUNK_HEADER.pack(*sent))
+            assert not line.wait(5)
         assert rank.passing.wait([]) is None
         assert rank.got == {}
 
@@ -129,7 +142,8 @@ def test_a_chunk_that_comes_damaged_or_cut_is_lost_for_those_behind_too(sent):
     with receiver(10_000, sends={2: rows(0)}) as (doors, relay):
         last = Rank(2, ExchangePlan(NO, {}, {0: rows(0)}, {}), doors, np.array([10_000]))
         with connect(doors[0]) as line:
-            line.sendall(CHUNK_HEADER.pack(0, 10_000) + sent)
+            line.send(CHUNK_HEADER.pack(0, 10_000))
+            line.send_long(memoryview(sent))
         assert relay.passing.wait([]) is None
         assert last.passing.wait([]) is None
         assert last.passing._over[0].is_set()  # it was told, and has not merely waited for as long as it would
@@ -146,7 +160,7 @@ def test_who_passes_nothing_on_is_not_waited_for_longer_than_patience_lasts():
 @pytest.mark.slow
 def test_a_rank_that_takes_nothing_is_passed_over():
     nbytes = np.array([64 << 20])
-    doors = [PeerListener(1), PeerListener(1)]  # nobody takes what lies behind the second one's
+    doors = [PeerListener(1, SECRET), PeerListener(1, SECRET)]  # nobody takes what lies behind the second one's
     rank = Rank(0, ExchangePlan(rows(0), {1: rows(0)}, {}, {}), doors, nbytes, patience=0.3)
     rank.passing.give(0, as_buffer(bytes(64 << 20)))
     assert rank.passing.broken == [1]
@@ -158,7 +172,7 @@ def test_a_rank_that_takes_nothing_is_passed_over():
 def test_what_does_not_take_its_bytes_is_told():
     with receiver(3) as (doors, rank), connect(doors[0]) as line:
         rank.passing._take = lambda row, raw: 1 / 0
-        line.sendall(CHUNK_HEADER.pack(0, 3) + content(0, 3))
+        sends_chunk(line, 0, content(0, 3))
         assert type(rank.passing.wait([])) is ZeroDivisionError
 
 

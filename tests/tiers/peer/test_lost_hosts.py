@@ -106,7 +106,7 @@ def test_a_partner_that_is_lost_before_it_commits_leaves_nothing(two: Hosts, mon
 
     def lost(desk: ClientSession, question: object) -> bytes:
         assert list(two.tiers[0]._kept.list("")) == ["a"]
-        desk._line.wire.close()
+        desk._line.channel.wire.close()
         raise OSError("lost")
 
     with monkeypatch.context() as patch:
@@ -121,7 +121,7 @@ def test_an_own_host_that_refuses_leaves_nothing(two: Hosts) -> None:
     """The partner comes first here, and has the object by then."""
     writer = two.tiers[1].writer("a")
     writer.append(random_bytes(100))
-    two.tiers[1]._kept.put("a", random_bytes(5))
+    two.tiers[1]._kept.put("a", bytes(5))
     with pytest.raises(AlreadyExists):
         writer.close()
     assert list(two.tiers[0]._kept.list("")) == []
@@ -261,7 +261,7 @@ def test_a_keeper_that_was_replaced_ends_without_the_memory(two: Hosts) -> None:
     two.tiers[1].put("a", random_bytes(5))
     old, ended = two.keepers[1], two.threads[1]
     two.start(1)
-    assert two.keepers[1]._port != old._port
+    assert two.keepers[1]._listener.port != old._listener.port
     old.stop()
     ended.join()
     assert two.tiers[1].get("a").equal(random_bytes(5))
@@ -279,7 +279,7 @@ _IDS = [f"{n:032x}" for n in range(4)]
 
 
 def _member(number: int) -> Member:
-    return Member(_IDS[number], "127.0.0.1", 1 + number, "0" * 64)
+    return Member(_IDS[number], "127.0.0.1", 1 + number)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, unique=True), max_size=8), st.data())

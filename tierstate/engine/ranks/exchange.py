@@ -1,9 +1,10 @@
 """Chunk exchange in a restore: chunks go from the rank that reads them to the ranks that want them, over TCP.
 
-A message is a row (number of a chunk), the chunk's length, and its bytes. A chunk that the reader could not read has
-the length `CHUNK_LOST` and no bytes. A connection begins with the receiver's token, which only the team knows, and the
-sender's rank. The receiver verifies every chunk by its digest. If a connection fails, only the chunks that were still
-to come over it are lost; the receiver finds them missing and they are planned again.
+A message is a row (number of a chunk) and the chunk's length, followed by its bytes. A chunk that the reader could not
+read has the length `CHUNK_LOST` and no bytes. Connections are authenticated by the job's secret
+(`tierstate.tiers.connections.channel`), and each is for one receiver and one restore; the sender claims its rank. The
+receiver verifies every chunk by its digest. If a connection fails, only the chunks that were still to come over it are
+lost; the receiver finds them missing and they are planned again.
 
 There is no deadlock: a reader waits for receivers, a receiver that forwards to ranks of its host waits for those, and
 they wait for no rank. Chunks to forward and chunks to keep have separate buffers.
@@ -11,21 +12,24 @@ they wait for no rank. Chunks to forward and chunks to keep have separate buffer
 
 from __future__ import annotations
 
-import hmac
 import logging
-import secrets
-import socket
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from queue import Empty, SimpleQueue
+from socket import SHUT_RDWR
 
 import numpy as np
 
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, view
 from tierstate.tiers.address import own_address
+from tierstate.tiers.connections.channel import Channel, connect
+from tierstate.tiers.connections.listener import Listener
+from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.memory.arena import map_pages
 
 from .exchange_plan import ExchangePlan
@@ -33,16 +37,12 @@ from .exchange_plan import ExchangePlan
 log = logging.getLogger("tierstate")
 
 
-TOKEN = 16
-"""Bytes of a receiver's token."""
-
-
 CHUNK_LOST = (1 << 64) - 1
 """The length that a message gives for a chunk that could not be read."""
 
 
-HANDSHAKE = struct.Struct(f"<{TOKEN}sI")
-"""Token of the receiver and rank of the sender."""
+CLAIM = struct.Struct("<Q")
+"""Rank of the sender."""
 
 
 CHUNK_HEADER = struct.Struct("<QQ")
@@ -50,7 +50,15 @@ CHUNK_HEADER = struct.Struct("<QQ")
 
 
 HANDSHAKE_TIMEOUT = 10.0
-"""Timeout in seconds for making a connection, and for receiving its handshake."""
+"""Timeout in seconds for making a connection, handshake included."""
+
+
+MESSAGE_TIMEOUT = 60.0
+"""Timeout in seconds for receiving a message, once its first bytes have come."""
+
+
+TICK = 3600.0
+"""Seconds between two looks of a listener for nothing; `Listener.stop` wakes it."""
 
 
 BUFFERS = 2
@@ -70,22 +78,48 @@ class PeerListener:
 
     Args:
         hosts: number of hosts of the team.
+        secret: the secret of the job.
 
     Attributes:
-        address: host, port and token as text, for `PeerConnection` on other ranks.
+        address: host, port and name of the service as text, for `PeerConnection` on other ranks. It is no secret.
     """
 
-    def __init__(self, hosts: int) -> None:
-        self.socket = socket.create_server((own_address(hosts, strict=False), 0), backlog=1024)
-        self.token = secrets.token_bytes(TOKEN)
-        host, port = self.socket.getsockname()
-        self.address = f"{host} {port} {self.token.hex()}"
+    def __init__(self, hosts: int, secret: JobSecret) -> None:
+        service = f"exchange/{uuid.uuid4().hex}"
+        self._listener = Listener(own_address(hosts, strict=False), 0, lambda: secret, service, seconds=MESSAGE_TIMEOUT)
+        self.address = f"{self._listener.address} {self._listener.port} {service}"
+        self._admitted: SimpleQueue[Channel | None] = SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tierstate-accept", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                for channel in self._listener.poll(TICK):
+                    self._admitted.put(channel)
+        except OSError as error:
+            if not self._closed:
+                log.warning("nothing more is let in that other ranks pass on: %s", error)
+        self._admitted.put(None)
+
+    def accept(self) -> Channel | None:
+        """Wait for the next connection of a rank of the job; None once this is closed."""
+        return self._admitted.get()
 
     def close(self) -> None:
-        """Accept no more connections."""
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # which ends a waiting `accept`
-        self.socket.close()
+        """Accept no more connections. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._listener.stop()
+        self._thread.join()
+        self._listener.close()
+        with suppress(Empty):
+            while True:
+                if (channel := self._admitted.get_nowait()) is not None:
+                    channel.close()
+        self._admitted.put(None)  # for a thread that waits in `accept`
 
 
 class PeerConnection:
@@ -95,10 +129,10 @@ class PeerConnection:
         broken: whether it has failed or is closed; nothing more is sent then.
     """
 
-    def __init__(self, me: int, rank: int, address: str, patience: float) -> None:
-        self._me, self._rank, self._address, self._patience = me, rank, address, patience
+    def __init__(self, me: int, rank: int, address: str, secret: JobSecret, patience: float) -> None:
+        self._me, self._rank, self._address, self._secret, self._patience = me, rank, address, secret, patience
         self._lock = threading.Lock()
-        self._connection: socket.socket | None = None
+        self._connection: Channel | None = None
         self.broken = False
 
     def send(self, row: int, data: memoryview | None) -> None:
@@ -108,20 +142,19 @@ class PeerConnection:
                 return
             try:
                 connection = self._connection = self._connection or self._connect()
-                connection.sendall(CHUNK_HEADER.pack(row, CHUNK_LOST if data is None else len(data)))
+                connection.send(CHUNK_HEADER.pack(row, CHUNK_LOST if data is None else len(data)))
                 if data is not None:
-                    connection.sendall(data)
+                    connection.send_long(data)
             except OSError as error:
                 self.broken = True
                 log.warning("nothing more is passed on to rank %d: %s", self._rank, error)
 
-    def _connect(self) -> socket.socket:
-        host, port, token = self._address.split(" ")
-        connection = socket.create_connection((host, int(port)), min(HANDSHAKE_TIMEOUT, self._patience))
-        connection.settimeout(self._patience)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(HANDSHAKE.pack(bytes.fromhex(token), self._me))
-        return connection
+    def _connect(self) -> Channel:
+        host, port, service = self._address.split(" ")
+        seconds, claim = min(HANDSHAKE_TIMEOUT, self._patience), CLAIM.pack(self._me)
+        found = connect(host, int(port), self._secret, service, seconds=seconds, claim=claim)
+        found.seconds = self._patience
+        return found
 
     def close(self) -> None:
         """Send nothing more, and close the connection."""
@@ -131,23 +164,6 @@ class PeerConnection:
                 self._connection.close()
 
 
-def exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """Receive exactly ``nbytes`` bytes; raises OSError if the connection ends before."""
-    data = bytearray(nbytes)
-    fill(connection, memoryview(data))
-    return bytes(data)
-
-
-def fill(connection: socket.socket, out: memoryview) -> None:
-    """Receive until ``out`` is full; raises OSError if the connection ends before."""
-    at = 0
-    while at < len(out):
-        got = connection.recv_into(out[at:])
-        if not got:
-            raise OSError("the connection was closed by the other side")
-        at += got
-
-
 class ChunkExchange:
     """Sends and receives the chunks of one exchange plan, while one version is restored.
 
@@ -155,6 +171,7 @@ class ChunkExchange:
         me: this rank.
         exchange: its plan.
         listener: the listening socket of this rank.
+        secret: the secret of the job.
         addresses: by rank, the address of its `PeerListener`.
         nbytes: ``(rows,)``: the length of each chunk.
         take: verifies a received chunk, and copies it into the state if this rank wants it.
@@ -167,6 +184,7 @@ class ChunkExchange:
         me: int,
         exchange: ExchangePlan,
         listener: PeerListener,
+        secret: JobSecret,
         addresses: Sequence[str],
         nbytes: Array,
         take: ReceiveChunk,
@@ -175,7 +193,7 @@ class ChunkExchange:
     ) -> None:
         self._me, self._listener, self._nbytes, self._take, self._spot = me, listener, nbytes, take, spot
         self._patience = patience
-        self._lines = {rank: PeerConnection(me, rank, addresses[rank], patience) for rank in exchange.sends}
+        self._lines = {rank: PeerConnection(me, rank, addresses[rank], secret, patience) for rank in exchange.sends}
         self._to = _by_row(exchange.sends)
         self._expected = dict(exchange.receives)
         longest = max((int(nbytes[rows].max()) for rows in self._expected.values() if len(rows)), default=0)
@@ -184,8 +202,8 @@ class ChunkExchange:
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, name="tierstate-accept", daemon=True)]
+        self._open: list[Channel] = []
+        self._threads = [threading.Thread(target=self._accept, name="tierstate-exchange", daemon=True)]
         if self._expected:
             self._threads[0].start()
 
@@ -242,60 +260,57 @@ class ChunkExchange:
             line.close()
         for connection in there:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                connection.wire.shutdown(SHUT_RDWR)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.socket.accept()
-            except OSError as error:
-                if not self._closed:
-                    log.warning("nothing more is let in that other ranks pass on: %s", error)
-                return
+        while (connection := self._listener.accept()) is not None:
             thread = threading.Thread(target=self._receive, args=(connection,), name="tierstate-passing", daemon=True)
             with self._lock:
                 if self._closed:  # closed since `accept` returned: nobody would end this thread
                     connection.close()
                     return
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no more threads: what was to come over it is read again
+                    log.warning("what rank %s passes on cannot be received: %s", self._rank_of(connection), error)
+                    connection.close()
+                    continue
                 self._open.append(connection)
                 self._threads.append(thread)
-                thread.start()
 
-    def _receive(self, connection: socket.socket) -> None:
-        rank = None
+    def _rank_of(self, connection: Channel) -> int | None:
+        """The rank that connects; None if the plan has nothing from it to this rank."""
+        (rank,) = CLAIM.unpack(connection.claim)
+        return rank if rank in self._expected else None
+
+    def _receive(self, connection: Channel) -> None:
+        rank = self._rank_of(connection)
+        if rank is None:
+            log.warning("a connection of a rank that was to send nothing was refused: %s", connection.peer)
+            connection.close()
+            return
         with connection:
             try:
-                rank = self._check_handshake(connection)
-                if rank is not None:
-                    self._take_all(connection, rank)
+                self._take_all(connection, rank)
             except OSError as error:
                 log.log(logging.DEBUG if self._closed else logging.WARNING, "what is passed on ends early: %s", error)
             except Exception as error:  # a value of the state cannot take what was saved: `wait` returns it
                 self._failure = error
             finally:
-                if rank is not None:
-                    self._over[rank].set()
+                self._over[rank].set()
 
-    def _check_handshake(self, connection: socket.socket) -> int | None:
-        """The rank that connects; None if its token is wrong or the plan has nothing from it to this rank."""
-        connection.settimeout(HANDSHAKE_TIMEOUT)
-        token, rank = HANDSHAKE.unpack(exactly(connection, HANDSHAKE.size))
-        if not hmac.compare_digest(token, self._listener.token) or rank not in self._expected:
-            log.warning("a connection of a process that is not of the team was refused")
-            return None
-        connection.settimeout(None)
-        return int(rank)
-
-    def _take_all(self, connection: socket.socket, rank: int) -> None:
+    def _take_all(self, connection: Channel, rank: int) -> None:
         rows = self._expected[rank]
         again = self.on(rows)
         left = dict(zip(rows.tolist(), again.tolist(), strict=True))
         try:
             while left:
-                row, nbytes = CHUNK_HEADER.unpack(exactly(connection, CHUNK_HEADER.size))
+                if not connection.wait(None):
+                    raise OSError(f"{connection.peer}: rank {rank} has closed the connection")
+                row, nbytes = CHUNK_HEADER.unpack(connection.receive_exactly(CHUNK_HEADER.size))
                 if row not in left or nbytes not in (CHUNK_LOST, int(self._nbytes[row])):
                     raise OSError(f"rank {rank} sends {nbytes} bytes of chunk {row}, which were not to come from there")
                 if nbytes == CHUNK_LOST:
@@ -307,10 +322,10 @@ class ChunkExchange:
             for row in left:  # so that ranks to which they would be forwarded need not wait any longer
                 self.lose(row)
 
-    def _take_one(self, connection: socket.socket, row: int, nbytes: int, again: bool) -> None:
+    def _take_one(self, connection: Channel, row: int, nbytes: int, again: bool) -> None:
         with nullcontext(spot) if (spot := self._spot(row)) is not None else self._memory[again].lent() as memory:
             raw = memory[:nbytes]
-            fill(connection, view(raw))
+            connection.receive_long(view(raw))
             if self._take(row, raw):
                 self.give(row, raw)
             else:

@@ -37,7 +37,7 @@ def join_team(process_group: Any, run: str, policy: Policy) -> TeamMember | None
 
     Raises:
         RankFailed: not all ranks came in time.
-        PolicyError: their policies differ.
+        PolicyError: their policies differ, or they have no secret by which they know each other.
     """
     if isinstance(process_group, Team):
         team = process_group
@@ -46,7 +46,8 @@ def join_team(process_group: Any, run: str, policy: Policy) -> TeamMember | None
     elif process_group is None or torch.distributed.get_world_size(process_group) == 1:
         return None
     else:
-        team = Team.of(process_group, run, timeouts=Timeouts(policy.ranks.timeout, policy.ranks.silence))
+        timeouts = Timeouts(policy.ranks.timeout, policy.ranks.silence)
+        team = Team.of(process_group, run, timeouts=timeouts, trust=policy.ranks.trust)
     together = TeamMember(team)
     try:
         compare_policies(team, policy)

@@ -141,7 +141,15 @@ class ChunkRestore:
         """
         team = self._query.team
         passing = ChunkExchange(
-            team.rank, plan, listener, addresses, self._nbytes, self._take, team.timeouts.silence, self._spot
+            team.rank,
+            plan,
+            listener,
+            team.secret,
+            addresses,
+            self._nbytes,
+            self._take,
+            team.timeouts.silence,
+            self._spot,
         )
 
         def read() -> bytes:
@@ -364,7 +372,9 @@ class RestoreAttempt:
 
     def _offer(self, opened: ExitStack, *, ahead: bool) -> bytes:
         # Opened here, within the all-gather, so that the other ranks get an error if it fails.
-        listener = self._listener = opened.enter_context(closing(PeerListener(len(set(self._team.hosts)))))
+        listener = self._listener = opened.enter_context(
+            closing(PeerListener(len(set(self._team.hosts)), self._team.secret))
+        )
         plan = self._plan = self._plan or self._plan_restore()
         if self._chunks is None:
             targets = plan.ahead if ahead else plan.wanted

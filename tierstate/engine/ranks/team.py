@@ -17,9 +17,12 @@ from typing import Any, Literal, Self, TypeAlias
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, RankFailed, format_ranks
 from tierstate.manifest.format.record import MAX_RECORD
+from tierstate.tiers.connections.secret import JobSecret
+from tierstate.tiers.policy.models import SecretPlace
 
 from .heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
 from .rendezvous import rendezvous
+from .secret import agree_on_secret
 from .store import NOTHING, Store, StoreClient
 
 SOONEST, BUSY, POLLS = 0.0005, 4000.0, 1000.0
@@ -128,13 +131,21 @@ class Team:
         rank, size: the rank of this process, and the number of ranks.
         hosts: by rank, the number of its host.
         timeouts: how long ranks wait for one another.
+        secret: the secret of the job; None: this team makes no connections of its own.
 
     Attributes:
         coordinator: whether this is the rank that commits for all.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, hosts: Sequence[int], *, timeouts: Timeouts | None = None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        hosts: Sequence[int],
+        *,
+        timeouts: Timeouts | None = None,
+        secret: JobSecret | None = None,
     ) -> None:
         if not 0 <= rank < size == len(hosts):
             raise ValueError(
@@ -143,6 +154,7 @@ class Team:
         self.rank, self.size, self.hosts = rank, size, tuple(hosts)
         self.timeouts = timeouts or Timeouts()
         self.coordinator = rank == 0
+        self._secret = secret
         self._line = StoreClient(store, self.timeouts.quiet(size), heartbeat_key(rank), self.timeouts.interval(size))
         weakref.finalize(self, self._line.end).atexit = False  # if the team is dropped without `close`
         self._long: dict[str, int] = {}
@@ -151,15 +163,24 @@ class Team:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, process_group: Any, run: str, *, timeouts: Timeouts | None = None) -> Self:
+    def of(
+        cls,
+        process_group: Any,
+        run: str,
+        *,
+        timeouts: Timeouts | None = None,
+        trust: str | SecretPlace = "auto",
+    ) -> Self:
         """The team of a process group. Every rank of the group calls this, and waits for all.
 
         Args:
             process_group: of any backend; None for the default one.
             run: name of the run, part of the keys: teams of different runs do not share messages.
+            trust: where the secret of the job is from, as the policy's ``ranks.trust``.
 
         Raises:
             RankFailed: not all ranks came in time, or the store is lost.
+            PolicyError: there is no secret that all ranks have.
             ValueError: this process is not in the group.
         """
         import torch.distributed as dist
@@ -171,7 +192,24 @@ class Team:
             raise ValueError("this process is not in the process group; only its members can save with it")
         found = timeouts or Timeouts()
         store, hosts = rendezvous(_get_process_group_store(group), f"tierstate/{run}", rank, size, found)
-        return cls(store, rank, size, hosts, timeouts=found)
+        team = cls(store, rank, size, hosts, timeouts=found)
+        try:
+            team._secret = agree_on_secret(team, trust)
+        except BaseException:
+            team.close()
+            raise
+        return team
+
+    @property
+    def secret(self) -> JobSecret:
+        """The secret of the job, from which the keys of all connections between its processes are derived.
+
+        Raises:
+            ValueError: this team was made without one.
+        """
+        if self._secret is None:
+            raise ValueError("this team was made without a secret, so its ranks make no connections to each other")
+        return self._secret
 
     def ranks_sharing(self, shared: Literal["process", "host", "site"]) -> tuple[int, ...]:
         """The ranks that see the same objects of a tier as this one does, by the tier's traits; rising."""
