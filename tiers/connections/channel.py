@@ -339,6 +339,8 @@ class TimedSocket:
             return self._wire.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return None
+        except ConnectionResetError:
+            return b""
 
 
 def _timeval(seconds: float | None) -> bytes:

@@ -18,7 +18,8 @@ import subprocess
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -61,6 +62,16 @@ def runtime_folder() -> Path:
     return folder
 
 
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """A path of the same file that is short enough for a socket's name (107 bytes)."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 def user_of(wire: socket.socket) -> int:
     """The user id of the process at the other end of a Unix socket, as the kernel has it."""
     data = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -85,7 +96,8 @@ class SecretServer:
         self.path = runtime_folder() / f"secret-{uuid.uuid4().hex}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(str(self.path))
+            with short_path(self.path) as short:
+                self._socket.bind(short)
             self._socket.listen(socket.SOMAXCONN)
         except OSError as error:
             self._socket.close()
@@ -129,7 +141,8 @@ def receive_secret(path: Path, seconds: float) -> JobSecret:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wire:
         wire.settimeout(seconds)
         try:
-            wire.connect(str(path))
+            with short_path(path) as short:
+                wire.connect(short)
             if (user := user_of(wire)) != os.geteuid():
                 raise SecretError(f"{path}: the rank that gives the secret runs as user {user}, not {os.geteuid()}")
             data = b""

@@ -38,6 +38,10 @@ AT_ONCE = 64
 """Connections that are accepted in one turn, so that proofs are read in between."""
 
 
+TELL = 60.0
+"""Seconds between two lines in the log about refused connections, at least, so that strangers cannot fill it."""
+
+
 PAUSE = 0.05
 """Seconds without accepting, if there is no file descriptor left at all."""
 
@@ -112,6 +116,8 @@ class Listener:
         self._reserve: int | None = None
         self._take_reserve()
         self._closed = False
+        self._told = float("-inf")
+        self._untold = 0
 
     @property
     def strangers(self) -> int:
@@ -252,9 +258,19 @@ class Listener:
                 keys, claim = found
                 stranger.wire.sendall(keys.server_proof)
                 return Channel(stranger.wire, self._seconds, keys.from_server, keys.from_client, claim, secret)
-            log.warning("a connection from %s was refused: it does not know the secret of the job", stranger.source)
+            self._tell(stranger.source)
             stranger.wire.sendall(REFUSED)
         return None
+
+    def _tell(self, source: str) -> None:
+        self._untold += 1
+        if time.monotonic() - self._told > TELL:
+            log.warning(
+                "%d connections were refused, as they do not know the secret of the job; the last was from %s",
+                self._untold,
+                source,
+            )
+            self._told, self._untold = time.monotonic(), 0
 
 
 def listen(address: str, port: int) -> socket.socket:

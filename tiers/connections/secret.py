@@ -137,14 +137,16 @@ def read_private(path: Path, limit: int) -> bytes:
         raise SecretError(
             f"{path}: the secret of the job cannot be read: {error.strerror}; give a file of mode 0600 that is no link"
         ) from error
-    with open(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise SecretError(
                 f"{path}: a file of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; right for a secret is "
                 f"a regular file of user {os.geteuid()} with mode 0600: chmod 600 {path}"
             )
-        data = file.read(limit + 1)
+        data = os.read(descriptor, limit + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > limit:
         raise SecretError(f"{path}: longer than a secret, which has {limit} bytes at most")
     return data

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tierstate.manifest.errors import FormatError, TierError, TierstateError, TierUnavailable
+from tierstate.manifest.errors import FormatError, NotFound, TierError, TierstateError, TierUnavailable
 from tierstate.tiers.base import RankGroup
 from tierstate.tiers.connections.secret import FILE_VARIABLE, VARIABLE, JobSecret, SecretError
 from tierstate.tiers.posix.files import BufferedFile
@@ -27,6 +28,7 @@ from .local import (
     START_LOCK,
     USE_LOCK,
     LocalMemory,
+    check_folder,
     keeper_lives,
     lock_file,
     make_folder,
@@ -143,12 +145,16 @@ class HostMemory:
             self.release()
         self.free_if_unused()
 
-    def free_if_unused(self) -> bool:
-        """Free the memory if no keeper lives and no process uses it; returns whether it did."""
+    def free_if_unused(self, *, keepers: bool = False) -> bool:
+        """Free the memory if no process uses it and no keeper lives; returns whether it did.
+
+        Args:
+            keepers: whether to free it although a keeper lives, which then ends.
+        """
         with suppress(FileNotFoundError, BlockingIOError), ExitStack() as held:
             for name in (START_LOCK, USE_LOCK):
                 held.enter_context(closing(lock_file(self.root / name, fcntl.LOCK_EX | fcntl.LOCK_NB)))
-            if not keeper_lives(self.root):
+            if keepers or not keeper_lives(self.root):
                 remove_memory(self.root)
                 return True
         return False
@@ -255,6 +261,36 @@ def wait_gone(root: Path, seconds: float) -> bool:
     while (there := root.exists() or any(removed_memories(root))) and time.monotonic() < end:
         time.sleep(0.02)
     return not there
+
+
+def memories_of_user() -> list[Path]:
+    """The folders of this user's memories on this host, at their usual places."""
+    return sorted(Path("/dev/shm").glob(f"tierstate-{os.geteuid()}-*"))
+
+
+def reap(root: Path, *, keepers: bool = False) -> str:
+    """Free a memory that dead jobs of this user have left on this host; returns what was done, as text.
+
+    A memory that a process uses stays, and so does one whose keeper lives: the keeper frees it when it was not used for
+    its idle time.
+
+    Args:
+        root: the memory's folder.
+        keepers: whether to end keepers, too, whose memory no process uses.
+
+    Raises:
+        AccessDenied: the folder is of another user, open to others, or used for something else.
+    """
+    for left in removed_memories(root):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        check_folder(root, "peer")
+    except NotFound:
+        return "nothing is there"
+    home = HostMemory(LocalMemory(root))
+    if home.free_if_unused(keepers=keepers):
+        return "freed"
+    return "its keeper lives: it is freed when it was not used for long" if keeper_lives(root) else "in use"
 
 
 def agree_on_members(team: RankGroup, topic: str, home: HostMemory, keeper: Callable[[], Member]) -> Membership:

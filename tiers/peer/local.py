@@ -48,13 +48,22 @@ MAX_NAME = 255
 def make_folder(path: Path, tier: str) -> None:
     """Make the folder of a host's memory, with access for this user alone.
 
-    Raises:
-        AccessDenied: the path exists and belongs to another user, is not a folder, is open to other users, or is used
-            for something else.
+    Raises: as `check_folder`.
     """
-    with os_errors_translated("make", tier, "", path):
-        with suppress(FileExistsError):
-            os.makedirs(path, mode=0o700)
+    with os_errors_translated("make", tier, "", path), suppress(FileExistsError):
+        os.makedirs(path, mode=0o700)
+    check_folder(path, tier)
+
+
+def check_folder(path: Path, tier: str) -> None:
+    """Check that a path is the folder of a memory of this user's alone.
+
+    Raises:
+        AccessDenied: it belongs to another user, is not a folder, is open to other users, or is used for something
+            else.
+        NotFound: it is not there.
+    """
+    with os_errors_translated("look at", tier, "", path):
         found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise AccessDenied(
@@ -102,8 +111,11 @@ def lock_file(path: Path, how: int) -> BufferedFile:
 
 
 def removed_memories(root: Path) -> Iterator[Path]:
-    """Folders of memories at this path that were freed but not removed completely."""
-    return root.parent.glob(f".{root.name}.*")
+    """Folders of this user's memories at this path that were freed but not removed completely."""
+    for path in root.parent.glob(f".{root.name}.*"):
+        with suppress(FileNotFoundError):
+            if os.lstat(path).st_uid == os.geteuid():
+                yield path
 
 
 def remove_memory(root: Path) -> None:

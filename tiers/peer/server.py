@@ -356,7 +356,7 @@ class SessionThreads:
         except RuntimeError as error:
             with self._lock:
                 self._free -= 1
-            log.warning("no thread can be started, so connections wait for each other: %s", error)
+            log.info("no thread can be started, so connections wait for each other: %s", error)
 
     def _run(self) -> None:
         while True:
@@ -450,7 +450,7 @@ class PeerServer:
         line = Connection(channel)
         with self._lock:
             if len(self._lines) >= self._most:
-                log.warning("%d connections are open, as many as may be: another one was closed", self._most)
+                log.info("%d connections are open, as many as may be: another one was closed", self._most)
                 line.close()
                 return
             self._lines.add(line)
@@ -483,6 +483,8 @@ class PeerServer:
         """Whether the keeper ends now; if so, the memory is already freed."""
         if self.stopping.is_set():
             return self._give_back(fcntl.LOCK_EX)
+        if not self.root.exists():  # `tierstate peer reap` has freed it
+            return True
         if self._lines or time.monotonic() - self.used < self.idle:
             return False
         try:

@@ -1,13 +1,17 @@
-"""The commands ``peer status`` and ``peer stop``: the memory servers in which hosts keep replicas for each other."""
+"""The commands ``peer status``, ``stop``, ``reap``: the memory servers in which hosts keep replicas for each other."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tierstate.manifest.errors import NotFound
+from tierstate.manifest.errors import NotFound, TierError
+from tierstate.tiers.peer.host import memories_of_user
+from tierstate.tiers.peer.host import reap as free_memory
 from tierstate.tiers.peer.tier import Peer
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.registry import open_tier
@@ -38,6 +42,25 @@ def stop(policy: PolicyFile, tier: TierName = None) -> None:
     for one in _tiers(policy, tier):
         with closing(one):
             say(f"{one.name}: {'stopped' if one.stop() else 'there was nothing'}")
+
+
+@app.command()
+def reap(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Folders; none: those of this user in /dev/shm.")] = None,
+    keepers: Annotated[bool, typer.Option("--keepers", help="End servers, too, whose memory no process uses.")] = False,
+) -> None:
+    """Free the memory that dead jobs of this user left on this host, as in a node's epilog; exit 1 if one is foreign.
+
+    Memory that is in use stays, and so does memory whose server lives, which frees it itself after its idle time.
+    """
+    foreign = False
+    for path in paths or memories_of_user():
+        try:
+            print(f"{path}: {free_memory(path.absolute(), keepers=keepers)}")
+        except TierError as error:
+            foreign = True
+            print(error, file=sys.stderr)
+    raise typer.Exit(1 if foreign else 0)
 
 
 def _tiers(file: object, name: str | None) -> list[Peer]:
