@@ -112,10 +112,15 @@ _MODULE_OF |= {name: module for module, names in _MODULES.items() for name in na
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
-    return found
+    if name in _MODULE_OF:
+        found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+        return found
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
