@@ -27,6 +27,14 @@ def test_policy_check_says_what_is_kept(call: Call, place: Path) -> None:
     assert [t["keep"] for t in found] == ["last 3, every 1000, within 2d, best 2 loss (min), tags", "all"]
 
 
+def test_policy_check_tells_of_a_network_that_is_trusted(call: Call, place: Path) -> None:
+    path = place / "trusting.yaml"
+    path.write_text("ranks: {trust: network}\ntiers:\n  nvme: {type: nvme, path: x}\n")
+    answer = call("policy", "check", path)
+    assert answer.status == 0
+    assert "whoever reaches the network between the hosts can read and change" in answer.err
+
+
 def test_policy_check_lists_every_error(call: Call, place: Path) -> None:
     path = place / "broken.yaml"
     path.write_text("version: 1\nchunk: 3 bananas\ntiers:\n  nvme: {type: nvmee, path: x}\n")

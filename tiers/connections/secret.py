@@ -42,6 +42,13 @@ KEY = 32
 HOW_TO = "a good one is made by: openssl rand -hex 32"
 
 
+NOT_AUTHENTICATED = (
+    "ranks: {trust: network}: whoever reaches the network between the hosts can read and change what ranks send and "
+    "what hosts keep for each other"
+)
+"""What is told where a policy trusts the network."""
+
+
 _SALT = b"tierstate job secret, 1"
 
 

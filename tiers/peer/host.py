@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tierstate.manifest.errors import FormatError, NotFound, TierError, TierstateError, TierUnavailable
 from tierstate.tiers.base import RankGroup
-from tierstate.tiers.connections.secret import FILE_VARIABLE, VARIABLE, JobSecret, SecretError
+from tierstate.tiers.connections.secret import FILE_VARIABLE, NOT_AUTHENTICATED, VARIABLE, JobSecret, SecretError
 from tierstate.tiers.posix.files import BufferedFile
 
 from .client import RemoteMemory
@@ -55,12 +55,6 @@ WATCH = 5.0
 
 STARTING = 60.0
 """Timeout in seconds for starting a keeper."""
-
-
-NOT_AUTHENTICATED = (
-    "ranks: {trust: network}: whoever reaches the network between the hosts can read and change what they keep for "
-    "each other"
-)
 
 
 log = logging.getLogger("tierstate")

@@ -336,7 +336,7 @@ def _parse_trust(value: object) -> str | SecretPlace:
         if key == "env" and isinstance(text, str) and re.fullmatch(_VARIABLE, text):
             return SecretPlace(env=text)
     raise ValueError(
-        f"{show_value(value)} says nothing that can be trusted; write 'auto', '{{file: /path/of/secret}}', "
+        f"{show_value(value)} is not known; write 'auto', '{{file: /path/of/secret}}', "
         "'{env: NAME_OF_VARIABLE}', or 'network' for a network that nobody else can reach"
     )
 

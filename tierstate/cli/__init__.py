@@ -15,6 +15,7 @@ import typer
 
 from tierstate.engine.progress import status_line
 from tierstate.manifest.errors import PolicyError
+from tierstate.tiers.connections.secret import NOT_AUTHENTICATED
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.schema import policy_schema
 from tierstate.tiers.units import parse_seconds, parse_size
@@ -64,6 +65,8 @@ def check_policy(
     except PolicyError as error:
         output.show_policy_errors(str(error), as_json)
         raise typer.Exit(1) from error
+    if policy.ranks.trust == "network":
+        errors.warn(f"{file}: {NOT_AUTHENTICATED}", as_json=as_json)
     from tierstate.cluster.check import look_at_tiers
 
     same, notes = look_at_tiers(policy)

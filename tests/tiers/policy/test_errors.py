@@ -87,6 +87,14 @@ def test_the_good_one_is_good() -> None:
         (2, "chunk: 2KiB", "chunk: 2KiB is no length of a chunk"),
         (2, "chunk: 2GiB", "chunk: 2GiB is no length of a chunk"),
         (2, "digest: md5", "digest: 'md5' is not known; write 'xxh3-128', 'blake3' or 'sha256'"),
+        (
+            3,
+            "ranks: {trust: netwrok}",
+            "ranks.trust: 'netwrok' is not known; write 'auto', '{file:",
+        ),
+        (3, "ranks: {trust: {}}", "ranks.trust: a mapping is not known; write 'auto'"),
+        (3, "ranks: {trust: {env: 1x}}", "ranks.trust: a mapping is not known; write 'auto'"),
+        (3, "ranks: {trust: {file: a, env: B}}", "ranks.trust: a mapping is not known; write"),
         (3, "arena: {on_full: off}", "arena.on_full: 'off' is not known; write 'block' or 'skip'"),
         (3, "arena: {size: 20MiB}", "arena.size: 20MiB is less than two chunks of 16MiB; write at least '32MiB', or a"),
         (3, "arena: {siz: 1GiB}", "arena.siz: unknown key; did you mean 'size'?"),
@@ -467,7 +475,10 @@ ANY = st.recursive(
 
 @given(st.data(), ANY, st.text(max_size=10))
 def test_any_value_or_key_anywhere_loads_or_is_told_with_its_place_and_what_is_right(data, value, key):
-    document = yaml.safe_load(GOOD) | {"on_failure": {"action": "warn"}, "ranks": {"timeout": 5}}
+    document = yaml.safe_load(GOOD) | {
+        "on_failure": {"action": "warn"},
+        "ranks": {"timeout": 5, "trust": {"env": "MY_SECRET"}},
+    }
     document["tiers"]["nvme"]["max_lag"] = {"steps": 4}
     inner: Any = document
     while True:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from tierstate.manifest.digest import ALGORITHMS
 from tierstate.manifest.errors import NotFound, PolicyError
-from tierstate.tiers.policy.models import BestKeys, KeepKeys
+from tierstate.tiers.policy.models import BestKeys, KeepKeys, SecretPlace
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.policy.schema import policy_schema
 
@@ -29,7 +29,7 @@ version: 1
 chunk: 1MiB
 digest: blake3
 arena: {size: 512MiB, on_full: skip}
-ranks: {timeout: 10min, silence: 5s}
+ranks: {timeout: 10min, silence: 5s, trust: {env: MY_SECRET}}
 durable: lustre
 tiers:
   host:   {type: host, capacity: 8GiB, keep: {last: 2}}
@@ -124,6 +124,9 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             "ranks": st.fixed_dictionaries(
                 {},
                 optional={
+                    "trust": st.sampled_from(
+                        ["auto", "network", {"file": "/secret"}, {"env": "MY_SECRET"}, "${UNSET:-auto}"]
+                    ),
                     "timeout": st.sampled_from(["10min", 90]),
                     "silence": st.sampled_from(["5s", "${UNSET:-1min}"]),
                 },
@@ -164,6 +167,7 @@ def test_every_key_is_read() -> None:
     assert (policy.version, policy.chunk, policy.digest, policy.durable) == (1, 1 << 20, "blake3", "lustre")
     assert (policy.arena.size, policy.arena.on_full) == (512 << 20, "skip")
     assert (policy.ranks.timeout, policy.ranks.silence) == (600.0, 5.0)
+    assert policy.ranks.trust == SecretPlace(env="MY_SECRET")
     host, nvme, lustre, s3 = policy.tiers
     assert (host.name, host.type, host.every, host.persistent) == ("host", "host", None, False)
     assert (nvme.every, nvme.keep, nvme.persistent) == (timedelta(minutes=30), KeepKeys(last=3, every=1000), True)
@@ -189,7 +193,7 @@ def test_defaults() -> None:
     policy = Policy.parse("tiers: {a: {type: host}, b: {type: nvme, path: x}, c: {type: nvme, path: y}}")
     assert (policy.version, policy.chunk, policy.digest, policy.durable) == (1, 16 << 20, "xxh3-128", "b")
     assert (policy.arena.size, policy.arena.on_full, policy.rules) == (2 << 30, "block", ())
-    assert (policy.ranks.timeout, policy.ranks.silence) == (1800.0, 60.0)
+    assert (policy.ranks.timeout, policy.ranks.silence, policy.ranks.trust) == (1800.0, 60.0, "auto")
     tier = policy.tier("a")
     assert (tier.every, tier.keep, tier.codec, tier.format, tier.options) == (
         None,
