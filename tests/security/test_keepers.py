@@ -387,10 +387,20 @@ def test_a_job_that_never_had_a_keeper_frees_its_memory_at_the_end(place: Path) 
     one, other = Peer(path=place / "memory"), Peer(path=place / "memory")
     one.put("a", random_bytes(10))
     assert list(other.list("")) == ["a"]
-    one.close()
-    assert (place / "memory").exists(), "another process uses it"
+    other.put("b", random_bytes(10))
     other.close()
+    assert (place / "memory").exists(), "it has not made it"
+    one.close()
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_what_a_crash_has_left_is_not_freed_by_who_looks_at_it(left: Path) -> None:
+    for _ in range(2):
+        reader = Peer(path=left)
+        assert list(reader.list("")) == ["a"]
+        reader.close()
+    assert LocalMemory(left).size("a") == 1000
 
 
 @pytest.mark.slow

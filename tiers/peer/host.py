@@ -124,12 +124,13 @@ class HostMemory:
     def leave(self) -> None:
         """Release the lock, and see to it that the memory is freed one day.
 
-        A keeper does that after its idle time. So if the keeper has died, it is started again; and if there never was
-        one, as in a job of one process, the last process that leaves frees the memory.
+        A keeper does that after its idle time. So if the keeper of this process's job has died, it is started again;
+        and if there never was one, as in a job of one process, the process that has made the memory frees it. What it
+        finds there from before, as after a crash, stays: nobody frees what they may only have read.
         """
-        used = self._use_lock is not None
         self.release()
-        if not used or not self.root.exists() or keeper_lives(self.root):
+        unkept = self.kept.made and self.card() is None
+        if (self._terms is None and not unkept) or not self.root.exists() or keeper_lives(self.root):
             return
         if self._terms is not None:
             try:

@@ -249,11 +249,12 @@ class LocalMemory:
 
     Attributes:
         name: of the tier, for messages.
+        made: whether this process has made the folder.
     """
 
     def __init__(self, root: Path, capacity: int | None = None) -> None:
         self.root, self.path, self.capacity, self.name = root, root / "objects", capacity, "peer"
-        self._ready = False
+        self._ready = self.made = False
 
     def file(self, key: str) -> Path:
         """The path of an object's file.
@@ -378,6 +379,7 @@ class LocalMemory:
 
     def _prepare(self) -> None:
         if not self._ready:
+            self.made = not self.root.exists()
             make_folder(self.root, self.name)
             with os_errors_translated("write", self.name, "", self.path):
                 self.path.mkdir(exist_ok=True)

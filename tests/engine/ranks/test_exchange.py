@@ -169,6 +169,27 @@ def test_a_rank_that_takes_nothing_is_passed_over():
     doors[1].close()
 
 
+def test_without_more_threads_connections_are_served_one_after_the_other(monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "tierstate-passing":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with ExitStack() as closing:
+        doors = [closing.enter_context(contextlib.closing(PeerListener(1, SECRET))) for _ in range(3)]
+        plan = ExchangePlan(NO, {}, {1: rows(0), 2: rows(1)}, {})
+        rank = Rank(0, plan, doors, np.array([3, 4]))
+        closing.callback(rank.passing.close)
+        lines = [closing.enter_context(connect(doors[0], rank=number)) for number in (1, 2)]
+        for row, line in enumerate(lines):
+            sends_chunk(line, row, content(row, 3 + row))
+        assert rank.passing.wait([]) is None
+        assert rank.got == {0: content(0, 3), 1: content(1, 4)}
+
+
 def test_what_does_not_take_its_bytes_is_told():
     with receiver(3) as (doors, rank), connect(doors[0]) as line:
         rank.passing._take = lambda row, raw: 1 / 0

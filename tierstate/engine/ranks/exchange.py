@@ -272,14 +272,12 @@ class ChunkExchange:
                 if self._closed:  # closed since `accept` returned: nobody would end this thread
                     connection.close()
                     return
-                try:
-                    thread.start()
-                except RuntimeError as error:  # no more threads: what was to come over it is read again
-                    log.warning("what rank %s passes on cannot be received: %s", self._rank_of(connection), error)
-                    connection.close()
-                    continue
                 self._open.append(connection)
-                self._threads.append(thread)
+                with suppress(RuntimeError):  # no more threads (`ulimit -u`)
+                    thread.start()
+                    self._threads.append(thread)
+            if thread.ident is None:
+                self._receive(connection)  # so connections are served one after the other
 
     def _rank_of(self, connection: Channel) -> int | None:
         """The rank that connects; None if the plan has nothing from it to this rank."""
