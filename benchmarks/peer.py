@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import socket
 import statistics
@@ -81,6 +82,7 @@ def run_ranks(args: Sequence[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     common |= {"GLOO_SOCKET_IFNAME": "lo", "TIERSTATE_ADDRESS": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    common["TIERSTATE_JOB_SECRET"] = secrets.token_hex(32)  # as the launcher of a job on several hosts gives it
     command = [sys.executable, "-m", "benchmarks.peer", *args]
     ranks = [
         subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank), "TIERSTATE_HOST": f"host{rank}"})

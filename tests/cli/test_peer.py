@@ -7,6 +7,7 @@ from support.cli_calls import Call
 from support.peer_hosts import SECRET, Hosts
 
 import tierstate as ts
+from tierstate.tiers.peer.local import LocalMemory
 from tierstate.tiers.peer.tier import Peer
 from tierstate.tiers.testing import random_bytes
 
@@ -38,7 +39,20 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, place: Path, call: Ca
         assert call("peer", "stop", "--policy", policy, "--tier", "nvme").status == 2
 
         hosts.die(1)
+        (place / "mine").mkdir(mode=0o755)
+        reaped = call("peer", "reap", place / "none", place / "mine")
+        assert reaped.status == 1
+        assert reaped.out == f"{place}/none: nothing is there\n"
+        assert "not a folder of this user's alone" in reaped.err
+        (place / "mine").rmdir()
         (hosts.place / "host1").rename(place / "host0")
         assert "does not answer" in call("peer", "status", "--policy", policy).out
         assert call("peer", "stop", "--policy", policy).status == 0
         assert not (place / "host0").exists()
+
+
+def test_reaping(place: Path, call: Call) -> None:
+    LocalMemory(place / "memory").put("a", bytes(10))
+    said = call("peer", "reap", place / "memory")
+    assert (said.status, said.out) == (0, f"{place}/memory: freed\n")
+    assert list(place.iterdir()) == []

@@ -80,6 +80,10 @@ def call(port: int, secret: JobSecret = SECRET, service: str = SERVICE, seconds:
     return connect("127.0.0.1", port, secret, service, seconds=seconds)
 
 
+def is_closed(channel: Channel) -> bool:
+    return not channel.wait(5.0) and channel.ended
+
+
 def still_serves(port: int) -> None:
     with call(port) as channel:
         channel.send(b"still there")
@@ -125,7 +129,7 @@ def test_a_key_without_authentication_opens_no_authenticated_connection() -> Non
     with echoing() as server:
         with call(server.port, same) as channel:  # the proof is of the key; what follows is not of this mode
             channel.send(b"hello")
-            assert not channel.wait(5.0)
+            assert is_closed(channel)
         assert type(server.errors[0]) is ChannelError
 
 
@@ -198,7 +202,7 @@ def test_records_in_another_order_are_refused(order: list[int]) -> None:
                 pass
             parts = _records(bytes(HELLO) + bytes(held), 5)
             relay._sockets[1].sendall(b"".join(parts[n] for n in order))
-            assert not channel.wait(5.0)
+            assert is_closed(channel)
         right = 0
         while right < len(order) and order[right] == right:
             right += 1
@@ -214,7 +218,7 @@ def test_what_a_side_has_sent_is_not_taken_when_it_comes_back() -> None:
         with call(server.port) as channel:
             first = channel.wire.recv(4 + TAG + 4 + TAG)
             channel.wire.sendall(first)
-            assert not channel.wait(5.0)
+            assert is_closed(channel)
         assert type(server.errors[0]) is ChannelError
 
         def mirror() -> None:
@@ -239,7 +243,7 @@ def test_a_length_of_a_stranger_gets_no_memory(length: int) -> None:
         tracemalloc.start()
         try:
             channel.wire.sendall(struct.pack("!I", length) + bytes(TAG))
-            assert not channel.wait(5.0)
+            assert is_closed(channel)
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()
@@ -252,7 +256,7 @@ def test_a_record_longer_than_is_right_in_its_place_is_refused() -> None:
 
     with closing(Server(serve)) as server, call(server.port) as channel:
         channel.send(bytes(11))
-        assert not channel.wait(5.0)
+        assert is_closed(channel)
         assert "a record of 11 bytes" in str(server.errors[0])
 
 

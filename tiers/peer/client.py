@@ -98,7 +98,12 @@ class RemoteMemory:
                 raise OSError("it did not answer a moment ago")
             if (secret := self._secret()) is None:
                 raise SecretError("this host has no secret of the job, which its keeper would have")
-            channel = connect(member.address, member.port, secret, member.service, seconds=min(CONNECT, self._seconds))
+            seconds = min(CONNECT, self._seconds)
+            try:
+                channel = connect(member.address, member.port, secret, member.service, seconds=seconds)
+            except ConnectionResetError:  # again and again: no keeper, or one that strangers keep busy
+                self._away = time.monotonic()
+                raise
             channel.seconds = self._seconds
             return Connection(channel)
 

@@ -205,7 +205,10 @@ class HostMemory:
     def _hand_over_secret(self) -> None:
         """Write the job's secret to the folder, once; the keeper reads it there, and closes other jobs' connections."""
         if self.met is not None and (not self._handed or not (self.root / SECRET).exists()):
-            if self._file.read() != self.met:
+            found = None
+            with suppress(SecretError):  # one that others could read is replaced
+                found = self._file.read()
+            if found != self.met:
                 write_secret(self.root, self.met)
             self._handed = True
 

@@ -107,6 +107,10 @@ def connect(door, rank=1, secret=SECRET):
     return connect_channel(host, int(port), secret, service, seconds=5.0, claim=CLAIM.pack(rank))
 
 
+def is_closed(line):
+    return not line.wait(5) and line.ended
+
+
 def sends_chunk(line, row, data):
     line.send(CHUNK_HEADER.pack(row, len(data)))
     line.send_long(memoryview(data))
@@ -120,7 +124,7 @@ def test_strangers_are_turned_away_and_ranks_are_still_let_in(who):
                 connect(doors[0], **who)
         else:
             with connect(doors[0], **who) as stranger:
-                assert not stranger.wait(5)
+                assert is_closed(stranger)
         with connect(doors[0]) as line:
             sends_chunk(line, 0, content(0, 3))
             assert rank.passing.wait([]) is None
@@ -132,7 +136,7 @@ def test_what_was_not_to_come_ends_the_connection(sent):
     with receiver(3) as (doors, rank):
         with connect(doors[0]) as line:
             line.send(CHUNK_HEADER.pack(*sent))
-            assert not line.wait(5)
+            assert is_closed(line)
         assert rank.passing.wait([]) is None
         assert rank.got == {}
 
