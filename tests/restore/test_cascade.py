@@ -634,13 +634,16 @@ def test_the_newest_is_looked_for_again_when_it_is_dropped_while_it_is_read(plac
         saver.save(tensors(9000, seed=1), step=1).wait()
         fill, states = restore.fill_target, [tensors(9000, seed=2)]
 
+        def save_both() -> None:
+            saver.save(states[0], step=2).wait()
+            saver.save(states.pop(), step=3)
+            saver.close()
+
         def saved_meanwhile(*args: Any) -> Any:
             if states:
-                other = threading.Thread(target=lambda: saver.save(states[0], step=2).wait())
+                other = threading.Thread(target=save_both)
                 other.start()
                 other.join()
-                saver.save(states.pop(), step=3)
-                saver.close()
             return fill(*args)
 
         monkeypatch.setattr(restore, "fill_target", saved_meanwhile)

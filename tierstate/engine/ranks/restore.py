@@ -220,7 +220,8 @@ class ChunkRestore:
 
     def _bring(self, row: int, raw: Buffer) -> None:
         if self._wants[row]:
-            event = self._targets.give(row, raw)
+            with untrusted(describe_version(self._entry), named=False):
+                event = self._targets.give(row, raw)
             if event is not None:
                 event.synchronize()
             self._got[row] = True

@@ -189,8 +189,7 @@ def _reading(entry: VersionCopies, rows: Array, arena: Arena) -> Iterator[Callab
     def read(targets: ScatterTargets) -> None:
         if len(targets.rows):
             fetch = Fetch(version, entry.holdings, arena, workers=READ_WORKERS, mended=repair)
-            with untrusted(name_version(version), named=False):
-                fetch.fill(restore_on_device(entry, targets.rows, targets), targets)
+            fetch.fill(restore_on_device(entry, targets.rows, targets), targets)
 
     try:
         with lease_for_reading(read_sources(entry, rows), int(version.chunk_nbytes[rows].sum(dtype="i8"))):
