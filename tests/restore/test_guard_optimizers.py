@@ -108,6 +108,19 @@ class Sgd(torch.optim.Optimizer):
                 parameter.add_(state["momentum"], alpha=-group["lr"])
 
 
+class Mixed:
+    """Two optimizers in one, of which only the first is one of torch, as a model with experts or embeddings has them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        other = torch.nn.Parameter(torch.zeros(3))
+        other.grad = torch.ones(3)
+        self.optimizers = [torch.optim.SGD([other], lr=0.1), Homemade(optimizer)]
+
+    def step(self) -> None:
+        self.optimizers[1].step()
+        self.optimizers[0].step()
+
+
 def plain(optimizer: torch.optim.Optimizer) -> Any:
     return optimizer
 
@@ -145,7 +158,7 @@ def must_wait(ckpt: ts.Checkpointer, job: Job, gates: Gates, step: Callable[[], 
     gates.held.clear()
 
 
-@pytest.mark.parametrize("wrap", [plain, scheduled, Accelerated, Engine, Chained, Homemade], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("wrap", [plain, scheduled, Accelerated, Engine, Chained, Homemade, Mixed], ids=lambda w: w.__name__)
 def test_a_step_waits_through_whatever_wraps_it_until_unguarded(wrap: Callable[..., Any], place: Path) -> None:
     job = Job()
     wrapped = wrap(job.optimizer)

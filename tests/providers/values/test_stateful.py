@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -62,6 +63,17 @@ def plain(state: dict[str, Any]) -> Any:
     return restore(*transfer(flatten(state)))
 
 
+def loaded_by_torch(state: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
+    """What `load_state_dict` makes of the state that `torch.save` wrote."""
+    for name, thing in state.items():
+        get, put = ("get_state", "set_state") if name == "data" else ("state_dict", "load_state_dict")
+        file = io.BytesIO()
+        torch.save(getattr(thing, get)(), file)
+        file.seek(0)
+        getattr(into[name], put)(torch.load(file, weights_only=False))
+    return into
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)])
 @pytest.mark.parametrize("before", [0, 2])
@@ -70,16 +82,23 @@ def test_training_resumes_bit_for_bit(before: int, lr: Any) -> None:
     state = training(1, lr)
     train(state, 3)
     leaves, data = transfer(flatten(state))
-    saved = plain(state)
-    expected = train(state, 4)
+    resumed = loaded_by_torch(state, training(3, lr))
+    saved, again = plain(state), plain(resumed)
+    expected, by_torch = train(state, 4), train(resumed, 4)
     other = training(2, lr)
     train(other, before)
     weight = other["model"].embed.weight
     assert restore(leaves, data, into=other) is other
     assert other["model"].embed.weight is other["model"].head.weight is weight
-    assert same(plain(other), saved)
-    assert train(other, 4) == expected
-    assert difference(plain(other), plain(state)) == ""
+    assert same(plain(other), again)
+    assert train(other, 4) == by_torch
+    assert difference(plain(other), plain(resumed)) == ""
+    if same(again, saved):
+        assert by_torch == expected
+        assert difference(plain(other), plain(state)) == ""
+    else:  # torch 2.7 writes the schedule's numbers into the optimizer's own lr, a tensor, until both are loaded
+        assert isinstance(lr, torch.Tensor)
+        assert difference(again, saved) == "other leaves share memory"
 
 
 def test_a_version_without_optimizer_state_empties_it() -> None:

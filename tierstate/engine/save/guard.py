@@ -54,7 +54,7 @@ class _Guarded(NamedTuple):
 
     given: object
     layers: list[Stepper]
-    undo: Callable[[], None]
+    undo: list[Callable[[], None]]
 
 
 class Guard:
@@ -97,8 +97,7 @@ class Guard:
             )
         if self._hook is None:
             self._hook = _run_first(_step_hook(self))
-        hooked = any(getattr(type(layer).step, "hooked", False) for layer in layers)
-        self._guarded.append(_Guarded(optimizer, layers, (lambda: None) if hooked else _patch(layers[0], self.wait)))
+        self._guarded.append(_Guarded(optimizer, layers, [_patch(one, self.wait) for one in layers if not _hooked(one)]))
 
     def remove(self, optimizer: object) -> None:
         """Wait for all captures, then let go of an optimizer. Nothing happens if it is not guarded."""
@@ -113,7 +112,8 @@ class Guard:
 
     def _drop(self, guarded: Sequence[_Guarded]) -> None:
         for known in guarded:
-            known.undo()
+            for undo in known.undo:
+                undo()
             self._guarded.remove(known)
         if not self._guarded and self._hook is not None:
             self._hook.remove()
@@ -218,6 +218,11 @@ def _layers(optimizer: object) -> Iterator[Stepper]:
         for name in WRAPPED_LISTS:
             several = getattr(layer, name, None)
             left += several if isinstance(several, (list, tuple)) else []
+
+
+def _hooked(optimizer: Stepper) -> bool:
+    """Whether torch calls the hooks of steps in its step: it is an optimizer of torch, or wraps one."""
+    return any(getattr(type(layer).step, "hooked", False) for layer in _layers(optimizer))
 
 
 def _patch(optimizer: Stepper, wait: Callable[[], None]) -> Callable[[], None]:
