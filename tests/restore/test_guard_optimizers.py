@@ -109,7 +109,7 @@ class Sgd(torch.optim.Optimizer):
 
 
 class Mixed:
-    """Two optimizers in one, of which only the first is one of torch, as a model with experts or embeddings has them."""
+    """Two optimizers in one, of which only the first is one of torch."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         other = torch.nn.Parameter(torch.zeros(3))
@@ -158,7 +158,9 @@ def must_wait(ckpt: ts.Checkpointer, job: Job, gates: Gates, step: Callable[[], 
     gates.held.clear()
 
 
-@pytest.mark.parametrize("wrap", [plain, scheduled, Accelerated, Engine, Chained, Homemade, Mixed], ids=lambda w: w.__name__)
+@pytest.mark.parametrize(
+    "wrap", [plain, scheduled, Accelerated, Engine, Chained, Homemade, Mixed], ids=lambda w: w.__name__
+)
 def test_a_step_waits_through_whatever_wraps_it_until_unguarded(wrap: Callable[..., Any], place: Path) -> None:
     job = Job()
     wrapped = wrap(job.optimizer)

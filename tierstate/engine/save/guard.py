@@ -97,7 +97,9 @@ class Guard:
             )
         if self._hook is None:
             self._hook = _run_first(_step_hook(self))
-        self._guarded.append(_Guarded(optimizer, layers, [_patch(one, self.wait) for one in layers if not _hooked(one)]))
+        self._guarded.append(
+            _Guarded(optimizer, layers, [_patch(one, self.wait) for one in layers if not _hooked(one)])
+        )
 
     def remove(self, optimizer: object) -> None:
         """Wait for all captures, then let go of an optimizer. Nothing happens if it is not guarded."""
