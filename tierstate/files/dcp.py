@@ -40,6 +40,7 @@ _CLASSES = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *TORCH_DTYPES},
     "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},  # their names where Python 3.13 wrote it
     "collections": {"OrderedDict"},
 }  # fmt: skip
 """The only classes that the metadata of a DCP folder may contain."""
