@@ -105,7 +105,8 @@ class _Restricted(pickle._Unpickler):
                 f"the metadata names {module}.{name}, which might run any code; if you trust the folder, turn it into "
                 "a file with torch.distributed.checkpoint.format_utils.dcp_to_torch_save, and import that"
             )
-        return super().find_class(module, name)
+        # Only Python 3.13 has that module; the classes are the same.
+        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
 
 
 class _Folder:
