@@ -110,7 +110,7 @@ def deepspeed() -> None:
     import deepspeed as ds
 
     ds.init_distributed("gloo")
-    for stage, half, wrapped in [(0, False, "engine"), (0, True, "optimizer"), (1, True, "engine"), (2, True, "both")]:
+    for stage, half, wrapped in [(0, False, "engine"), (0, True, "optimizer"), (2, True, "engine")]:
         config = {
             "train_micro_batch_size_per_gpu": 8,
             "gradient_accumulation_steps": 1 if wrapped == "optimizer" else 2,
@@ -119,7 +119,7 @@ def deepspeed() -> None:
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": half},
         }
-        model = network()
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
         engine, optimizer, *_ = ds.initialize(model=model, optimizer=inner, config=config)
         with slow_checkpointer() as ckpt:
