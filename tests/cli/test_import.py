@@ -270,6 +270,28 @@ def test_a_folder_of_dcp_that_an_earlier_python_wrote(call: Call, policy: Path) 
         assert torch.equal(ckpt.load(step=5)["w"], torch.arange(9.0))
 
 
+def test_a_folder_of_dcp_that_python_3_13_wrote(call: Call, policy: Path) -> None:
+    """Only there the paths in the metadata are of the module `pathlib._local`."""
+    folder = policy.parent / "dcp"
+    save_dcp({"w": torch.arange(9.0)}, folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    data = pickle.dumps(metadata, protocol=2).replace(b"cpathlib\nPosixPath\n", b"cpathlib._local\nPosixPath\n")
+    assert b"cpathlib._local\nPosixPath\n" in data
+    (folder / ".metadata").write_bytes(data)
+    answer = call("import", "-p", policy, "-r", "dcp", folder, "--step", "5")
+    assert answer.status == 0, answer
+    with ts.Checkpointer(policy, "dcp") as ckpt:
+        assert torch.equal(ckpt.load(step=5)["w"], torch.arange(9.0))
+
+
+@pytest.mark.parametrize("name", ["os", "Path", "PosixPath.unlink"])
+def test_nothing_but_paths_is_taken_from_the_module_of_python_3_13(tmp_path: Path, name: str) -> None:
+    module, named = b"\x8c\x0epathlib._local", b"\x8c" + bytes([len(name)]) + name.encode()
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + module + named + b"\x93.")
+    with pytest.raises(ts.Unsafe, match=rf"the metadata names pathlib\._local\.{name}, "), open_source(tmp_path):
+        raise AssertionError("it was believed")
+
+
 ASKED = [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "x")]
 
 

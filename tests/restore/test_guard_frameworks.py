@@ -18,8 +18,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "scaled"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("precision", "accumulate"), [("no", 1), ("bf16", 2), ("scaled", 2)])
 def test_accelerate(precision: str, accumulate: int) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     from accelerate.optimizer import AcceleratedOptimizer
