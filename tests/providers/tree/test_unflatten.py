@@ -41,6 +41,7 @@ def test_the_given_objects_are_filled_and_returned() -> None:
     target = nested()
     target["model"]["w"].zero_()
     target["step"], target["plan"], target[7]["none"] = "other", [], 4
+    target["pair"] = (target["pair"][0], "other")
     tensor, array, pair = target["model"]["w"], target["point"].x, target["pair"]
     out = restore(LEAVES, DATA, into=target)
     assert out is target
