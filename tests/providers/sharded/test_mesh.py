@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from support.meshes import coordinates, meshes, placements
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from tierstate.providers.sharded.mesh import Cut, LocalBoxes, local_boxes, local_shape, strided_last
 
@@ -22,23 +21,11 @@ def cuts_of(mesh: Sequence[int], rules: Sequence[Placement], at: Sequence[int]) 
     )
 
 
-@cache
-def uneven_strides() -> bool:
-    """Whether torch cuts unevenly with strides: 2.7 does not."""
-    try:
-        _StridedShard(0, split_factor=2)._split_tensor(torch.zeros(3), 2, with_padding=False)
-    except AssertionError:
-        return False
-    return True
-
-
 def cut_by_torch(
     whole: torch.Tensor, mesh: Sequence[int], rules: Sequence[Placement], at: Sequence[int]
 ) -> torch.Tensor:
     for rule, n, i in zip(rules, mesh, at, strict=True):
         if not rule.is_replicate():
-            if isinstance(rule, _StridedShard) and not uneven_strides():
-                assume(whole.shape[rule.dim] % (n * rule.split_factor) == 0)
             whole = rule._split_tensor(whole, n, with_padding=False)[0][i]  # type: ignore[attr-defined]
     return whole
 

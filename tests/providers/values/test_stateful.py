@@ -14,7 +14,7 @@ from torch import nn
 from tierstate.manifest.errors import StateMismatch
 from tierstate.providers.tree.flatten import flatten
 
-# torch 2.7 warns of what its own schedulers do.
+# torch 2.8 warns of what its own schedulers do.
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
 
 
@@ -96,7 +96,7 @@ def test_training_resumes_bit_for_bit(before: int, lr: Any) -> None:
     if same(again, saved):
         assert by_torch == expected
         assert difference(plain(other), plain(state)) == ""
-    else:  # torch 2.7 writes the schedule's numbers into the optimizer's own lr, a tensor, until both are loaded
+    else:  # torch 2.8 writes the schedule's numbers into the optimizer's own lr, a tensor, until both are loaded
         assert isinstance(lr, torch.Tensor)
         assert difference(again, saved) == "other leaves share memory"
 

@@ -49,14 +49,14 @@ class StoreClient:
     """Calls to one store, made one after the other by one thread; each call is given up after a timeout.
 
     Args:
-        store: is cloned where it can be, so that other callers that wait in it do not delay this one.
+        store: is cloned, so that other callers that wait in it do not delay this one.
         patience: seconds without an answer after which the store counts as lost, for good.
         beat: the key of this rank's heartbeat, a counter that rises as long as this process lives; empty for none.
         interval: seconds between two heartbeats.
     """
 
     def __init__(self, store: Store, patience: float, beat: str = "", interval: float = 1.0) -> None:
-        self._store = store.clone() if hasattr(store, "clone") else store  # torch has it from 2.8 on
+        self._store = store.clone()
         self._patience, self._beat, self._interval = patience, beat, interval
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._beats = 0
