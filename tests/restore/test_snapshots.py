@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from support.checkpointer_worlds import alike, arena_of, engine_threads, policy, scratch, tensors, tier, unreferenced
 from support.equality import difference
 from support.mutate_state import flip
+from support.outcomes import until
 from support.state_strategies import states
 
 import tierstate as ts
@@ -489,7 +490,5 @@ def test_a_snapshot_is_dropped_by_close_even_when_tiers_lag(place: Path, monkeyp
     with pytest.raises(ts.TierUnavailable, match="step 1 to gpu, step 1 to nvme"):
         ckpt.close(timeout=0.01)
     gate.open.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("tierstate"):
-            thread.join(30)
+    until(lambda: engine_threads() == [])
     assert gpu_of(ckpt).used == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.checkpointer_worlds import engine_threads, faulty, policy, tensors, tier, wrapped
+from support.outcomes import until
 
 import tierstate as ts
 from tierstate.manifest.history.log import Log
@@ -98,10 +99,7 @@ def test_close_waits_no_longer_than_it_is_told_and_says_what_is_late(place):
         assert time.monotonic() - start < 5
         assert any("step 1 did not arrive at bad: not yours" in note for note in caught.value.__notes__)
         gate.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("tierstate"):
-                thread.join(10)
-        assert engine_threads() == []
+        until(lambda: engine_threads() == [])
 
 
 def test_close_drains_what_is_under_way(place):

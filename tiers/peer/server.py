@@ -329,9 +329,10 @@ class SessionThreads:
 
     def __init__(self, serve: Callable[[Connection], None]) -> None:
         self._serve = serve
-        self._queue: SimpleQueue[Connection] = SimpleQueue()
+        self._queue: SimpleQueue[Connection | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._free = self._waiting = 0
+        self._ended = False
         for _ in range(THREADS):
             self._start()
 
@@ -348,6 +349,14 @@ class SessionThreads:
             self._start()
         self._queue.put(line)
 
+    def end(self) -> None:
+        """End each thread, when it serves no connection."""
+        with self._lock:
+            self._ended = True
+            free = self._free
+        for _ in range(free):
+            self._queue.put(None)
+
     def _start(self) -> None:
         with self._lock:
             self._free += 1
@@ -359,14 +368,13 @@ class SessionThreads:
             log.info("no thread can be started, so connections wait for each other: %s", error)
 
     def _run(self) -> None:
-        while True:
-            line = self._queue.get()
+        while (line := self._queue.get()) is not None:
             with self._lock:
                 self._free -= 1
                 self._waiting -= 1
             self._serve(line)
             with self._lock:
-                if self._free >= THREADS:
+                if self._ended or self._free >= THREADS:
                     return
                 self._free += 1
 
@@ -423,6 +431,7 @@ class PeerServer:
                 self._sweep()
                 swept = time.monotonic()
         self._listener.close()
+        self._threads.end()
         self._alive.close()
 
     def _sweep(self) -> None:
