@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpointer_worlds import alike, opened, policy, scratch, tier
+from support.outcomes import Background
 
 import tierstate as ts
 from tierstate.engine.save.publish import TierWrite
@@ -94,7 +95,7 @@ def test_a_copy_of_an_older_version_holds_the_newest_whose_packs_it_names(monkey
                 found = real(self)
                 if self.tier_run.name == "a" and self.tier_run is not ckpt._tier_runs[0] and not done:
                     done.append(1)
-                    save(ckpt, 4)
+                    assert Background(lambda: save(ckpt, 4)).outcome() is None
                 return found
 
             monkeypatch.setattr(TierWrite, "_sizes", sizes)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, faulty, names, opened, pins, policy, scratch, tensors, tier, wrapped
+from support.outcomes import Background
 
 import tierstate as ts
 from tierstate.engine.maintain import fork, prune
@@ -296,7 +297,7 @@ def test_a_prune_takes_away_the_pin_of_a_dead_fork_and_not_that_of_one_beside_it
 
         def meanwhile(tier_run: TierRun, grace: float) -> list[VersionLease]:
             found = look(tier_run, grace)
-            ckpt.fork("run-b")
+            assert Background(lambda: ckpt.fork("run-b")).outcome() is None
             return found
 
         monkeypatch.setattr(prune, "unneeded_fork_pins", meanwhile)

@@ -220,8 +220,7 @@ class ChunkRestore:
 
     def _bring(self, row: int, raw: Buffer) -> None:
         if self._wants[row]:
-            with untrusted(describe_version(self._entry), named=False):
-                event = self._targets.give(row, raw)
+            event = self._targets.give(row, raw)
             if event is not None:
                 event.synchronize()
             self._got[row] = True

@@ -144,12 +144,7 @@ class Fetch:
             Damaged: as for `run`.
         """
         runs = self._plan(np.asarray(rows, "i8"), targets)
-
-        def give(row: int, raw: Buffer, _slab: Slab | None) -> None:
-            with untrusted(self._version.leaves[self._version.chunk_leaf[row]].name, named=False):
-                targets.give(row, raw)
-
-        self._all(runs, give, targets)
+        self._all(runs, lambda row, raw, _slab: targets.give(row, raw), targets)
 
     def _plan(self, rows: Array, targets: ScatterTargets | None) -> list[ReadRequest]:
         """Requests in order of holding, object and offset. Each row is read from the first holding that has it."""
@@ -248,11 +243,10 @@ class Fetch:
                 yield row, raw, slab if raw is stored else None
 
     def _destinations(self, extents: Sequence[Extent], targets: ScatterTargets) -> list[Buffer]:
-        with untrusted("a chunk", named=False):
-            with self._touching:
-                for extent in extents:
-                    targets.touch(extent.row)
-            return [targets.memory(extent.row) for extent in extents]
+        with self._touching:
+            for extent in extents:
+                targets.touch(extent.row)
+        return [targets.memory(extent.row) for extent in extents]
 
     def _read(self, run: ReadRequest, buffers: Sequence[Buffer]) -> TierstateError | None:
         starts = (extent.start for extent in run.reads.extents(run.number))

@@ -115,7 +115,7 @@ def plan_scatter(version: Version, target: Target) -> RestorePlan:
 
 def _scatter(version: Version, providers: Iterable[tuple[int, Provider]], *, untouched: bool) -> ScatterTargets:
     to = [place for i, provider in providers for place in _places(version.leaves[i], i, provider)]
-    return ScatterTargets(version, to, untouched=untouched)
+    return ScatterTargets(version, to, untouched=untouched, what=name_version(version))
 
 
 def content_of(version: Version) -> Callable[[int], Hashable]:

@@ -15,6 +15,7 @@ import numpy as np
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box, row_major_runs
 from tierstate.manifest.chunk import Buffer, Event, empty_buffer
+from tierstate.manifest.errors import untrusted
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.reshard.overlap import Overlaps, WantedBox, find_overlaps
 from tierstate.tiers.memory.arena import PAGE, populate
@@ -156,6 +157,8 @@ class ScatterTargets:
         version: the version.
         destinations: boxes within the shapes of their leaves. They may overlap; each gets all its bytes.
         untouched: the memory is new, so its pages should be faulted in before reading into them.
+        what: the version for messages, where an error of a receiver counts as one of what was saved, which may be
+            forged; empty to raise it as it is.
 
     Attributes:
         destinations: as given.
@@ -166,8 +169,10 @@ class ScatterTargets:
         address: ``(chunks,)`` of int64: for those chunks the address, if the destination is host memory; else 0.
     """
 
-    def __init__(self, version: Version, destinations: Sequence[Destination], *, untouched: bool = False) -> None:
-        self._nbytes, self._untouched = version.chunk_nbytes, untouched
+    def __init__(
+        self, version: Version, destinations: Sequence[Destination], *, untouched: bool = False, what: str = ""
+    ) -> None:
+        self._nbytes, self._untouched, self._what = version.chunk_nbytes, untouched, what
         self.destinations = destinations
         self._memories = [to.memory for to in destinations]
         wants = [WantedBox(at.leaf, at.box) for at in destinations]
@@ -200,13 +205,19 @@ class ScatterTargets:
         Returns:
             the event to wait for before ``raw`` may be reused; None if there is nothing to wait for.
         """
-        nbytes, only = int(self._nbytes[row]), int(self.only[row])
+        nbytes = int(self._nbytes[row])
         if raw.numel() != nbytes:
             raise RuntimeError(f"chunk {row} has {nbytes} bytes, and {raw.numel()} were verified")
         if address := int(self.address[row]):
             memcpy(address, raw.data_ptr(), nbytes)
             return None
-        if only >= 0:
+        if not self._what:
+            return self._receive(row, raw)
+        with untrusted(self._what, named=False):
+            return self._receive(row, raw)
+
+    def _receive(self, row: int, raw: Buffer) -> Event | None:
+        if (only := int(self.only[row])) >= 0:
             return self._load(only, int(self.start[row]), raw)
         pending = []
         for piece in self._scatter.pieces(row, raw):
