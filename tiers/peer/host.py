@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
@@ -80,6 +81,7 @@ class HostMemory:
         self.met: JobSecret | None = None
         self._file = SecretFile(self.root)
         self._use_lock: BufferedFile | None = None
+        self._using = threading.Lock()
         self._terms: tuple[str, int, float, float] | None = None
         self._looked = 0.0
         self._handed = False
@@ -112,14 +114,16 @@ class HostMemory:
 
     def _hold_use_lock(self) -> None:
         if self._use_lock is None:
-            with suppress(FileNotFoundError):
-                self._use_lock = lock_file(self.root / USE_LOCK, fcntl.LOCK_SH)
+            with self._using, suppress(FileNotFoundError):
+                if self._use_lock is None:  # threads that begin to write at the same time share it
+                    self._use_lock = lock_file(self.root / USE_LOCK, fcntl.LOCK_SH)
 
     def release(self) -> None:
         """Release the lock: this process does not use the memory any more."""
-        if self._use_lock is not None:
-            self._use_lock.close()
-            self._use_lock = None
+        with self._using:
+            if self._use_lock is not None:
+                self._use_lock.close()
+                self._use_lock = None
 
     def leave(self) -> None:
         """Release the lock, and see to it that the memory is freed one day.
