@@ -183,11 +183,19 @@ class _TlsConnection(_Timed, AWSHTTPSConnection):  # type: ignore[misc]
         self.is_verified = True
 
 
-class _Pool(AWSHTTPConnectionPool):  # type: ignore[misc]
+class _Direct:
+    """For a pool of botocore: redirects are answers like others. urllib3 fails over headers of botocore's at one with
+    status 303, and loses the connection."""
+
+    def urlopen(self, *args: Any, **kwargs: Any) -> Any:
+        return super().urlopen(*args, **{**kwargs, "redirect": False})  # type: ignore[misc]
+
+
+class _Pool(_Direct, AWSHTTPConnectionPool):  # type: ignore[misc]
     ConnectionCls = _Connection
 
 
-class _TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
+class _TlsPool(_Direct, AWSHTTPSConnectionPool):  # type: ignore[misc]
     ConnectionCls = _TlsConnection
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.servers.scripted import KEY, SECRET, Answer, Handler, Server, hang_up, options, serving
 
@@ -103,6 +103,7 @@ ANSWERS = st.just(hang_up) | st.builds(
 
 @pytest.mark.slow
 @settings(max_examples=60)
+@example(name="delete", answer=saying(303, "", {"Location": "http://127.0.0.1:9/"}), skip=0)
 @given(name=st.sampled_from(sorted(CALLS)), answer=ANSWERS, skip=st.integers(0, 4))
 def test_every_error_of_every_request_is_told_as_ours(world: World, name: str, answer: Answer, skip: int) -> None:
     world.server.script = [*[lambda one: one.right_for()(one)] * skip, *[answer] * 400]
