@@ -26,6 +26,7 @@ from tierstate.tiers.posix.files import (
     create_temp,
     file_size,
     file_status,
+    object_keys,
     open_file,
     os_errors_translated,
     remove_leftover,
@@ -308,15 +309,13 @@ class LocalMemory:
 
     def list(self, prefix: str) -> Iterator[str]:
         """The keys with a prefix, rising."""
-        folder, _, stem = prefix.rpartition("/")
+        folder = prefix.rpartition("/")[0]
         if not prefix.isascii() or len(prefix) > MAX_KEY or (folder and not is_key(folder)):
             return iter(())
         top = self.path / folder
         self._check_folders(top / "any")
         with os_errors_translated("list", self.name, prefix, top), suppress(NotADirectoryError):
-            root = os.path.join(self.path, "")
-            keys = (entry.path.removeprefix(root) for entry in walk(top, stem))
-            return iter(sorted(key for key in keys if key.startswith(prefix) and is_key(key)))
+            return iter(object_keys(self.path, prefix))
         return iter(())
 
     def size(self, key: str) -> int:

@@ -46,6 +46,7 @@ from .files import (
     file_size,
     file_status,
     is_at,
+    object_keys,
     open_file,
     os_errors_translated,
     remove_leftover,
@@ -327,7 +328,7 @@ class Directory(Tier):
             self._io.read(path, file, ranges)
 
     def list(self, prefix: str) -> Iterator[str]:
-        folder, _, stem = prefix.rpartition("/")
+        folder = prefix.rpartition("/")[0]
         if folder and not is_key(folder):
             return iter(())
         top = self.path / folder
@@ -336,9 +337,7 @@ class Directory(Tier):
             self._check_root()
             if folder and self._case.spelled_otherwise(top) is not None:
                 return iter(())
-            root = os.path.join(self.path, "")
-            keys = (entry.path.removeprefix(root) for entry in walk(top, stem))
-            return iter(sorted(key for key in keys if key.startswith(prefix) and is_key(key)))
+            return iter(object_keys(self.path, prefix))
         return iter(())
 
     def size(self, key: str) -> int:

@@ -26,6 +26,7 @@ from tierstate.manifest.errors import (
     TierUnavailable,
 )
 from tierstate.manifest.printable import escape_controls
+from tierstate.tiers.base import is_key
 
 TEMP = ".tmp-"
 """Prefix of the names of temporary files; no name in a key starts with a dot."""
@@ -244,6 +245,14 @@ def walk(folder: Path, stem: str = "") -> Iterator[os.DirEntry[str]]:
                     yield from walk(Path(entry.path))
             elif entry.is_file(follow_symlinks=False):
                 yield entry
+
+
+def object_keys(root: Path, prefix: str) -> list[str]:
+    """The keys with a prefix of the objects below a tier's folder, rising."""
+    folder, _, stem = prefix.rpartition("/")
+    above = os.path.join(root, "")
+    keys = (entry.path.removeprefix(above) for entry in walk(root / folder, stem))
+    return sorted(key for key in keys if key.startswith(prefix) and is_key(key))
 
 
 def _numbers(names: str) -> frozenset[int]:
