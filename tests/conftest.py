@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from support import fake_cuda
 from support.checkpointer_worlds import meet_strangers, scratch
 from support.servers.fixtures import (
     ceph,
@@ -29,6 +30,9 @@ __all__ = [
     "ceph", "ceph_once", "proxy", "proxy_to", "rclone", "rclone_once", "rclone_tls", "rclone_tls_once", "server",
     "swift", "swift_once",
 ]  # fmt: skip
+
+if fake_cuda.VARIABLE in os.environ:
+    fake_cuda.install()
 
 # Examples do I/O, so a slow disk must not fail one; HYPOTHESIS_PROFILE=soak looks twenty times as long.
 _IO = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpointer_worlds import policy, tier
+from support.device_jobs import DeviceJob, on_the_host
 from support.equality import difference
 
 import tierstate as ts
@@ -37,47 +38,6 @@ class TestGpuContract(TierContract):
         return Gpu()
 
 
-class Job:
-    """A model on the device, odd strides there, and what an ordinary state has on the host."""
-
-    def __init__(self, width: int = 1024) -> None:
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4))).cuda()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.batch = torch.randn(512, width, device="cuda")
-        self.odd = torch.randn(700, 900, device="cuda").t()[::2]
-        self.host, self.big = torch.randn(1000), torch.randn(600_000)
-        self.steps = 0
-
-    def state(self) -> dict[str, Any]:
-        here = {"host": self.host, "big": self.big, "odd": self.odd, "steps": self.steps}
-        return {"model": self.model, "optimizer": self.optimizer, "rng": torch.cuda.get_rng_state(), **here}
-
-    def truth(self) -> Any:
-        torch.cuda.synchronize()
-        state = {**self.state(), "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return copy.deepcopy(on_the_host(state))
-
-    def forward(self) -> None:
-        for _ in range(20):
-            self.model(self.batch).square().mean().backward()
-
-    def step(self) -> None:
-        self.forward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        for tensor in (self.host, self.big, self.odd):
-            tensor.mul_(1.5)
-        self.steps += 1
-
-
-def on_the_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return type(value)((k, on_the_host(v)) for k, v in value.items())
-    return value
-
-
 @pytest.fixture
 def ckpt(place: Path) -> Iterator[ts.Checkpointer]:
     tiers = {"gpu": {"type": "gpu", "keep": {"last": 2}}, "nvme": tier("nvme", place)}
@@ -101,7 +61,7 @@ def test_versions_are_the_state_at_the_call_and_roll_back_beside_what_is_queued(
 ) -> None:
     stream = torch.cuda.Stream() if beside else torch.cuda.current_stream()
     with torch.cuda.stream(stream):
-        job, truth = Job(), {}
+        job, truth = DeviceJob(), {}
         for _ in range(4):
             job.step()
             truth[job.steps] = job.truth()
@@ -132,7 +92,7 @@ def test_save_waits_for_nothing_but_the_copy_within_the_device(
 
     monkeypatch.setattr(Arena, "acquire", gated)
     monkeypatch.setattr(Arena, "try_acquire", lambda _: None)
-    job = Job()
+    job = DeviceJob()
     job.step()
     truth = job.truth()
     state = job.state()
@@ -150,8 +110,8 @@ def test_save_waits_for_nothing_but_the_copy_within_the_device(
 def test_a_rollback_takes_tensors_of_the_device_from_the_device(
     ckpt: ts.Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = torch.nn.Linear(1024, 1024).cuda()
-    state = {"model": model, "odd": torch.randn(700, 900, device="cuda").t()[::2]}
+    model = torch.nn.Linear(64, 64).cuda()
+    state = {"model": model, "odd": torch.randn(70, 90, device="cuda").t()[::2]}
     truth = copy.deepcopy(on_the_host({**state, "model": model.state_dict()}))
     ckpt.save(state, step=1).wait("gpu")
     with torch.no_grad():
@@ -165,7 +125,7 @@ def test_a_rollback_takes_tensors_of_the_device_from_the_device(
 def test_the_device_computes_while_the_host_reads_the_copy(place: Path) -> None:
     """By the device's own clock: what is queued after the save does not wait for the copies to the host."""
     tiers = {"gpu": {"type": "gpu", "keep": {"last": 1}}, "nvme": tier("nvme", place)}
-    job = Job(4096)
+    job = DeviceJob(4096)
     job.step()
     with ts.Checkpointer(policy(tiers, arena={"size": "512MiB"}, chunk="16MiB"), "run") as ckpt:
         ckpt.save(job.state(), step=0).wait("gpu")
@@ -183,12 +143,12 @@ def test_the_device_computes_while_the_host_reads_the_copy(place: Path) -> None:
 def test_memory_that_changed_on_the_device_is_found_there(
     ckpt: ts.Checkpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = {"w": torch.randn(3_000_000, device="cuda")}
+    state = {"w": torch.randn(300_000, device="cuda")}
     truth = copy.deepcopy(on_the_host(state))
     save = ckpt.save(state, step=1)
     save.wait("gpu")
     save.wait()
-    snapshots(ckpt)[0].memory[4_000_000] ^= 1
+    snapshots(ckpt)[0].memory[400_000] ^= 1
     torch.cuda.synchronize()
     state["w"].zero_()
     ckpt.restore(state)

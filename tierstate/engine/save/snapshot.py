@@ -20,7 +20,7 @@ from tierstate.engine.packs.keys import SNAPSHOT, PackKey
 from tierstate.engine.packs.pack import FooterRows, encode_footer
 from tierstate.engine.packs.slab_layout import BIG
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import MAX_CHUNK_SIZE, Buffer, Chunk, Event, as_buffer, spans
+from tierstate.manifest.chunk import MAX_CHUNK_SIZE, Buffer, Chunk, Event, as_buffer, empty_buffer, spans
 from tierstate.manifest.errors import TierFull
 from tierstate.manifest.format.layout import RAW, LayoutBuilder
 from tierstate.manifest.format.version import Version
@@ -85,6 +85,8 @@ class Snapshot:
             sums = sums_on_host(self._sums)
         self._tier.adopt(self._key, self._memory, sums, as_buffer(encode_footer([rows])))
         self._adopted = True
+        # The tier has it now, and frees it: a save that is done must not keep device memory until it is collected.
+        self._memory, self._sums = empty_buffer(0), empty_buffer(0)
         draft.put_run(self.rows, self._key, self._offset, self._nbytes, RAW)
 
     def discard(self) -> None:

@@ -1,0 +1,36 @@
+"""Every test for GPUs, run on fake ones: in processes of their own, since a process that has the fake keeps it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import fake_cuda
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+FILES = sorted(HERE.rglob("test_*.py"))
+FILES.remove(Path(__file__))
+FILES += [
+    TESTS / "providers/tensors/test_strided_scatter.py",
+    TESTS / "providers/tensors/test_tensors.py",
+    TESTS / "tiers/memory/test_pinning.py",
+]
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    if fake_cuda.compiler() is None:
+        pytest.skip("needs a C++ compiler, to build the fake")
+    return fake_cuda.environment()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(fake_cuda.has_real(), reason="there is a real GPU here")
+@pytest.mark.xdist_group("fake_cuda")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(TESTS)))
+def test_on_fake_devices(file: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", str(file)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS.parent, check=False)
+    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]
+    assert " passed" in ran.stdout
