@@ -90,6 +90,11 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
+def on_device(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The same bytes in the memory of a CUDA device."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage).cuda().untyped_storage()
+
+
 def remake(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """The same view as ``like``, over another storage."""
     pair = like.dtype.itemsize == 16  # no integer is as wide

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.equality import bits, difference
 from support.manifest_strategies import cuts
 from support.sharded_versions import mesh
-from support.state_strategies import arrays, remake, scrambled, tensors
+from support.state_strategies import arrays, on_device, remake, scrambled, tensors
 from support.transfer import stream
 
 from tierstate.manifest.boxes import Box
@@ -101,9 +101,11 @@ def test_what_is_always_whole_says_so():
 def test_tensors_on_a_device_take_boxes(pinned: bool) -> None:
     base = torch.randn(64, 48)
     for view in (base, base.T, base[::3, 1:], base.bfloat16()[:, ::2], base.to(torch.complex64).conj()):
-        there = remake(view.untyped_storage().cuda().fill_(0), view)
+        storage = on_device(view.untyped_storage())
+        torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).fill_(7)  # queued: the bytes come after it
+        there = remake(storage, view)
         whole = np.frombuffer(bits(view), np.uint8).reshape(*view.shape, view.element_size())
-        provider, events = TensorProvider(there), []
+        provider, events = TensorProvider(there).receiver(TensorProvider(there).spec), []
         for part in mesh(view.shape, (3, 2)):
             at = Box(part.offset, (part.shape[0], part.shape[1] + 3))
             source = bytes_at(whole, at, part, 0)

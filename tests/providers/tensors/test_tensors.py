@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.equality import bits
-from support.state_strategies import DTYPES, make, remake, tensors
+from support.state_strategies import DTYPES, make, on_device, remake, tensors
 from support.transfer import feed, stream
 
 import tierstate as ts
@@ -252,7 +252,7 @@ def test_what_does_not_fit_says_why() -> None:
 def test_cuda_tensors_of_any_stride() -> None:
     base = torch.randn(64, 48)
     for view in (base, base.T, base[::3, 1:], base[:, :1].expand(64, 5), base.to(torch.complex64).conj()):
-        there = remake(view.untyped_storage().cuda(), view)
+        there = remake(on_device(view.untyped_storage()), view)
         out = torch.empty(view.numel() * view.element_size(), dtype=torch.uint8).pin_memory()
         for chunk in TensorProvider(there).chunks(4096):
             event = chunk.fill(out[chunk.start : chunk.start + chunk.nbytes])

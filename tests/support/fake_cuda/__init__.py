@@ -283,7 +283,7 @@ def _fill_in(device: Any, runtime: Runtime, devices: int) -> None:
     core._graph_pool_handle = lambda: (0, 1)
     core._cuda_isCurrentStreamCapturing = device.is_capturing
     core._cuda_getDeviceCount = device.device_count
-    core._cuda_init = lambda: None
+    core._cuda_init = device.init
     core._cuda_isInBadFork = device.forked
     core._cuda_getDevice = device.device
     core._cuda_setDevice = device.set_device

@@ -1199,6 +1199,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("replay", &replay);
   m.def("is_capturing", [] { return current(current_device).capture != nullptr; });
   m.def("exchange_capture_mode", [](int mode) { return std::exchange(capture_mode, mode); });
+  m.def("init", [] { at::globalContext().lazyInitDevice(TYPE); });
   m.def("device_count", [] { return world().devices; });
   m.def("set_device_count", [](int n) { world().devices = n; });
   m.def("device", [] { return current_device; });
