@@ -34,7 +34,7 @@ from tierstate.engine.save.preemption import Preemption, PreemptionWish, keys_of
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import HISTORY
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import TierstateError, TierUnavailable
+from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
 from tierstate.manifest.format.leaf import Path, check_glob
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
@@ -42,6 +42,7 @@ from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.unflatten import NEW
 from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.memory.cudart import is_capturing
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.models import PreemptionKeys
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
@@ -249,6 +250,18 @@ class Checkpointer(Run):
         self._guard.remove(optimizer)
 
     @not_reentrant
+    def before_step(self) -> None:
+        """Wait until guarded tensors may change: for loops whose steps no optimizer of torch makes.
+
+        The steps of guarded optimizers, and replays of CUDA graphs with such a step, call it themselves. A loop that
+        changes guarded tensors in another way (a kernel of its own, a graph that was captured without an optimizer)
+        calls it before each change. If copies from a CUDA device are under way, it does not wait for them: what is
+        queued later on the current stream runs after them.
+        """
+        self._check_open()
+        self._guard.before_step()
+
+    @not_reentrant
     def save(self, state: Any, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
         """Save a state. Returns when all of it is captured, except what is guarded; then the state may change again.
 
@@ -268,6 +281,11 @@ class Checkpointer(Run):
         """
         start = time.monotonic()
         self._check_open()
+        if is_capturing():
+            raise CaptureError(
+                "save was called while a CUDA graph is being captured, and a graph cannot save: call it after the "
+                "capture. Nothing was saved, and the capture goes on"
+            )
         save = self._save_state(state, step, metadata)
         try:
             self._pipeline.keep_up(save._save_state)

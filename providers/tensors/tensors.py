@@ -86,7 +86,7 @@ def upload(device: torch.device, copy: Callable[[], None]) -> Event:
     stream = upload_stream(device)
     with torch.cuda.stream(stream):
         copy()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
     return event
 
@@ -143,7 +143,7 @@ class TensorProvider(Provider):
         device = self._strided.device
         if device.type != "cuda":
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 

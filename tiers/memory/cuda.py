@@ -18,6 +18,8 @@ import torch
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
 
+from .cudart import relaxed_capture, uses_cuda
+
 _STREAMS: dict[int, Any] = {}
 
 
@@ -44,12 +46,19 @@ class StreamFence:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # A thread that waits for a blocking event sleeps, and leaves its core to the training.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(device))
 
     def synchronize(self) -> None:
         """Wait until the event has happened."""
         self._event.synchronize()
+
+    def copied(self) -> StreamEvent:
+        """An event that happens when all copies are done that were queued so far after `follow`."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(_side_stream(self._device))
+        return OnStreams(event, self._device)
 
     def follow(self) -> None:
         """Make this thread use a side stream that waits for the event, but not for what the caller queues later.
@@ -62,14 +71,17 @@ class StreamFence:
 
 
 def stream_fences(devices: Iterable[int]) -> tuple[StreamFence, ...]:
-    """A fence for each of these CUDA devices and for the current one; empty if CUDA is not in use.
+    """A fence for each of these CUDA devices, and for the current one if it is in use: it may write to host memory.
 
-    Never for all devices: the first use of a device takes hundreds of megabytes of its memory, even if the device
+    Never for another device: the first use of one takes hundreds of megabytes of its memory, even if the device
     belongs to another rank.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not uses_cuda():
         return ()
-    return tuple(StreamFence(device) for device in sorted({*devices, torch.cuda.current_device()}))
+    here = torch.cuda.current_device()
+    core: Any = torch._C
+    in_use = {here} if core._cuda_hasPrimaryContext(here) else set()
+    return tuple(StreamFence(device) for device in sorted({*devices} | in_use))
 
 
 class StreamEvent(Protocol):
@@ -80,6 +92,21 @@ class StreamEvent(Protocol):
 
     def wait(self) -> None:
         """Make all later work of the current stream wait for it."""
+
+
+class OnStreams:
+    """A CUDA event as a `StreamEvent`: the current stream that waits for it is the one of its own device."""
+
+    def __init__(self, event: Any, device: int) -> None:
+        self._event, self._device = event, device
+
+    def synchronize(self) -> None:
+        """Wait until it has happened."""
+        self._event.synchronize()
+
+    def wait(self) -> None:
+        """Make all later work of this thread's current stream of the device wait for it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class _DoneEvent:
@@ -109,7 +136,7 @@ class CopyStream:
         if self._stream is None:
             yield
         else:
-            with torch.cuda.stream(self._stream):
+            with relaxed_capture(), torch.cuda.stream(self._stream):
                 yield
 
     def follow(self) -> None:
@@ -121,13 +148,14 @@ class CopyStream:
         """An event that happens when all work queued so far on this stream is done."""
         if self._stream is None:
             return _DoneEvent()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return event
+        return OnStreams(event, self.device.index)
 
     def settle(self) -> None:
         """Wait until all work queued so far on this stream is done."""
-        self.mark().synchronize()
+        with relaxed_capture():
+            self.mark().synchronize()
 
 
 def _side_stream(device: int) -> Any:

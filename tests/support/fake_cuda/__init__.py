@@ -117,7 +117,7 @@ class Runtime:
 
     def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         """Takes a pointer to an int by ``ctypes.byref``, or the pointer itself, as the real one."""
-        cell = getattr(mode, "_obj", None) or mode.contents
+        cell = mode._obj if hasattr(mode, "_obj") else mode.contents
         cell.value = self._device.exchange_capture_mode(cell.value)
         return 0
 
@@ -292,6 +292,7 @@ def _fill_in(device: Any, runtime: Runtime, devices: int) -> None:
     core._cuda_getDefaultStream = lambda index: _stream_data(0, index, type_number)
     core._cuda_setStream = lambda stream_id, device_index, device_type: device.set_stream(stream_id, device_index)
     core._cuda_getCurrentRawStream = device.stream
+    core._cuda_hasPrimaryContext = lambda index: index in device.contexts()
     core._cuda_synchronize = lambda: torch.accelerator.synchronize(torch.device("cuda", device.device()))
     core._cuda_emptyCache = device.empty_cache
     core._cuda_memoryStats = lambda index: _memory_stats(device.memory_stats(index))
@@ -301,6 +302,7 @@ def _fill_in(device: Any, runtime: Runtime, devices: int) -> None:
         index, int(fraction * device.memory_info(index)[1]) if fraction < 1 else 1 << 62
     )
     core._cuda_cudaCachingAllocator_is_enabled = lambda: True
+    core._cuda_getMemoryFraction = lambda index: 1.0
     core._host_emptyCache = lambda: None
     core._cuda_sleep = lambda cycles: device.run_later(lambda: None)
     for name in ("torch.cuda.streams", "torch.cuda.graphs"):

@@ -1,8 +1,9 @@
 """Capture: copy the chunks of a state into slabs of the arena and digest them, while the state must not change.
 
 `Capture` copies host memory with several threads and skips chunks that have not changed. `StreamedSources` gets chunks
-from providers (device tensors, non-contiguous tensors, custom providers) with double buffering. The `CaptureThread`
-captures one save after the other and feeds the slabs to the jobs that write them to the tiers.
+from providers (device tensors, non-contiguous tensors, custom providers). Copies from a device run ahead, as far as the
+arena has slabs, while threads digest what has arrived. The `CaptureThread` captures one save after the other and feeds
+the slabs to the jobs that write them to the tiers.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from tierstate.manifest.reshard.coverage import check_complete
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena, Slab
+from tierstate.tiers.memory.cudart import relaxed_capture
 
 from .plan import CapturePlan, LastCapture
 from .publish import CascadeJob, DirectJob, Job, UnchangedChunks
-from .save_state import SaveState
+from .save_state import QueuedCopies, SaveState
 from .tier_queue import TierQueue
 
 log = logging.getLogger("tierstate")
 
 
 SLABS_AHEAD = 2
-"""Slabs that a device may still be copying into while the next one is filled."""
+"""Slabs that a device may still be copying into while the next one is filled, if one thread does everything."""
 
 
 FilledSlab: TypeAlias = tuple[Slab, Array, Array, Array]
@@ -77,12 +79,26 @@ class _Filling:
     events: list[tuple[str, Event]] = field(default_factory=list)
 
     def settled(self) -> FilledSlab:
-        """Wait for all copies into the slab, then return it. Raises CaptureError if a copy failed."""
-        for name, event in self.events:
-            with _reading(name):
-                event.synchronize()
+        """Wait for all copies into the slab, then return it. Raises CaptureError if a copy failed; the slab is released
+        then."""
+        try:
+            for name, event in self.events:
+                with _reading(name):
+                    event.synchronize()
+        except BaseException:
+            self.drop()
+            raise
         rows, at, nbytes = (np.array(column, "i8") for column in (self.rows, self.at, self.nbytes))
         return self.slab, rows, at, nbytes
+
+    def drop(self) -> None:
+        """Release the slab, once no device writes into it any more."""
+        for name, event in self.events:
+            try:
+                event.synchronize()
+            except Exception as error:
+                log.debug("%s: a copy that nobody waits for failed: %s", name, error)
+        self.slab.release()
 
 
 class StreamedSources:
@@ -93,15 +109,17 @@ class StreamedSources:
         chunk: chunk length in bytes.
         arena: gives the slabs.
         stop: called before each chunk; true cancels the capture.
+        ahead: slabs that are filled before the first of them is yielded. 0 if other threads wait for their copies.
     """
 
-    def __init__(self, plan: CapturePlan, chunk: int, arena: Arena, stop: Callable[[], bool]) -> None:
-        self._plan, self._chunk, self._arena, self._stop = plan, chunk, arena, stop
+    def __init__(self, plan: CapturePlan, chunk: int, arena: Arena, stop: Callable[[], bool], ahead: int) -> None:
+        self._plan, self._chunk, self._arena, self._stop, self._ahead = plan, chunk, arena, stop, ahead
         self._open: _Filling | None = None
         self._waiting: deque[_Filling] = deque()
 
-    def run(self, sources: Array, first: Array) -> Generator[FilledSlab]:
-        """Yield filled slabs, each with one lease, which the caller must release. Order: `CapturePlan.in_order`.
+    def run(self, sources: Array, first: Array) -> Generator[_Filling]:
+        """Yield slabs, into which devices may still copy. The caller must settle or drop each. Order:
+        `CapturePlan.in_order`.
 
         Args:
             sources: indices of the sources to capture.
@@ -123,30 +141,25 @@ class StreamedSources:
         finally:
             self._let_go()
 
-    def _make_room(self, nbytes: int) -> Iterator[FilledSlab]:
+    def _make_room(self, nbytes: int) -> Iterator[_Filling]:
         """Open another slab if the open one has no room for the next chunk; yields filled slabs."""
         if self._open is not None:
             self._open.end += -self._open.end % (BLOCK if nbytes >= BIG else GRAIN)
             if self._open.end + nbytes <= self._arena.slab_size:
                 return
-        yield from self._shut(SLABS_AHEAD)
+        yield from self._shut(self._ahead)
         while (slab := self._arena.try_acquire()) is None and self._waiting:
             # No blocking wait for a slab while this generator still holds filled ones: nobody else could release them.
-            yield self._oldest()
+            yield self._waiting.popleft()
         self._open = _Filling(slab if slab is not None else self._arena.acquire(self._stop))
 
-    def _shut(self, ahead: int) -> Iterator[FilledSlab]:
+    def _shut(self, ahead: int) -> Iterator[_Filling]:
         """Close the open slab and yield filled ones, except the last ``ahead``, into which devices may still copy."""
         if self._open is not None:
             self._waiting.append(self._open)
             self._open = None
         while len(self._waiting) > ahead or (self._waiting and not self._waiting[0].events):
-            yield self._oldest()
-
-    def _oldest(self) -> FilledSlab:
-        settled = self._waiting[0].settled()
-        self._waiting.popleft()
-        return settled
+            yield self._waiting.popleft()
 
     def _fill(self, source: int, row: int, chunk: Chunk) -> None:
         filling = self._open
@@ -161,14 +174,9 @@ class StreamedSources:
         filling.end += chunk.nbytes
 
     def _let_go(self) -> None:
-        """Release the slabs that were not yielded, once no device writes into them any more."""
+        """Release the slabs that were not yielded."""
         for filling in [*self._waiting, *([self._open] if self._open is not None else [])]:
-            for name, event in filling.events:
-                try:
-                    event.synchronize()
-                except Exception as error:
-                    log.debug("%s: a copy that nobody waits for failed: %s", name, error)
-            filling.slab.release()
+            filling.drop()
 
 
 def checked_chunks(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]:
@@ -219,12 +227,15 @@ class CaptureSink(NamedTuple):
         dispatch: called with each filled slab and one lease, which it must release. Called from several threads.
         kept: called with rows and digests of chunks that have not changed and were not copied.
         unguarded_done: called when all that is not guarded has been copied, if guarded sources follow.
+        copies_queued: called when everything that is guarded was copied from host memory, and its copies from devices
+            are queued.
         stop: polled; true cancels the capture.
     """
 
     dispatch: Callable[[SlabChunks], None]
     kept: Callable[[Array, Array], None] = lambda _rows, _digests: None
     unguarded_done: Callable[[], None] = lambda: None
+    copies_queued: Callable[[QueuedCopies], None] = lambda _: None
     stop: Callable[[], bool] = lambda: False
 
 
@@ -262,6 +273,7 @@ class Capture:
         self._digests, self._samples = np.zeros((chunks, 2), "<u8"), np.zeros(chunks, "<u8")
         self._lock = threading.Lock()
         self._failures: list[BaseException] = []
+        self._queued: QueuedCopies | None = None
 
     def run(self) -> LastCapture:
         """Copy everything; guarded sources last.
@@ -279,7 +291,7 @@ class Capture:
             self._outlet.unguarded_done()
             self._look_back()
             self._check_memory()
-            self._copy_all(self._plan.guarded, 1)
+            self._copy_all(self._plan.guarded, 1, self._all_queued)
             self._validate()
         return LastCapture(self._plan.nbytes, self._digests, self._samples, self._stood.likely)
 
@@ -288,13 +300,22 @@ class Capture:
         if self._plan.read_set is not None and (freed := self._plan.read_set.freed()):
             self._give_up(freed)
 
+    def _all_queued(self) -> None:
+        if self._plan.read_set is not None:
+            self._queued = QueuedCopies(self._changed, [fence.copied() for fence in self._plan.fences])
+            self._outlet.copies_queued(self._queued)
+
     def _validate(self) -> None:
         """Raises CaptureError unless what was captured after `save` had returned is what it was at the call."""
-        if (read_set := self._plan.read_set) is None:
-            return
-        settled = read_set.settle(self._stopped)
-        if changed := read_set.changed() or (set() if settled else self._differing() | read_set.changed()):
+        if self._queued is not None and (changed := self._queued.changed()):
             self._give_up(changed)
+
+    def _changed(self) -> set[int]:
+        """Leaves that were changed since the call of `save`."""
+        read_set = self._plan.read_set
+        assert read_set is not None
+        settled = read_set.settle(self._stopped)
+        return read_set.changed() or (set() if settled else self._differing() | read_set.changed())
 
     def _differing(self) -> set[int]:
         """Leaves of guarded sources in host memory that are not what was captured of them."""
@@ -321,41 +342,85 @@ class Capture:
         worth = int(self._plan.nbytes[here].sum()) // WORTH_A_THREAD
         return max(1, min(COPY_WORKERS, _cores(), worth))
 
-    def _copy_all(self, which: Array, workers: int) -> None:
+    def _copy_all(self, which: Array, workers: int, then: Callable[[], None] = lambda: None) -> None:
+        """Copy these sources.
+
+        Args:
+            workers: threads that copy host memory.
+            then: called when the copies from devices are queued, and all others done.
+        """
         plan = self._plan
         sources = plan.in_order(np.flatnonzero(which & (plan.address != 0)))
+        streamed = np.flatnonzero(which & (plan.address == 0))
         slabfuls = fill_slabs(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size)
-        helpers = [
-            threading.Thread(target=self._work, args=(slabfuls,), name=f"tierstate-copy-{i}") for i in range(1, workers)
+        filled: SimpleQueue[_Filling | None] = SimpleQueue()
+        digesting = self._digest_threads(streamed)
+        threads = [
+            *(threading.Thread(target=self._work, args=(slabfuls,), name="tierstate-copy") for _ in range(1, workers)),
+            *(threading.Thread(target=self._digest_all, args=(filled,), name="tierstate-digest") for _ in digesting),
         ]
         started: list[threading.Thread] = []
         try:
-            for thread in helpers:
+            for thread in threads:
                 thread.start()
                 started.append(thread)
-            self._stream(np.flatnonzero(which & (plan.address == 0)))
+            self._stream(streamed, filled.put if digesting else self._take)
             self._work(slabfuls)
+            if not self._failures:
+                then()
         except BaseException as error:
             self._failures.append(error)
+        for _ in digesting:
+            filled.put(None)
         for thread in started:
             thread.join()
+        self._drop_all(filled)
         if self._failures:
             raise self._failures[0]
 
-    def _stream(self, sources: Array) -> None:
+    @staticmethod
+    def _drop_all(filled: SimpleQueue[_Filling | None]) -> None:
+        """Release what no thread took: not all threads could be started."""
+        while not filled.empty():
+            if (filling := filled.get()) is not None:
+                filling.drop()
+
+    def _digest_threads(self, sources: Array) -> range:
+        """Threads that digest what devices copy, while this thread queues more copies; none for a small state."""
+        worth = int(self._plan.nbytes[sources].sum()) // WORTH_A_THREAD
+        return range(min(COPY_WORKERS, _cores(), worth) if self._plan.fences else 0)
+
+    def _stream(self, sources: Array, take: Callable[[_Filling], None]) -> None:
         if len(sources):
             for fence in self._plan.fences:
                 fence.follow()
-            streamed = StreamedSources(self._plan, self._chunk, self._arena, self._stopped)
+            ahead = SLABS_AHEAD if take == self._take else 0
+            streamed = StreamedSources(self._plan, self._chunk, self._arena, self._stopped, ahead)
             with closing(streamed.run(sources, self._first)) as slabs:
-                for slab, rows, at, nbytes in slabs:
-                    self._give(slab, rows, at, nbytes)
+                for filling in slabs:
+                    take(filling)
+
+    def _take(self, filling: _Filling) -> None:
+        self._give(*filling.settled())
+
+    def _digest_all(self, filled: SimpleQueue[_Filling | None]) -> None:
+        """Digest slab after slab, as their copies end. After a failure they are only released."""
+        while (filling := filled.get()) is not None:
+            if self._failures:
+                filling.drop()
+                continue
+            try:
+                with relaxed_capture():
+                    self._take(filling)
+            except BaseException as error:
+                self._failures.append(error)
 
     def _work(self, slabfuls: Iterator[SlabPlan]) -> None:
         """Copy slab after slab, until there are no more."""
         try:
-            for fence in self._plan.fences:
-                fence.synchronize()
+            with relaxed_capture():
+                for fence in self._plan.fences:
+                    fence.synchronize()
             while True:
                 with self._lock:
                     slabful = next(slabfuls, None)
@@ -532,7 +597,8 @@ class CaptureThread:
     def _save(self, work: CaptureJob, before: Before) -> None:
         outcome: Version | BaseException
         try:
-            captured = self._capture(work, before)
+            with relaxed_capture():
+                captured = self._capture(work, before)
         except BaseException as error:
             outcome = _told(error)
             work.save_state.capture_ended(outcome)
@@ -557,7 +623,7 @@ class CaptureThread:
                 job.feed(UnchangedChunks(rows, digests))
 
         freed = partial(save_state.capture_ended, None) if work.snapped else save_state.freed.set
-        outlet = CaptureSink(dispatch, keep, freed, save_state.cancelled.is_set)
+        outlet = CaptureSink(dispatch, keep, freed, save_state.copies_queued, save_state.cancelled.is_set)
         digest = digest_function(save_state.head.digest)
         return Capture(work.plan, save_state.head.chunk, self._arena, digest, outlet, before).run()
 

@@ -21,6 +21,7 @@ from tierstate.providers.base import Provider
 from tierstate.providers.sharded.shards import ShardsProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of
 
+from .graph_steps import in_step_of_graph, watch_replays, watch_replays_no_more
 from .save_state import SaveState
 
 log = logging.getLogger("tierstate")
@@ -98,8 +99,9 @@ class Guard:
         if self._hook is None:
             self._hook = _run_first(_step_hook(self))
         self._guarded.append(
-            _Guarded(optimizer, layers, [_patch(one, self.wait) for one in layers if not _hooked(one)])
+            _Guarded(optimizer, layers, [_patch(one, self.before_step) for one in layers if not _hooked(one)])
         )
+        watch_replays(self)
 
     def remove(self, optimizer: object) -> None:
         """Wait for all captures, then let go of an optimizer. Nothing happens if it is not guarded."""
@@ -120,6 +122,7 @@ class Guard:
         if not self._guarded and self._hook is not None:
             self._hook.remove()
             self._hook, self._recorded = None, False
+            watch_replays_no_more(self)
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that steps of the guarded optimizers change: parameters and optimizer state."""
@@ -139,13 +142,23 @@ class Guard:
 
     def wait(self) -> None:
         """Wait until every watched save is captured or has failed. Does not raise its error: the `Save` reports it."""
+        self._wait(lambda save_state: save_state.captured.exception())
+
+    def before_step(self) -> None:
+        """Wait until a step may be queued: then everything in host memory is copied. Copies from devices may be under
+        way: the current streams of this thread wait for them, and the host goes on.
+        """
+        if in_step_of_graph():
+            self.wait()  # what is captured into a graph may not wait for events from outside of it
+        else:
+            self._wait(SaveState.release_state)
+
+    def _wait(self, until: Callable[[SaveState], object]) -> None:
         if os.getpid() != self._pid:
             return  # a forked child: the threads that capture are the parent's
-        if _in_cuda_graph():
-            self.record()
         save_states, start = self._save_states, time.monotonic()
         for save_state in save_states:
-            save_state.captured.exception()
+            until(save_state)
         # After an interrupt above, the state is still being read: the next call must wait for those saves too.
         self._save_states = [save_state for save_state in self._save_states if not save_state.captured.done()]
         self.waited += time.monotonic() - start if save_states else 0.0
@@ -155,8 +168,8 @@ class Guard:
         if not self._recorded:
             self._recorded = True
             log.warning(
-                "a guarded step is part of a graph (torch.compile with fullgraph=True, or a CUDA graph), in which it "
-                "cannot wait: save returns when all is copied from now on"
+                "a guarded step is part of a graph (torch.compile with fullgraph=True), in which it cannot wait: save "
+                "returns when all is copied from now on"
             )
 
 
@@ -177,7 +190,7 @@ def _step_hook(guard: Guard) -> Callable[[Any, Any, Any], None]:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def wait() -> None:
-        guard.wait()
+        guard.before_step()
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() and in_one_graph():
@@ -185,12 +198,6 @@ def _step_hook(guard: Guard) -> Callable[[Any, Any, Any], None]:
         wait()
 
     return hook
-
-
-def _in_cuda_graph() -> bool:
-    """Whether what runs now is recorded into a CUDA graph."""
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return started and torch.cuda.is_current_stream_capturing()
 
 
 def _run_first(hook: Callable[[Any, Any, Any], None]) -> Any:

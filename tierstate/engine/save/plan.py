@@ -34,7 +34,7 @@ from tierstate.providers.tensors.tensors import TensorProvider, local_of
 from tierstate.providers.tree.flatten import FlatState
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.values.metadata import json_metadata
-from tierstate.tiers.memory.cuda import stream_fences
+from tierstate.tiers.memory.cuda import StreamEvent, stream_fences
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 
@@ -57,6 +57,9 @@ class Fence(Protocol):
 
     def follow(self) -> None:
         """Make this thread's later work on the device wait for the point."""
+
+    def copied(self) -> StreamEvent:
+        """An event that happens when the work is done that was queued so far after `follow`."""
 
 
 class CaptureSource(NamedTuple):

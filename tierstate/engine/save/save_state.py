@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tierstate.manifest.errors import CaptureError, NotFound, TierUnavailable
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.latch import Completion, Latch
+from tierstate.tiers.memory.cuda import StreamEvent
 
 MAX_UNREPORTED = 100
 """The most failed saves that are remembered until they are reported; a tier may fail for weeks."""
@@ -22,6 +23,36 @@ class Skipped(NotFound):
     """A save was left out on a tier that lags, since newer saves were waiting for it (``on_lag``)."""
 
 
+class QueuedCopies:
+    """The copies from devices that are under way when all of them are queued; a step need not wait longer on the host.
+
+    It goes on once `release` was called: then its kernels run after the copies, by the order of streams. That also
+    decides what was changed before: after the step everything has.
+
+    Args:
+        changed: returns the leaves that were changed since `save` was called.
+        events: one for each device, after the last copy.
+    """
+
+    def __init__(self, changed: Callable[[], set[int]], events: Sequence[StreamEvent]) -> None:
+        self._changed, self._events = changed, events
+        self._lock = threading.RLock()
+        self._found: set[int] | None = None
+
+    def changed(self) -> set[int]:
+        """Leaves that were changed between the call of `save` and the first call of this."""
+        with self._lock:
+            if self._found is None:
+                self._found = self._changed()
+            return self._found
+
+    def release(self) -> None:
+        """Let the state change: what this thread queues on its current streams from now on runs after the copies."""
+        self.changed()
+        for event in self._events:
+            event.wait()
+
+
 class SaveState:
     """The progress of one save.
 
@@ -29,6 +60,7 @@ class SaveState:
         head: the version's head, without the values that are known only after the capture.
         nbytes: raw bytes of the state.
         freed: done when all sources that are not guarded have been copied; then `save` returns.
+        queued: done when copies from devices are all that is left of the capture, or it has ended.
         captured: done when every byte has been copied, or the capture has failed.
         tiers: for each tier that gets this save, done when it is committed or has failed there.
         elsewhere: for each tier that does not get this save, the reason.
@@ -43,7 +75,9 @@ class SaveState:
     def __init__(self, head: Head, nbytes: int, tiers: Sequence[str], elsewhere: Mapping[str, str]) -> None:
         self.head, self.nbytes = head, nbytes
         self.freed = Latch()
+        self.queued = Latch()
         self.captured = Completion()
+        self._copies: QueuedCopies | None = None
         self.tiers = {name: Completion() for name in tiers}
         self.elsewhere = dict(elsewhere)
         self.skipped = self.begun = self.lost = False
@@ -56,6 +90,17 @@ class SaveState:
         """End the save at once: no tier is due, so nothing is copied."""
         self.capture_ended(None)
 
+    def copies_queued(self, copies: QueuedCopies) -> None:
+        """Only these copies from devices are left of the capture."""
+        self._copies = copies
+        self.queued.set()
+
+    def release_state(self) -> None:
+        """Wait until this thread may change what is still to be captured, in host memory or by work on its streams."""
+        self.queued.wait()
+        if not self.captured.done() and self._copies is not None:
+            self._copies.release()
+
     def capture_ended(self, error: BaseException | None) -> None:
         """The capture is complete (``error`` is None), or has failed."""
         if self.captured.done():
@@ -65,6 +110,7 @@ class SaveState:
         else:
             self.captured.set_result(None)
         self.freed.set()
+        self.queued.set()
 
     def measured(self, tier: str) -> float:
         """Record the time of the commit on a tier, before `committed`. Returns the seconds since the call of `save`."""

@@ -241,7 +241,7 @@ def _chunks(copy: Buffer, summed_up: StreamEvent) -> Chunks:
             # Read only after the checksums: a later change of that memory then shows in the checksums or the digests.
             summed_up.wait()
             out.copy_(copy[start : start + out.numel()], non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record()
         return event
 
