@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import faulty, opened, policy, tier, wrapped
 from support.dcp_jobs import same
+from support.meshes import pretended
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import tierstate as ts
 from tierstate.dcp import TierReader, TierStager, TierWriter, close
@@ -310,6 +315,34 @@ def test_a_stager_copies_each_view_of_the_same_memory_as_it_is() -> None:
     live = {"square": square, "turned": square.t(), "bits": square.view(torch.int32), "row": square[0]}
     staged = TierStager().stage(live)
     same(dict(staged), live)
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    turned=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.bool]),
+    kind=st.sampled_from(["cpu", "cuda"]),
+)
+def test_a_staged_dtensor_has_the_staged_host_memory_itself_as_its_local_part(
+    shape: list[int], turned: bool, dtype: torch.dtype, kind: str
+) -> None:
+    """Also on a mesh of CUDA devices, where a build of torch without CUDA could copy nothing."""
+    local = torch.randn(shape).to(dtype)
+    local = local.movedim(0, -1) if turned else local
+    with pretended():
+        mesh = DeviceMesh(kind, torch.arange(4).view(2, 2), _init_backend=False)
+        whole = torch.Size((local.shape[0] * 2, *local.shape[1:]))
+        meta = TensorMeta(whole, torch.empty(whole, device="meta").stride(), dtype)
+        live = DTensor(local, DTensorSpec(mesh, (Shard(0), Replicate()), meta), requires_grad=dtype.is_floating_point)
+        staged = TierStager().stage({"w": live, "local": local})
+        made = staged["w"]
+        assert made._local_tensor is staged["local"]
+        assert torch.equal(staged["local"], local)
+        assert (made.device_mesh, made.placements) == (mesh, live.placements)
+        assert (made.shape, made.stride(), made.dtype) == (live.shape, live.stride(), dtype)
+        assert (made.requires_grad, made.device.type) == (False, "cpu")
+        again = pickle.loads(ForkingPickler.dumps(made))
+        assert torch.equal(again._local_tensor, local)
 
 
 @st.composite

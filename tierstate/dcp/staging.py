@@ -210,12 +210,14 @@ def _rebuilt(value: Any, views: dict[tuple[Any, ...], torch.Tensor]) -> Any:
 
 
 def _with_local(value: DTensor, local: torch.Tensor) -> DTensor:
-    """The DTensor with another local part."""
+    """A DTensor of the same mesh, placements and global shape, with another local part, which may be in host memory.
+
+    By the constructor, as torch's own operators make DTensors: `DTensor.from_local` would copy a host tensor to the
+    mesh's device.
+    """
     # When torch pickles a DTensor that was made from a local part with a storage offset, it takes the part for a tensor
     # with its own memory, and crashes. So the DTensor is made from a part without an offset, which is then replaced.
     first = torch.empty(1 if local.numel() else 0, dtype=local.dtype).as_strided(local.shape, (0,) * local.dim())
-    made = DTensor.from_local(
-        first, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
+    made = DTensor(first, value._spec, requires_grad=False)
     made._local_tensor = local
     return made
