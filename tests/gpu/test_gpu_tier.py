@@ -20,7 +20,7 @@ from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import TierFull
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.arena import Arena
-from tierstate.tiers.memory.cuda import SUM_BLOCK, block_sums, sums_on_host
+from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums, sums_on_host
 from tierstate.tiers.memory.gpu import DeviceObject, Gpu, gpu_in
 from tierstate.tiers.memory.host import Host
 from tierstate.tiers.testing import TierContract, random_bytes

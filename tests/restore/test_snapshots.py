@@ -29,7 +29,7 @@ from tierstate.manifest.errors import CaptureError, Damaged, TierError
 from tierstate.manifest.format.leaf import Spec
 from tierstate.tiers.base import Range
 from tierstate.tiers.memory.arena import Arena
-from tierstate.tiers.memory.cuda import SUM_BLOCK
+from tierstate.tiers.memory.block_sums import SUM_BLOCK
 from tierstate.tiers.memory.gpu import DeviceObject, Gpu, gpu_in
 
 SIZES = (30_000, 500, 8192, 60)

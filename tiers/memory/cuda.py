@@ -1,8 +1,7 @@
-"""CUDA streams and checksums on the device.
+"""CUDA streams.
 
 `StreamFence` orders this package's copies after the training's work so far; `CopyStream` runs copies on a stream of its
-own in parallel to the caller's kernels; `block_sums` and `unchanged_runs` check, without copying data to the host,
-whether device memory still has the bytes that were copied into it.
+own in parallel to the caller's kernels.
 """
 
 from __future__ import annotations
@@ -12,11 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-
-from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import Buffer
 
 from .cudart import relaxed_capture, uses_cuda
 
@@ -24,17 +19,6 @@ _STREAMS: dict[int, Any] = {}
 
 
 _MAKING = threading.Lock()
-
-
-SUM_SIDE = 128
-
-
-SUM_BLOCK = 4 * SUM_SIDE * SUM_SIDE
-"""Bytes that are summed together: a square of 32-bit words, 64 KiB."""
-
-
-SUM_PART = 1 << 30
-"""Bytes that are summed at once; the temporary memory is 1/32 of it."""
 
 
 class StreamFence:
@@ -163,49 +147,3 @@ def _side_stream(device: int) -> Any:
         if device not in _STREAMS:
             _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return _STREAMS[device]
-
-
-def block_sums(memory: Buffer) -> torch.Tensor:
-    """Two numbers for each block: the sum of its 32-bit words, and the sum of each word times its place in the block.
-
-    Sums are of signed words modulo 2^64, so that the order of adding does not matter. Any change of one or two words
-    changes them: a change of one word changes the first sum; a change of two words with the same first sum changes the
-    second, since ``(i - j) * d`` is not 0 and below 2^64. So does any exchange of two words. Any other change is missed
-    with a probability below 2^-64. This detects accidental changes, not deliberate ones.
-
-    Each block is a square; its rows and columns are summed, and then those sums are weighted. So the data is read
-    twice, and no temporary memory of its size is needed.
-
-    Args:
-        memory: whole blocks, on any device.
-
-    Returns:
-        ``(blocks, 2)`` of int64, on that device.
-    """
-    parts = [_sum(memory[at : at + SUM_PART]) for at in range(0, memory.numel(), SUM_PART)]
-    return torch.cat(parts)
-
-
-def _sum(memory: Buffer) -> torch.Tensor:
-    squares = memory.view(torch.int32).view(-1, SUM_SIDE, SUM_SIDE)
-    rows, columns = squares.sum(2, dtype=torch.int64), squares.sum(1, dtype=torch.int64)
-    place = torch.arange(SUM_SIDE, device=memory.device)
-    weighted = (rows * place).sum(1) * SUM_SIDE + (columns * place).sum(1)
-    return torch.stack((rows.sum(1), weighted), 1)
-
-
-def sums_on_host(sums: torch.Tensor) -> Array:
-    """Copy the sums to the host as a NumPy array. Waits for them on the current stream."""
-    return sums.cpu().numpy()
-
-
-def unchanged_runs(then: Array, now: Array, start: Array, nbytes: Array) -> Array:
-    """``(n,)`` of bool: which byte ranges are in unchanged blocks.
-
-    Args:
-        then, now: ``(blocks, 2)``: the sums when the bytes were copied, and now.
-        start, nbytes: ``(n,)``: the byte ranges, none of them empty.
-    """
-    changed = np.concatenate([[0], np.cumsum((then != now).any(axis=1))])
-    found: Array = changed[start // SUM_BLOCK] == changed[-(-(start + nbytes) // SUM_BLOCK)]
-    return found

@@ -23,7 +23,8 @@ from tierstate.tiers.base import Range, Release, Tier, check_key, check_ranges, 
 from tierstate.tiers.units import Size, format_size
 
 from .arena import current_device
-from .cuda import CopyStream, block_sums, sums_on_host
+from .block_sums import block_sums, sums_on_host
+from .cuda import CopyStream
 from .host import HeldBuffer, InMemoryObject, InMemoryTier
 
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")

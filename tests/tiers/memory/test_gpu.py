@@ -5,13 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tierstate.manifest.chunk import as_buffer, empty_buffer
 from tierstate.manifest.errors import AlreadyExists, NotFound, PolicyError, TierError, TierFull
 from tierstate.tiers.base import Range, Tier
-from tierstate.tiers.memory.cuda import SUM_BLOCK, block_sums, sums_on_host, unchanged_runs
+from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums, sums_on_host, unchanged_runs
 from tierstate.tiers.memory.gpu import Gpu
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.testing import TierContract, random_bytes
@@ -160,39 +158,6 @@ def test_an_object_that_came_through_the_host_is_not_lent() -> None:
     tier.put("a", random_bytes(100))
     with tier.lent("a") as found:
         assert found is None
-
-
-WORD = st.integers(-(1 << 31), (1 << 31) - 1)
-PLACE = st.integers(0, SUM_BLOCK // 4 - 1)
-
-
-@given(st.lists(st.tuples(PLACE, WORD), min_size=1, max_size=2, unique_by=lambda change: change[0]))
-def test_a_change_of_one_word_or_two_shows_in_the_sums(changes: list[tuple[int, int]]) -> None:
-    memory = random_bytes(2 * SUM_BLOCK, 3)
-    words, before = memory.view(torch.int32), block_sums(memory)
-    changed = False
-    for place, word in changes:
-        changed |= int(words[place]) != word
-        words[place] = word
-    now = block_sums(memory)
-    assert torch.equal(now[0], before[0]) is not changed
-    assert torch.equal(now[1], before[1])
-
-
-@given(PLACE, PLACE, st.integers(0, 31))
-def test_bits_flipped_against_each_other_and_exchanged_words_show(one: int, other: int, bit: int) -> None:
-    memory = torch.zeros(SUM_BLOCK, dtype=torch.uint8)
-    words = memory.view(torch.int32)
-    words[one] = 1 << bit if bit < 31 else -(1 << 31)
-    before = block_sums(memory)
-    words[one], words[other] = 0, int(words[one])
-    assert torch.equal(block_sums(memory), before) is (one == other)
-
-
-def test_the_sums_are_what_they_are_said_to_be() -> None:
-    memory = random_bytes(3 * SUM_BLOCK, 4)
-    words = memory.numpy().view("<i4").reshape(3, -1).astype("i8")
-    assert block_sums(memory).tolist() == [[row.sum(), (row * np.arange(row.size)).sum()] for row in words]
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "mps", "CPU", ""])

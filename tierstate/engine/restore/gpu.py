@@ -15,7 +15,7 @@ from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.layout import RAW
 from tierstate.manifest.format.version import Version
 from tierstate.providers.tensors.tensors import TensorProvider
-from tierstate.tiers.memory.cuda import unchanged_runs
+from tierstate.tiers.memory.block_sums import unchanged_runs
 from tierstate.tiers.memory.gpu import Gpu
 
 from .scatter import Destination, ScatterTargets

@@ -24,7 +24,8 @@ from tierstate.manifest.chunk import MAX_CHUNK_SIZE, Buffer, Chunk, Event, as_bu
 from tierstate.manifest.errors import TierFull
 from tierstate.manifest.format.layout import RAW, LayoutBuilder
 from tierstate.manifest.format.version import Version
-from tierstate.tiers.memory.cuda import SUM_BLOCK, CopyStream, StreamEvent, block_sums, sums_on_host
+from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums, sums_on_host
+from tierstate.tiers.memory.cuda import CopyStream, StreamEvent
 from tierstate.tiers.memory.gpu import Gpu
 
 from .capture import CaptureJob, checked_chunks
