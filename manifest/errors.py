@@ -197,6 +197,11 @@ _NO_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculatio
 """By these words of torch's RuntimeErrors it is known that memory was refused."""
 
 
+_DEVICE_FAILURE = "AcceleratorError"
+"""torch's class for a device that has failed, by its name, as torch is not imported here. It says nothing of what is
+read: as an error of the version it would make a restore go on to an older one, which would fail in the same way."""
+
+
 @contextmanager
 def untrusted(what: str, *, named: bool = True) -> Iterator[None]:
     """Read, or use, what lies in a tier or in another program's file, and may have been made up to do harm.
@@ -210,7 +215,8 @@ def untrusted(what: str, *, named: bool = True) -> Iterator[None]:
         named: also errors of this package get the name, where their classes allow it.
 
     Raises:
-        OutOfMemory: memory was asked for that this host does not give.
+        OutOfMemory: memory was asked for that this host or its device does not give.
+        torch.AcceleratorError: a device has failed.
         FormatError: any other error that is none of this package's.
         TierstateError: errors of this package stay what they are.
     """
@@ -228,4 +234,6 @@ def untrusted(what: str, *, named: bool = True) -> Iterator[None]:
         refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
         if refused or any(words in text for words in _NO_MEMORY):
             raise OutOfMemory(f"{what}: {error}"[:500]) from error
+        if type(error).__name__ == _DEVICE_FAILURE:
+            raise
         raise FormatError(f"{what}: {text}") from error

@@ -18,7 +18,7 @@ from pydantic import AfterValidator
 
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import TierError, TierFull, TierUnavailable
+from tierstate.manifest.errors import TierError, TierFull, TierstateError, TierUnavailable
 from tierstate.tiers.base import Range, Release, Tier, check_key, check_ranges, layers
 from tierstate.tiers.units import Size, format_size
 
@@ -79,12 +79,28 @@ class Gpu(InMemoryTier):
         """The tier's stream, with its device; the first call chooses the device.
 
         Raises:
-            TierError: there is no such device.
+            TierError: there is no such device, or it has failed.
         """
         with self._opening:
             if self._line is None:
-                self._line = CopyStream(self._found())
+                with self.failing():
+                    self._line = CopyStream(self._found())
             return self._line
+
+    @contextmanager
+    def failing(self, key: str = "") -> Iterator[None]:
+        """Errors of the device in the block become errors of the tier, so that callers go on to another tier.
+
+        Raises:
+            TierUnavailable: the device has failed, or has no memory for what was to be computed.
+        """
+        try:
+            yield
+        except TierstateError:
+            raise
+        except (RuntimeError, MemoryError) as error:  # also torch.OutOfMemoryError and torch.AcceleratorError
+            place = f"{self.name}: {key}" if key else self.name
+            raise TierUnavailable(f"{place}: {self._asked} has failed: {error}", tier=self.name, key=key) from error
 
     def _found(self) -> torch.device:
         device = torch.device(self._asked)
@@ -100,9 +116,10 @@ class Gpu(InMemoryTier):
         line, nbytes = self.line, buffer.numel()
         memory = self._allocate(nbytes, key)
         try:
-            with line.taken():
-                memory.copy_(buffer, non_blocking=True)
-            line.settle()
+            with self.failing(key):
+                with line.taken():
+                    memory.copy_(buffer, non_blocking=True)
+                line.settle()
         except BaseException:
             self._gauge.give_back(nbytes)
             raise
@@ -114,7 +131,7 @@ class Gpu(InMemoryTier):
         Device memory is written after all work queued so far on the current stream.
         """
         line = self.line
-        with self._reading(key) as held:
+        with self._reading(key) as held, self.failing(key):
             check_ranges(f"{self.name}: {key}", held.nbytes, ranges)
             if any(out.is_cuda for _, out in ranges):
                 line.follow()
@@ -204,12 +221,13 @@ class Gpu(InMemoryTier):
 
         Raises:
             NotFound: there is no such object.
+            TierUnavailable: the device has failed, or has no memory for the checksums.
         """
         with self._reading(key) as held:
             if not isinstance(held, DeviceObject):
                 yield None
                 return
-            with self.line.taken():
+            with self.failing(key), self.line.taken():
                 now = sums_on_host(block_sums(held.memory))
             yield held, now
 

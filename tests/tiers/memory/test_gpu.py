@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tierstate.manifest.chunk import as_buffer, empty_buffer
-from tierstate.manifest.errors import AlreadyExists, NotFound, PolicyError, TierError, TierFull
+from tierstate.manifest.errors import AlreadyExists, NotFound, PolicyError, TierError, TierFull, TierUnavailable
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums, sums_on_host, unchanged_runs
+from tierstate.tiers.memory.cuda import CopyStream
 from tierstate.tiers.memory.gpu import Gpu
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.testing import TierContract, random_bytes
@@ -158,6 +159,58 @@ def test_an_object_that_came_through_the_host_is_not_lent() -> None:
     tier.put("a", random_bytes(100))
     with tier.lent("a") as found:
         assert found is None
+
+
+DEVICE_ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    torch.AcceleratorError("CUDA error: unspecified launch failure"),
+    RuntimeError("CUDA driver error"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", DEVICE_ERRORS, ids=["memory", "device", "driver", "host"])
+@pytest.mark.parametrize("name", ["settle", "taken"])
+def test_what_fails_on_the_device_is_an_error_of_the_tier_and_keeps_no_memory(
+    name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, out = gpu(), empty_buffer(10)
+    data = adopted(tier, "a")
+    memory, used = tier.reserve(SUM_BLOCK, "b"), tier.used
+
+    def lend() -> None:
+        with tier.lent("a"):
+            pytest.fail("nothing is lent")
+
+    calls = {
+        "put": lambda: tier.put("c", random_bytes(10)),
+        "adopt": lambda: tier.adopt("b", memory, np.zeros((1, 2), "i8"), FOOTER),
+        "read": lambda: tier.read("a", [Range(0, out)]),
+    } | ({"lent": lend} if name == "taken" else {})
+
+    def fail(_: CopyStream) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyStream, name, fail)
+        for call in calls.values():
+            with pytest.raises((TierUnavailable, TierFull), match=r"gpu: [abc]: cpu "):
+                call()
+    assert (tier.used, list(tier.list(""))) == (used, ["a"])
+    assert torch.equal(tier.get("a")[:SUM_BLOCK], data)
+
+
+def test_a_device_that_cannot_be_opened_is_told_by_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = gpu()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA unknown error - this may be due to an incorrectly set up environment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyStream, "__init__", fail)
+        with pytest.raises(TierUnavailable, match="gpu: cpu has failed: CUDA unknown error"):
+            tier.put("a", random_bytes(10))
+    tier.put("a", random_bytes(10))
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "mps", "CPU", ""])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -11,7 +12,6 @@ import torch
 from tierstate.engine.store.catalog import Holding, VersionCopies
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Event
-from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.layout import RAW
 from tierstate.manifest.format.version import Version
 from tierstate.providers.tensors.tensors import TensorProvider
@@ -26,13 +26,16 @@ log = logging.getLogger("tierstate")
 def restore_on_device(entry: VersionCopies, rows: Array, targets: ScatterTargets) -> Array:
     """Copy chunks from `gpu` tiers to tensors of the same device. Checks each chunk's checksums before it is copied.
 
+    An error of a device or of a tier is logged, and not raised: a slower tier may have the bytes.
+
     Args:
         entry: the version.
         rows: the wanted rows.
         targets: their destinations.
 
     Returns:
-        the remaining rows, which must be read by way of the host; chunks that have changed are among them.
+        the remaining rows, which must be read by way of the host: also chunks that have changed, and all those of which
+        it is not certain, after a failure, that they were copied.
     """
     for holding in entry.holdings:
         tier = holding.tier_run.gpu
@@ -73,13 +76,18 @@ def _from_device(version: Version, holding: Holding, tier: Gpu, rows: Array, tar
         for number in np.unique(layout.object[here]).tolist():
             mine = here[layout.object[here] == number]
             done = np.concatenate([done, _from_object(version, holding, tier, mine, targets)])
-    except TierstateError as error:
+    except Exception as error:
+        # Any error, also of the device: what is not known to be copied is read by way of the host, where errors name
+        # the leaf.
         log.warning("%s: the rest is restored by way of the host: %s", holding.tier_run.name, error)
     return done
 
 
 def _from_object(version: Version, holding: Holding, tier: Gpu, rows: Array, targets: ScatterTargets) -> Array:
-    """Copy the unchanged ones of these rows, all of one object. Returns the copied rows."""
+    """Copy the unchanged ones of these rows, all of one object. Returns the copied rows.
+
+    After an error any of the destinations may have been overwritten in part.
+    """
     layout = holding.layout
     key = layout.objects[int(layout.object[rows[0]])]
     with tier.lent(key) as found:
@@ -97,9 +105,15 @@ def _from_object(version: Version, holding: Holding, tier: Gpu, rows: Array, tar
                 events += [event] if event is not None else []
         finally:
             # The object may be deleted after the `with` block: wait for the copies first.
-            for event in events:
-                event.synchronize()
+            _wait(events)
     return rows[whole]
+
+
+def _wait(events: list[Event]) -> None:
+    """Wait for all these events, also if one of them fails."""
+    with ExitStack() as stack:
+        for event in events:
+            stack.callback(event.synchronize)
 
 
 def _runs(version: Version, targets: ScatterTargets, offset: Array, rows: Array) -> Iterator[tuple[int, int, int, int]]:

@@ -82,7 +82,7 @@ class Snapshot:
     def place(self, version: Version, draft: LayoutBuilder) -> None:
         """Make the object visible, and put its chunks into the layout ``draft``. Raises TierError."""
         rows = FooterRows(version.digests[self.rows], self._nbytes, self._offset, self._nbytes, RAW)
-        with self._tier.line.taken():
+        with self._tier.failing(self._key), self._tier.line.taken():
             sums = sums_on_host(self._sums)
         self._tier.adopt(self._key, self._memory, sums, as_buffer(encode_footer([rows])))
         self._adopted = True
@@ -123,21 +123,25 @@ def _snapped(work: CaptureJob, queue: TierQueue, job: DirectJob, tier: Gpu) -> C
         return work
     key = str(PackKey.new(head.run, head.seq, queue.tier_run.rank, SNAPSHOT))
     memory = _reserve(queue, tier, layout.nbytes, key)
-    try:
-        sums = _copy(plan, layout, memory, tier.line)
-    except BaseException:
-        tier.line.settle()
-        tier.give_back(memory)
-        raise
-    job.publication.adopt(Snapshot(tier, key, memory, sums, *_rows(plan, layout, head.chunk)))
     taken = np.zeros(len(plan.nbytes), bool)
     taken[layout.source] = True
     live = ~taken & (plan.nbytes > 0)
+    try:
+        sums = _copy(plan, layout, memory, tier.line)
+        snapshot = Snapshot(tier, key, memory, sums, *_rows(plan, layout, head.chunk))
+        copied = _from(plan, layout, memory, tier.line.mark(), taken | ~live)
+    except BaseException:
+        try:
+            tier.line.settle()
+        finally:
+            tier.give_back(memory)
+        raise
+    # From here on nothing fails: the state may change, and the ordinary capture can no longer take the place of this.
+    job.publication.adopt(snapshot)
     if not live.any():
         work.save_state.capture_ended(None)
     # Copied sources are captured last, like guarded ones. If all guarded sources are copied, no step has to wait.
     snapped = not (live & plan.guarded).any()
-    copied = _from(plan, layout, memory, tier.line.mark(), taken | ~live)
     if plan.read_set is not None:
         copied = replace(copied, read_set=None if snapped else plan.read_set.only(plan.leaf[live & plan.guarded]))
     return work._replace(plan=copied, snapped=snapped)
