@@ -5,8 +5,10 @@ where all of it but the streams is the same.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import memmove
@@ -380,6 +382,36 @@ class OddProvider(ts.Provider):
 
     def done(self) -> Any:
         raise NotImplementedError
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_memory_of_a_device_is_free_as_soon_as_the_tier_frees_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for Python to collect reference cycles: a device may be full before that."""
+    state, made, reserve = tensors(*SIZES), [], Gpu.reserve
+
+    def noted(tier: Gpu, nbytes: int, key: str) -> Any:
+        memory = reserve(tier, nbytes, key)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(Gpu, "reserve", noted)
+    monkeypatch.setattr(Gpu, "give_back", lambda tier, memory: tier._gauge.give_back(memory.numel()))
+    with ts.Checkpointer(ring(place), "run") as ckpt:
+        for step in range(4):
+            save = ckpt.save(state, step=step)
+            save.wait("gpu")
+            save.wait()
+        del save
+        assert [ref() is not None for ref in made] == [False, False, True, True]
+    assert all(ref() is None for ref in made)
 
 
 def test_what_cannot_be_read_fails_the_save_as_ever_and_keeps_no_memory(place: Path) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import torch
 from pydantic import AfterValidator
@@ -25,7 +25,11 @@ from tierstate.tiers.units import Size, format_size
 from .arena import current_device
 from .block_sums import block_sums, sums_on_host
 from .cuda import CopyStream
+from .device_room import DeviceRoom
 from .host import HeldBuffer, InMemoryObject, InMemoryTier
+
+T = TypeVar("T")
+
 
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
@@ -70,6 +74,7 @@ class Gpu(InMemoryTier):
         number = current_device() if _checked(device) == "cuda" else None
         self._asked = device if number is None else f"cuda:{number}"
         self._line: CopyStream | None = None
+        self._room = DeviceRoom(torch.device("cpu"))
         self._opening, self._pool = threading.Lock(), threading.Lock()
         self._spare: list[Buffer] = []
         self._traits = dataclasses.replace(self._traits, scarce=True, notes=(f"memory of {self._asked}",))
@@ -84,7 +89,9 @@ class Gpu(InMemoryTier):
         with self._opening:
             if self._line is None:
                 with self.failing():
-                    self._line = CopyStream(self._found())
+                    line = CopyStream(self._found())
+                    self._room = DeviceRoom(line.device)
+                self._line = line
             return self._line
 
     @contextmanager
@@ -121,9 +128,14 @@ class Gpu(InMemoryTier):
                     memory.copy_(buffer, non_blocking=True)
                 line.settle()
         except BaseException:
-            self._gauge.give_back(nbytes)
+            self._free(nbytes)
             raise
-        return HeldBuffer(memory, partial(self._gauge.give_back, nbytes), leased=False)
+        return HeldBuffer(memory, partial(self._free, nbytes), leased=False)
+
+    def _free(self, nbytes: int) -> None:
+        """Count a block no longer, which torch's allocator gets now."""
+        self._gauge.give_back(nbytes)
+        self._room.give_back(nbytes)
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         """As in `Tier`; the destination may also be device memory, without a copy through the host.
@@ -150,21 +162,31 @@ class Gpu(InMemoryTier):
             TierFull: the capacity or the device memory does not suffice.
             TierError: there is no such device.
         """
+        memory = self._reuse(nbytes)
+        if memory is None:
+            while self._drop_spare():  # the size of the state has changed
+                pass
+            memory = self._allocate(nbytes, key)
+        self._room.begin_save()
+        return memory
+
+    def _reuse(self, nbytes: int) -> Buffer | None:
         with self._pool:
             same = [i for i, memory in enumerate(self._spare) if memory.numel() == nbytes]
-            if same:
-                return self._spare.pop(same[0])
-        while self._drop_spare():  # the size of the state has changed
-            pass
-        return self._allocate(nbytes, key)
+            return self._spare.pop(same[0]) if same else None
 
     def give_back(self, memory: Buffer) -> None:
-        """Return memory from `reserve` that is no longer used. It is kept for the next save, which needs as much."""
+        """Return memory from `reserve` that is no longer used. It is kept for the next save, which needs as much.
+
+        If training has been short of memory lately, torch's allocator gets it: that keeps it for this tier too, but
+        frees it as soon as training asks for more than there is.
+        """
+        short = self._room.short
         with self._pool:
-            if not self._closed:
+            if not self._closed and not short:
                 self._spare.append(memory)
                 return
-        self._gauge.give_back(memory.numel())
+        self._free(memory.numel())
 
     def _drop_spare(self) -> bool:
         """Free one block of memory that was kept for the next save. Returns whether there was any."""
@@ -172,33 +194,43 @@ class Gpu(InMemoryTier):
             if not self._spare:
                 return False
             nbytes = self._spare.pop().numel()
-        self._gauge.give_back(nbytes)
+        self._free(nbytes)
         return True
 
     def _allocate(self, nbytes: int, key: str) -> Buffer:
-        line = self.line
+        self._dropping_spare(lambda: self._gauge.take(nbytes, self.name, key))
+        try:
+            return self._dropping_spare(lambda: self._new(nbytes, key))
+        except BaseException:
+            self._gauge.give_back(nbytes)
+            raise
+
+    def _dropping_spare(self, take: Callable[[], T]) -> T:
+        """Call until it succeeds; each time that it does not, free a block that was kept for the next save."""
         while True:
             try:
-                self._gauge.take(nbytes, self.name, key)
-                break
-            except TierFull:
+                return take()
+            except (TierFull, TierUnavailable):
                 if not self._drop_spare():
                     raise
-        while True:
-            try:
-                with line.taken():
-                    return torch.empty(nbytes, dtype=torch.uint8, device=line.device)
-            except (RuntimeError, MemoryError) as error:
-                if not self._drop_spare():
-                    self._gauge.give_back(nbytes)
-                    raise self._refused(nbytes, key, error) from error
 
-    def _refused(self, nbytes: int, key: str, error: Exception) -> TierError:
-        place = f"{self.name}: {key}"
-        if isinstance(error, torch.OutOfMemoryError) or self.line.device.type == "cpu":
-            text = f"{place}: {self.line.device} has no room for {format_size(nbytes)} more; keep fewer versions there"
-            return TierFull(text, tier=self.name, key=key)
-        return TierUnavailable(f"{place}: {self.line.device} gave no memory: {error}", tier=self.name, key=key)
+    def _new(self, nbytes: int, key: str) -> Buffer:
+        """Memory of the device that is counted already."""
+        line = self.line
+        try:
+            if lack := self._room.lack(nbytes):
+                raise self._full(nbytes, key, f" ({lack})")
+            with line.taken():
+                return torch.empty(nbytes, dtype=torch.uint8, device=line.device)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or line.device.type == "cpu":
+                raise self._full(nbytes, key) from error
+            text = f"{self.name}: {key}: {line.device} gave no memory: {error}"
+            raise TierUnavailable(text, tier=self.name, key=key) from error
+
+    def _full(self, nbytes: int, key: str, why: str = "") -> TierFull:
+        text = f"{self.line.device} has no room for {format_size(nbytes)} more; keep fewer versions there{why}"
+        return TierFull(f"{self.name}: {key}: {text}", tier=self.name, key=key)
 
     def adopt(self, key: str, memory: Buffer, sums: Array, footer: Buffer) -> None:
         """Create an object from memory of `reserve`, followed by a footer. On an error the caller keeps the memory.

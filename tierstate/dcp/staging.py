@@ -218,6 +218,6 @@ def _with_local(value: DTensor, local: torch.Tensor) -> DTensor:
     # When torch pickles a DTensor that was made from a local part with a storage offset, it takes the part for a tensor
     # with its own memory, and crashes. So the DTensor is made from a part without an offset, which is then replaced.
     first = torch.empty(1 if local.numel() else 0, dtype=local.dtype).as_strided(local.shape, (0,) * local.dim())
-    made = DTensor(first, value._spec, requires_grad=False)
+    made: DTensor = DTensor(first, value._spec, requires_grad=False)  # type: ignore[no-untyped-call, unused-ignore]
     made._local_tensor = local
     return made

@@ -20,7 +20,7 @@ from tierstate.engine.packs.keys import SNAPSHOT, PackKey
 from tierstate.engine.packs.pack import FooterRows, encode_footer
 from tierstate.engine.packs.slab_layout import BIG
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import MAX_CHUNK_SIZE, Buffer, Chunk, Event, as_buffer, empty_buffer, spans
+from tierstate.manifest.chunk import MAX_CHUNK_SIZE, Buffer, Chunk, Event, as_buffer, spans
 from tierstate.manifest.errors import TierFull
 from tierstate.manifest.format.layout import RAW, LayoutBuilder
 from tierstate.manifest.format.version import Version
@@ -70,9 +70,11 @@ class Snapshot:
     def __init__(
         self, tier: Gpu, key: str, memory: Buffer, sums: torch.Tensor, rows: Array, offset: Array, nbytes: Array
     ) -> None:
-        self._tier, self._key, self._memory, self._sums = tier, key, memory, sums
+        self._tier, self._key = tier, key
+        # None once the memory is an object's, or was given back: it must be free when the tier frees it, and this
+        # snapshot may live on, since the write that it belongs to is a part of a reference cycle.
+        self._memory: tuple[Buffer, torch.Tensor] | None = memory, sums
         self.rows, self._offset, self._nbytes = rows, offset, nbytes
-        self._adopted = False
 
     @property
     def stored(self) -> int:
@@ -82,20 +84,21 @@ class Snapshot:
     def place(self, version: Version, draft: LayoutBuilder) -> None:
         """Make the object visible, and put its chunks into the layout ``draft``. Raises TierError."""
         rows = FooterRows(version.digests[self.rows], self._nbytes, self._offset, self._nbytes, RAW)
+        assert self._memory is not None
+        memory, sums = self._memory
         with self._tier.failing(self._key), self._tier.line.taken():
-            sums = sums_on_host(self._sums)
-        self._tier.adopt(self._key, self._memory, sums, as_buffer(encode_footer([rows])))
-        self._adopted = True
-        # The tier has it now, and frees it: a save that is done must not keep device memory until it is collected.
-        self._memory, self._sums = empty_buffer(0), empty_buffer(0)
+            found = sums_on_host(sums)
+        self._tier.adopt(self._key, memory, found, as_buffer(encode_footer([rows])))
+        self._memory = None
         draft.put_run(self.rows, self._key, self._offset, self._nbytes, RAW)
 
     def discard(self) -> None:
         """Delete the object or free its memory. The capture must have ended."""
-        if self._adopted:
+        if self._memory is None:
             self._tier.delete(self._key)
         else:
-            self._tier.give_back(self._memory)
+            (memory, _), self._memory = self._memory, None
+            self._tier.give_back(memory)
 
 
 def take_snapshot(work: CaptureJob) -> CaptureJob:
