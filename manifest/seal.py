@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from .errors import Unauthentic
+from .hkdf import expand, extract
 
 SEAL_MAGIC = b"\x89TSS\r\n\x1a\n"
 
@@ -44,9 +45,8 @@ _FIXED = 32
 
 
 def derive(secret: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
-    """A key of 32 bytes for one purpose: HKDF with SHA-256."""
-    extracted = hmac.digest(salt or bytes(32), secret, "sha256")
-    return hmac.digest(extracted, purpose + b"\x01", "sha256")
+    """The key for one purpose, 32 bytes."""
+    return expand(extract(salt, secret), purpose)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,13 @@ import base64
 import binascii
 import os
 import re
-import stat
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tierstate.manifest.errors import PolicyError
 from tierstate.manifest.seal import SealKey, derive, key_id
+
+from .private_file import read_private_file
 
 MIN_KEY_BYTES = 32
 """Shortest key, in bytes."""
@@ -72,35 +74,13 @@ def parse_key(text: str) -> SecretKey:
 
 
 def read_key(path: str | os.PathLike[str]) -> SecretKey:
-    """A key from a file that only its owner, the user of this process, can read.
+    """A key from a private file, as `tierstate.tiers.private_file` says what that is.
 
     Raises:
-        PolicyError: there is no such file, others can read or write it, or it does not hold a key.
+        PolicyError: the file is not there or not private, it is longer than `MAX_KEY_TEXT`, or it does not hold a key.
     """
-    name = os.fspath(path)
-    try:
-        # Opened first and then looked at, so that the file that is checked is the one that is read.
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise PolicyError(f"{name}: the key cannot be read ({error.strerror}); name a file, not a link") from error
-    try:
-        _check_private(name, os.fstat(descriptor))
-        data = os.read(descriptor, MAX_KEY_TEXT)
-    finally:
-        os.close(descriptor)
+    data = read_private_file(Path(path), MAX_KEY_TEXT, "a key", PolicyError)
     try:
         return parse_key(data.decode("ascii", "replace"))
     except ValueError as error:
-        raise PolicyError(f"{name}: {error}") from None
-
-
-def _check_private(name: str, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise PolicyError(f"{name}: is not a plain file, as one with a key is")
-    if found.st_uid != os.geteuid():
-        raise PolicyError(
-            f"{name}: belongs to user {found.st_uid}; a key belongs to user {os.geteuid()}, who runs this"
-        )
-    if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
-        raise PolicyError(f"{name}: others may use it (mode {mode:04o}), and a key is secret; run `chmod 600` on it")
+        raise PolicyError(f"{os.fspath(path)}: {error}") from None

@@ -99,15 +99,17 @@ def secrets_in(url: str, options: Mapping[str, Any]) -> frozenset[str]:
 
     In each form in which libraries show them, as quoted for URLs, and their parts.
     """
-    plain = _user_of(url) | set(_values(options)) | set(_of_environment())
+    plain = _user_of(url) | set(_values(options)) | set(credentials_in(os.environ).values())
     return frozenset(form for text in plain if len(text) >= SHORTEST_SECRET for form in _forms(text))
 
 
-def _of_environment() -> Iterator[str]:
-    # What client libraries look up by themselves. Paths lead to credentials and are none.
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_VARIABLE and not value.startswith("/") and is_credential_name(name):
-            yield value
+def credentials_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables with the name and the look of a credential: client libraries find them by themselves.
+
+    Paths lead to credentials and are none.
+    """
+    found = ((name, value) for name, value in environ.items() if is_credential_name(name))
+    return {name: value for name, value in found if len(value) >= _SHORTEST_VARIABLE and not value.startswith("/")}
 
 
 def _values(options: Mapping[str, Any]) -> Iterator[str]:

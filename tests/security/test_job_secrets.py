@@ -74,7 +74,9 @@ def test_a_file_of_this_user_alone_is_read(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o601])
 def test_a_file_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(SecretError, match=f"mode {mode:04o}; right for a secret is .* 0600: chmod 600") as caught:
+    with pytest.raises(
+        SecretError, match=rf"mode {mode:04o}\); the secret of a job is read .* 0600: chmod 600"
+    ) as caught:
         read_secret_file(written(tmp_path / "secret", mode=mode))
     assert GOOD not in str(caught.value)
 
@@ -94,7 +96,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
         pytest.skip("two users need root")
     path = written(tmp_path / "secret")
     os.chown(path, 65534, -1)
-    with pytest.raises(SecretError, match="a file of user 65534"):
+    with pytest.raises(SecretError, match="it belongs to user 65534"):
         read_secret_file(path)
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import pickle
 import re
 import sys
@@ -39,7 +40,14 @@ BASE: dict[str, Any] = {
     "durable": "nvme",
     "tiers": {
         "host": {"type": "host", "capacity": "8GiB", "keep": {"last": 2}},
-        "nvme": {"type": "nvme", "path": "/nowhere/ckpt", "mode": "0600", "group": "0", "every": 10, "io": "auto"},
+        "nvme": {
+            "type": "nvme",
+            "path": "/nowhere/ckpt",
+            "mode": "0600",
+            "group": str(os.getgid()),
+            "every": 10,
+            "io": "auto",
+        },
         "lustre": {"type": "lustre", "path": "/nowhere/lustre", "pool": "flash", "stripe_size": "1MiB"},
         "peer": {"type": "peer", "capacity": "1GiB", "domain": "rack"},
         "s3": {

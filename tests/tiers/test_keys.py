@@ -75,7 +75,7 @@ def test_what_is_no_plain_file_is_refused(tmp_path: Path) -> None:
     link, pipe = tmp_path / "link", tmp_path / "pipe"
     link.symlink_to(key)
     os.mkfifo(pipe, 0o600)
-    for path, match in [(link, "not a link"), (pipe, "plain file"), (tmp_path, "key"), (tmp_path / "no", "No such")]:
+    for path, match in [(link, "not a link"), (pipe, "is a pipe"), (tmp_path, "key"), (tmp_path / "no", "No such")]:
         with pytest.raises(PolicyError, match=match):
             read_key(path)
 
@@ -84,11 +84,13 @@ def test_a_file_without_a_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="key: the key, which is not shown, has 4 bytes"):
         read_key(key_at(tmp_path / "key", text="deadbeef"))
     with pytest.raises(PolicyError, match="neither hexadecimal nor base64"):
-        read_key(key_at(tmp_path / "key", text="0!" * 10_000))
+        read_key(key_at(tmp_path / "key", text="0!" * 2048))
+    with pytest.raises(PolicyError, match="longer than 4096 bytes, the most that a key has"):
+        read_key(key_at(tmp_path / "key", text="00" * 2048 + "\n"))
 
 
 @pytest.mark.root
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(key_at(tmp_path / "key"), 65534, 65534)
-    with pytest.raises(PolicyError, match=r"belongs to user 65534; a key belongs to user \d+"):
+    with pytest.raises(PolicyError, match=r"belongs to user 65534; a key is read from a regular file of user \d+"):
         read_key(tmp_path / "key")

@@ -6,8 +6,7 @@ answers everybody who reaches its port. A secret is given to a job by an environ
 * ``TIERSTATE_JOB_SECRET``: the secret itself, set by the launcher;
 * ``TIERSTATE_JOB_SECRET_FILE``: the path of a file of this user's alone (mode 0600) that every host sees.
 
-Keys are derived as HKDF does (RFC 5869, with HMAC-SHA256): from the secret one pseudorandom key, from that one key for
-each purpose.
+Keys are derived by HKDF: from the secret one pseudorandom key, from that one key for each purpose.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import NoReturn
+
+from tierstate.manifest.hkdf import expand, extract
+from tierstate.tiers.private_file import read_private_file
 
 VARIABLE = "TIERSTATE_JOB_SECRET"
 """The environment variable with a job's secret."""
@@ -94,12 +95,12 @@ class JobSecret:
             raise SecretError(
                 f"{source}: a secret of {len(text)} characters; right are {MIN_SECRET} to {MAX_SECRET}, and {HOW_TO}"
             )
-        return cls(hmac.digest(_SALT, text.encode("utf-8", "surrogateescape"), "sha256"))
+        return cls(extract(_SALT, text.encode("utf-8", "surrogateescape")))
 
     def derive(self, purpose: str, *context: bytes) -> bytes:
         """The key for one purpose and context, `KEY` bytes."""
         info = b"".join(len(part).to_bytes(4, "big") + part for part in (purpose.encode(), *context))
-        return hmac.digest(self._key, info + b"\1", "sha256")
+        return expand(self._key, info, KEY)
 
     def child(self, purpose: str) -> JobSecret:
         """The secret for one purpose: who has it learns nothing of this one."""
@@ -138,25 +139,7 @@ def read_private(path: Path, limit: int) -> bytes:
     Raises:
         SecretError: it is another file than that, or longer than ``limit`` bytes.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise SecretError(
-            f"{path}: the secret of the job cannot be read: {error.strerror}; give a file of mode 0600 that is no link"
-        ) from error
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise SecretError(
-                f"{path}: a file of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; right for a secret is "
-                f"a regular file of user {os.geteuid()} with mode 0600: chmod 600 {path}"
-            )
-        data = os.read(descriptor, limit + 1)
-    finally:
-        os.close(descriptor)
-    if len(data) > limit:
-        raise SecretError(f"{path}: longer than a secret, which has {limit} bytes at most")
-    return data
+    return read_private_file(path, limit, "the secret of a job", SecretError)
 
 
 def secret_of_variable(name: str) -> JobSecret:

@@ -22,6 +22,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 from pydantic import BeforeValidator, WithJsonSchema
 
 from tierstate.manifest.errors import AccessDenied
+from tierstate.tiers.private_file import open_private_file
 
 from .mounts import keeps_modes
 
@@ -337,28 +338,16 @@ def _wider(one: Passed, permissions: Permissions) -> Iterator[str]:
 
 
 def check_private_file(path: Path) -> None:
-    """Check that a file of a key or another secret can be read by this user (and root) alone, and changed by no other.
-
-    A file of root may be readable by its group, as schedulers and Kubernetes hand secrets out.
+    """Check that a file with a key is private, and that no other user can put another file in its place.
 
     Raises:
-        AccessDenied: it can be read or changed by other users; the message says how to mend it.
-        OSError: it does not exist, or cannot be looked at.
+        AccessDenied: it is not there, is not private (`tierstate.tiers.private_file`), or another user can change what
+            its path leads to; the message says how to mend it.
+        OSError: a folder on the way cannot be looked at.
     """
     path = path.absolute()
-    found = os.stat(path)
-    check_path(path)
-    allowed = 0o740 if found.st_uid == ROOT or is_private_group(found.st_gid) else 0o700
-    if not stat.S_ISREG(found.st_mode) or stat.S_IMODE(found.st_mode) & ~allowed & 0o777:
-        raise AccessDenied(
-            f"{path} is not a file of this user's alone (mode {stat.S_IMODE(found.st_mode):04o}); chmod it to 0600, "
-            "and change the secret if another user may have read it"
-        )
-
-
-def is_private(found: os.stat_result) -> bool:
-    """Whether something belongs to this user, and nobody else has access."""
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    with open_private_file(path, "a key", AccessDenied):
+        check_path(path)
 
 
 @lru_cache(maxsize=64)

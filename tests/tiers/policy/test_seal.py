@@ -98,7 +98,7 @@ def test_what_is_no_seal(text: str, message: str) -> None:
 
 def test_a_key_file_is_read_when_a_tier_is_opened(tmp_path: Path) -> None:
     policy = parse(f"seal: {{file: {tmp_path}/key}}")
-    with pytest.raises(PolicyError, match="key: the key cannot be read"):
+    with pytest.raises(PolicyError, match="key: it cannot be opened"):
         opened(policy)
     (tmp_path / "key").touch(mode=0o600)
     (tmp_path / "key").write_text(SECRET)
