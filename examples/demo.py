@@ -1,12 +1,13 @@
 """The main job: a training run is killed in the middle of a save, resumes bit for bit, then loses its fast tiers too.
 
-    python examples/demo.py
+    python examples/demo.py [--device cuda] [--lazy]
 
 Takes about a minute on two cores, writes under .demo/ (or $TIERSTATE_DEMO), and exits 1 if a single bit differs.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -29,12 +30,12 @@ STEPS, EVERY, KILL_FROM = 150, 5, 85
 FAST = ("nvme", "lustre")
 
 
-def start(place: Path, steps: int = STEPS) -> subprocess.Popen[bytes]:
+def start(place: Path, options: Sequence[str], steps: int = STEPS) -> subprocess.Popen[bytes]:
     """A training process whose tiers lie under ``place``."""
     place.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, HERE / "train.py", "--policy", POLICY, "--run", "gpt"]
     command += ["--steps", str(steps), "--every", str(EVERY)]
-    command += ["--log", place / "loss.jsonl", "--stats", place / "stats.json"]
+    command += ["--log", place / "loss.jsonl", "--stats", place / "stats.json", *options]
     return subprocess.Popen(list(map(str, command)), env={**os.environ, "TIERSTATE_DEMO": str(place)})
 
 
@@ -119,22 +120,32 @@ def say(text: Any) -> None:
     print(f"\n{text}", flush=True)
 
 
-def main(arguments: Sequence[str] = ()) -> int:
+def options_for_training() -> list[str]:
+    """What was given on the command line, for each training process."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda where there is a GPU")
+    parser.add_argument("--lazy", action="store_true", help="capture saves beside the next step")
+    args = parser.parse_args()
+    return ["--device", args.device, *(["--lazy"] if args.lazy else [])]
+
+
+def main() -> int:
     """Run the demo; 0 if every bit agrees."""
+    options = options_for_training()
     shutil.rmtree(ROOT, ignore_errors=True)
     plain, killed = ROOT / "uninterrupted", ROOT / "killed"
 
     say(f"1. Train a small GPT for {STEPS} steps, never interrupted.")
-    finish(start(plain))
+    finish(start(plain, options))
     truth = dict(losses(plain))
 
     say(f"2. Train it again, and kill it (SIGKILL) in the middle of a save after step {KILL_FROM}.")
-    reached = kill_in_a_save(start(killed), killed)
+    reached = kill_in_a_save(start(killed, options), killed)
     found = newest(killed)
     print(f"  killed at step {reached}; the newest whole version is of step {found.step}, in {', '.join(found.tiers)}")
 
     say("3. Resume in a new process.")
-    finish(start(killed))
+    finish(start(killed, options))
     agrees = compare("resumed after SIGKILL", killed, found.step + 1, truth)
     summary(killed)
 
@@ -146,7 +157,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     # As if the run had been lost some steps ago: drop what object storage got at the very end.
     found = drop_last(killed)
     print(f"  the newest version left is of step {found.step}, in {', '.join(found.tiers)}")
-    finish(start(killed))
+    finish(start(killed, options))
     agrees &= compare("resumed from object storage", killed, found.step + 1, truth)
 
     say("Every later loss is the uninterrupted run's, to the last bit." if agrees else "A loss differs.")

@@ -2,7 +2,8 @@
 
     python examples/train.py --policy examples/policy.yaml --run gpt --steps 200 --every 10 --log loss.jsonl
 
-Run it again after a crash, and it resumes from the newest version that is whole on any tier.
+Run it again after a crash, and it resumes from the newest version that is whole on any tier. With ``--device cuda`` it
+trains on a GPU, with ``--lazy`` saves are captured while the next step's forward and backward pass run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -90,13 +92,18 @@ class Job:
         return {**parts, "rng": ts.Rng(), "step": self.step}
 
 
-def new_job() -> Job:
-    """A job at step 0, the same each time: seeds, threads and algorithms are fixed."""
+def new_job(device: str = "cpu") -> Job:
+    """A job at step 0, the same each time on one kind of device: seeds, threads and algorithms are fixed."""
+    # cuBLAS is deterministic only with a workspace of fixed size, which is asked for before its first use.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if device != "cpu":
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
     # With two, two trainings that were never interrupted have been seen to differ in their last bits.
     torch.set_num_threads(1)
-    model = GPT(LENGTH)
+    model = GPT(LENGTH).to(device)
     optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     return Job(model, optimizer, LambdaLR(optimizer, learning_rate), Shuffled(library_text(), SEED))
 
@@ -113,7 +120,7 @@ def train(job: Job, steps: int, after: Callable[[float], None]) -> None:
     """Train up to a step, counted from the job's beginning; ``after`` is called with the loss after each."""
     job.model.train()
     while job.step < steps:
-        loss = job.model.loss(job.data.batch())
+        loss = job.model.loss(job.data.batch().to(job.model.position.weight.device))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
         job.optimizer.step()
@@ -136,13 +143,15 @@ def resume(ckpt: ts.Checkpointer, job: Job) -> None:
 def main() -> None:
     """The command line."""
     args = arguments()
-    job = new_job()
+    job = new_job(args.device)
     with (
         ts.Checkpointer(ts.Policy.load(args.policy), run=args.run) as ckpt,
         open(args.log, "a", encoding="utf-8") as log,
     ):
         if args.resume == "auto":
             resume(ckpt, job)
+        if args.lazy:
+            ckpt.guard(job.optimizer)
 
         def after(loss: float) -> None:
             # In hex, so that two runs can be compared bit for bit.
@@ -165,6 +174,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=10, help="save after each multiple of so many steps")
     parser.add_argument("--log", default="loss.jsonl", help="file to which a line is added after each step")
     parser.add_argument("--stats", help="file for what the Checkpointer did, as JSON")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda where there is a GPU")
+    parser.add_argument("--lazy", action="store_true", help="capture saves beside the next step")
     parser.add_argument("--resume", choices=["auto", "never"], default="auto", help="whether to look for a version")
     return parser.parse_args()
 

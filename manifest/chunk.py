@@ -51,6 +51,23 @@ class Chunk(NamedTuple):
     fill: Callable[[Buffer], Event | None]
 
 
+class DeviceChunk(Chunk):
+    """A chunk whose bytes are contiguous in memory of a device: short ones cross the bus together, without ``fill``.
+
+    Attributes:
+        data: the bytes themselves, ``(nbytes,)``.
+    """
+
+    data: Buffer
+
+    @classmethod
+    def of(cls, start: int, data: Buffer, fill: Callable[[Buffer], Event | None]) -> DeviceChunk:
+        """The chunk from these bytes, which ``fill`` copies too."""
+        chunk = cls(start, data.numel(), fill)
+        chunk.data = data
+        return chunk
+
+
 def empty_buffer(nbytes: int) -> Buffer:
     """A fresh, uninitialised host buffer of ``nbytes`` bytes."""
     import torch

@@ -18,9 +18,10 @@ from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.format.leaf import LOSSY, STRIDES, Spec
 from tierstate.providers.base import Provider
 
+from .devices import CPU
 from .dtypes import torch_dtype, torch_name
 from .strided import Strided, overlaps_itself, row_major_strides
-from .tensors import CPU, TensorProvider, check_shape, check_tensor
+from .tensors import TensorProvider, check_shape, check_tensor
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that can be saved with a lossy method."""

@@ -13,6 +13,8 @@ import torch
 from tierstate.manifest.boxes import Box, row_major_runs
 from tierstate.manifest.chunk import Buffer
 
+from .devices import CPU, copies_beside
+
 INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by width in bytes. A copy of integers is exact; a copy of floats may turn a signalling NaN quiet."""
 
@@ -47,7 +49,7 @@ class Strided:
 
         From or to CUDA the copy is only queued on the current stream; ``out`` may be pinned.
         """
-        wait_not = self.device.type == "cuda"
+        wait_not = copies_beside(self.device)
         if self.dense:
             out.copy_(self.bytes()[start : start + out.numel()], non_blocking=wait_not)
             return
@@ -65,7 +67,7 @@ class Strided:
         To CUDA the copy may be only queued on the current stream.
         """
         if self.dense:
-            beside = self.device.type == "cuda" and not data.is_cuda
+            beside = copies_beside(self.device) and data.device == CPU
             self.bytes()[start : start + data.numel()].copy_(data, non_blocking=beside)
         else:
             size, stop = self.itemsize, start + data.numel()
@@ -84,8 +86,9 @@ class Strided:
             at: the box whose elements are in ``data``, in row-major order; it may reach beyond the tensor.
             part: the box of elements to copy, inside ``at`` and inside the tensor.
         """
-        if self.device.type == "cuda" and not data.is_cuda:
-            data = data.to(self.device, non_blocking=True)  # since a copy between strides needs both on the device
+        if self.device != data.device == CPU:
+            # Since a copy between strides needs both on the device.
+            data = data.to(self.device, non_blocking=copies_beside(self.device))
         copy_box(
             self._words(), at, (data if _aligned(data, self._unit) else data.clone()).view(INT_DTYPES[self._unit]), part
         )
@@ -150,7 +153,7 @@ class Strided:
             source = words[box.slices()]
             begin = (at - first) * self._pairs
             target = flat[begin : begin + source.numel()].view(source.shape)
-            target.copy_(source, non_blocking=self.device.type == "cuda")
+            target.copy_(source, non_blocking=copies_beside(self.device))
         self._flip(flat)
 
     def _scatter(self, first: int, last: int, data: Buffer) -> None:

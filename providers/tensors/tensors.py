@@ -1,26 +1,26 @@
 """The provider of torch tensors of any dtype, stride and device.
 
-Bytes are read and written in place. Copies from host memory to a CUDA device run on a separate stream, concurrently
-with the work of the caller's stream.
+Bytes are read and written in place. Copies to and from devices are ordered with the caller's work as `devices` says.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 import torch
 
 from tierstate.manifest.boxes import Box
-from tierstate.manifest.chunk import Buffer, Chunk, Event, spans
+from tierstate.manifest.chunk import Buffer, Chunk, DeviceChunk, Event, spans
 from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
 from tierstate.manifest.format.leaf import STRIDES, Spec
 from tierstate.providers.base import Provider
 
+from .devices import CPU, caller_waits_for_uploads, copies_beside, refusal, upload, uploads_wait_for_caller
 from .dtypes import torch_dtype, torch_name
 from .host_memory import HostAllocator
 from .strided import INT_DTYPES, Strided, copy_box, row_major_strides, storage_elements
@@ -33,9 +33,6 @@ MAX_TENSOR_BYTES = 1 << 56
 
 
 MAX_TENSOR_DIMS = 64
-
-
-CPU = torch.device("cpu")
 
 
 _GATHERING = threading.Lock()
@@ -56,41 +53,6 @@ def is_meta(value: Any) -> bool:
     return type(value) in PLAIN_TENSORS and bool(value.is_meta)
 
 
-@lru_cache(maxsize=64)
-def upload_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for all copies from the host to this device."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
-
-
-def uploads_wait_for_caller(device: torch.device) -> None:
-    """Make all later uploads wait for the work that is queued on the caller's stream now."""
-    if device.type == "cuda":
-        upload_stream(device).wait_stream(torch.cuda.current_stream(device))
-
-
-def caller_waits_for_uploads(device: torch.device) -> None:
-    """Make all later work of the caller's stream wait for the uploads that are queued now."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(upload_stream(device))
-
-
-def upload(device: torch.device, copy: Callable[[], None]) -> Event:
-    """Start a copy of host bytes to a device. From pinned memory the copy is asynchronous.
-
-    Args:
-        copy: queues the copy on the current stream.
-
-    Returns:
-        The event to wait for before the source may be reused.
-    """
-    stream = upload_stream(device)
-    with torch.cuda.stream(stream):
-        copy()
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-    return event
-
-
 class TensorProvider(Provider):
     """A strided tensor, streamed out of and into its own memory.
 
@@ -98,7 +60,8 @@ class TensorProvider(Provider):
     on the current stream.
 
     Raises:
-        CaptureError: a sparse, nested, quantized or meta tensor, or a tensor subclass that is not part of torch.
+        CaptureError: a sparse, nested, quantized or meta tensor, one of a device that is not supported (see `devices`),
+            or a tensor subclass that is not part of torch.
     """
 
     kind: ClassVar[str] = "tensor"
@@ -135,13 +98,20 @@ class TensorProvider(Provider):
         return (self.kind, value.device, value.data_ptr(), value.dtype, tuple(value.shape), strides, lazy)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
-        for start, nbytes in spans(self._strided.nbytes, size):
-            yield Chunk(start, nbytes, partial(self._fill, start))
+        strided = self._strided
+        data = strided.bytes() if strided.dense and copies_beside(strided.device) else None
+        for start, nbytes in spans(strided.nbytes, size):
+            fill = partial(self._fill, start)
+            yield (
+                Chunk(start, nbytes, fill)
+                if data is None
+                else DeviceChunk.of(start, data[start : start + nbytes], fill)
+            )
 
     def _fill(self, start: int, out: Buffer) -> Event | None:
         self._strided.read(start, out)
         device = self._strided.device
-        if device.type != "cuda":
+        if not copies_beside(device):
             return None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
@@ -165,7 +135,7 @@ class TensorProvider(Provider):
 
     def load(self, start: int, data: Buffer) -> Event | None:
         strided = self._strided
-        if strided.direct and strided.device.type == "cuda" and data.device in (CPU, strided.device):
+        if strided.direct and copies_beside(strided.device) and data.device in (CPU, strided.device):
             return upload(strided.device, partial(strided.write, start, data))
         if strided.direct:
             strided.write(start, data)
@@ -178,7 +148,7 @@ class TensorProvider(Provider):
     def scatter(self, at: Box, data: Buffer, part: Box) -> Event | None:
         strided, origin = self._strided, self.box.offset
         at, part = at.relative_to(origin), part.relative_to(origin)
-        if strided.direct and strided.device.type == "cuda" and data.device in (CPU, strided.device):
+        if strided.direct and copies_beside(strided.device) and data.device in (CPU, strided.device):
             return upload(strided.device, partial(strided.write_box, at, data, part))
         if strided.direct:
             strided.write_box(at, data, part)
@@ -331,7 +301,7 @@ def _refusal(value: torch.Tensor) -> str:
         return "a quantized tensor also has scales; save int_repr() with its scales and zero points"
     if value.device.type == "meta":
         return "a meta tensor has no bytes; give it memory first, as with to_empty(device=...)"
-    return ""
+    return refusal(value.device)
 
 
 def empty_like_dtensor(tensor: torch.Tensor, spec: Spec) -> torch.Tensor | None:

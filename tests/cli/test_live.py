@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from support.checkpointer_worlds import names, opened, wrapped
 from support.cli_calls import Answer, Call
@@ -24,6 +26,7 @@ from tierstate.engine.progress import status_line
 from tierstate.manifest.errors import AccessDenied, TierFull
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.memory.limits import MemoryLimits
 from tierstate.tiers.registry import _registered
 from tierstate.tiers.testing import PROMISES, Fault, Faulty
 
@@ -92,6 +95,7 @@ def test_every_tier_is_tried_and_nothing_is_left(call: Call, place: Path) -> Non
 ODD = """
 import os, time
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.memory.limits import MemoryLimits
 from tierstate.tiers.registry import register_tier
 
 class Hangs(Memory):
@@ -116,6 +120,23 @@ def odd(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])]))
     command = (sys.executable, "-c", "import odd; from tierstate.cluster.process import answer; answer()")
     monkeypatch.setattr(process, "_COMMAND", command)
+
+
+def test_an_arena_beyond_the_limits_of_this_machine_is_a_warning(
+    call: Call, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = {"nvme": {"type": "nvme", "path": str(place / "nvme"), "capacity": "8MiB"}}
+    monkeypatch.setattr(process, "check_tiers", lambda policy, seconds, told: [finding("nvme")])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(MemoryLimits, "of_process", lambda: MemoryLimits(8 << 20, 1 << 30, None, None))
+    answer = live(call, place, tiers)
+    assert answer.status == 0
+    assert "arena: size is 2 GiB, but the limit of locked memory (RLIMIT_MEMLOCK) is 8 MiB and the " in answer.err
+    assert "ulimit -l unlimited" in answer.err
+    told = json.loads(live(call, place, tiers, "--json").err)["warning"]
+    assert "the memory limit of the container (cgroup) is 1 GiB" in told
+    monkeypatch.setattr(MemoryLimits, "of_process", lambda: MemoryLimits(None, 4 << 30, None, None))
+    assert live(call, place, tiers).err == ""
 
 
 @pytest.mark.usefixtures("odd")

@@ -1,5 +1,6 @@
 """Tests for GPUs run on real ones, and on fake ones wherever there is a C++ compiler (`test_under_fake`)."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,11 @@ collect_ignore = ["test_under_fake.py"] if fake_cuda.is_installed() else ["fake"
 
 @pytest.fixture(autouse=True)
 def no_faults() -> Iterator[None]:
-    """Under the fake: devices start anew, and what a real one would have crashed with fails the test."""
+    """Under the fake: devices start anew, and what a real one would have crashed with fails the test.
+
+    Everywhere: tests measure device memory, so that what earlier ones have left in reference cycles goes first.
+    """
+    gc.collect()
     if not fake_cuda.is_installed():
         yield
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from support.device_jobs import DeviceJob, on_the_host
 from support.equality import difference
 
 import tierstate as ts
+from tierstate.engine.save.capture import Capture
+
+SPIN = 1 << 32
+"""Cycles for which a device is kept busy: two seconds and more, far longer than the copies take."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,21 +70,31 @@ def test_slabs_are_pinned_once_cuda_is_in_use(place: Path) -> None:
         assert all(slab.pinned for slab in free)
 
 
-def test_the_device_computes_while_the_state_is_copied(place: Path) -> None:
-    """By the device's own clock: what is queued before and after a lazy save does not wait for its copies."""
-    spec = policy({"nvme": tier("nvme", place)}, arena={"size": "512MiB"}, chunk="16MiB")
+def test_training_and_copies_do_not_wait_for_each_other(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = policy({"nvme": tier("nvme", place)}, arena={"size": "1GiB"}, chunk="16MiB")
+    begun, own = threading.Event(), Capture._check_memory
+
+    def gated(capture: Capture) -> None:  # before what is guarded is copied
+        assert begun.wait(60)
+        own(capture)
+
     job = DeviceJob(4096)
-    job.step()
     with ts.Checkpointer(spec, "run") as ckpt:
         ckpt.guard(job.optimizer)
         ckpt.save(job.state(), step=0).wait()
         job.step()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        truth = job.truth()
+        monkeypatch.setattr(Capture, "_check_memory", gated)
         save = ckpt.save(job.state(), step=1)
-        start.record()
         job.forward()
+        torch.cuda.current_stream().synchronize()
+        assert not save._save_state.captured.done(), "forward was done while no copy had begun"
+        torch.cuda._sleep(SPIN)
+        end = torch.cuda.Event()
         end.record()
-        assert not end.query() or save.done(), "save has returned before all was computed"
+        begun.set()
+        save.wait_captured(60)
+        assert not end.query(), "all was copied while the device was busy"
         end.synchronize()
         save.wait()
-        assert difference(job.truth(), on_the_host(ckpt.load())) == ""
+        assert difference(truth, on_the_host(ckpt.load())) == ""

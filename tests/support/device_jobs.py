@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,6 +55,37 @@ class DeviceJob:
         for tensor in (self.host, self.big, self.odd):
             tensor.mul_(1.5)
         self.steps += 1
+
+
+class OddTensors:
+    """Short tensors of several devices, kinds and strides, and of the host, guarded as an optimizer's are.
+
+    Args:
+        devices: the indices of CUDA devices.
+        seed: of the values.
+    """
+
+    def __init__(self, devices: Iterable[int], seed: int) -> None:
+        torch.manual_seed(seed)
+        self.tensors: list[torch.Tensor] = []
+        for index in devices:
+            place = torch.device("cuda", index)
+            wide = torch.randn(40, 30, device=place)
+            self.tensors += [torch.randn(3000, device=place), wide.t()[::2], wide[1:, 3:9].clone()]
+            self.tensors += [torch.randint(0, 99, (7,), device=place), torch.zeros(0, device=place)]
+            self.tensors += [torch.randn(20, dtype=torch.complex64, device=place).conj()]
+        self.tensors += [torch.randn(500), torch.randn(20, 30).t()]
+        self.param_groups = [{"params": self.tensors}]
+        self.state: dict[Any, Any] = {}
+
+    def step(self, closure: Any = None) -> None:
+        """Change all of them: queued on the devices."""
+        for tensor in self.tensors:
+            tensor.add_(1)
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """What is saved and restored."""
+        return {str(i): tensor for i, tensor in enumerate(self.tensors)}
 
 
 def on_the_host(value: Any) -> Any:

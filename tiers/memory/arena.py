@@ -2,7 +2,7 @@
 
 `Arena` leases `Slab`s by reference counting. If the arena is full, the next caller waits; the arena never grows.
 Slabs are page-aligned (for direct I/O), use huge pages if the system has them, are in a memfd if another process must
-map them, and are pinned (page-locked) once this process uses CUDA.
+map them, and are pinned (page-locked) once this process uses CUDA, in memory of the device's NUMA node.
 
 Direct I/O is twice as fast from huge pages as from small ones (docs/benchmarks.md): the kernel pins and translates
 each page of a transfer.
@@ -25,6 +25,12 @@ import torch
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.tiers.concurrency import start_thread
+from tierstate.tiers.libc import libc
+from tierstate.tiers.units import rough_size
+
+from .cudart import uses_cuda
+from .numa import NumaNode, node_of_device, running_on
+from .pinning import Pinning
 
 log = logging.getLogger("tierstate")
 
@@ -174,42 +180,9 @@ def populate(address: int, nbytes: int) -> bool:
     return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0)
 
 
-def pin_memory(buffer: Buffer, device: int | None = None) -> bool | None:
-    """Register the buffer with CUDA (page-lock it), so that copies from devices are asynchronous.
-
-    Args:
-        device: the CUDA device whose context is used; by default the calling thread's. In a new thread that is the
-            first device, so a process that uses another one would create a context there, which takes device memory.
-
-    Returns:
-        Whether it was done; None while this process does not use CUDA.
-    """
-    if not _uses_cuda():
-        return None
-    with torch.cuda.device(device):
-        code = int(
-            torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
-                buffer.data_ptr(), buffer.numel(), 0
-            )
-        )
-    if code != 0:
-        log.warning("a slab could not be pinned for CUDA (error %d): copies from devices will be slower", code)
-    return code == 0
-
-
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 def current_device() -> int | None:
     """The current CUDA device of the calling thread; None while this process does not use CUDA."""
-    return torch.cuda.current_device() if _uses_cuda() else None
-
-
-def unpin_memory(buffer: Buffer, device: int | None = None) -> None:
-    """Undo `pin_memory`, before the memory is unmapped."""
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if uses_cuda() else None
 
 
 @lru_cache(maxsize=1)
@@ -220,19 +193,13 @@ def _mmap() -> Callable[..., int | None]:
     return call
 
 
-@lru_cache(maxsize=1)
-def libc() -> ctypes.CDLL:
-    """The C library by ctypes; its calls release the GIL."""
-    return ctypes.CDLL(None, use_errno=True)
-
-
 class Slab:
     """One block of the arena's memory, with a reference count: it returns to the arena with the last `release`.
 
     Attributes:
         buffer: the slab's memory, page-aligned.
         offset: offset in the file of the arena's `shared` memory; None if the memory is private.
-        pinned: whether it is pinned for CUDA; None while that was not tried.
+        pinned: whether it is pinned for CUDA; None while this process does not use CUDA.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -242,6 +209,8 @@ class Slab:
             self.buffer = map_pages(arena.slab_size)
         else:
             self.buffer, self.offset = arena.shared.map()
+        if (node := arena.node) is not None:
+            node.place(self.buffer)
         self.leases = 0
         self.kept = False
         self.ready = False
@@ -257,16 +226,15 @@ class Slab:
     def pin(self) -> None:
         """Pin the memory, once this process uses CUDA. Tried once: it takes milliseconds."""
         if self.pinned is None:
-            self.pinned = pin_memory(self.buffer, self._arena.device)
+            self.pinned = self._arena.pinning.add(self.buffer, self._arena.device)
 
     def discard(self) -> None:
         """Unpin the memory and drop it; it is unmapped when its last view is deleted."""
         if not self._arena.is_ours():
             return
-        if self.pinned:
-            unpin_memory(self.buffer, self._arena.device)
+        free = not self.pinned or self._arena.pinning.remove(self.buffer, self._arena.device)
         self.pinned = None
-        if self._arena.shared is not None and self.offset is not None:
+        if free and self._arena.shared is not None and self.offset is not None:
             self._arena.shared.give_back(self.buffer, self.offset)
         self.buffer = empty_buffer(0)
 
@@ -293,6 +261,7 @@ class Arena:
     Attributes:
         shared: the memfd of the slabs, by which another process can map them; None if they are private.
         device: the CUDA device of the thread that made the arena or last called `prepare`; None without CUDA.
+        pinning: what of the memory is pinned.
 
     Raises:
         ValueError: fewer than two slabs fit: one is needed for captures and one for reads.
@@ -308,6 +277,7 @@ class Arena:
             )
         self.shared = SharedPages(self.slab_size) if is_shared(self.slab_size) else None
         self.device = current_device()
+        self.pinning = Pinning(f"an arena of {rough_size(self.slots * self.slab_size)}")
         # Entered and left in C: an interrupt at the beginning of `Condition.__exit__` would leave it locked for ever.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -320,6 +290,11 @@ class Arena:
         self._out: dict[int, Slab] = {}
         self._preparing = False
         self._preparer: threading.Thread | None = None  # the last one, until `close` has seen it end
+
+    @property
+    def node(self) -> NumaNode | None:
+        """The NUMA node of the device, where slabs get their memory; None if there is one node, or it is not known."""
+        return node_of_device(self.device)
 
     def is_ours(self) -> bool:
         """Whether this process made the arena, and did not inherit it in a fork."""
@@ -408,8 +383,9 @@ class Arena:
 
     def _prepare(self, wanted: int) -> None:
         try:
-            while self._add_prepared(wanted):
-                pass
+            with running_on(self.node):  # where memory is near that is zeroed here
+                while self._add_prepared(wanted):
+                    pass
         except Exception as error:
             log.warning("memory could not be prepared, so that saves wait for it: %r", error)
         finally:
@@ -422,7 +398,11 @@ class Arena:
             if self.closed or self.in_flight + len(self._free) >= wanted:
                 return False
         slab = Slab(self)
-        slab.prepare()
+        try:
+            slab.prepare()
+        except BaseException:
+            slab.discard()
+            raise
         with self.lock:
             useful = not self.closed and self.in_flight + len(self._free) < wanted
             if useful:
@@ -477,16 +457,21 @@ class Arena:
         if not self.is_ours():
             return
         with self.lock:
-            self.closed = True
-            free, self._free = self._free, []
+            self.closed = True  # from here on no slab is added to the free ones
             preparer = self._preparer
             self.changed.notify_all()
         if preparer is not None and preparer.ident is not None:  # it has none if `prepare` was interrupted
             preparer.join()
-        while free:
-            free.pop().discard()
-        if self.shared is not None:
-            self.shared.close()
+        try:
+            while (slab := self._unused()) is not None:
+                slab.discard()
+        finally:
+            if self.shared is not None:
+                self.shared.close()
+
+    def _unused(self) -> Slab | None:
+        with self.lock:
+            return self._free.pop() if self._free else None
 
     def wake(self) -> None:
         """Wake waiting callers, so that they call their ``stop`` again."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .cudart import relaxed_capture, uses_cuda
+from .cudart import device_in_use, relaxed_capture, uses_cuda
 
 _STREAMS: dict[int, Any] = {}
 
@@ -63,9 +63,7 @@ def stream_fences(devices: Iterable[int]) -> tuple[StreamFence, ...]:
     if not uses_cuda():
         return ()
     here = torch.cuda.current_device()
-    core: Any = torch._C
-    in_use = {here} if core._cuda_hasPrimaryContext(here) else set()
-    return tuple(StreamFence(device) for device in sorted({*devices} | in_use))
+    return tuple(StreamFence(device) for device in sorted({*devices} | ({here} & {device_in_use(here)})))
 
 
 class StreamEvent(Protocol):

@@ -48,6 +48,21 @@ def uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
+def device_in_use(preferred: int | None = None) -> int | None:
+    """A CUDA device that this process has used; None if there is none.
+
+    The first use of a device takes hundreds of megabytes of its memory, so that no other is ever touched.
+
+    Args:
+        preferred: the one to return, if it was used.
+    """
+    if not uses_cuda():
+        return None
+    core: Any = torch._C
+    used = [index for index in range(torch.cuda.device_count()) if core._cuda_hasPrimaryContext(index)]
+    return preferred if preferred in used else next(iter(used), None)
+
+
 def runtime() -> Any | None:
     """The CUDA runtime that this process has loaded; None if there is none, or torch was linked with all of it."""
     return _loaded() if uses_cuda() else None

@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import IoAlignment, Range, Release
-from tierstate.tiers.memory.arena import PAGE, libc, map_pages
+from tierstate.tiers.libc import libc
+from tierstate.tiers.memory.arena import PAGE, map_pages
 
 from .files import BufferedFile, open_file
 from .io_engine import Engine, ThreadEngine, Transfer, UringEngine, transfers_done

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierstate.tiers.base import Place
+from tierstate.tiers.libc import libc
 
 MOUNTS = "/proc/self/mountinfo"
 """Linux's list of mounts; see proc_pid_mountinfo(5)."""
@@ -95,9 +96,8 @@ def filesystem_type(path: Path) -> int:
     Raises:
         OSError: the call failed.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     result = ctypes.create_string_buffer(512)  # struct statfs has 120 bytes on 64-bit Linux and f_type first
-    if libc.statfs(os.fsencode(path), result) != 0:
+    if libc().statfs(os.fsencode(path), result) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(path))
     return ctypes.c_ulong.from_buffer(result).value & 0xFFFFFFFF

@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 
 from tierstate.tiers.backoff import Backoff
-from tierstate.tiers.memory.arena import libc
+from tierstate.tiers.libc import libc
 
 from .files import TEMP, UNLOCKED_AGE, BufferedFile, create_locked, remove_leftover
 from .ownership import PRIVATE, Permissions

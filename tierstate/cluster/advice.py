@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tierstate.manifest.errors import TierFull
+from tierstate.tiers.memory.limits import REMEDY, MemoryLimits
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.units import rough_size
 
@@ -45,6 +46,23 @@ def advise(policy: Policy, findings: Sequence[TierFinding], state: int | None = 
         finding.notes = _notes(spec, finding, state)
     _note_one_domain(findings)
     _note_order(findings)
+
+
+def advise_arena(size: int, limits: MemoryLimits, devices: bool) -> list[str]:
+    """What stands in the way of an arena of this size on this machine, with the remedy.
+
+    Args:
+        size: bytes of the arena, of each process.
+        devices: whether the machine has CUDA devices, for which the arena is pinned.
+    """
+    short = []
+    if devices and limits.memlock is not None and limits.memlock < size:
+        short.append(f"the limit of locked memory (RLIMIT_MEMLOCK) is {rough_size(limits.memlock)}")
+    if limits.container is not None and limits.container < size:
+        short.append(f"the memory limit of the container (cgroup) is {rough_size(limits.container)}")
+    if not short:
+        return []
+    return [f"arena: size is {rough_size(size)}, but {' and '.join(short)}: {REMEDY}"]
 
 
 def _problems(policy: Policy, spec: TierPolicy, found: TierFinding, state: int | None) -> list[str]:
@@ -91,6 +109,30 @@ def _notes(spec: TierPolicy, found: TierFinding, state: int | None) -> list[str]
 
 def _limit(name: str, said: float) -> str:
     return f"{rough_size(said)}/s" if name == "bandwidth" else f"{said:g}/s" if name == "operations" else f"{said:g}"
+
+
+def describe_finding(found: TierFinding, day: str) -> list[str]:
+    """What was measured of a tier, and what is to be done about it, in sentences for the comments of a policy.
+
+    Args:
+        day: the date of the measurement.
+    """
+    said = []
+    if found.put_seconds is not None:
+        said.append(f"{1000 * found.put_seconds:.2g} ms to put 4 KiB")
+    # A tier in memory only takes a lease: its rate says nothing.
+    if found.write is not None and found.read is not None and found.traits.get("persistent"):
+        said.append(f"writes {rough_size(found.write)}/s, reads {rough_size(found.read)}/s")
+        said.append(f"with an object of {rough_size(found.moved)}")
+    figures = [f"Measured on {day}: {', '.join(said)}."] if said else []
+    troubles = filter(None, [found.error, *(f"{name}: {what}" for name, what in found.broken.items())])
+    to_do = [f"TO DO: {what}." for what in found.problems]
+    notes = [f"{_capital(note)}." for note in found.notes]
+    return [*figures, *(f"FOUND on {day}: {what}." for what in troubles), *to_do, *notes]
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def bytes_to_keep(spec: TierPolicy, state: int) -> int | None:

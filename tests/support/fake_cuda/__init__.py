@@ -147,6 +147,10 @@ class EventBase(torch.Event):
         found.asked_to_block = blocking
         return found
 
+    def elapsed_time(self, end_event: EventBase) -> float:
+        # torch.Event takes no event of a class that is derived from it.
+        return float(fake().device.elapsed_time(self.event_id, end_event.event_id))
+
 
 class GraphBase:
     """The base of ``torch.cuda.CUDAGraph``."""
@@ -320,7 +324,20 @@ def _fill_in(device: Any, runtime: Runtime, devices: int) -> None:
     cuda.make_graphed_callables = cuda.graphs.make_graphed_callables
     cuda.default_generators = tuple(torch.Generator() for _ in range(devices))
     cuda.get_device_properties = lambda index=None: _properties(device, torch.device("cuda", index or 0).index)
+    torch.UntypedStorage.resize_ = _resizing(device, torch.UntypedStorage.resize_)
     _stand_in_for_library(runtime)
+
+
+def _resizing(device: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """``UntypedStorage.resize_``, which a build of torch without CUDA has not for "cuda"."""
+
+    def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        if storage.device.type != "cuda":
+            return own(storage, nbytes)
+        device.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), nbytes)
+        return storage
+
+    return resize
 
 
 def _stream_data(stream_id: int, index: int, type_number: int) -> tuple[int, int, int]:

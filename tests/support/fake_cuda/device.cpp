@@ -868,6 +868,18 @@ const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional
   return self;
 }
 
+void resize_storage(const Tensor& whole, size_t nbytes) { // what UntypedStorage.resize_ does
+  Lock lock;
+  OnDevice on(whole.device().index());
+  auto data = device_memory.allocate(nbytes);
+  if (size_t kept = std::min(nbytes, whole.storage().nbytes())) {
+    drain_device(current_device);
+    memcpy(real_address(data.get()), real_address(whole.storage().data()), kept);
+  }
+  whole.storage().set_data_ptr(std::move(data));
+  whole.storage().set_nbytes(nbytes);
+}
+
 void record_stream(Tensor& self, Stream stream) {
   device_memory.recordStream(self.storage().data_ptr(), stream);
 }
@@ -946,8 +958,10 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
   Tensor from = source.expand_as(self);
   launch();
   if (source.is_cpu()) {
+    world().counts["upload"]++;
     upload(self, from, non_blocking);
   } else if (self.is_cpu()) {
+    world().counts["download"]++;
     download(self, from, non_blocking);
   } else {
     Queue &q = current(self.device().index()), &theirs = current(source.device().index());
@@ -1055,7 +1069,9 @@ bool only_in_place(const c10::FunctionSchema& schema, const torch::jit::Stack& g
       return false; // random numbers are drawn in the order of the calls
     if (!argument.alias_info() || !argument.alias_info()->isWrite())
       continue;
-    if (argument.is_out() && given[i].isTensor() && !given[i].toTensor().numel())
+    auto is_this = [&](auto& one) { return one.isTensor() && one.toTensor().is_same(given[i].toTensor()); };
+    if (argument.is_out() && given[i].isTensor() && !given[i].toTensor().numel() &&
+        std::count_if(given.begin(), given.end(), is_this) == 1) // more often: in place
       return false; // it will be resized
     writes = true;
   }
@@ -1210,6 +1226,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     current_device = device;
     current_streams[device] = id;
   });
+  m.def("elapsed_time", [](uintptr_t first, uintptr_t second) {
+    return Guard().elapsedTime((void*)first, (void*)second, current_device);
+  });
   m.def("host_register", &host_register);
   m.def("host_unregister", &host_unregister);
   m.def("take_last_error", [] { return std::exchange(last_error, int(OK)); });
@@ -1266,6 +1285,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       one.context = false;
   });
   m.def("counts", [] { return world().counts; });
+  m.def("resize_storage", resize_storage);
   m.def("clear_counts", [] { world().counts.clear(); });
   m.def("take_faults", [] { return std::exchange(world().faults, {}); });
   m.def("forked", [] { return world().forked; });

@@ -10,6 +10,7 @@ import torch
 
 from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.tiers.memory import arena as arena_room
+from tierstate.tiers.memory import pinning
 from tierstate.tiers.memory.arena import PAGE, Arena
 
 MIB = 1 << 20
@@ -24,26 +25,28 @@ class Pinned:
         self.devices: list[int | None] = []
         self.free = threading.Event()
         self.free.set()
-        self.answer: bool | None = True
+        self.answer: int | None = 0
 
-    def pin(self, buffer: torch.Tensor, device: int | None = None) -> bool | None:
+    def pin(self, buffer: torch.Tensor, device: int | None = None) -> int | None:
         assert self.free.wait(10)
         self.devices.append(device)
-        if self.answer:
+        if self.answer == 0:
             assert buffer.data_ptr() not in self.addresses
             self.addresses.add(buffer.data_ptr())
         return self.answer
 
-    def unpin(self, buffer: torch.Tensor, device: int | None = None) -> None:
+    def unpin(self, buffer: torch.Tensor, device: int | None = None) -> int:
         self.addresses.remove(buffer.data_ptr())
+        return 0
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Pinned:
     made = Pinned()
-    monkeypatch.setattr(arena_room, "pin_memory", made.pin)
-    monkeypatch.setattr(arena_room, "unpin_memory", made.unpin)
+    monkeypatch.setattr(pinning, "pin_memory", made.pin)
+    monkeypatch.setattr(pinning, "unpin_memory", made.unpin)
     monkeypatch.setattr(arena_room, "current_device", lambda: 3)
+    monkeypatch.setattr(arena_room, "node_of_device", lambda device: None)
     return made
 
 
@@ -73,7 +76,7 @@ def test_a_slab_made_before_cuda_was_used_is_pinned_once_it_is(cuda: Pinned) -> 
     slab = arena.acquire()
     slab.release()
     assert cuda.addresses == set()
-    cuda.answer = True
+    cuda.answer = 0
     slab = arena.acquire()
     assert cuda.addresses == {slab.buffer.data_ptr()}
     slab.release()
@@ -81,13 +84,29 @@ def test_a_slab_made_before_cuda_was_used_is_pinned_once_it_is(cuda: Pinned) -> 
     assert cuda.addresses == set()
 
 
-def test_pinning_that_is_refused_is_tried_once_and_the_slab_is_used_all_the_same(cuda: Pinned) -> None:
+def test_pinning_that_is_refused_is_tried_once_and_the_slabs_are_used_all_the_same(
+    cuda: Pinned, caplog: pytest.LogCaptureFixture
+) -> None:
     arena = Arena(4 * PAGE, PAGE)
-    cuda.answer = False
-    for _ in range(3):
-        arena.acquire().release()
-    assert len(cuda.devices) == 1
+    first = arena.acquire()
+    cuda.answer = 2
+    slabs = [arena.acquire() for _ in range(2)]
+    for slab in slabs:
+        slab.buffer.fill_(1)
+        slab.release()
+    arena.acquire().release()
+    assert len(cuda.devices) == 2
+    assert cuda.addresses == {first.buffer.data_ptr()}, "what is pinned stays pinned"
+    first.release()
     arena.close()
+    assert cuda.addresses == set()
+    [told] = caplog.messages
+    assert "CUDA refused to pin 4 KiB of an arena of 16 KiB (error 2), of which 4 KiB are pinned" in told
+    assert "limit of locked memory" in told
+    assert "ulimit -l unlimited" in told
+    assert "LimitMEMLOCK=infinity" in told
+    assert "--ulimit memlock=-1" in told
+    assert "smaller `arena: size`" in told
 
 
 def test_pinning_holds_up_nobody_else(cuda: Pinned) -> None:
@@ -111,10 +130,54 @@ def test_a_slab_whose_pinning_fails_is_not_lost(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("the driver is gone")
 
     arena = Arena(4 * PAGE, PAGE)
-    monkeypatch.setattr(arena_room, "pin_memory", fail)
+    monkeypatch.setattr(pinning, "pin_memory", fail)
     with pytest.raises(RuntimeError, match="the driver is gone"):
         arena.acquire()
     assert arena.in_flight == 0
+    arena.close()
+
+
+def test_a_failing_device_holds_up_nothing_when_memory_is_unpinned(
+    cuda: Pinned, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = Arena(6 * PAGE, PAGE)
+    slabs = [arena.acquire() for _ in range(4)]
+    monkeypatch.setattr(pinning, "_still_pinned", kept := [])
+    tried = []
+
+    def unpin(buffer: torch.Tensor, device: int | None) -> int:
+        tried.append(buffer)
+        if len(tried) % 2:
+            raise RuntimeError("the driver is gone")
+        return cuda.unpin(buffer, device)
+
+    monkeypatch.setattr(pinning, "unpin_memory", unpin)
+    for slab in slabs[:3]:
+        slab.release()
+    arena.close()
+    slabs[3].release()
+    assert len(tried) == 4
+    assert arena.shared is None or arena.shared.descriptor == -1
+    assert cuda.addresses == {buffer.data_ptr() for buffer in kept}
+    assert arena.pinning.nbytes == 2 * PAGE
+    assert len([one for one in caplog.messages if "the driver is gone" in one]) == 1
+
+
+def test_memory_that_cannot_be_prepared_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_buffer: torch.Tensor) -> None:
+        raise MemoryError
+
+    arena = Arena(4 * PAGE, PAGE)
+    monkeypatch.setattr(arena_room, "fault_in", fail)
+    arena.prepare(2 * PAGE)
+    thread = arena._preparer
+    assert thread is not None
+    thread.join(10)
+    assert "memory could not be prepared" in caplog.text
+    assert arena.shared is not None
+    assert arena.shared._holes == [0]
     arena.close()
 
 

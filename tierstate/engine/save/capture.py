@@ -12,11 +12,9 @@ import dataclasses
 import logging
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from ctypes import c_ubyte, memmove, memset
-from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from queue import SimpleQueue
@@ -24,9 +22,9 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from tierstate.engine.packs.slab_layout import BIG, BLOCK, GRAIN, SlabChunks, SlabPlan, fill_slabs
+from tierstate.engine.packs.slab_layout import BIG, BLOCK, SlabChunks, SlabPlan, fill_slabs
 from tierstate.manifest.arrays import Array, digest_array
-from tierstate.manifest.chunk import Chunk, Event, view
+from tierstate.manifest.chunk import view
 from tierstate.manifest.digest import DigestFunction, digest_function, sample_hash
 from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.manifest.format.leaf import Leaf
@@ -36,21 +34,15 @@ from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena, Slab
 from tierstate.tiers.memory.cudart import relaxed_capture
+from tierstate.tiers.memory.numa import running_on
 
 from .plan import CapturePlan, LastCapture
 from .publish import CascadeJob, DirectJob, Job, UnchangedChunks
 from .save_state import QueuedCopies, SaveState
+from .streamed import SLABS_AHEAD, DeviceStaging, Filling, StreamedSources
 from .tier_queue import TierQueue
 
 log = logging.getLogger("tierstate")
-
-
-SLABS_AHEAD = 2
-"""Slabs that a device may still be copying into while the next one is filled, if one thread does everything."""
-
-
-FilledSlab: TypeAlias = tuple[Slab, Array, Array, Array]
-"""A slab with a lease, and the rows, byte offsets and lengths of the chunks in it, ``(n,)`` of int64 each."""
 
 
 COPY_WORKERS = 4
@@ -59,165 +51,6 @@ COPY_WORKERS = 4
 
 WORTH_A_THREAD = 32 << 20
 """Bytes to copy per thread, at least: with less, a thread costs more than it saves."""
-
-
-@dataclass(eq=False)
-class _Filling:
-    """A slab that is being filled.
-
-    Attributes:
-        end: bytes in use.
-        rows, at, nbytes: row, byte offset and length of each chunk.
-        events: asynchronous copies into the slab, each with the name of its leaf.
-    """
-
-    slab: Slab
-    end: int = 0
-    rows: list[int] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)
-    nbytes: list[int] = field(default_factory=list)
-    events: list[tuple[str, Event]] = field(default_factory=list)
-
-    def settled(self) -> FilledSlab:
-        """Wait for all copies into the slab, then return it. Raises CaptureError if a copy failed; the slab is released
-        then."""
-        try:
-            for name, event in self.events:
-                with _reading(name):
-                    event.synchronize()
-        except BaseException:
-            self.drop()
-            raise
-        rows, at, nbytes = (np.array(column, "i8") for column in (self.rows, self.at, self.nbytes))
-        return self.slab, rows, at, nbytes
-
-    def drop(self) -> None:
-        """Release the slab, once no device writes into it any more."""
-        for name, event in self.events:
-            try:
-                event.synchronize()
-            except Exception as error:
-                log.debug("%s: a copy that nobody waits for failed: %s", name, error)
-        self.slab.release()
-
-
-class StreamedSources:
-    """Captures sources that have no contiguous host memory: device tensors, strided tensors, custom providers.
-
-    Args:
-        plan: the plan with the sources.
-        chunk: chunk length in bytes.
-        arena: gives the slabs.
-        stop: called before each chunk; true cancels the capture.
-        ahead: slabs that are filled before the first of them is yielded. 0 if other threads wait for their copies.
-    """
-
-    def __init__(self, plan: CapturePlan, chunk: int, arena: Arena, stop: Callable[[], bool], ahead: int) -> None:
-        self._plan, self._chunk, self._arena, self._stop, self._ahead = plan, chunk, arena, stop, ahead
-        self._open: _Filling | None = None
-        self._waiting: deque[_Filling] = deque()
-
-    def run(self, sources: Array, first: Array) -> Generator[_Filling]:
-        """Yield slabs, into which devices may still copy. The caller must settle or drop each. Order:
-        `CapturePlan.in_order`.
-
-        Args:
-            sources: indices of the sources to capture.
-            first: ``(sources of the plan,)``: the first row of each source.
-
-        Raises:
-            CaptureError: the save was cancelled, or a provider failed or broke its contract; the message names the
-                leaf.
-        """
-        order = self._plan.in_order(sources)
-        try:
-            for source in order.tolist():
-                for i, chunk in enumerate(checked_chunks(self._plan, source, self._chunk)):
-                    if self._stop():
-                        raise CaptureError("the save was cancelled")
-                    yield from self._make_room(chunk.nbytes)
-                    self._fill(source, int(first[source]) + i, chunk)
-            yield from self._shut(0)
-        finally:
-            self._let_go()
-
-    def _make_room(self, nbytes: int) -> Iterator[_Filling]:
-        """Open another slab if the open one has no room for the next chunk; yields filled slabs."""
-        if self._open is not None:
-            self._open.end += -self._open.end % (BLOCK if nbytes >= BIG else GRAIN)
-            if self._open.end + nbytes <= self._arena.slab_size:
-                return
-        yield from self._shut(self._ahead)
-        while (slab := self._arena.try_acquire()) is None and self._waiting:
-            # No blocking wait for a slab while this generator still holds filled ones: nobody else could release them.
-            yield self._waiting.popleft()
-        self._open = _Filling(slab if slab is not None else self._arena.acquire(self._stop))
-
-    def _shut(self, ahead: int) -> Iterator[_Filling]:
-        """Close the open slab and yield filled ones, except the last ``ahead``, into which devices may still copy."""
-        if self._open is not None:
-            self._waiting.append(self._open)
-            self._open = None
-        while len(self._waiting) > ahead or (self._waiting and not self._waiting[0].events):
-            yield self._waiting.popleft()
-
-    def _fill(self, source: int, row: int, chunk: Chunk) -> None:
-        filling = self._open
-        assert filling is not None
-        with _reading(self._plan.name(source)):
-            event = chunk.fill(filling.slab.buffer[filling.end : filling.end + chunk.nbytes])
-        if event is not None:
-            filling.events.append((self._plan.name(source), event))
-        filling.rows.append(row)
-        filling.at.append(filling.end)
-        filling.nbytes.append(chunk.nbytes)
-        filling.end += chunk.nbytes
-
-    def _let_go(self) -> None:
-        """Release the slabs that were not yielded."""
-        for filling in [*self._waiting, *([self._open] if self._open is not None else [])]:
-            filling.drop()
-
-
-def checked_chunks(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]:
-    """The chunks of a source, checked against the provider's contract: in order, no gaps, right lengths.
-
-    Raises:
-        CaptureError: the provider failed or broke the contract.
-    """
-    at, nbytes = 0, int(plan.nbytes[source])
-    for chunk in _yielded(plan, source, size):
-        right = min(size, nbytes - at)
-        if chunk.start != at or chunk.nbytes != right or right <= 0:
-            raise CaptureError(
-                f"{plan.name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
-                f"right are {right} at {at} of {nbytes}"
-            )
-        at += chunk.nbytes
-        yield chunk
-    if at != nbytes:
-        raise CaptureError(f"{plan.name(source)}: its provider gave {at} of {nbytes} bytes")
-
-
-def _yielded(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]:
-    try:
-        for chunk in plan.chunks[source](size):
-            yield Chunk(*chunk)
-    except TierstateError:
-        raise
-    except Exception as error:
-        raise CaptureError(f"{plan.name(source)}: its provider failed: {error!r}") from error
-
-
-@contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """Turn errors into a CaptureError that names the leaf."""
-    try:
-        yield
-    except TierstateError:
-        raise
-    except Exception as error:
-        raise CaptureError(f"{name} could not be read: {error}") from error
 
 
 class CaptureSink(NamedTuple):
@@ -252,6 +85,7 @@ class Capture:
         digest: the digest function.
         outlet: receives the results.
         before: returns the digests of the last save, or None; called once, before most of the state is copied.
+        staging: where short tensors of devices are gathered; kept by the caller from save to save.
     """
 
     def __init__(
@@ -262,6 +96,7 @@ class Capture:
         digest: DigestFunction,
         outlet: CaptureSink,
         before: Callable[[], LastCapture | None] = lambda: None,
+        staging: DeviceStaging | None = None,
     ) -> None:
         self._plan, self._chunk, self._arena = plan, chunk, arena
         self._digest, self._outlet = digest, outlet
@@ -274,6 +109,7 @@ class Capture:
         self._lock = threading.Lock()
         self._failures: list[BaseException] = []
         self._queued: QueuedCopies | None = None
+        self._staging = staging or DeviceStaging()
 
     def run(self) -> LastCapture:
         """Copy everything; guarded sources last.
@@ -353,7 +189,7 @@ class Capture:
         sources = plan.in_order(np.flatnonzero(which & (plan.address != 0)))
         streamed = np.flatnonzero(which & (plan.address == 0))
         slabfuls = fill_slabs(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size)
-        filled: SimpleQueue[_Filling | None] = SimpleQueue()
+        filled: SimpleQueue[Filling | None] = SimpleQueue()
         digesting = self._digest_threads(streamed)
         threads = [
             *(threading.Thread(target=self._work, args=(slabfuls,), name="tierstate-copy") for _ in range(1, workers)),
@@ -379,7 +215,7 @@ class Capture:
             raise self._failures[0]
 
     @staticmethod
-    def _drop_all(filled: SimpleQueue[_Filling | None]) -> None:
+    def _drop_all(filled: SimpleQueue[Filling | None]) -> None:
         """Release what no thread took: not all threads could be started."""
         while not filled.empty():
             if (filling := filled.get()) is not None:
@@ -390,20 +226,20 @@ class Capture:
         worth = int(self._plan.nbytes[sources].sum()) // WORTH_A_THREAD
         return range(min(COPY_WORKERS, _cores(), worth) if self._plan.fences else 0)
 
-    def _stream(self, sources: Array, take: Callable[[_Filling], None]) -> None:
+    def _stream(self, sources: Array, take: Callable[[Filling], None]) -> None:
         if len(sources):
             for fence in self._plan.fences:
                 fence.follow()
             ahead = SLABS_AHEAD if take == self._take else 0
-            streamed = StreamedSources(self._plan, self._chunk, self._arena, self._stopped, ahead)
+            streamed = StreamedSources(self._plan, self._chunk, self._arena, self._stopped, ahead, self._staging)
             with closing(streamed.run(sources, self._first)) as slabs:
                 for filling in slabs:
                     take(filling)
 
-    def _take(self, filling: _Filling) -> None:
+    def _take(self, filling: Filling) -> None:
         self._give(*filling.settled())
 
-    def _digest_all(self, filled: SimpleQueue[_Filling | None]) -> None:
+    def _digest_all(self, filled: SimpleQueue[Filling | None]) -> None:
         """Digest slab after slab, as their copies end. After a failure they are only released."""
         while (filling := filled.get()) is not None:
             if self._failures:
@@ -547,6 +383,7 @@ class CaptureThread:
         self.parent = ""
         self._last_capture: LastCapture | None = None
         self._version: Version | None = None
+        self._staging = DeviceStaging()
         self._queue: SimpleQueue[CaptureJob | None] = SimpleQueue()
         self._over = Latch()
         self._thread = threading.Thread(target=self._run, name="tierstate-capture", daemon=True)
@@ -597,7 +434,8 @@ class CaptureThread:
     def _save(self, work: CaptureJob, before: Before) -> None:
         outcome: Version | BaseException
         try:
-            with relaxed_capture():
+            # Threads that copy and digest are started in it, and run on the same CPUs.
+            with running_on(self._arena.node if work.plan.fences else None), relaxed_capture():
                 captured = self._capture(work, before)
         except BaseException as error:
             outcome = _told(error)
@@ -625,7 +463,7 @@ class CaptureThread:
         freed = partial(save_state.capture_ended, None) if work.snapped else save_state.freed.set
         outlet = CaptureSink(dispatch, keep, freed, save_state.copies_queued, save_state.cancelled.is_set)
         digest = digest_function(save_state.head.digest)
-        return Capture(work.plan, save_state.head.chunk, self._arena, digest, outlet, before).run()
+        return Capture(work.plan, save_state.head.chunk, self._arena, digest, outlet, before, self._staging).run()
 
     def _describe(self, work: CaptureJob, captured: LastCapture) -> Version | BaseException:
         """The version that was captured, or the error why there is none."""

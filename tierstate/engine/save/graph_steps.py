@@ -1,8 +1,9 @@
 """Steps in CUDA graphs: a replay runs them without Python, so that the guard waits before the replay.
 
 `CUDAGraph.replay` calls no hook of an optimizer, and moves no version counter of a tensor. While anything is guarded,
-``torch.cuda.CUDAGraph`` has other methods: a capture notes whether a step came in it, and a replay waits first, unless
-its graph is known to have no step. Graphs that were captured before are not known, so that they wait. The graphs of
+``torch.cuda.CUDAGraph`` has other methods: a capture notes whether a step came in it, or an operation that changes what
+is guarded (these do move the version counters, once, when they are captured), and a replay waits first, unless its
+graph is known to have neither. Graphs that were captured before are not known, so that they wait. The graphs of
 ``torch.compile`` (mode ``reduce-overhead``) and of ``make_graphed_callables`` are replayed by the same method.
 """
 
@@ -25,6 +26,9 @@ class Steps(Protocol):
     def before_step(self) -> None:
         """Wait until the state may change."""
 
+    def versions(self) -> list[int]:
+        """The version counters of the guarded tensors."""
+
 
 _LOCK = threading.Lock()
 
@@ -33,8 +37,8 @@ _WATCHING: list[Steps] = []
 """The guards that have guarded optimizers."""
 
 
-_CAPTURING: dict[int, bool] = {}
-"""Graphs that are being captured by now, by their id: whether a step came in it."""
+_CAPTURING: dict[int, list[list[int]] | None] = {}
+"""Graphs that are being captured by now, by their id: the version counters at the beginning; None once a step came."""
 
 
 _WITHOUT_STEP: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -48,7 +52,7 @@ def in_step_of_graph() -> bool:
     if not is_capturing():
         return False
     with _LOCK:
-        _CAPTURING.update(dict.fromkeys(_CAPTURING, True))
+        _CAPTURING.update(dict.fromkeys(_CAPTURING))
     return True
 
 
@@ -90,19 +94,23 @@ def _patch(name: str, around: Callable[..., Any]) -> None:
 
 def _begin(own: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
     _WITHOUT_STEP.discard(graph)
-    found = own(graph, *args, **kwargs)
+    found, versions = own(graph, *args, **kwargs), _versions()
     with _LOCK:
-        _CAPTURING[id(graph)] = False
+        _CAPTURING[id(graph)] = versions
     return found
 
 
 def _end(own: Callable[..., Any], graph: Any) -> Any:
     with _LOCK:
-        stepped = _CAPTURING.pop(id(graph), True)
+        versions = _CAPTURING.pop(id(graph), None)
     found = own(graph)
-    if not stepped:
+    if versions is not None and versions == _versions():
         _WITHOUT_STEP.add(graph)
     return found
+
+
+def _versions() -> list[list[int]]:
+    return [guard.versions() for guard in tuple(_WATCHING)]
 
 
 def _replay(own: Callable[..., Any], graph: Any) -> Any:

@@ -20,9 +20,9 @@ from tierstate.manifest.format.leaf import Path
 from tierstate.providers.base import Provider
 from tierstate.providers.sharded.shards import ShardsProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of
+from tierstate.tiers.latch import Completion
 
 from .graph_steps import in_step_of_graph, watch_replays, watch_replays_no_more
-from .save_state import SaveState
 
 log = logging.getLogger("tierstate")
 
@@ -50,6 +50,15 @@ class Stepper(Protocol):
         """Change the parameters and the state."""
 
 
+class Watched(Protocol):
+    """A copy of guarded tensors under way: `SaveState`, or a staged state of DCP."""
+
+    captured: Completion
+
+    def release_state(self) -> None:
+        """Wait until the tensors may change."""
+
+
 class _Guarded(NamedTuple):
     """One guarded optimizer: as given, it and those that it wraps, and what undoes the patches of their steps."""
 
@@ -70,7 +79,7 @@ class Guard:
     def __init__(self) -> None:
         self._guarded: list[_Guarded] = []
         self._hook: Any = None
-        self._save_states: list[SaveState] = []
+        self._save_states: list[Watched] = []
         self._recorded = False
         self._pid = os.getpid()
         self.waited = 0.0
@@ -130,12 +139,20 @@ class Guard:
         found = [tensor for layer in layers for tensor in _tensors(layer)]
         return found if len(layers) < 2 else list({id(tensor): tensor for tensor in found}.values())
 
+    def versions(self) -> list[int]:
+        """The version counters of those tensors, which each change moves; of inference tensors, which have none, 0."""
+        return [0 if tensor.is_inference() else tensor._version for tensor in self.tensors()]
+
+    def memory(self) -> set[Memory]:
+        """Device and address of the storages of the guarded tensors, as they are now."""
+        return {_memory(tensor) for tensor in self.tensors()}
+
     def covers(self) -> Callable[[Provider], bool]:
         """Returns a function: whether a provider's tensor lies in memory of the guarded tensors, as they are now."""
-        memory = {_memory(tensor) for tensor in self.tensors()}
+        memory = self.memory()
         return lambda provider: _lies_in(provider, memory)
 
-    def watch(self, save_state: SaveState) -> None:
+    def watch(self, save_state: Watched) -> None:
         """Wait for this save too, unless it is captured already."""
         if not save_state.captured.done():
             self._save_states.append(save_state)
@@ -151,9 +168,9 @@ class Guard:
         if in_step_of_graph():
             self.wait()  # what is captured into a graph may not wait for events from outside of it
         else:
-            self._wait(SaveState.release_state)
+            self._wait(lambda save_state: save_state.release_state())
 
-    def _wait(self, until: Callable[[SaveState], object]) -> None:
+    def _wait(self, until: Callable[[Watched], object]) -> None:
         if os.getpid() != self._pid:
             return  # a forked child: the threads that capture are the parent's
         save_states, start = self._save_states, time.monotonic()

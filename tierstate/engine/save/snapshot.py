@@ -28,9 +28,10 @@ from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums, sums_on_hos
 from tierstate.tiers.memory.cuda import CopyStream, StreamEvent
 from tierstate.tiers.memory.gpu import Gpu
 
-from .capture import CaptureJob, checked_chunks
+from .capture import CaptureJob
 from .plan import HOST, CapturePlan, Chunks
 from .publish import DirectJob
+from .streamed import checked_chunks
 from .tier_queue import TierQueue
 
 log = logging.getLogger("tierstate")

@@ -1,0 +1,281 @@
+"""Capture of what is not in host memory: device tensors, strided tensors, custom providers, chunk by chunk into slabs.
+
+`StreamedSources` queues copies from devices, and runs ahead of them. Short tensors of a device are gathered in its
+memory first (`DeviceStaging`) and cross the bus in one transfer: to queue one takes longer than to copy 100 KB.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from tierstate.engine.packs.slab_layout import BIG, BLOCK, GRAIN
+from tierstate.manifest.arrays import Array
+from tierstate.manifest.chunk import Buffer, Chunk, DeviceChunk, Event
+from tierstate.manifest.errors import CaptureError, TierstateError
+from tierstate.tiers.memory.arena import Arena, Slab
+from tierstate.tiers.memory.device_room import DeviceRoom
+
+from .plan import CapturePlan
+
+log = logging.getLogger("tierstate")
+
+
+SLABS_AHEAD = 2
+"""Slabs that a device may still be copying into while the next one is filled, if one thread does everything."""
+
+
+STAGING = 16 << 20
+"""Bytes of a device's memory in which short tensors are gathered."""
+
+
+class DeviceStaging:
+    """Memory of devices in which short tensors are gathered: `STAGING` bytes of each, kept for the next save.
+
+    Each buffer is used by one thread, on one stream at a time.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, Buffer] = {}
+
+    def on(self, device: torch.device) -> Buffer | None:
+        """The buffer on a CUDA device; None if training would have to give up memory for it."""
+        if device not in self._buffers:
+            if DeviceRoom(device).lack(STAGING):
+                return None
+            try:
+                self._buffers[device] = torch.empty(STAGING, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:  # it was taken since
+                return None
+        return self._buffers[device]
+
+
+class _Gathered(NamedTuple):
+    """A short chunk that is to be copied with others: its leaf's name, its byte offset in the slab, and its bytes."""
+
+    name: str
+    at: int
+    data: Buffer
+
+
+FilledSlab: TypeAlias = tuple[Slab, Array, Array, Array]
+"""A slab with a lease, and the rows, byte offsets and lengths of the chunks in it, ``(n,)`` of int64 each."""
+
+
+@dataclass(eq=False)
+class Filling:
+    """A slab that is being filled.
+
+    Attributes:
+        end: bytes in use.
+        rows, at, nbytes: row, byte offset and length of each chunk.
+        events: asynchronous copies into the slab, each with the name of its leaf.
+        gathered: chunks of one device, one after the other in the slab, whose copies are not queued yet.
+    """
+
+    slab: Slab
+    end: int = 0
+    rows: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    events: list[tuple[str, Event]] = field(default_factory=list)
+    gathered: list[_Gathered] = field(default_factory=list)
+
+    def settled(self) -> FilledSlab:
+        """Wait for all copies into the slab, then return it. Raises CaptureError if a copy failed; the slab is released
+        then."""
+        try:
+            for name, event in self.events:
+                with _reading(name):
+                    event.synchronize()
+        except BaseException:
+            self.drop()
+            raise
+        rows, at, nbytes = (np.array(column, "i8") for column in (self.rows, self.at, self.nbytes))
+        return self.slab, rows, at, nbytes
+
+    def drop(self) -> None:
+        """Release the slab, once no device writes into it any more."""
+        for name, event in self.events:
+            try:
+                event.synchronize()
+            except Exception as error:
+                log.debug("%s: a copy that nobody waits for failed: %s", name, error)
+        self.slab.release()
+
+
+class StreamedSources:
+    """Captures sources that have no contiguous host memory: device tensors, strided tensors, custom providers.
+
+    Args:
+        plan: the plan with the sources.
+        chunk: chunk length in bytes.
+        arena: gives the slabs.
+        stop: called before each chunk; true cancels the capture.
+        ahead: slabs that are filled before the first of them is yielded. 0 if other threads wait for their copies.
+        staging: where short tensors of devices are gathered.
+    """
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        chunk: int,
+        arena: Arena,
+        stop: Callable[[], bool],
+        ahead: int,
+        staging: DeviceStaging,
+    ) -> None:
+        self._plan, self._chunk, self._arena, self._stop, self._ahead = plan, chunk, arena, stop, ahead
+        self._staging = staging
+        self._open: Filling | None = None
+        self._waiting: deque[Filling] = deque()
+
+    def run(self, sources: Array, first: Array) -> Generator[Filling]:
+        """Yield slabs, into which devices may still copy. The caller must settle or drop each. Order:
+        `CapturePlan.in_order`.
+
+        Args:
+            sources: indices of the sources to capture.
+            first: ``(sources of the plan,)``: the first row of each source.
+
+        Raises:
+            CaptureError: the save was cancelled, or a provider failed or broke its contract; the message names the
+                leaf.
+        """
+        order = self._plan.in_order(sources)
+        try:
+            for source in order.tolist():
+                for i, chunk in enumerate(checked_chunks(self._plan, source, self._chunk)):
+                    if self._stop():
+                        raise CaptureError("the save was cancelled")
+                    yield from self._make_room(chunk.nbytes)
+                    self._fill(source, int(first[source]) + i, chunk)
+            yield from self._shut(0)
+        finally:
+            self._let_go()
+
+    def _make_room(self, nbytes: int) -> Iterator[Filling]:
+        """Open another slab if the open one has no room for the next chunk; yields filled slabs."""
+        if self._open is not None:
+            self._open.end += -self._open.end % (BLOCK if nbytes >= BIG else GRAIN)
+            if self._open.end + nbytes <= self._arena.slab_size:
+                return
+        yield from self._shut(self._ahead)
+        while (slab := self._arena.try_acquire()) is None and self._waiting:
+            # No blocking wait for a slab while this generator still holds filled ones: nobody else could release them.
+            yield self._waiting.popleft()
+        self._open = Filling(slab if slab is not None else self._arena.acquire(self._stop))
+
+    def _shut(self, ahead: int) -> Iterator[Filling]:
+        """Close the open slab and yield filled ones, except the last ``ahead``, into which devices may still copy."""
+        if self._open is not None:
+            self._transfer(self._open)
+            self._waiting.append(self._open)
+            self._open = None
+        while len(self._waiting) > ahead or (self._waiting and not self._waiting[0].events):
+            yield self._waiting.popleft()
+
+    def _fill(self, source: int, row: int, chunk: Chunk) -> None:
+        filling = self._open
+        assert filling is not None
+        name = self._plan.name(source)
+        if isinstance(chunk, DeviceChunk) and chunk.data.is_cuda and chunk.nbytes < BIG:
+            self._gather(filling, _Gathered(name, filling.end, chunk.data))
+        else:
+            self._transfer(filling)
+            with _reading(name):
+                event = chunk.fill(filling.slab.buffer[filling.end : filling.end + chunk.nbytes])
+            if event is not None:
+                filling.events.append((name, event))
+        filling.rows.append(row)
+        filling.at.append(filling.end)
+        filling.nbytes.append(chunk.nbytes)
+        filling.end += chunk.nbytes
+
+    def _gather(self, filling: Filling, chunk: _Gathered) -> None:
+        run = filling.gathered
+        if run and (run[0].data.device != chunk.data.device or chunk.at + chunk.data.numel() - run[0].at > STAGING):
+            self._transfer(filling)
+        filling.gathered.append(chunk)
+
+    def _transfer(self, filling: Filling) -> None:
+        """Queue the copies of what is gathered: in one transfer, together with the gaps between."""
+        run, filling.gathered = filling.gathered, []
+        if not run:
+            return
+        device, slab, start = run[0].data.device, filling.slab.buffer, run[0].at
+        name = run[0].name if len(run) == 1 else f"{run[0].name}, or one of {len(run) - 1} more up to {run[-1].name},"
+        with _reading(name):
+            staging = self._staging.on(device) if len(run) > 1 else None
+            to = slab if staging is None else staging
+            base = 0 if staging is None else start
+            parts = [to[chunk.at - base :][: chunk.data.numel()] for chunk in run]
+            if staging is None:
+                for part, chunk in zip(parts, run, strict=True):
+                    part.copy_(chunk.data, non_blocking=True)
+            else:
+                torch._foreach_copy_(parts, [chunk.data for chunk in run])
+                end = run[-1].at + run[-1].data.numel()
+                slab[start:end].copy_(staging[: end - start], non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+        filling.events.append((name, event))
+
+    def _let_go(self) -> None:
+        """Release the slabs that were not yielded."""
+        dropped = [*self._waiting, *([self._open] if self._open is not None else [])]
+        for fence in self._plan.fences if dropped else ():
+            try:
+                fence.copied().synchronize()  # a copy that failed may have queued a part that has no event
+            except Exception as error:
+                log.debug("a device did not finish copies that nobody waits for: %s", error)
+        for filling in dropped:
+            filling.drop()
+
+
+def checked_chunks(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]:
+    """The chunks of a source, checked against the provider's contract: in order, no gaps, right lengths.
+
+    Raises:
+        CaptureError: the provider failed or broke the contract.
+    """
+    at, nbytes = 0, int(plan.nbytes[source])
+    for chunk in _yielded(plan, source, size):
+        right = min(size, nbytes - at)
+        if chunk.start != at or chunk.nbytes != right or right <= 0:
+            raise CaptureError(
+                f"{plan.name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
+                f"right are {right} at {at} of {nbytes}"
+            )
+        at += chunk.nbytes
+        yield chunk
+    if at != nbytes:
+        raise CaptureError(f"{plan.name(source)}: its provider gave {at} of {nbytes} bytes")
+
+
+def _yielded(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]:
+    try:
+        for chunk in plan.chunks[source](size):
+            yield chunk if isinstance(chunk, Chunk) else Chunk(*chunk)
+    except TierstateError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{plan.name(source)}: its provider failed: {error!r}") from error
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn errors into a CaptureError that names the leaf."""
+    try:
+        yield
+    except TierstateError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{name} could not be read: {error}") from error
