@@ -6,6 +6,7 @@ retries and measurements that the policy asks for.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,11 @@ from tierstate.tiers.wrappers.retry import Retried
 from tierstate.tiers.wrappers.seal import Sealed
 
 from .errors import unknown_name, validate_keys
-from .models import PolicyKeys, SecretKeys, TierKeys, keys_of, options_of
+from .models import KeepKeys, PolicyKeys, SecretKeys, TierKeys, keys_of, options_of
 from .yaml import MAX_POLICY_BYTES, KeyPath, PolicyErrors, escape_variables, expand_variables, read_yaml, show_value
+
+log = logging.getLogger("tierstate")
+
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 
@@ -61,7 +65,7 @@ class TierPolicy(TierKeys):
 
 
 class Policy(PolicyKeys):
-    """A policy, made by `load`, `parse` or `default`.
+    """A policy, made by `load`, `parse`, `auto` or `default`.
 
     Attributes:
         version: of the file's format.
@@ -153,6 +157,34 @@ class Policy(PolicyKeys):
             "<default policy>",
         )
 
+    @classmethod
+    def auto(cls, *places: str | os.PathLike[str]) -> Self:
+        """A policy for this machine, with a tier for each place: the same that ``tierstate policy init`` writes.
+
+        The places become tiers in the order of their speed, above them one in host memory where there is enough of it.
+        The fastest one that lasts takes every save and keeps the newest three; slower ones take a save every 5 minutes
+        (disks), 15 (file systems of several hosts) or 30 (object stores).
+        The arena and the memory tier are shares of the memory of this process. `dump` shows the policy.
+
+        On several hosts, write a file by ``tierstate policy init`` and load that: they may differ.
+
+        Args:
+            places: folders, and URLs as in ``s3://bucket/ckpt``, as a policy writes them: ``${NAME}`` is a variable.
+                None: a folder on the best disk of this machine for scratch data, such as the one that a scheduler made
+                for this job.
+
+        Raises:
+            PolicyError: a place cannot keep a state, as one in memory (tmpfs), or none is given and none was found.
+        """
+        # Only here: most policies come from files.
+        from .auto import choose_places, policy_text, policy_warnings
+        from .machine import look_at_machine
+
+        facts = choose_places(look_at_machine([os.fspath(place) for place in places]))
+        for warning in policy_warnings(facts):
+            log.warning("%s", warning)
+        return cls.parse(policy_text(facts), "<policy for this machine>")
+
     def dump(self, *, secrets: bool = False) -> str:
         """YAML text that parses to an equal policy in the same environment.
 
@@ -173,6 +205,13 @@ class Policy(PolicyKeys):
     def trusting(self, files: Sequence[str]) -> Self:
         """The same policy, with the keys in these files in place of those of its ``seal``."""
         return self._with_seal(SecretKeys(file=tuple(files)))
+
+    def keeping_last(self, count: int) -> Self:
+        """The same policy, in which a tier for which the text says no ``keep`` keeps the newest so many versions."""
+        said = self._document.get("tiers", {})
+        keep = KeepKeys(last=count)
+        tiers = tuple(t if "keep" in said.get(t.name, {}) else t.model_copy(update={"keep": keep}) for t in self.tiers)
+        return self.model_copy(update={"tiers": tiers})
 
     def _with_seal(self, seal: SecretKeys | None) -> Self:
         tiers = tuple(tier.model_copy(update={"seal": seal}) for tier in self.tiers)

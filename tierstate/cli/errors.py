@@ -40,6 +40,7 @@ OPTIONS = {
     "into_run=": "--into-run",
     "into=": "--into",
     "(to=)": "(--to)",
+    "rename=ts.unwrapped": "--rename unwrapped",
 }
 """Each argument as the library's messages write it, and the option that stands for it."""
 

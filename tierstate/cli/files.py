@@ -18,7 +18,7 @@ from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.units import parse_size
 
 from . import output
-from .options import Force, Id, Json, Only, PolicyFile, Run, Step, TagName
+from .options import Force, Id, Json, Only, PolicyFile, Rename, Run, Step, TagName, parse_rename
 
 app = typer.Typer()
 
@@ -61,6 +61,7 @@ def export(
     version: Id = None,
     tag: TagName = None,
     only: Only = None,
+    rename: Rename = None,
     strip_prefix: Annotated[str, typer.Option(help="What every tensor's name begins with, to be left off.")] = "",
     max_shard: Annotated[str, typer.Option(help="Bytes in one .safetensors file before there are several.")] = "5GiB",
     skip_values: Annotated[bool, typer.Option("--skip-values", help="Leave out what is no such tensor.")] = False,
@@ -81,6 +82,7 @@ def export(
             version=version,
             tag=tag,
             only=only,
+            rename=parse_rename(rename),
             strip_prefix=strip_prefix,
             max_shard=parse_size(max_shard),
             skip_values=skip_values,
@@ -100,7 +102,7 @@ def import_file(
     ] = None,
     under: Annotated[str, typer.Option(help="The key to put the state under, as in 'model'.")] = "",
     skip_values: Annotated[
-        bool, typer.Option("--skip-values", help="Leave out an HDF5 file's text and attributes.")
+        bool, typer.Option("--skip-values", help="Leave out an HDF5 file's text and attributes, Megatron's common.pt.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -10,6 +10,7 @@ import typer
 from tierstate import run as runs
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.manifest.errors import NotFound
+from tierstate.providers.tree.rename import RenameStep, unwrapped
 
 PolicyFile = Annotated[Path, typer.Option("--policy", "-p", envvar="TIERSTATE_POLICY", help="The policy file.")]
 
@@ -32,6 +33,12 @@ TagName = Annotated[str | None, typer.Option("--tag", help="The version that has
 Only = Annotated[list[str] | None, typer.Option(help="Only leaves that match, as in 'model.**'.")]
 
 
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(help="Other names: OLD=NEW, as in 'model.encoder=model.net', or 'unwrapped'; each in turn."),
+]
+
+
 Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 
 
@@ -43,6 +50,21 @@ def no_versions(run: runs.Run) -> NotFound:
     catalog = RunCatalog(run._tier_runs)
     names = ", ".join(tier.name for tier in run.policy.tiers)
     return NotFound(f"run {run.run!r} has no version in {names}{catalog.stray_packs()}")
+
+
+def parse_rename(texts: list[str] | None) -> list[RenameStep] | None:
+    """The steps of ``--rename``; None without one.
+
+    Raises:
+        ValueError: one is neither ``OLD=NEW`` nor ``unwrapped``.
+    """
+    steps: list[RenameStep] = []
+    for text in texts or ():
+        old, equals, new = text.partition("=")
+        if not equals and text != unwrapped.__name__:
+            raise ValueError(f"--rename {text!r}: right are OLD=NEW, as in 'model.encoder=model.net', and 'unwrapped'")
+        steps.append((old, new) if equals else unwrapped)
+    return steps or None
 
 
 def parse_share(text: str) -> float:

@@ -335,6 +335,18 @@ def _leaf_as_json(one: LeafLocation) -> dict[str, Any]:
     return {**what, "nbytes": one.nbytes, "tiers": tiers}
 
 
+def show_made_policy(file: Path, policy: Policy, findings: Sequence[TierFinding], as_json: bool) -> None:
+    """A policy file that was written, and what was found of its tiers."""
+    if as_json:
+        live = [{**dataclasses.asdict(found), "ok": found.ok} for found in findings]
+        tiers = [{"tier": t.name, "type": t.type} for t in policy.tiers]
+        print_json({"file": file, "durable": policy.durable, "tiers": tiers, "live": live})
+        return
+    if findings:
+        show_live(findings, as_json)
+    say(f"wrote {file}: tiers {', '.join(t.name for t in policy.tiers)}; save.wait() waits for {policy.durable}")
+
+
 def show_live(findings: Sequence[TierFinding], as_json: bool) -> None:
     """A row for each live tier; below, what is wrong and how to fix it, then notes."""
     if as_json:

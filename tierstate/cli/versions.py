@@ -9,9 +9,9 @@ import typer
 
 from tierstate.checkpointer import Checkpointer
 from tierstate.engine.progress import byte_progress, status_line
-from tierstate.manifest.errors import NotFound, TierstateError, TierUnavailable
-from tierstate.manifest.history.log import list_runs
-from tierstate.tiers.policy.policy import Policy, open_policy_tier
+from tierstate.manifest.errors import NotFound, TierUnavailable
+from tierstate.run import runs_of
+from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import parse_seconds
 
 from . import output
@@ -197,14 +197,4 @@ def prune(
 
 def _runs(policy: Policy, as_json: bool) -> dict[str, list[str]]:
     """The names of all runs, and the tiers that have each."""
-    found: dict[str, list[str]] = {}
-    for spec in policy.tiers:
-        tier = open_policy_tier(spec)
-        try:
-            for run in list_runs(tier):
-                found.setdefault(run, []).append(spec.name)
-        except TierstateError as error:
-            warn(f"{spec.name}: {error}", as_json=as_json)
-        finally:
-            tier.close()
-    return found
+    return runs_of(policy, lambda tier, error: warn(f"{tier}: {error}", as_json=as_json))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import policy, scratch, wrapped
 from support.damaged_runs import Blow, Oracle, Shape, World, blows, damage, make_world, shapes, whole_shapes
@@ -21,8 +21,14 @@ def look(world: World, run: str, *, apply: bool = False) -> DoctorReport:
         return ckpt.doctor(apply=apply)
 
 
+A_TAG_AND_A_RECORD = [Blow(0, "versions", 0, "delete", 0.0), Blow(0, "tags", 0, "flip", 0.0)]
+
+
 @settings(max_examples=40)
 @given(whole_shapes, blows)
+@example(
+    Shape((("raw", "native", 1), ("raw", "native", 1)), (1, 1), fork=False, keep=1, parted=False), A_TAG_AND_A_RECORD
+)
 def test_what_it_says_can_be_had_is_had_and_nothing_else(shape: Shape, struck: list[Blow]) -> None:
     with scratch() as place:
         world = make_world(shape, place)

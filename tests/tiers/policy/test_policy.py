@@ -339,3 +339,9 @@ def test_the_schema_is_one_and_refuses_what_parse_refuses() -> None:
         assert validator.is_valid({"tiers": {"o": {"type": "object", "url": url}}}) is fits
     assert not validator.is_valid({"version": 1})
     assert not validator.is_valid({"tiers": {"n": {"type": "nvme"}}})
+
+
+def test_a_retention_for_tiers_whose_text_has_none() -> None:
+    tiers = "{a: {type: nvme, path: a}, b: {type: nvme, path: b, keep: {all: true}}}"
+    kept = {tier.name: tier.keep for tier in Policy.parse(f"version: 1\ntiers: {tiers}").keeping_last(2).tiers}
+    assert kept == {"a": KeepKeys(last=2), "b": KeepKeys(all=True)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, NamedTuple
@@ -48,7 +48,7 @@ from tierstate.tiers.policy.policy import Policy
 from .chunk_search import ChunkId, ChunkSearch, chunk_ids
 from .copy import copy_version
 from .rebuild import commit_rebuilt, is_intact
-from .tags import Tags
+from .tags import TagFlaw, Tags
 
 Kind = Literal["rebuild", "mend", "clean", "copy", "tag"]
 
@@ -278,6 +278,8 @@ def doctor(
                 views.append(_TierView(tier_run, related))
             except TierstateError as error:
                 report.unreachable[tier_run.name] = str(error)
+        if apply:
+            _level_tags([view.tier_run for view in views if view.lasts], report)
         found = _Diagnosis(views, policy, report, progress)
         steps = found.run()
         if apply:
@@ -285,6 +287,20 @@ def doctor(
         else:
             report.repairs = [step.repair for step in steps]
     return report
+
+
+def _tag_steps(flaws: Mapping[str, TagFlaw]) -> list[_Step]:
+    """The repairs of tags that can be read in one tier and not in another."""
+    return [_Step(Repair("tag", "", 0, None, f"tag {name}: {it.why}")) for name, it in flaws.items() if it.legible]
+
+
+def _level_tags(lasting: Sequence[TierRun], report: DoctorReport) -> None:
+    """Repair tags before all else: while one cannot be read, it is not known which versions `keep` wants."""
+    steps = _tag_steps(Tags(lasting).flaws() if lasting else {})
+    with suppress(TierstateError):  # then it is tried again with the other repairs, and told
+        if steps:
+            Tags(lasting).level()
+            report.repairs += [dataclasses.replace(step.repair, done=True) for step in steps]
 
 
 def _pins(tier_runs: Sequence[TierRun]) -> Iterator[Mapping[str, set[str]]]:
@@ -629,10 +645,10 @@ class _Diagnosis:
 
     def _tags(self) -> None:
         lasting = [view.tier_run for view in self._lasting]
-        for name, flaw in Tags(lasting).flaws().items() if lasting else ():
-            if flaw.legible:
-                self._steps.append(_Step(Repair("tag", "", 0, None, f"tag {name}: {flaw.why}")))
-            else:
+        flaws = Tags(lasting).flaws() if lasting else {}
+        self._steps += _tag_steps(flaws)
+        for name, flaw in flaws.items():
+            if not flaw.legible:
                 self._report.notes.append(
                     f"tag {name} cannot be read in any tier: {flaw.why}; give it again with "
                     f"`tierstate tag {name} --step N`"
