@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from tierstate.providers.registry import register_provider
     from tierstate.providers.sharded.shards import Shard
     from tierstate.providers.tree.lossy_rules import Lossy
+    from tierstate.providers.tree.rename import unwrapped
+    from tierstate.providers.values.loader import Loader
     from tierstate.providers.values.stateful import PerRank, Rng
     from tierstate.tiers.base import Tier
     from tierstate.tiers.policy.policy import Policy
@@ -61,6 +63,7 @@ __all__ = [
     "CommitUnknown",
     "Damaged",
     "FormatError",
+    "Loader",
     "Lossy",
     "NewestUnreadable",
     "NotFound",
@@ -89,6 +92,7 @@ __all__ = [
     "WrongTier",
     "register_provider",
     "register_tier",
+    "unwrapped",
 ]
 
 
@@ -99,6 +103,8 @@ _MODULES = {
     "tierstate.providers.registry": ("register_provider",),
     "tierstate.providers.sharded.shards": ("Shard",),
     "tierstate.providers.tree.lossy_rules": ("Lossy",),
+    "tierstate.providers.tree.rename": ("unwrapped",),
+    "tierstate.providers.values.loader": ("Loader",),
     "tierstate.providers.values.stateful": ("PerRank", "Rng"),
     "tierstate.tiers.base": ("Tier",),
     "tierstate.tiers.policy.policy": ("Policy",),

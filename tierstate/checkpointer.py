@@ -39,7 +39,9 @@ from tierstate.manifest.format.leaf import Path, check_glob
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.tags import TaggedVersion
+from tierstate.providers.tensors.devices import refusal
 from tierstate.providers.tree.flatten_cache import FlattenCache
+from tierstate.providers.tree.rename import Rename
 from tierstate.providers.tree.unflatten import NEW
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.cudart import is_capturing
@@ -70,6 +72,17 @@ class Save:
     def seq(self) -> int:
         """The sequence number of the version in its run."""
         return self._save_state.head.seq
+
+    @property
+    def run(self) -> str:
+        """The name of the run."""
+        return self._save_state.head.run
+
+    @property
+    def version(self) -> str:
+        """The version's id, 32 hexadecimal digits, once a tier has committed it; empty before. If several ranks save
+        together, rank 0 knows it, and the first rank of each host for a tier of each host; elsewhere it stays empty."""
+        return self._save_state.version
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -294,14 +307,25 @@ class Checkpointer(Run):
             self._blocked.append(time.monotonic() - start)
 
     def _save_state(self, state: Any, step: int, metadata: Mapping[str, Any] | None) -> Save:
+        return self._save_planned(lambda seq: self._planner.plan(state, seq), step, metadata, planned=False)
+
+    def _save_planned(
+        self, plan: Callable[[int], CapturePlan], step: int, metadata: Mapping[str, Any] | None, *, planned: bool = True
+    ) -> Save:
+        """Save what a plan says.
+
+        Args:
+            plan: returns the plan; called with the version's number if several ranks save together, or else with 0.
+            planned: the plan says already what this rank saves of what several ranks have.
+        """
         with gc_paused():
             if (together := self._together) is None:
-                return self._submit(self._planner.plan(state), step, metadata)
+                return self._submit(plan(0), step, metadata)
             seq = self._pipeline.next_seq()
-            with together.taking_part(seq, step):
-                plan = self._planner.plan(state, seq)
+            with together.taking_part(seq, step, planned=planned):
+                made = plan(seq)
                 head = new_head(self.policy, self.run, seq, step, metadata)
-            save = self._carry(plan, head)
+            save = self._carry(made, head)
         together.tell_lost(seq)
         return save
 
@@ -334,6 +358,7 @@ class Checkpointer(Run):
         only: Sequence[str] | None = None,
         on_damage: OnDamage = "raise",
         allow_lossy: bool = False,
+        rename: Rename | None = None,
     ) -> Any:
         """Restore a state in place and return it.
 
@@ -349,6 +374,10 @@ class Checkpointer(Run):
             on_damage: ``older`` falls back to the newest undamaged version instead of raising `Damaged`, `FormatError`
                 or `OutOfMemory`; not where a version cannot be read now.
             allow_lossy: also restore leaves that were saved with fewer bits, whose values are not exact.
+            rename: how saved leaves are named in the given state, if otherwise: `ts.unwrapped`, where only wrappers of
+                modules differ (``module.``, ``_orig_mod.``); a mapping as ``{"model.encoder": "model.backbone"}``; a
+                function of a path, a tuple of keys; or a list of these. ``only`` matches the new names. Bytes and ties
+                are as saved.
 
         Raises:
             NotFound: there is no such version.
@@ -362,7 +391,8 @@ class Checkpointer(Run):
             Unsafe: a leaf is a pickle, or lossy, and that was not allowed.
             Reentered: called by a signal handler that has interrupted a call of a `Checkpointer`.
         """
-        return self._restored(RestoreSpec(step, version, into, only, None, on_damage, self._pickles, allow_lossy), tag)
+        wanted = RestoreSpec(step, version, into, only, None, on_damage, self._pickles, allow_lossy, rename=rename)
+        return self._restored(wanted, tag)
 
     @not_reentrant
     def resume(
@@ -372,6 +402,7 @@ class Checkpointer(Run):
         only: Sequence[str] | None = None,
         on_damage: OnDamage = "raise",
         allow_lossy: bool = False,
+        rename: Rename | None = None,
     ) -> VersionInfo | None:
         """Restore the newest version in place, or say that there is none yet: the first call of a training job.
 
@@ -379,7 +410,7 @@ class Checkpointer(Run):
         says that a tier is missing. If several ranks save together, all of them call it and get the same answer.
 
         Args:
-            into, only, on_damage, allow_lossy: as in `restore`.
+            into, only, on_damage, allow_lossy, rename: as in `restore`.
 
         Returns:
             The restored version; None if the run has none yet, and then nothing was changed.
@@ -393,7 +424,9 @@ class Checkpointer(Run):
         self._check_open()
         if self._together is None:  # many ranks have checked it together when they began
             check_places([tier_run.tier for tier_run in self._tier_runs])
-        wanted = RestoreSpec(None, None, into, only, None, on_damage, self._pickles, allow_lossy, optional=True)
+        wanted = RestoreSpec(
+            None, None, into, only, None, on_damage, self._pickles, allow_lossy, optional=True, rename=rename
+        )
         if (found := self._restore(wanted, None)) is None:
             log.info("run %s has no version yet: a fresh start", self.run)
             return None
@@ -410,19 +443,23 @@ class Checkpointer(Run):
         device: torch.device | str | None = None,
         on_damage: OnDamage = "raise",
         allow_lossy: bool = False,
+        rename: Rename | None = None,
     ) -> Any:
         """Load a version as a new state, without a template: the same containers, modules and optimizers as their
         ``state_dict``.
 
         Args:
             device: the device of the new tensors; by default the host.
-            step, version, tag, only, on_damage, allow_lossy: as in `restore`. With ``only``, a list of which not all
-                items match comes back as a dict by index.
+            step, version, tag, only, on_damage, allow_lossy, rename: as in `restore`. With ``only``, a list of which
+                not all items match comes back as a dict by index.
 
-        Raises: as `restore`.
+        Raises: as `restore`; ValueError: tensors cannot be loaded to this kind of device.
         """
         place = torch.device(device) if device is not None else None
-        return self._restored(RestoreSpec(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy), tag)
+        if place is not None and (refused := refusal(place)):
+            raise ValueError(f"load(device={str(device)!r}): {refused}")
+        wanted = RestoreSpec(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy, rename=rename)
+        return self._restored(wanted, tag)
 
     def _restored(self, wanted: RestoreSpec, tag: str | None) -> Any:
         found = self._restore(wanted, tag)

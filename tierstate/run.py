@@ -23,13 +23,36 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.history.diff import LeafDiff
+from tierstate.manifest.history.log import list_runs
 from tierstate.manifest.history.tags import TaggedVersion, TagTarget
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
-from tierstate.tiers.policy.policy import Policy
+from tierstate.tiers.policy.policy import Policy, open_policy_tier
 
 from .not_reentrant import not_reentrant
 from .pause_gc import gc_paused
+
+
+def runs_of(policy: Policy, failed: Callable[[str, TierstateError], object]) -> dict[str, list[str]]:
+    """The names of all runs, and the tiers that have each.
+
+    Args:
+        failed: called with the name of a tier that cannot be listed, and the error.
+
+    Raises:
+        TierstateError: a tier cannot be opened.
+    """
+    found: dict[str, list[str]] = {}
+    for spec in policy.tiers:
+        tier = open_policy_tier(spec)
+        try:
+            for run in list_runs(tier):
+                found.setdefault(run, []).append(spec.name)
+        except TierstateError as error:
+            failed(spec.name, error)
+        finally:
+            tier.close()
+    return found
 
 
 class Run:

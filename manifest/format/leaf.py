@@ -282,7 +282,8 @@ _KEY_KINDS: dict[str, Callable[[str], Any]] = {
 
 
 @lru_cache(maxsize=4096)
-def _split(pattern: str) -> tuple[str, ...]:
+def split_glob(pattern: str) -> tuple[str, ...]:
+    """The segments of a glob; raises ValueError as `check_glob`."""
     if pattern == ".":
         return ()
     parts, at = [], 0
@@ -312,7 +313,7 @@ def check_glob(pattern: str) -> str:
     Raises:
         ValueError: it has an empty segment, an open quote, or an escape that JSON does not have.
     """
-    _split(pattern)
+    split_glob(pattern)
     return pattern
 
 
@@ -329,7 +330,7 @@ def matches(pattern: str, path: Path) -> bool:
     Raises:
         ValueError: the pattern is not valid (see `check_glob`).
     """
-    parts = _split(pattern)
+    parts = split_glob(pattern)
     return _match(parts, tuple(path)) or (_has_dots(path) and _match(parts, _at_dots(path)))
 
 
@@ -358,10 +359,11 @@ def _match(parts: tuple[str, ...], path: Path) -> bool:
         return not path
     if parts[0] == "**":
         return any(_match(parts[1:], path[i:]) for i in range(len(path) + 1))
-    return bool(path) and _match_key(parts[0], path[0]) and _match(parts[1:], path[1:])
+    return bool(path) and match_key(parts[0], path[0]) and _match(parts[1:], path[1:])
 
 
-def _match_key(part: str, key: Any) -> bool:
+def match_key(part: str, key: Any) -> bool:
+    """Whether one segment of a glob matches a key."""
     if part.startswith('"'):
         return isinstance(key, str) and json.loads(part) == key
     return fnmatchcase(key if isinstance(key, str) else format_key(key), part)

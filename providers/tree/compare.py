@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tierstate.manifest.errors import StateMismatch
-from tierstate.manifest.format.leaf import STORAGE, Leaf, Spec, encode_path, format_path, matches_any
+from tierstate.manifest.format.leaf import STORAGE, Leaf, Path, Spec, encode_path, format_path, matches_any
 from tierstate.providers.base import Provider
 from tierstate.providers.sharded.shards import ShardsProvider, storage_id
 from tierstate.providers.tensors.arrays import ArrayProvider
@@ -25,6 +25,7 @@ from tierstate.providers.values.classes import FORM
 from tierstate.providers.values.stateful import PerRank, changed_objects
 from tierstate.providers.values.values import ObjectProvider, ValueProvider
 
+from .rename import wrapped_differently
 from .structure import VersionNode
 from .ties import TiedLeaf, ViewLayout, find_ties, view_layout
 from .walk import StateNode, typed_key
@@ -65,6 +66,7 @@ class Comparison:
         classes: Mapping[int, type[Provider]],
         elsewhere: bool = False,
         content: Content = lambda index: index,
+        hint: bool = True,
     ) -> None:
         self.matched: dict[int, StateNode] = {}
         self.missing: list[str] = []
@@ -75,7 +77,8 @@ class Comparison:
         self.elsewhere: list[int] = []
         self.within: dict[int, StateNode] = {}
         self.like: dict[int, StateNode] = {}
-        self._may_be_elsewhere, self._content = elsewhere, content
+        self._may_be_elsewhere, self._content, self._hint = elsewhere, content, hint
+        self._alone: tuple[list[Path], list[Path]] = ([], [])  # only in the state, only in the version
         self._both: dict[int, int] = {}  # id of a node -> index of the leaf with its path
         self._renewable: set[int] = set()  # ids of nodes whose value may be replaced instead of filled
         self._written: set[int] = set()  # ids of nodes into whose memory the stateful object copies what it gets
@@ -134,7 +137,9 @@ class Comparison:
             self.within.update((node.index, saved) for node in nodes if saved is not None)
         elif self._may_be_elsewhere:
             self.elsewhere += [node.index for node in nodes]
+            self._alone[1].extend(node.leaf.path for node in nodes)
         else:
+            self._alone[1].extend(node.leaf.path for node in nodes)
             self.unexpected += [node.leaf.name for node in nodes]
 
     def _note_no_own(self, place: StateNode, hit: bool, saved: StateNode | None) -> None:
@@ -158,6 +163,7 @@ class Comparison:
             return
         if hit and not place.children and not self._object_decides(saved):
             self.missing.append(place.name)
+            self._alone[0].append(place.path)
         for _, child in place.children.values():
             self._note_extra(child, hit, saved)
 
@@ -332,6 +338,11 @@ class Comparison:
                 lines += [f"{title} ({len(found)}):"] if found else []
                 lines += [f"  {line}" for line in found[:_LISTED]]
                 lines += [f"  and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
+            if self._hint and (renamed := wrapped_differently(*self._alone)):
+                lines.append(
+                    f"{renamed} of these names differ only by what a wrapper of a module adds (module., _orig_mod.): "
+                    "give rename=ts.unwrapped"
+                )
             raise StateMismatch("\n".join(lines))
 
 

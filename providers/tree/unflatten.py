@@ -24,6 +24,7 @@ from tierstate.providers.tensors.tensors import PLAIN_TENSORS, StorageProvider, 
 from tierstate.providers.values.copies import copy_state
 
 from .compare import Comparison, Content, no_match_error
+from .rename import Rename, rename_leaves
 from .structure import VersionNode, check_known_classes, drop_other_ranks, select_leaves, version_tree
 from .target import Target
 from .ties import TiedLeaf, read_ties
@@ -163,6 +164,7 @@ def plan_restore(
     rank: int = 0,
     elsewhere: bool = False,
     content: Content = lambda index: index,
+    rename: Rename | None = None,
 ) -> Target:
     """Plan a restore: decide which provider receives each leaf. The state is not changed.
 
@@ -177,6 +179,8 @@ def plan_restore(
         elsewhere: whether leaves that only the version has belong to other ranks and are no error. They are listed in
             `Target.elsewhere`.
         content: returns for a leaf something that is equal for leaves with equal bytes.
+        rename: how the version's leaves are renamed first (see `rename_leaves`); ``only`` matches the new names, and
+            ``allow_pickle`` is asked for the saved ones.
 
     Raises:
         FormatError: the leaves do not form a tree, name an unknown provider, or are not what its values can be.
@@ -184,24 +188,21 @@ def plan_restore(
         StateMismatch: the given state and the version differ (all differences are listed), or no glob matches.
         Unsafe: a wanted leaf is of an unsafe kind, or lossy, and this is not allowed.
     """
-    with untrusted("the version's leaves", named=False):
-        root, index = version_tree(leaves)
-        ties = read_ties(leaves, index)
-    place = None
+    saved, place = leaves, None
     if into is not NEW:
         place = StateWalk(registry, lenient=True, rank=rank).take(into)
+    root, ties, leaves = _read_version(saved, rename, place)
+    if place is not None:
         drop_other_ranks(root, place)
         _decide_memory(place, [leaves[i].path for i in ties])
     chosen = select_leaves(root, only)
     if only is not None and not chosen:
         raise no_match_error(leaves, only)
     needed = _needed(ties, chosen)
-    classes = {
-        i: _provider_class(leaves[i], registry, allow_pickle) for i in sorted(needed) if leaves[i].spec.has_bytes
-    }
+    classes = {i: _provider_class(saved[i], registry, allow_pickle) for i in sorted(needed) if saved[i].spec.has_bytes}
     if not allow_lossy:
         _check_exact([leaves[i] for i in sorted(needed)])
-    comparison = Comparison(leaves, ties, chosen, only, classes, elsewhere, content)
+    comparison = Comparison(leaves, ties, chosen, only, classes, elsewhere, content, hint=rename is None)
     if place is not None:
         with untrusted("the version's leaves", named=False):
             comparison.run(root, place)
@@ -224,6 +225,18 @@ def plan_restore(
     joined = join_tied_shards(receivers, leaves, tied, matched)
     wanted |= {i: provider for i, provider in receivers.items() if i in wanted or provider is not ahead[i]}
     return Target(leaves, root, ahead, wanted, ties, chosen, given, place, matched, registry, joined, absent)
+
+
+def _read_version(
+    leaves: Sequence[Leaf], rename: Rename | None, place: StateNode | None
+) -> tuple[VersionNode, dict[int, TiedLeaf], Sequence[Leaf]]:
+    """The tree of a version, its ties, and its leaves, renamed."""
+    with untrusted("the version's leaves", named=False):
+        root, index = version_tree(leaves)
+        ties = read_ties(leaves, index)
+    if rename is not None:
+        root, leaves = rename_leaves(root, leaves, rename, place)
+    return root, ties, leaves
 
 
 def _decide_memory(place: StateNode, tied: Sequence[Path], own: bool = False) -> None:

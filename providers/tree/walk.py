@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
+from torch.utils.data import DataLoader
+
 from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.format.leaf import Path, decode_path, encode_path, float_bits, format_path, path_key
 from tierstate.providers.base import Provider
@@ -38,6 +40,8 @@ def pickle_remedy(path: Path) -> str:
 
 
 def _remedy(path: Path, value: Any) -> str:
+    if isinstance(value, DataLoader):
+        return "save and restore its position with ts.Loader(loader), and iterate over that"
     kind = type(value).__qualname__
     return f"{pickle_remedy(path)}, or register a provider for its type (ts.register_provider({kind}, MyProvider))"
 

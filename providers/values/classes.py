@@ -169,9 +169,11 @@ def _flags(kind: type[enum.Enum], number: int) -> enum.Enum | None:
     rule, stock_rule = (getattr(each._missing_, "__func__", None) for each in (kind, enum.Flag))
     stock = issubclass(kind, enum.Flag) and rule is stock_rule
     try:
-        return kind(number) if known is None and stock else known
+        found = kind(number) if known is None and stock else known
     except ValueError:
         return None
+    # Python 3.11.0 to 3.11.3 leave bits out that have no name.
+    return found if found is not None and found.value == number else None
 
 
 def class_form(value: Any) -> tuple[str, dict[str, Any]] | None:

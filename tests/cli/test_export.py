@@ -352,3 +352,27 @@ def test_a_reserved_name_that_comes_of_a_prefix_gets_a_number(policy: Path) -> N
 def test_files_of_no_bytes_are_refused(policy: Path, limit: int) -> None:
     with ts.Checkpointer(policy, "gpt") as ckpt, pytest.raises(ValueError, match="bytes in one file are none"):
         export(ckpt, policy.parent / "out.safetensors", max_shard=limit)
+
+
+def test_leaves_are_exported_under_other_names(call: Call, policy: Path) -> None:
+    shared = torch.randn(3)
+    with ts.Checkpointer(policy, "wrapped") as ckpt:
+        model = {"module.fc.weight": shared, "module.tied": shared, "module.head": torch.ones(2)}
+        ckpt.save({"model": model, "step": 3}, step=3)
+    to = policy.parent / "out.safetensors"
+    options = ["-p", policy, "-r", "wrapped", to, "--force"]
+    asked = call("export", *options, "--rename", "unwrapped", "--rename", "model.fc=model.proj", "--only", "model.**")
+    assert asked.status == 0, asked.err
+    with safe_open(to, "pt") as file:
+        assert sorted(file.keys()) == ["model.head", "model.proj.weight"]
+        assert torch.equal(file.get_tensor("model.proj.weight"), shared)
+    back = ts.Policy.load(policy)
+    assert call("import", "-p", policy, "-r", "again", to).status == 0
+    with ts.Checkpointer(back, "again") as ckpt:
+        loaded = ckpt.load()["model"]
+        assert loaded.keys() == {"proj.weight", "tied", "head"}
+        assert loaded["tied"].data_ptr() == loaded["proj.weight"].data_ptr()
+    for wrong, said in (("fc", "right are OLD=NEW"), ("model.module.head=model.module.tied", "have one name")):
+        refused = call("export", *options, "--rename", wrong)
+        assert refused.status == 2 or refused.status == 1
+        assert said in refused.err

@@ -258,6 +258,13 @@ class EnumsByGetattr(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 
+class EnumsByValue(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.4 and later do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (type(value), (value.value,)) if isinstance(value, Enum) else NotImplemented
+
+
 def test_a_folder_of_dcp_that_an_earlier_python_wrote(call: Call, policy: Path) -> None:
     folder = policy.parent / "dcp"
     save_dcp({"w": torch.arange(9.0)}, folder)
@@ -275,7 +282,9 @@ def test_a_folder_of_dcp_that_python_3_13_wrote(call: Call, policy: Path) -> Non
     folder = policy.parent / "dcp"
     save_dcp({"w": torch.arange(9.0)}, folder)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    data = pickle.dumps(metadata, protocol=2).replace(b"cpathlib\nPosixPath\n", b"cpathlib._local\nPosixPath\n")
+    written = io.BytesIO()
+    EnumsByValue(written, protocol=2).dump(metadata)
+    data = written.getvalue().replace(b"cpathlib\nPosixPath\n", b"cpathlib._local\nPosixPath\n")
     assert b"cpathlib._local\nPosixPath\n" in data
     (folder / ".metadata").write_bytes(data)
     answer = call("import", "-p", policy, "-r", "dcp", folder, "--step", "5")

@@ -60,3 +60,21 @@ def test_only_a_part_is_restored_and_the_rest_left_alone(place):
         assert torch.equal(into[name], truth[0][name])
     for name in "cd":
         assert torch.equal(into[name], tensors(*STATE, seed=7)[name])
+
+
+def test_names_without_wrappers_are_resumed(place):
+    spec = two(place)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save({"net": torch.nn.DataParallel(net), "step": 5}, step=5).wait()
+    again = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    state = {"net": again, "step": 0}
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with pytest.raises(ts.StateMismatch, match=r"rename=ts\.unwrapped"):
+            ckpt.resume(into=state)
+        assert state["step"] == 0
+        assert ckpt.resume(into=state, rename=ts.unwrapped).step == 5
+        assert state["step"] == 5
+        assert difference(dict(net.state_dict()), dict(again.state_dict())) == ""
+        assert ckpt.load(rename={"net.module": "model"}, only=["model.**"]).keys() == {"model"}
+        ckpt.restore(into=state, rename=ts.unwrapped, only=["step"])

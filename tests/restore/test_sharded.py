@@ -33,6 +33,7 @@ from tierstate.manifest.errors import Damaged, FormatError, StateMismatch
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, ShardRow, Version
+from tierstate.providers.tree.rename import unwrapped
 from tierstate.providers.tree.unflatten import NEW
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.arena import PAGE, Arena
@@ -111,6 +112,28 @@ def test_any_boxes_are_restored_into_any_others(case: Any, random: Any, chunk: i
                 assert bits(tensor) == bits(value[box.slices()])
         else:
             assert difference(value, out[name]) == ""
+
+
+@given(cut_states(), st.randoms(use_true_random=False), st.booleans())
+def test_any_boxes_are_restored_under_other_names(case: Any, random: Any, wrapped: bool) -> None:
+    state, saved, wanted = case
+    memory = Memory()
+    memory.name = "memory"
+    there = {f"module.{name}": value for name, value in state.items()} if wrapped else state
+    keep(
+        memory,
+        there,
+        {f'"{name}"' if "." in name else name: saved[n] for name, n in zip(there, state, strict=True) if n in saved},
+    )
+    into = {
+        name if wrapped else f"_orig_mod.{name}": rooms(value, wanted[name], random)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    out = restored(memory, into, rename=unwrapped, only=list(into))
+    for name, held in out.items():
+        for box, tensor in held.parts:
+            assert bits(tensor) == bits(state[name.removeprefix("_orig_mod.")][box.slices()])
 
 
 def _other(value: Any) -> Any:

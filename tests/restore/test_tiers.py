@@ -40,6 +40,7 @@ def test_a_save_reaches_every_tier_and_is_the_same_version_everywhere(place):
         assert save.seconds["nvme"] <= save.seconds["lustre"]
         (info,) = ckpt.versions()
         assert (info.tiers, info.step, info.metadata, info.partial) == (FOUR, 7, {"loss": 0.5}, ())
+        assert (save.run, save.version) == ("run", info.id)
         assert arena_of(ckpt).in_flight == 0
     for name in FOUR[1:]:
         assert Log(opened(spec, name), "run").read(1).version.id == info.id

@@ -328,11 +328,15 @@ class Bucket(Tier):
             except AccessDenied as error:
                 notes.append(f"a scratch object could not be deleted: {error}")
 
-        self._conditional = probe_conditional_create(self._enter, remove, self.races)
-        found = (
-            f"one winner in each of {self.races} races of {PROBE_WRITERS}; that is no proof for others"
-            if self._conditional
-            else f"several winners in a race of {PROBE_WRITERS}; racing writers of one key may both succeed"
+        one_won = probe_conditional_create(self._enter, remove, self.races)
+        found = f"several winners in a race of {PROBE_WRITERS}"
+        if one_won:
+            found = f"one winner in each of {self.races} races of {PROBE_WRITERS}"
+        known = self._known_to_race()
+        self._conditional = one_won and not known
+        found += f"; {known}" if known else ""
+        found += (
+            "; that is no proof for others" if self._conditional else "; racing writers of one key may both succeed"
         )
         stream_fault = self._stream_fault(remove) if isinstance(self._store, FsspecClient) else None
         self.streams = stream_fault == ""
@@ -355,6 +359,10 @@ class Bucket(Tier):
             return StreamProbe(partial(self._file, name), first_byte).fault(bool(self._conditional))
         finally:
             remove(name)
+
+    def _known_to_race(self) -> str:
+        """Why several writers may win here, whatever a probe saw; empty where nothing is known."""
+        return ""
 
     def _enter(self, name: str, racer: int, start: StartBarrier) -> None:
         """Take part in the probe; no two threads send the same bytes."""

@@ -54,6 +54,7 @@ _THROUGH_OTHERS = frozenset(
         "reference",
         "simplecache",
         "tar",
+        "tierstate",
         "zip",
     }
 )

@@ -31,7 +31,7 @@ class AtomicFiles:
         self._force = force
         self._beside = tuple(beside)
         for path in self._beside:
-            self._check(path)
+            self.check(path)
         self._files: list[tuple[Path, BufferedFile]] = []
 
     def create(self, path: Path, size: int) -> BufferedFile:
@@ -41,7 +41,7 @@ class AtomicFiles:
             AlreadyExists: a file of that name exists, and ``force`` is not set.
             OSError: no such folder, or no space left.
         """
-        self._check(path)
+        self.check(path)
         file = create_temp(path.parent, 0o666)
         self._files.append((path, file))
         try:
@@ -60,7 +60,7 @@ class AtomicFiles:
         """
         for path, file in self._files:
             os.fsync(file.descriptor)
-            self._check(path)
+            self.check(path)
         last, _ = self._files[-1]
         # First delete the old index, so that it never lists new files.
         for path in (*([last] if len(self._files) > 1 else []), *self._beside):
@@ -82,7 +82,10 @@ class AtomicFiles:
                 file.path.unlink()
             file.close()
 
-    def _check(self, path: Path) -> None:
+    def check(self, path: Path) -> None:
+        """Raises:
+        AlreadyExists: a file of that name must not be created.
+        """
         if path.is_dir() and not path.is_symlink():
             raise AlreadyExists(f"{path} is a folder; name another file, or move it away")
         if path.exists() and not self._force:

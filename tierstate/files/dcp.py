@@ -37,6 +37,8 @@ _CLASSES = {
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # Megatron-core also keeps the plans by which it was written.
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *TORCH_DTYPES},
     "pathlib": {"PosixPath", "PurePosixPath"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,19 +18,29 @@ import numpy as np
 
 from tierstate.checkpointer import Checkpointer
 from tierstate.engine.info import VersionInfo
-from tierstate.engine.packs.formats import FileFormat, FileInfo, FileLeaf, dotted_names, format_of, group_names
+from tierstate.engine.packs.formats import (
+    FileFormat,
+    FileInfo,
+    FileLayout,
+    FileLeaf,
+    dotted_names,
+    format_of,
+    group_names,
+)
 from tierstate.engine.packs.hdf5 import OWN
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, check_leaves_whole
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
+from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
 from tierstate.manifest.errors import Damaged, StateMismatch
 from tierstate.manifest.format.leaf import TIED, Leaf, decode_path, format_path
-from tierstate.manifest.format.version import copy_stages
+from tierstate.manifest.format.version import Version, copy_stages
+from tierstate.providers.tree.rename import Rename
 from tierstate.providers.values.values import ValueProvider
-from tierstate.tiers.posix.files import BufferedFile
+from tierstate.tiers.memory.arena import Arena
 
 from .atomic_files import AtomicFiles
 from .outline import NO_BYTES, OutlineLeaf, SelectedLeaf, Selection, encode_outline
@@ -63,17 +73,20 @@ class FilePlace:
     """The part of a file that a tensor's bytes are written to, in row-major order.
 
     Args:
-        offset: where in the file it begins.
+        write: writes bytes at an offset in the file.
+        offset: where in the file the tensor begins.
         shape, itemsize: of the tensor.
     """
 
-    def __init__(self, file: BufferedFile, offset: int, shape: tuple[int, ...], itemsize: int) -> None:
-        self._file, self._offset = file, offset
+    def __init__(
+        self, write: Callable[[int, Buffer], object], offset: int, shape: tuple[int, ...], itemsize: int
+    ) -> None:
+        self._write, self._offset = write, offset
         self._shape, self._itemsize = shape, itemsize
 
     def load(self, start: int, data: Buffer) -> None:
         """Write consecutive bytes of the tensor."""
-        self._file.write(self._offset + start, data)
+        self._write(self._offset + start, data)
 
     def scatter(self, at: Box, data: Buffer, part: Box) -> None:
         """Write a box of the elements, row by row."""
@@ -86,7 +99,7 @@ class FilePlace:
         steps = [self._itemsize * math.prod(self._shape[d + 1 :]) for d in range(len(self._shape))]
         first = self._offset + sum(o * s for o, s in zip(part.offset[axis:], steps[axis:], strict=True))
         for place, row in zip((index @ np.array(steps[:axis], "i8")).tolist(), rows, strict=True):
-            self._file.write(first + place, row)
+            self._write(first + place, row)
 
 
 def shard_files(to: Path, count: int) -> list[Path]:
@@ -148,6 +161,40 @@ class ExportTensor(NamedTuple):
         return Leaf(self.path, self.leaf.spec)
 
 
+class ExportFile(NamedTuple):
+    """One file of an export, before it is written.
+
+    Attributes:
+        path: its path.
+        layout: its first bytes, and the offsets of the tensors.
+        tensors: in the order of these offsets.
+        digests: the table of digests, if the format has one.
+    """
+
+    path: Path
+    layout: FileLayout
+    tensors: Sequence[ExportTensor]
+    digests: bytes
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export writes.
+
+    Attributes:
+        entry: the version.
+        files: the files, without the index.
+        index: the content of the index file; None for a single file.
+        left_out, tied: as in `ExportResult`.
+    """
+
+    entry: VersionCopies
+    files: tuple[ExportFile, ...]
+    index: bytes | None
+    left_out: tuple[str, ...]
+    tied: Mapping[str, str]
+
+
 def export(
     ckpt: Checkpointer,
     to: Path | str,
@@ -156,6 +203,7 @@ def export(
     version: str | None = None,
     tag: str | None = None,
     only: Sequence[str] | None = None,
+    rename: Rename | None = None,
     strip_prefix: str = "",
     max_shard: int | None = MAX_SHARD_FILE,
     skip_values: bool = False,
@@ -171,6 +219,7 @@ def export(
     Args:
         step, version, tag: which version; by default the newest.
         only: globs of leaf paths.
+        rename: other names for leaves, as in `Checkpointer.restore`; ``only`` and ``strip_prefix`` see the new names.
         strip_prefix: a prefix that every tensor's name has, and that is removed.
         max_shard: bytes of tensors in one file; None for no limit.
         skip_values: leave out values that are not tensors of a dtype that the format has, instead of raising.
@@ -179,117 +228,163 @@ def export(
 
     Raises:
         AlreadyExists: a file exists, and ``force`` is not set.
-        StateMismatch: no leaf matches, or the format cannot store some leaves; the message lists them.
+        StateMismatch: no leaf matches, two leaves have one name after renaming, or the format cannot store some leaves;
+            the message lists them.
         Damaged: no tier has a good copy of a chunk. Nothing was written.
+    """
+    to = Path(to)
+    plan = plan_export(
+        ckpt._find(step, version, tag),
+        ckpt._arena,
+        to,
+        only=only,
+        rename=rename,
+        strip_prefix=strip_prefix,
+        max_shard=max_shard,
+        skip_values=skip_values,
+    )
+    _check_there(plan.entry, [tensor.source for file in plan.files for tensor in file.tensors])
+    made = {*(file.path for file in plan.files), *([index_file(to)] if plan.index is not None else [])}
+    beside = [path for path in existing_files(to) if path not in made] if _format(to).name == "safetensors" else []
+    with AtomicFiles(force=force, beside=beside) as files:
+        places = [place for file in plan.files for place in _create(files, file, plan.entry.version)]
+        _write(plan.entry, ckpt._arena, places, progress)
+        if plan.index is not None:
+            files.create(index_file(to), len(plan.index)).write(0, as_buffer(plan.index))
+        written = files.commit()
+    nbytes = sum(path.stat().st_size for path in written)
+    tensors = sum(len(file.tensors) for file in plan.files)
+    return ExportResult(VersionInfo.of(plan.entry), written, nbytes, tensors, plan.left_out, plan.tied)
+
+
+def plan_export(
+    entry: VersionCopies,
+    arena: Arena,
+    to: Path,
+    *,
+    only: Sequence[str] | None = None,
+    rename: Rename | None = None,
+    strip_prefix: str = "",
+    max_shard: int | None = MAX_SHARD_FILE,
+    skip_values: bool = False,
+) -> ExportPlan:
+    """Lay out the files of an export. Reads no tensors; reads the plain values, since they are part of a file's header.
+
+    Args:
+        entry: the version.
+        arena: host memory for the reads.
+        to: the file; nothing is written.
+        only, rename, strip_prefix, max_shard, skip_values: as in `export`.
+
+    Raises:
+        ValueError, StateMismatch, Damaged: as `export`.
     """
     if max_shard is not None and max_shard <= 0:
         raise ValueError(f"{max_shard} bytes in one file are none; name more, or None for no limit")
-    to = Path(to)
-    form = _format(to)
-    entry = ckpt._find(step, version, tag)
-    selection = Selection(entry.version.leaves, only)
+    form, version = _format(to), entry.version
+    selection = Selection(version.leaves, only, rename)
     left_out = _leave_out(selection, form, skip_values)
     chosen = selection.leaves()
     sources = [found.source for found in chosen if found.source != NO_BYTES]
-    check_leaves_whole(entry.version, sources)
-    job = _Job(entry, Fetch(entry.version, entry.holdings, ckpt._arena, workers=READ_WORKERS), progress)
-    job.check_there(sources)
+    check_leaves_whole(version, sources)
     tensors = _tensors(chosen, form, strip_prefix)
-    parts = _outline_leaves(chosen, tensors, job.values(chosen))
+    parts = _outline_leaves(chosen, tensors, read_values(entry, arena, sources))
     outline = encode_outline(parts, _about(entry))
     shards = _shards(tensors, to, max_shard if form.name == "safetensors" else None)
-    made = {*(path for path, _ in shards), *([index_file(to)] if len(shards) > 1 else [])}
-    beside = [path for path in existing_files(to) if path not in made] if form.name == "safetensors" else []
-    with AtomicFiles(force=force, beside=beside) as files:
-        for path, shard in shards:
-            job.lay_out(files, path, shard, form, {} if path != to else {OUTLINE: outline})
-        job.write()
-        if len(job.files) > 1:
-            _write_index(files, to, job.files, outline)
-        written = files.commit()
+    unbroken = copy_stages(version)
+    files = tuple(
+        _lay_out(version, path, shard, form, {} if path != to else {OUTLINE: outline}, unbroken)
+        for path, shard in shards
+    )
     tied = {p.leaf.name: format_path(decode_path(p.leaf.spec.attrs["to"])) for p in parts if p.leaf.spec.kind == TIED}
-    nbytes = sum(path.stat().st_size for path in written)
-    return ExportResult(
-        VersionInfo.of(entry), written, nbytes, len(tensors), tuple(leaf.name for leaf in left_out), tied
+    return ExportPlan(
+        entry,
+        files,
+        _index(files, outline) if len(files) > 1 else None,
+        tuple(leaf.name for leaf in left_out),
+        tied,
     )
 
 
-class _Job:
-    """The writing of one version's tensors.
+def _check_there(entry: VersionCopies, leaves: Sequence[int]) -> None:
+    """Raises Damaged if a chunk of these leaves is in no tier."""
+    absent = entry.absent(entry.version.rows_of(leaves))
+    if len(absent):
+        name = entry.version.leaves[int(entry.version.chunk_leaf[absent[0]])].name
+        raise Damaged(f"leaf {name} of step {entry.version.head.step} is in none of the tiers; {LOOK_FURTHER}")
 
-    Attributes:
-        files: per file, its path and its tensors.
+
+def read_values(entry: VersionCopies, arena: Arena, leaves: Sequence[int]) -> dict[int, bytes]:
+    """Read the encoded plain values among these leaves of a version; returns them by index of the leaf.
+
+    Raises:
+        StateMismatch: they have more than `MAX_VALUES` bytes.
+        Damaged, Unreadable: as `Fetch.run`.
     """
+    version = entry.version
+    sources = [i for i in leaves if version.leaves[i].spec.kind == ValueProvider.kind]
+    total = sum(version.leaves[i].spec.nbytes for i in sources)
+    if total > MAX_VALUES:
+        raise StateMismatch(
+            f"the plain values of the version have {total} bytes, and at most {MAX_VALUES} fit beside tensors; "
+            "say --skip-values (skip_values=True), or choose leaves with --only"
+        )
+    found = {i: bytearray(version.leaves[i].spec.nbytes) for i in sources}
 
-    def __init__(self, entry: VersionCopies, fetch: Fetch, progress: Callable[[int], None]) -> None:
-        self._entry, self._fetch, self._progress = entry, fetch, progress
-        self._unbroken = copy_stages(entry.version)
-        self.files: list[tuple[Path, Sequence[ExportTensor]]] = []
-        self._places: list[Destination] = []
+    def take(row: int, raw: Buffer, _slab: object) -> None:
+        start = int(version.chunk_start[row])
+        found[int(version.chunk_leaf[row])][start : start + raw.numel()] = to_bytes(raw)
 
-    def check_there(self, leaves: Sequence[int]) -> None:
-        """Raises Damaged if a chunk of these leaves is in no tier."""
-        absent = self._entry.absent(self._entry.version.rows_of(leaves))
-        if len(absent):
-            name = self._entry.version.leaves[int(self._entry.version.chunk_leaf[absent[0]])].name
-            raise Damaged(
-                f"leaf {name} of step {self._entry.version.head.step} is in none of the tiers; {LOOK_FURTHER}"
-            )
+    _fetch(entry, arena).run(version.rows_of(sources).tolist(), take)
+    return {i: bytes(data) for i, data in found.items()}
 
-    def values(self, chosen: Sequence[SelectedLeaf]) -> dict[int, bytes]:
-        """Read the encoded plain values; returns them by index of the version's leaf."""
-        version = self._entry.version
-        sources = [f.source for f in chosen if f.source != NO_BYTES and f.leaf.spec.kind == ValueProvider.kind]
-        total = sum(version.leaves[i].spec.nbytes for i in sources)
-        if total > MAX_VALUES:
-            raise StateMismatch(
-                f"the plain values of the version have {total} bytes, and at most {MAX_VALUES} fit beside tensors; "
-                "say --skip-values (skip_values=True), or choose leaves with --only"
-            )
-        found = {i: bytearray(version.leaves[i].spec.nbytes) for i in sources}
 
-        def take(row: int, raw: Buffer, _slab: object) -> None:
-            start = int(version.chunk_start[row])
-            found[int(version.chunk_leaf[row])][start : start + raw.numel()] = to_bytes(raw)
+def _lay_out(
+    version: Version,
+    path: Path,
+    tensors: Sequence[ExportTensor],
+    form: FileFormat,
+    extra: Mapping[str, Any],
+    unbroken: Array,
+) -> ExportFile:
+    """The layout of one file, with everything except the bytes of its tensors."""
+    head = version.head
+    # Digests can be copied only for leaves saved as one shard: other shards have other chunk boundaries.
+    rows = [version.rows_of([t.source] if unbroken[t.source] == 0 else []) for t in tensors]
+    metadata = json.dumps({**head.metadata, **extra}, separators=(",", ":"))
+    about = FileInfo(head.run, head.seq, head.step, head.time, metadata, head.chunk, head.digest)
+    layout = form.lay_out([FileLeaf(t.named, len(r)) for t, r in zip(tensors, rows, strict=True)], about)
+    digests = b"".join(version.digests[r].tobytes() for r in rows) if layout.digests >= 0 else b""
+    return ExportFile(path, layout, tensors, digests)
 
-        self._fetch.run(version.rows_of(sources).tolist(), take)
-        return {i: bytes(data) for i, data in found.items()}
 
-    def lay_out(
-        self,
-        files: AtomicFiles,
-        path: Path,
-        tensors: Sequence[ExportTensor],
-        form: FileFormat,
-        extra: Mapping[str, Any],
-    ) -> None:
-        """Create one file with everything except the bytes of its tensors."""
-        version, head = self._entry.version, self._entry.version.head
-        # Digests can be copied only for leaves saved as one shard: other shards have other chunk boundaries.
-        rows = [version.rows_of([t.source] if self._unbroken[t.source] == 0 else []) for t in tensors]
-        metadata = json.dumps({**head.metadata, **extra}, separators=(",", ":"))
-        about = FileInfo(head.run, head.seq, head.step, head.time, metadata, head.chunk, head.digest)
-        items = [FileLeaf(t.named, len(r)) for t, r in zip(tensors, rows, strict=True)]
-        blueprint = form.lay_out(items, about)
-        file = files.create(path, blueprint.size)
-        file.write(0, as_buffer(blueprint.head))
-        if blueprint.digests >= 0:
-            file.write(blueprint.digests, as_buffer(b"".join(version.digests[r].tobytes() for r in rows)))
-        for tensor, offset in zip(tensors, blueprint.offsets, strict=True):
-            spec = version.leaves[tensor.source].spec
-            place = FilePlace(file, offset, spec.shape, spec.itemsize)
-            self._places.append(Destination(tensor.source, Box.whole(spec.shape), place))
-        self.files.append((path, tensors))
+def _create(files: AtomicFiles, made: ExportFile, version: Version) -> Iterator[Destination]:
+    """Create one file with everything except the bytes of its tensors; yields where these go."""
+    layout = made.layout
+    file = files.create(made.path, layout.size)
+    file.write(0, as_buffer(layout.head))
+    if layout.digests >= 0:
+        file.write(layout.digests, as_buffer(made.digests))
+    for tensor, offset in zip(made.tensors, layout.offsets, strict=True):
+        spec = version.leaves[tensor.source].spec
+        yield Destination(
+            tensor.source, Box.whole(spec.shape), FilePlace(file.write, offset, spec.shape, spec.itemsize)
+        )
 
-    def write(self) -> None:
-        """Write all tensors, each chunk as soon as it is verified."""
-        targets = ScatterTargets(self._entry.version, self._places)
 
-        def put(row: int, raw: Buffer, _slab: object) -> None:
-            targets.give(row, raw)
-            self._progress(raw.numel())
+def _write(entry: VersionCopies, arena: Arena, places: Sequence[Destination], progress: Callable[[int], None]) -> None:
+    """Write all tensors, each chunk as soon as it is verified."""
+    targets = ScatterTargets(entry.version, places)
 
-        self._fetch.run(targets.rows.tolist(), put)
+    def put(row: int, raw: Buffer, _slab: object) -> None:
+        targets.give(row, raw)
+        progress(raw.numel())
+
+    _fetch(entry, arena).run(targets.rows.tolist(), put)
+
+
+def _fetch(entry: VersionCopies, arena: Arena) -> Fetch:
+    return Fetch(entry.version, entry.holdings, arena, workers=READ_WORKERS)
 
 
 def _about(entry: VersionCopies) -> dict[str, Any]:
@@ -364,11 +459,9 @@ def _shards(tensors: Sequence[ExportTensor], to: Path, limit: int | None) -> lis
     return list(zip(shard_files(to, len(shards)), shards, strict=True))
 
 
-def _write_index(
-    files: AtomicFiles, to: Path, made: Sequence[tuple[Path, Sequence[ExportTensor]]], outline: Mapping[str, Any]
-) -> None:
-    weights = {t.name: path.name for path, tensors in made for t in tensors}
-    total = sum(t.leaf.spec.nbytes for _, tensors in made for t in tensors)
+def _index(made: Sequence[ExportFile], outline: Mapping[str, Any]) -> bytes:
+    """The content of the index of a set of files, as Hugging Face has it, with the outline."""
+    weights = {t.name: file.path.name for file in made for t in file.tensors}
+    total = sum(t.leaf.spec.nbytes for file in made for t in file.tensors)
     index = {"metadata": {"total_size": total, OUTLINE: outline}, "weight_map": weights}
-    data = json.dumps(index, indent=2).encode()
-    files.create(index_file(to), len(data)).write(0, as_buffer(data))
+    return json.dumps(index, indent=2).encode()

@@ -30,8 +30,9 @@ def open_source(
 
     Args:
         path: a ``.safetensors`` file, the ``.index.json`` of several (or the folder they lie in), an HDF5 file, a file
-            of ``torch.save``, or a folder of ``torch.distributed.checkpoint``. No code in them is run.
-        skip_values: leave out text and attributes of HDF5 files from other programs.
+            of ``torch.save``, or a folder of ``torch.distributed.checkpoint`` or of Megatron-core. No code in them is
+            run.
+        skip_values: leave out text and attributes of HDF5 files from other programs, and Megatron's common state.
         progress: called with the bytes read since the last call; not for files of ``torch.save``.
 
     Raises:
@@ -93,7 +94,9 @@ def _inside(path: Path) -> Path:
 
 def _kind(path: Path) -> str:
     if path.is_dir():
-        return "dcp"
+        from .torch_dist import is_torch_dist
+
+        return "torch_dist" if is_torch_dist(path) else "dcp"
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return "safetensors"
     with closing(open_file(path.resolve())) as file:  # `open_file` does not block on a pipe
@@ -113,6 +116,10 @@ def _open(path: Path, kind: str, skip_values: bool, progress: Progress) -> Any:
         from .dcp import open_dcp
 
         return open_dcp(path, progress)
+    if kind == "torch_dist":
+        from .torch_dist import open_torch_dist
+
+        return open_torch_dist(path, progress, skip_values=skip_values)
     if kind == "hdf5":
         from .hdf5 import open_hdf5
 

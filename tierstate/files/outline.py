@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from tierstate.manifest.errors import FormatError
 from tierstate.manifest.format.leaf import STORAGE, Leaf, Spec, decode_path, encode_path
 from tierstate.providers.tree.compare import no_match_error
+from tierstate.providers.tree.rename import Rename, rename_leaves
 from tierstate.providers.tree.structure import VersionNode, build_container, select_leaves, version_tree
 from tierstate.providers.tree.ties import TiedLeaf, read_ties
 from tierstate.providers.values.classes import stand_in_classes
@@ -55,16 +56,19 @@ class Selection:
     Args:
         leaves: the version's leaves; they may be untrusted.
         only: globs of leaf paths; None for all.
+        rename: how the leaves are renamed first (see `rename_leaves`); ``only`` matches the new names.
 
     Raises:
         FormatError: the leaves do not form a tree.
-        StateMismatch: no leaf matches.
+        StateMismatch: no leaf matches, or two leaves have one name after renaming.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], only: Sequence[str] | None = None) -> None:
-        self._leaves = leaves
+    def __init__(self, leaves: Sequence[Leaf], only: Sequence[str] | None = None, rename: Rename | None = None) -> None:
         self._root, index = version_tree(leaves)
         self._ties = read_ties(leaves, index)
+        if rename is not None:
+            self._root, leaves = rename_leaves(self._root, leaves, rename)
+        self._leaves = leaves
         self._chosen = select_leaves(self._root, only)
         if only is not None and not self._chosen:
             raise no_match_error(leaves, only)
@@ -93,7 +97,7 @@ class Selection:
         moved = self._moved_roots()
         found: list[SelectedLeaf] = []
         for stem in self._root.walk():
-            leaf = self._leaves[stem.index]
+            leaf = stem.leaf
             if not self._wanted(stem):
                 continue
             if stem.kind:
@@ -241,10 +245,10 @@ def _encode_part(part: OutlineLeaf) -> dict[str, Any]:
         found["attrs"] = dict(spec.attrs)
     if part.name is not None:
         found["name"] = list(part.name)
-    return found if part.value is None else found | _encode_value(part.value)
+    return found if part.value is None else found | encode_plain(part.value)
 
 
-def _encode_value(value: bytes) -> dict[str, Any]:
+def encode_plain(value: bytes) -> dict[str, Any]:
     """A plain value as readable JSON, if JSON returns it exactly; otherwise as its encoded bytes."""
     with stand_in_classes():
         plain = decode_value(value)

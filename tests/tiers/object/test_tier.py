@@ -64,6 +64,7 @@ def test_a_protocol_that_is_not_known() -> None:
         "filecache://bucket/c",
         "blockcache::memory://c",
         "s3://bucket/c::simplecache",
+        "tierstate://policy.yaml/run",
         "reference://x",
         "zip://a.zip::file:///tmp/x",
         "dir::file:///tmp/x",

@@ -54,6 +54,10 @@ _OUTDATED = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidToken", 
 """Error codes, beside the statuses 401 and 403, after which credentials are looked up again. A HEAD has only 400."""
 
 
+SWIFT_HEADER = "x-openstack-request-id"
+"""A header of every answer of OpenStack Swift."""
+
+
 _LIBRARIES = ("botocore", "urllib3")
 """Whose loggers see requests."""
 
@@ -74,6 +78,9 @@ class S3Session:
     Args:
         options: of the tier.
         deadline: seconds for one operation with all its attempts.
+
+    Attributes:
+        is_swift: whether OpenStack Swift has answered.
     """
 
     def __init__(self, options: S3Options, deadline: float) -> None:
@@ -86,6 +93,7 @@ class S3Session:
         self._http: HttpSession | None = None
         self.transfers = Transfers(self.call, self._patience)
         self._pool = WorkerPool(PARALLEL_REQUESTS, "tierstate-s3")
+        self.is_swift = False
 
     @property
     def endpoint(self) -> str:
@@ -171,9 +179,14 @@ class S3Session:
             self._http = _http_session(session, client, self._options)
         self._http.serve(client)
         client.meta.events.register_last("before-call.s3", _send_at_once)
+        client.meta.events.register("after-call.s3", self._look_at_server)
         credentials = None if self._options.fixed else _frozen(session)
         keep_out_of_logs(frozenset(filter(None, (credentials or ())[1:])))
         return _Opened(client, credentials)
+
+    def _look_at_server(self, parsed: Mapping[str, Any], **_: Any) -> None:
+        if SWIFT_HEADER in parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}):
+            self.is_swift = True
 
     def _renew(self, used: _Opened) -> bool:
         """Look the credentials up again. Returns whether there are others now."""

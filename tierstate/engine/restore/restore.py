@@ -46,6 +46,7 @@ from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.manifest.reshard.coverage import check_covered
 from tierstate.manifest.reshard.overlap import WantedBox, find_overlaps
 from tierstate.providers.base import Provider, memory_of
+from tierstate.providers.tree.rename import Rename
 from tierstate.providers.tree.target import Target
 from tierstate.providers.tree.unflatten import NEW, plan_restore
 from tierstate.providers.values.values import ValueProvider
@@ -231,6 +232,7 @@ class RestoreSpec(NamedTuple):
         allow_lossy: whether leaves may be restored that were saved with fewer bits.
         tag: the version that a tag names, instead of a step or an id.
         optional: the result is None, and not NotFound, if the run has no version at all.
+        rename: how the version's leaves are renamed first.
     """
 
     step: int | None = None
@@ -243,6 +245,7 @@ class RestoreSpec(NamedTuple):
     allow_lossy: bool = False
     tag: TaggedVersion | None = None
     optional: bool = False
+    rename: Rename | None = None
 
     @property
     def newest(self) -> bool:
@@ -357,6 +360,7 @@ def _plan(catalog: RunCatalog, entry: VersionCopies, wanted: RestoreSpec) -> Tar
         allow_pickle=wanted.allow_pickle,
         allow_lossy=wanted.allow_lossy,
         content=content_of(entry.version),
+        rename=wanted.rename,
     )
 
 
