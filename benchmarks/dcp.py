@@ -4,7 +4,8 @@ python -m benchmarks dcp [--size 1GiB] [--rounds 5] [--ranks 2] [--path DIR]
 
 Each round saves and restores once with either, in turn. A save counts until it is synced: `FileSystemWriter` syncs
 its files by default; so do we, and the folders too. A restore reads cold files into the state where it lies. Seconds
-are of the slowest rank, ratios those of medians.
+are of the slowest rank, ratios those of medians. The bare disk is as many bytes in one file, written and read once in
+each round by direct I/O of one process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.field.disk import Direct
 from benchmarks.files import make_cold
 from benchmarks.machine import facts
 from benchmarks.rounds import HOUSE, say
@@ -36,6 +39,7 @@ from benchmarks.tables import table
 from tierstate.tiers.units import parse_size
 
 WHO = ("FileSystem", "tierstate")
+DISK = "O_DIRECT, bare"
 LAYERS = 24
 
 
@@ -94,7 +98,8 @@ def rank_of(nbytes: int, rounds: int, root: Path) -> None:
     rank = dist.get_rank()
     state, into = state_of(nbytes, 1), state_of(nbytes, 2)
     text = f"version: 1\narena: {{size: 1GiB}}\ntiers:\n  nvme: {{type: nvme, path: {root}/tiers, keep: {{last: 1}}}}\n"
-    found: dict[str, dict[str, list[float]]] = {who: {"save": [], "restore": []} for who in WHO}
+    found: dict[str, dict[str, list[float]]] = {who: {"save": [], "restore": []} for who in (*WHO, DISK)}
+    nbytes = sum(tensor.nbytes for tensor in locals_of(state)) * dist.get_world_size()
     for number in range(rounds + 1):  # the first warms up
         for who in WHO if number % 2 else WHO[::-1]:
             for tensor in locals_of(state):
@@ -114,11 +119,28 @@ def rank_of(nbytes: int, rounds: int, root: Path) -> None:
                 say(f"round {number}: {who}: save {save:.2f} s, restore {restore:.2f} s ({cold})")
             if not ours and rank == 0:
                 shutil.rmtree(path)
-    nbytes = sum(tensor.nbytes for tensor in locals_of(state)) * dist.get_world_size()
+        dist.barrier()
+        if rank == 0 and number:
+            _bare(root / "bare", nbytes, found[DISK])
+        dist.barrier()
     close()
     dist.destroy_process_group()
     if rank == 0:
         (root / "found.json").write_text(json.dumps({"nbytes": nbytes, "seconds": found}))
+
+
+def _bare(path: Path, nbytes: int, found: dict[str, list[float]]) -> None:
+    """What the disk takes for as many bytes."""
+    disk = Direct(path.parent)
+    try:
+        os.sync()
+        for what, work in (("save", partial(disk.write, path, nbytes)), ("restore", partial(disk.read, path))):
+            start = time.perf_counter()
+            work()
+            found[what].append(time.perf_counter() - start)
+    finally:
+        disk.close()
+        path.unlink()
 
 
 def _compare(who: str, state: Any, into: Any) -> None:
@@ -180,11 +202,16 @@ def main(arguments: list[str] | None = None) -> int:
         shutil.rmtree(root)
     rows = []
     for what, aim in (("save", "2.5"), ("restore", "2.0")):
-        theirs, ours = (statistics.median(found["seconds"][who][what]) for who in WHO)
+        theirs, ours, disk = (statistics.median(found["seconds"][who][what]) for who in (*WHO, DISK))
         rows.append([f"durable {what}" if what == "save" else "cold restore", f"{theirs:.2f}", f"{ours:.2f}",
-                     f"{theirs / ours:.2f}x", f"{aim}x"])  # fmt: skip
+                     f"{theirs / ours:.2f}x", f"{aim}x", f"{disk:.2f}", f"{disk / ours:.2f}"])  # fmt: skip
     print(f"{args.ranks} ranks, {found['nbytes'] / 2**30:.2f} GiB, medians of {args.rounds}:")
-    print(table("what | FileSystemWriter/Reader, s | TierWriter/Reader, s | ratio | aimed at", rows))
+    print(
+        table(
+            "what | FileSystemWriter/Reader, s | TierWriter/Reader, s | ratio | aimed at | bare disk, s | of the disk",
+            rows,
+        )
+    )
     return 0
 
 

@@ -67,16 +67,16 @@ def test_states_go_from_one_mesh_to_others_through_dcp_and_natively(policy: Path
             found["schedule"]["lambdas"] = [{}, {}]  # of empty dicts, of which DCP tells nothing
             same(found, whole)
         packs = {path.name: path.stat().st_size for path in (policy.parent / "nvme" / "packs" / "run").iterdir()}
-        first = sum(size for name, size in packs.items() if name.startswith("000000000001-"))
+        first = sum(size for name, size in packs.items() if name.startswith(min(packs)[:12]))
         assert sum(packs.values()) < 2 * first  # two more saves of which hardly anything had changed
         # Without its record a version is made again of another tier's, and never of one rank's part.
         tier_run = ckpt._tier_runs[0]
-        for seq in (2, 3):
-            tier_run.log.forget(seq)
+        for version in saved[1:]:
+            tier_run.log.forget(version.seq)
         tier_run.look_again()
         told = {one.seq: (one.rebuilt, one.id) for one in ckpt.rebuild("nvme").versions}
-        assert told[3] == (True, saved[2].id)
-        assert not told.get(2, (False, ""))[0]
+        assert told[saved[2].seq] == (True, saved[2].id)
+        assert not told.get(saved[1].seq, (False, ""))[0]
         assert [v.step for v in ckpt.versions()] == [1, 3]
         assert not ckpt.verify(deep=True).problems
         # A rank's items of lists are one value again, as they are where a Checkpointer saves them.
@@ -97,20 +97,23 @@ def test_failures_reach_every_rank(policy: Path) -> None:
         before = list((policy.parent / "nvme" / "packs" / "run").iterdir())
         ckpt.prune(grace=0)
         after = list((policy.parent / "nvme" / "packs" / "run").iterdir())
-        assert len(after) == 2 < len(before)
+        assert len(after) == 2 <= len(before)
 
 
 @pytest.mark.soak
-def test_a_rank_that_dies_leaves_only_what_the_sweep_removes(policy: Path) -> None:
+def test_a_rank_that_dies_leaves_a_whole_version_or_nothing(policy: Path) -> None:
+    policy.write_text(policy.read_text() + "ranks: {silence: 3s}\n")
     with Gang(2, "support.dcp_jobs:dying", policy) as gang:
         gang.hear(1, "wrote")
         gang.kill(1)
         assert gang.codes()[0] != 0
     with ts.Checkpointer(policy, "run") as ckpt:
-        assert ckpt.versions() == []
-        assert list((policy.parent / "nvme" / "packs" / "run").iterdir())
+        # Its part is written in the background, so that it may be whole when it dies, and the version with it.
+        saved = [version.step for version in ckpt.versions()]
+        assert saved in ([], [1])
+        assert not ckpt.verify(deep=True).problems
         ckpt.prune(grace=0)
-    assert not list((policy.parent / "nvme" / "packs").rglob("*-*"))
+    assert len(list((policy.parent / "nvme" / "packs").rglob("*-*"))) == 2 * len(saved)
 
 
 @pytest.mark.soak
@@ -128,3 +131,45 @@ def test_what_torch_wrote_of_other_meshes_is_imported(policy: Path) -> None:
         assert back.keys() == right.keys()
         for key in right:
             same({k: back[key][k] for k in right[key]}, right[key])
+
+
+def test_guarded_tensors_of_all_ranks_are_copied_beside_the_training(policy: Path) -> None:
+    with Gang(2, "support.dcp_jobs:guarded", policy) as gang:
+        gang.wait()
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.soak)])
+def test_code_that_names_a_path_is_routed_on_all_ranks_of_two_hosts(policy: Path, kind: str) -> None:
+    policy.write_text(
+        policy.read_text().replace(f"{policy.parent}/nvme", f'"{policy.parent}/nvme-${{TIERSTATE_HOST}}"')
+    )
+    hosts = [{"TIERSTATE_HOST": host, "TIERSTATE_ADDRESS": "127.0.0.1"} for host in ("a", "b")]
+    with Gang(2, "support.dcp_jobs:by_path", policy, kind, per_rank=hosts) as gang:
+        gang.wait()
+
+
+def test_what_was_promised_survives_a_rank_and_the_next_job_brings_what_is_owed(place: Path) -> None:
+    policy = place / "policy.yaml"
+    text = (
+        "version: 1\nchunk: 16KiB\narena: {size: 4MiB}\nranks: {silence: 2s}\ndurable: nvme\ntiers:\n"
+        f"  nvme: {{type: nvme, path: {place}/nvme}}\n"
+        f"  lustre: {{type: lustre, path: {place}/lustre, bandwidth: BANDWIDTH}}\n"
+    )
+    policy.write_text(text.replace("BANDWIDTH", "200KiB/s"))
+    with Gang(2, "support.dcp_jobs:killed", policy, env={"STEPS": "1000"}) as gang:
+        gang.hear(0, "durable 3")
+        gang.kill(1)
+        assert gang.codes()[0] != 0
+        promised = gang.said(0).count("durable")
+    with ts.Checkpointer(policy, "run") as ckpt:
+        owed = [v.step for v in ckpt.versions() if "lustre" not in v.tiers]
+        assert owed
+    policy.write_text(text.replace("BANDWIDTH", "1GiB/s"))
+    with Gang(2, "support.dcp_jobs:killed", policy, env={"STEPS": "1"}) as gang:
+        begun = {int(line.split()[1]) for said in gang.wait() for line in said.splitlines() if line.startswith("ready")}
+        assert len(begun) == 1
+        assert min(begun) >= promised
+    with ts.Checkpointer(policy, "run") as ckpt:
+        found = {v.step: v.tiers for v in ckpt.versions()}
+        assert {step for step, tiers in found.items() if tiers == ("nvme", "lustre")} >= {*range(1, promised + 1)}
+        assert not ckpt.verify(deep=True).problems

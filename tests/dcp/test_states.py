@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import warnings
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -13,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import faulty, opened, policy, tier, wrapped
-from support.dcp_jobs import same
+from support.dcp_jobs import same, save_as_ranks
 from support.meshes import pretended
+from support.thread_ranks import QUICK
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -29,13 +31,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 import tierstate as ts
 from tierstate.dcp import TierReader, TierStager, TierWriter, close
 from tierstate.dcp.engine import engine_of
-from tierstate.dcp.read import TensorPart, VersionLoad, choose_version
+from tierstate.dcp.read import TensorPart, VersionLoad, choose_version, read_alone
 from tierstate.dcp.step import step_of
+from tierstate.engine.ranks.messages import PartialCommit
+from tierstate.engine.ranks.team import Team
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import ShardRow, Version
 from tierstate.manifest.history.log import Log
+from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.testing import Fault
 
@@ -45,15 +51,6 @@ def text(place: Path, more: str = "") -> str:
         "version: 1\nchunk: 4KiB\narena: {size: 1MiB}\n"
         f"tiers:\n  nvme: {{type: nvme, path: {place}/nvme, keep: {{last: 3}}}}\n{more}"
     )
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is .*")
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-        yield
-    close()
 
 
 def state() -> dict[str, Any]:
@@ -189,39 +186,28 @@ def test_a_version_whose_shards_are_not_the_whole_fills_nothing(place: Path) -> 
     assert (into["w"] == 7).all()
 
 
-def test_a_durable_tier_that_dies_with_the_process_is_refused(place: Path) -> None:
+def test_memory_of_the_process_serves_loads_of_that_process(place: Path) -> None:
     policy = text(place, f"  far: {{type: lustre, path: {place}/far}}\n  mem: {{type: memory, capacity: 1MiB}}\n")
     dcp.save({"w": torch.ones(3)}, checkpoint_id=1, storage_writer=TierWriter(policy, "run"))
+    engine = engine_of(ts.Policy.parse(policy), "run")
+    assert "mem" in engine.checkpointer.info().tiers
+    close()
     with ts.Checkpointer(ts.Policy.parse(policy), "run") as ckpt:
         assert ckpt.info().tiers == ("nvme", "far")
-    writer = TierWriter(policy, "run")
-    plan = dcp.SavePlan([])
-    one, other = writer.prepare_local_plan(plan), writer.prepare_local_plan(plan)
-    other = other.__class__([], storage_data=type(one.storage_data)(("elsewhere",)))
-    with pytest.raises(ts.PolicyError, match="2 ranks on 2 hosts save through DCP; name a tier that all of them see"):
-        writer.prepare_global_plan([one, other])
 
 
-def save_as_ranks(writers: list[TierWriter], states: list[Any], between: Callable[[], Any] = lambda: None) -> None:
-    """A save of several ranks, one after the other in this process; each has its own part of the state.
+def gangs(count: int) -> list[Team]:
+    """The teams of ranks that are threads of this process."""
+    store, secret = dist.HashStore(), JobSecret.random()
+    return [Team(store, rank, count, [0] * count, timeouts=QUICK, secret=secret) for rank in range(count)]
 
-    Args:
-        writers: by rank. With a policy of its own each has the tiers opened for itself, as if in another process.
-        between: called after each rank has written its part.
-    """
-    planners = [DefaultSavePlanner() for _ in writers]
-    plans = []
-    for rank, (writer, planner) in enumerate(zip(writers, planners, strict=True)):
-        writer.set_up_storage_writer(rank == 0, rank=rank)
-        planner.set_up_planner(states[rank], writer.storage_meta(), rank == 0)
-        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
-    plans, metadata = planners[0].create_global_plan(plans)
-    plans = writers[0].prepare_global_plan(plans)
-    results = []
-    for writer, planner, plan in zip(writers, planners, plans, strict=True):
-        results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
-        between()
-    writers[0].finish(metadata, results)
+
+def eventually(found: Callable[[], bool]) -> None:
+    """Wait for what happens in the background."""
+    end = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def parts_of(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -230,42 +216,125 @@ def parts_of(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_tier_that_failed_on_one_rank_has_no_record(place: Path, rank: int) -> None:
+def test_what_a_tier_did_not_get_from_one_rank_is_brought_later(place: Path, rank: int) -> None:
     far = open_tier("far", "nvme", {"path": str(place / "far")})
     with wrapped(far) as first, wrapped(far) as second:
         failing = (first, second)[rank]
         specs = [policy({"nvme": tier("nvme", place), "far": keys}) for keys in (first, second)]
-        writers = [TierWriter(spec, "run") for spec in specs]
+        teams = gangs(2)
+        writers = [TierWriter(spec, "run", process_group=team) for spec, team in zip(specs, teams, strict=True)]
         save_as_ranks(writers, parts_of({"a": torch.ones(9), "b": torch.ones(9)}))
-        faulty(failing).add(Fault("put", 0, TierUnavailable("no answer")))
-        faulty(failing).add(Fault("writer", 0, TierUnavailable("no answer")))
+        eventually(lambda: len(Log(far, "run").seqs()) == 1)
+        faulty(failing).add(Fault("writer", 1, TierUnavailable("no answer")))
         state = {"a": torch.randn(9), "b": torch.randn(9)}
         save_as_ranks(writers, parts_of(state))
-        assert [Log(opened(specs[0], "nvme"), "run").seqs(), Log(far, "run").seqs()] == [[1, 2], [1]]
         into = {name: torch.zeros(9) for name in state}
         dcp.load(into, storage_reader=TierReader(specs[0], "run"))
         same(into, state)
+        close()  # finishes what is owed
+        nvme, other = Log(opened(specs[0], "nvme"), "run"), Log(far, "run")
+        assert nvme.seqs() == other.seqs()
+        assert len(nvme.seqs()) == 2
+        assert nvme.read(nvme.seqs()[1]).version.id == other.read(other.seqs()[1]).version.id
+        for team in teams:
+            team.close()
+
+
+def test_slower_tiers_get_a_save_after_it_has_returned(place: Path) -> None:
+    """It returns when the durable tier has it; the engine brings what is owed, at the latest when it is closed."""
+    far, begin = open_tier("far", "nvme", {"path": str(place / "far")}), threading.Event()
+    put = far.put
+
+    def late(key: str, data: Any) -> Any:
+        assert begin.wait(60)
+        return put(key, data)
+
+    far.put = late  # type: ignore[method-assign]
+    with wrapped(far) as keys:
+        spec = policy({"nvme": tier("nvme", place, keep={"last": 1}), "far": {**keys, "keep": {"last": 2}}})
+        writer = TierWriter(spec, "run")
+        for step in range(3):
+            dcp.save({"w": torch.full((9,), float(step))}, checkpoint_id=step, storage_writer=writer)
+        nvme = Log(opened(spec, "nvme"), "run")
+        assert nvme.read(nvme.seqs()[-1]).version.head.step == 2
+        assert not list((place / "far").rglob("*.record"))
+        assert engine_of(spec, "run").checkpointer.stats().tiers["far"].saves == 0
+        begin.set()
         close()
+        steps = [Log(at, "run").read(seq).version.head.step for at in (far,) for seq in Log(far, "run").seqs()]
+        assert steps[-1] == 2
+        assert len(nvme.seqs()) == 1  # versions that were kept for the slower tier are dropped in the end
 
 
-def test_ranks_that_build_on_different_versions_save_nothing(place: Path) -> None:
-    """One of those versions may be dropped, with packs that the parts of some ranks name."""
+def test_ranks_with_different_steps_are_refused_before_anything_is_written(place: Path) -> None:
     specs = [policy({"nvme": tier("nvme", place)}, arena={"size": size}) for size in ("256KiB", "512KiB")]
+    teams = gangs(2)
+    writers = [TierWriter(specs[rank], "run", step=rank, process_group=teams[rank]) for rank in (0, 1)]
+    with pytest.raises(ts.StateMismatch, match="ranks save different steps: 0, 1; give all the same checkpoint_id"):
+        save_as_ranks(writers, parts_of({"a": torch.ones(3), "b": torch.ones(3)}))
+    assert not (place / "nvme" / "packs").exists()
+
+
+def test_lists_of_many_ranks_are_one_value_and_the_order_is_the_states(place: Path) -> None:
+    specs = [policy({"nvme": tier("nvme", place)}, arena={"size": size}) for size in ("256KiB", "512KiB")]
+    teams = gangs(2)
+    writers = [TierWriter(specs[rank], "run", process_group=teams[rank]) for rank in (0, 1)]
+    whole = {"last": torch.ones(3), "groups": [{"lr": 0.1, "params": ["w"]}, {"lr": 0.2}], "first": torch.zeros(2)}
+    # DCP gives each item to one rank: here some are of rank 1 only, and the first rank knows the order of all.
+    mine = {"last": whole["last"], "groups": [whole["groups"][0]], "first": whole["first"]}
+    theirs = {"groups": [{"params": ["w"]}, whole["groups"][1]]}
+    save_as_ranks(writers, [mine, theirs])
+    close()
+    with ts.Checkpointer(specs[0], "run") as ckpt:
+        same(ckpt.load(), whole)
+        assert {leaf.name: leaf.spec.kind for leaf in ckpt.leaves()}["groups"] == "value"
+    for team in teams:
+        team.close()
+
+
+def test_every_save_goes_to_the_durable_tier(place: Path) -> None:
+    spec = policy({"nvme": tier("nvme", place, every=10), "far": tier("lustre", place, every=2)})
+    writer = TierWriter(spec, "run")
+    for step in (10, 11, 12):
+        dcp.save({"w": torch.full((3,), step)}, checkpoint_id=step, storage_writer=writer)
+    close()
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert [(v.step, v.tiers) for v in ckpt.versions()] == [
+            (10, ("nvme", "far")),
+            (11, ("nvme",)),
+            (12, ("nvme", "far")),
+        ]
+
+
+def test_a_node_local_tier_of_several_hosts_has_its_own_part_of_a_version(place: Path) -> None:
+    """Durable is one that all see; each host's tier gets what the ranks of that host have."""
+    store, secret = dist.HashStore(), JobSecret.random()
+    teams = [Team(store, rank, 2, [0, 1], timeouts=QUICK, secret=secret) for rank in (0, 1)]
+    specs = [
+        policy({"local": tier("nvme", place / f"host-{host}"), "site": tier("lustre", place)}, durable="site")
+        for host in (0, 1)
+    ]
+    writers = [TierWriter(spec, "run", process_group=team) for spec, team in zip(specs, teams, strict=True)]
     state = {"a": torch.randn(3000), "b": torch.randn(3000)}
-    with ts.Checkpointer(specs[0], "run") as ckpt:
-        ckpt.save(state, step=1).wait()
-    steps = iter((2, 3))
+    save_as_ranks(writers, parts_of(state))
+    into = fresh(state)
+    dcp.load(into, storage_reader=TierReader(specs[1], "run"))
+    same(into, state)
+    close()
+    records = [Log(opened(spec, name), "run") for spec, name in ((specs[0], "local"), (specs[1], "local"))]
+    site = Log(opened(specs[0], "site"), "run")
+    found = [log.read(log.seqs()[0]) for log in (*records, site)]
+    assert len({record.version.id for record in found}) == 1
+    assert [int(record.layout.present.sum()) for record in found] == [3, 3, 6]
+    for team in teams:
+        team.close()
 
-    def another() -> None:
-        with ts.Checkpointer(specs[0], "run") as ckpt:
-            ckpt.save(state, step=next(steps)).wait()
 
-    with pytest.raises(ts.NotFound, match=r"nvme: another process saved run 'run' meanwhile, .* save again"):
-        save_as_ranks([TierWriter(spec, "run", step=4) for spec in specs], parts_of(state), another)
-    save_as_ranks([TierWriter(spec, "run", step=4) for spec in specs], parts_of(state))
-    with ts.Checkpointer(specs[0], "run") as ckpt:
-        assert [v.step for v in ckpt.versions()] == [1, 2, 3, 4]
-        same(dict(sorted(ckpt.load().items())), state)
+def test_a_writer_saves_by_the_ranks_that_dcp_saves_by(place: Path) -> None:
+    writer = TierWriter(text(place), "run")
+    plan = writer.prepare_local_plan(dcp.SavePlan([]))
+    with pytest.raises(ts.PolicyError, match="DCP saves by 2 ranks, and this writer by 1: give TierWriter the same"):
+        writer.prepare_global_plan([plan, plan])
 
 
 def test_writers_are_pickled_without_what_they_opened(place: Path) -> None:
@@ -367,7 +436,8 @@ def test_any_region_of_a_shard_comes_to_any_place(place: Path) -> None:
         run = f"run-{next(numbers)}"
         dcp.save({"w": whole}, checkpoint_id=1, storage_writer=TierWriter(policy, run), no_dist=True)
         engine = engine_of(policy, run)
-        load = VersionLoad(engine, choose_version(engine, None, None, None), lambda path: False)
+        entry = choose_version(engine, None, None, None)
+        load = VersionLoad(entry.version, lambda path: False, read_alone(engine, entry))
         outs = [torch.zeros(box.shape[::-1], dtype=dtype).permute(list(range(len(shape)))[::-1]) for box in boxes]
         outs = outs if strided else [torch.zeros(box.shape, dtype=dtype) for box in boxes]
         leaf = load.view.tensors["w"]
@@ -377,3 +447,40 @@ def test_any_region_of_a_shard_comes_to_any_place(place: Path) -> None:
         close()
 
     comes()
+
+
+def test_a_save_does_not_wait_for_its_retention(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, retire = threading.Event(), TierRun.retire
+
+    def held(self: TierRun, *args: Any, **more: Any) -> Any:
+        assert go.wait(60)
+        return retire(self, *args, **more)
+
+    spec = ts.Policy.parse(text(place).replace("{last: 3}", "{last: 1}"))
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=1, storage_writer=TierWriter(spec, "run"))
+    close()
+    monkeypatch.setattr(TierRun, "retire", held)
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=2, storage_writer=TierWriter(spec, "run"))
+    log = Log(opened(spec, "nvme"), "run")
+    assert len(log.seqs()) == 2
+    go.set()
+    close()
+    assert len(log.seqs()) == 1
+
+
+def test_the_errors_of_a_rank_can_be_sent_to_all() -> None:
+    """DCP pickles them; one that could not be unpickled would end the other ranks by an error of its own."""
+
+    def kinds(cls: type[BaseException]) -> Iterator[type[BaseException]]:
+        yield cls
+        for one in cls.__subclasses__():
+            yield from kinds(one)
+
+    found = {cls for cls in kinds(ts.TierstateError) if cls.__module__.startswith("tierstate")}
+    assert PartialCommit in found
+    for cls in found:
+        error = cls("why")
+        error.__dict__["ranks"] = (1,)
+        back = pickle.loads(pickle.dumps(error))
+        assert (type(back), str(back), back.ranks) == (cls, str(error), (1,))
+    assert pickle.loads(pickle.dumps(PartialCommit("why", [1], [2]))).unsettled == (2,)

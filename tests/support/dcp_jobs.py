@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +27,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tierstate as ts
-from tierstate.dcp import TierReader, TierStager, TierWriter, close
+from tierstate.dcp import TierReader, TierStager, TierWriter, close, routed, staging
+from tierstate.dcp.engine import engine_of
 
 WIDTH = 37
 """Odd, so that no mesh divides it evenly."""
+
+
+def policy_text(place: Path) -> str:
+    """A policy of one tier, with small chunks."""
+    return f"version: 1\nchunk: 4KiB\narena: {{size: 1MiB}}\ntiers:\n  nvme: {{type: nvme, path: {place}/nvme}}\n"
 
 
 @contextmanager
@@ -123,6 +134,27 @@ def same(one: Any, other: Any, at: str = "") -> None:
             same(a, b, f"{at}.{i}")
     else:
         assert one == other, f"{at}: {one!r} and {other!r}"
+
+
+def save_as_ranks(writers: list[TierWriter], states: list[Any]) -> None:
+    """A save of several ranks in this process, as DCP makes it; each has its own part of the state.
+
+    Args:
+        writers: by rank. With a policy of its own each has the tiers opened for itself, as if in another process.
+    """
+    planners = [DefaultSavePlanner() for _ in writers]
+    plans = []
+    for rank, (writer, planner) in enumerate(zip(writers, planners, strict=True)):
+        writer.set_up_storage_writer(rank == 0, rank=rank)
+        planner.set_up_planner(states[rank], writer.storage_meta(), rank == 0)
+        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+    plans, metadata = planners[0].create_global_plan(plans)
+    plans = writers[0].prepare_global_plan(plans)
+    with ThreadPoolExecutor(len(writers)) as pool:
+        made = list(
+            pool.map(lambda writer, planner, plan: writer.write_data(plan, planner).wait(), writers, planners, plans)
+        )
+    writers[0].finish(metadata, made)
 
 
 def failure(work: Callable[[], Any]) -> str:
@@ -232,6 +264,11 @@ def failing(policy: str) -> None:
         assert said.startswith("1: CaptureError: bad1: a support.dcp_jobs.Failing has no provider; allow pickle"), said
         said = failure(lambda: dcp.save(other, checkpoint_id=2 + rank, storage_writer=writer))
         assert "StateMismatch: ranks save different steps: 2, 3" in said, said
+        close()
+        if rank == 1:  # on one host a rank may load by itself
+            alone = {"w": torch.zeros(64)}
+            dcp.load(alone, storage_reader=TierReader(policy, "run"), no_dist=True)
+            assert torch.equal(alone["w"], torch.arange(64.0))
         into = {"w": distribute_tensor(torch.zeros(64), init_device_mesh("cpu", (2,)), [Shard(0)])}
         said = failure(lambda: dcp.load(dict(into), checkpoint_id=7, storage_reader=TierReader(policy, "run")))
         assert "run 'run' has no version with step 7" in said, said
@@ -266,7 +303,7 @@ def failing(policy: str) -> None:
                 close()
                 dist.barrier()
         said = failure(lambda: dcp.load(into, storage_reader=TierReader(policy, "run")))
-        assert said.startswith("0: Damaged: leaf w of version 1 (step 1, "), said
+        assert said.startswith("0: Damaged: leaf w of version "), said
         assert "1: Damaged: leaf w" in said, said
 
 
@@ -304,3 +341,200 @@ def peers(folder: str) -> None:
         if rank == 0:
             torch.save({"tp": whole, "fsdp": both}, Path(folder) / "whole.pt")
         dist.barrier()
+
+
+def find_load_step(folder: Path) -> int:
+    """As torchtitan looks for its newest checkpoint."""
+    steps = [re.search(r"step-(\d+)", path.name) for path in folder.iterdir() if (path / ".metadata").is_file()]
+    return max([int(step[1]) for step in steps if step is not None], default=-1)
+
+
+def loaded(policy: str, made: Callable[[int], Any] = tp, **how: Any) -> dict[str, Any]:
+    """The whole state that the ranks load together, with those entries that all of them want alike."""
+    into = state_of(*made(5), 5)
+    del into["loader"]
+    dcp.load(into, storage_reader=TierReader(policy, "run", **how))
+    return dict(full(into))
+
+
+def hosts(policy: str) -> None:
+    """Two hosts, each with a disk of its own, of which one is lost."""
+    with job() as rank:
+        place, name = Path(policy).parent, os.environ["TIERSTATE_HOST"]
+        model, optimizer = fsdp(1)
+        saved, apart = {}, dist.new_group(backend="gloo")
+        for step in (2, 3):  # the tier that all see gets the first
+            state = state_of(model, optimizer, step)
+            saved[step] = full({key: value for key, value in state.items() if key != "loader"})
+            writer = TierWriter(policy, "run", process_group=apart)
+            dcp.save(state, checkpoint_id=step, storage_writer=writer, process_group=apart)
+        # What each disk has is its rank's part, and neither has all.
+        packs = [path for path in (place / f"disk-{name}" / "packs").rglob("*-*") if path.is_file()]
+        assert {path.name.split("-")[1].lstrip("0") or "0" for path in packs} == {str(rank)}, packs
+        saver = engine_of(ts.Policy.load(policy), "run")
+        same(loaded(policy), saved[3])
+        same(loaded(policy, fsdp, step=2), saved[2])
+        assert engine_of(ts.Policy.load(policy), "run") is saver  # which may have saves under way
+        dist.barrier()
+
+        # What fails on one rank fails on both, and the next load goes well.
+        half = {"model": {"up.bias": torch.zeros(64, dtype=torch.float16 if rank else torch.float32)}}
+        said = failure(lambda: dcp.load(half, storage_reader=TierReader(policy, "run")))
+        assert "1: StateMismatch" in said, said
+        assert "0: RankFailed: rank 1: StateMismatch" in said, said
+        said = failure(lambda: dcp.load({}, storage_reader=TierReader(policy, "run", step=9 + rank)))
+        assert "they ask for different ones" in said, said
+        said = failure(lambda: dcp.load({}, storage_reader=TierReader(policy, "run", step=9)))
+        assert "no rank has it" in said, said
+        said = failure(lambda: dcp.load({}, storage_reader=TierReader(policy, "run", step=3, alone=True)))
+        assert "chunks are in none of disk" in said, said
+        same(loaded(policy), saved[3])
+
+        # A path with a name, and folders that the other host does not see: all hosts know of the version.
+        folder = place / f"out-{name}"
+        with routed(policy, "named", marker=True):
+            for step, path in ((4, folder / "step-4"), (5, folder / "last.ckpt"), (7, folder / "last.ckpt")):
+                dcp.save({"w": torch.full((3000,), float(step)), "n": [step]}, checkpoint_id=path)
+            assert find_load_step(folder) == 4
+            into: dict[str, Any] = {"w": torch.zeros(3000), "n": [0]}
+            dcp.load(into, checkpoint_id=folder / "last.ckpt")
+            assert (float(into["w"][0]), into["n"]) == (7.0, [7])
+        close()
+        dist.barrier()
+        # Each host knows the tag by itself: its disk keeps the version for it.
+        assert [path.name for path in (place / f"disk-{name}" / "tags" / "named").iterdir()] != []
+        with ts.Checkpointer(policy, "named") as ckpt:
+            assert [v.tags for v in ckpt.versions()] == [(), (), ("last.ckpt",)]
+        dist.barrier()
+
+        # The ranks have changed places; then another host, with an empty disk, takes the place of one.
+        for homes, right in ((("b", "a"), 3), (("b", "c"), 2)):
+            os.environ["TIERSTATE_HOST"] = homes[rank]
+            same(loaded(policy), saved[right])
+            if right == 2:
+                state = state_of(model, optimizer, 6)
+                dcp.save(state, checkpoint_id=6, storage_writer=TierWriter(policy, "run"))
+                whole = full({key: value for key, value in state.items() if key != "loader"})
+                same(loaded(policy), whole)
+            close()
+            dist.barrier()
+            if rank == 0 and right == 3:
+                shutil.rmtree(place / "disk-a")
+            dist.barrier()
+
+
+class _Held:
+    """Copies of guarded tensors of this process begin when it is let go."""
+
+    def __init__(self) -> None:
+        self._go, copy = threading.Event(), staging._LazyCopy._copy
+
+        def waiting(copying: Any) -> None:
+            assert self._go.wait(60)
+            copy(copying)
+
+        staging._LazyCopy._copy = waiting  # type: ignore[method-assign]
+
+    def let_go(self) -> None:
+        self._go.set()
+
+    def hold(self) -> None:
+        self._go.clear()
+
+
+def guarded(policy: str) -> None:
+    """Lazy staging on every rank: a step waits for this rank's copy, and what changes on one rank fails all."""
+    with job() as rank:
+        model, optimizer = fsdp(1)
+        held, stager = _Held(), TierStager(guard=optimizer)
+
+        def save(step: int) -> tuple[Any, Any]:
+            state = state_of(model, optimizer, step)
+            whole = full({key: value for key, value in state.items() if key != "loader"})
+            writer = TierWriter(policy, "run")
+            return whole, dcp.async_save(
+                state,
+                checkpoint_id=step,
+                storage_writer=writer,
+                async_stager=stager,
+                process_group=dist.new_group(backend="gloo"),
+            )
+
+        whole, response = save(1)
+        stepping = threading.Thread(target=optimizer.step)
+        stepping.start()
+        stepping.join(0.2)
+        assert stepping.is_alive()
+        assert not response.staging_completion.done()
+        held.let_go()
+        stepping.join(60)
+        assert not stepping.is_alive()
+        response.upload_completion.result()
+        same(loaded(policy), whole)
+
+        # One rank changes something without a step.
+        held.hold()
+        _, response = save(2)
+        if rank == 1:
+            with torch.no_grad():
+                model.up.weight.to_local().mul_(2)
+        held.let_go()
+        said = failure(response.upload_completion.result)
+        assert said.startswith('1: CaptureError: model."up.weight": changed between the return of async_save and'), said
+        whole, response = save(3)
+        response.upload_completion.result()
+        same(loaded(policy), whole)
+        with ts.Checkpointer(policy, "run") as ckpt:
+            assert [v.step for v in ckpt.versions()] == [1, 3]
+        dist.barrier()
+        stager.close()
+
+
+def by_path(policy: str, executor: str) -> None:
+    """Code that names only a path, at once and in the background, in a thread or the process that DCP saves by."""
+    with job() as rank:
+        model, optimizer = fsdp(1)
+        out = Path(policy).parent / f"out-{rank}"
+        for step, kind in enumerate((None, AsyncCheckpointerType(executor)), 1):
+            state = state_of(model, optimizer, step)
+            whole = full({key: value for key, value in state.items() if key != "loader"})
+            with routed(policy, "run", marker=True, process_group=dist.group.WORLD):
+                if kind is None:
+                    dcp.save(state, checkpoint_id=out / f"step-{step}")
+                else:
+                    made = dcp.async_save(
+                        state,
+                        checkpoint_id=out / f"step-{step}",
+                        async_checkpointer_type=kind,
+                        process_group=dist.group.WORLD,
+                    )
+                    made.result()
+                assert find_load_step(out) == step
+                into = state_of(*tp(5), 5)
+                del into["loader"]
+                dcp.load(into, checkpoint_id=out / f"step-{step}")
+            same(full(into), whole)
+
+
+def killed(policy: str) -> None:
+    """Asynchronous saves to a fast tier and a slow one, until a rank is killed; begins where the one before ended."""
+    with job():
+        state = {"w": distribute_tensor(torch.zeros(WIDTH, 9000), init_device_mesh("cpu", (2,)), [Shard(0)]), "n": [0]}
+        with suppress(CheckpointException):
+            dcp.load(state, storage_reader=TierReader(policy, "run"))
+        begun = state["n"][0]
+        assert torch.equal(state["w"].full_tensor(), torch.full((WIDTH, 9000), float(begun)))
+        print("ready", begun, flush=True)
+        stager = TierStager()
+        for step in range(begun + 1, begun + 1 + int(os.environ["STEPS"])):
+            state["n"][0] = step
+            state["w"].to_local().fill_(step)
+            dcp.async_save(
+                state,
+                checkpoint_id=step,
+                storage_writer=TierWriter(policy, "run"),
+                async_stager=stager,
+                process_group=dist.group.WORLD,
+            ).result()
+            print("durable", step, flush=True)
+        stager.close()

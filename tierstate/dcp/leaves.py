@@ -1,13 +1,13 @@
 """Maps a DCP save plan to leaves and shards: keys become paths, objects that DCP would pickle become plain values.
 
-DCP splits lists, such as an optimizer's groups, into items; `plan_lists` joins them again. `in_state_order` sorts the
-leaves of the merged version into the order of the state.
+DCP splits lists, such as an optimizer's groups, into items; `list_leaves` joins them again. `in_state_order` sorts the
+leaves of a version that was merged from many ranks into the order of the state.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +21,16 @@ from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf, Path, Spec, encode_path, format_path
 from tierstate.manifest.format.version import Shards, Version
+from tierstate.manifest.sharded.merge import MergeResult
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.registry import REGISTRY
+from tierstate.providers.tensors.devices import copies_beside, wait_for
 from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.providers.tree.walk import StateWalk
 from tierstate.providers.values.encoding import encode_value
 from tierstate.tiers.memory.cuda import stream_fences
+
+from .staging import StagingFailed
 
 ListValues = Mapping[Path, Any]
 """*List values*: plain values at paths through a list, by path."""
@@ -58,37 +62,62 @@ def is_list_value(path: Path, value: Any) -> bool:
     return True
 
 
-def plan_lists(listed: ListValues, others: Iterable[Path]) -> CapturePlan:
-    """Plan the list values that the coordinator writes.
+class RankLeaf(NamedTuple):
+    """A leaf of which this rank has a shard, or a container of such leaves.
+
+    Attributes:
+        leaf: the leaf, with its global shape.
+        box: the shard that this rank has.
+        provider: streams the shard's bytes; None for a container.
+    """
+
+    leaf: Leaf
+    box: Box
+    provider: Provider | None = None
+
+
+class RankValues(NamedTuple):
+    """What one rank saves.
+
+    Attributes:
+        leaves: its leaves.
+        listed: its list values, which the coordinator saves for all ranks.
+    """
+
+    leaves: list[RankLeaf]
+    listed: ListValues
+
+    @property
+    def split(self) -> set[Path]:
+        """The outermost lists that have leaves in them which are no list values: such lists are not one value."""
+        paths = (leaf.path for leaf, _, provider in self.leaves if provider is not None)
+        return {root for path in paths if (root := _root(path)) is not None}
+
+
+def list_leaves(listed: ListValues, split: Collection[Path]) -> Iterator[RankLeaf]:
+    """The leaves of the list values of all ranks.
 
     A list of only plain values is one value, as a `Checkpointer` saves it. Plain values of other lists are leaves of
     their own.
 
     Args:
         listed: the list values of all ranks.
-        others: paths of all other leaves with bytes.
+        split: the lists of all ranks that have other leaves in them; see `RankValues.split`.
     """
-    parted = {root for path in others if (root := _root(path)) is not None}
     values: dict[Path, Any] = {}
     for path, value in listed.items():
         root = _root(path)
-        if root is None or root in parted:
+        if root is None or root in split:
             values[path] = value
         else:
             _put(values.setdefault(root, []), path[len(root) :], value)
-    leaves: dict[Path, Leaf] = {}
-    sources: list[CaptureSource] = []
     for path, value in values.items():
         for depth in range(len(path)):
-            kind = "list" if type(path[depth]) is int else "dict"
-            leaves.setdefault(path[:depth], Leaf(path[:depth], Spec(kind)))
+            yield _container(path[:depth], "list" if type(path[depth]) is int else "dict")
         place = StateWalk(REGISTRY).take(_with_end(value) if path not in listed else value, path)
         assert place.provider is not None  # everything in it is plain
         spec = place.provider.spec
-        leaves[path] = Leaf(path, spec)
-        at, chunks, memory = len(leaves) - 1, place.provider.chunks, place.provider.memory()
-        sources.append(CaptureSource(at, Box.whole(spec.shape), spec.nbytes, chunks, False, memory))
-    return CapturePlan.of(tuple(leaves.values()), sources)
+        yield RankLeaf(Leaf(path, spec), Box.whole(spec.shape), place.provider)
 
 
 def _root(path: Path) -> Path | None:
@@ -120,45 +149,57 @@ def _is_parted(item: Any) -> bool:
     return isinstance(item, list) and any(isinstance(one, dict) or _is_parted(one) for one in item)
 
 
-def in_state_order(version: Version, reference: Sequence[Path]) -> tuple[Version, Array]:
-    """The version with its leaves in the order of the state: a container before its contents, list items by index.
+def in_state_order(merged: MergeResult, reference: Sequence[Path]) -> MergeResult:
+    """A merged version with its leaves in the order of the state: a container before its contents, list items by index.
 
     Args:
-        version: merged from the parts of the ranks, each with some of the leaves.
+        merged: the version, merged from the parts of the ranks, each with some of the leaves.
         reference: paths in the state's order; leaves of other paths come last.
 
     Returns:
-        The version, and ``(chunks,)``: for each old row of a chunk its new row.
+        The version, and for each part its rows in it.
     """
-    leaves, old = _leaves(version, reference)
-    number = np.full(len(version.leaves), -1)
-    there = old != _GAP
-    number[old[there]] = np.flatnonzero(there)
-    leaf = number[version.shard_leaf.astype("i8")]
+    version = merged.version
+    leaves, old = _in_order(version.leaves, version.leaf_index, reference)
+    leaf = _numbers(old, len(version.leaves))[version.shard_leaf.astype("i8")]
     order = np.argsort(leaf, kind="stable")
     ends = version.chunk_end.astype("i8")
     counts = np.diff(ends, prepend=0)
     # The first row of each shard's chunks in the new order; `ends - counts` is that in the old order.
     starts = np.zeros(len(order), "i8")
     starts[order] = np.cumsum(counts[order]) - counts[order]
-    rows = np.arange(len(version.digests)) + np.repeat(starts - (ends - counts), counts)
+    moved = np.arange(len(version.digests)) + np.repeat(starts - (ends - counts), counts)
     digests = np.empty_like(version.digests)
-    digests[rows] = version.digests
+    digests[moved] = version.digests
     shards = Shards(leaf[order].astype("<u4"), version.shard_rank[order], version.boxes[order])
-    return Version.build(version.head, leaves, shards, digests), rows
+    rows = tuple(np.where(there < 0, -1, moved[there]) if len(there) else there for there in merged.rows)
+    return MergeResult(Version.build(version.head, leaves, shards, digests), rows)
 
 
-def _leaves(version: Version, reference: Sequence[Path]) -> tuple[list[Leaf], Array]:
-    """The leaves in the new order, and the old index of each; `_GAP` for leaves that were added to fill a list."""
-    children = _children(version, _places(reference))
+def _numbers(old: Array, count: int) -> Array:
+    """``(count,)``: by old index of a leaf the new one."""
+    found = np.full(count, -1)
+    there = old != _GAP
+    found[old[there]] = np.flatnonzero(there)
+    return found
+
+
+def _in_order(leaves: Sequence[Leaf], index: Mapping[str, int], reference: Sequence[Path]) -> tuple[list[Leaf], Array]:
+    """The leaves in the order of the state, and the old index of each; `_GAP` for those that were added to fill a list.
+
+    Args:
+        index: the index of each leaf, by its encoded path.
+        reference: paths in the state's order.
+    """
+    children = _children(leaves, index, _places(reference))
     found: list[tuple[Leaf, int]] = []
-    root = version.leaf_index[encode_path(())]
-    stack = [(version.leaves[root], root)]
+    root = index[encode_path(())]
+    stack = [(leaves[root], root)]
     while stack:
         leaf, at = stack.pop()
         found.append((leaf, at))
         if at != _GAP:
-            stack += reversed(list(_filled(version, leaf, children.get(at, []))))
+            stack += reversed(list(_filled(leaves, leaf, children.get(at, []))))
     return [leaf for leaf, _ in found], np.array([at for _, at in found], "i8")
 
 
@@ -171,52 +212,86 @@ def _places(reference: Sequence[Path]) -> dict[str, int]:
     return place
 
 
-def _children(version: Version, place: Mapping[str, int]) -> dict[int, list[int]]:
+def _children(leaves: Sequence[Leaf], index: Mapping[str, int], place: Mapping[str, int]) -> dict[int, list[int]]:
     """By index of a container, the indexes of its children, in order."""
     children: dict[int, list[int]] = {}
-    for i, leaf in enumerate(version.leaves):
+    for i, leaf in enumerate(leaves):
         if leaf.path:
-            children.setdefault(version.leaf_index[encode_path(leaf.path[:-1])], []).append(i)
-    texts = list(version.leaf_index)
+            children.setdefault(index[encode_path(leaf.path[:-1])], []).append(i)
+    texts = list(index)
     for parent, found in children.items():
-        if version.leaves[parent].spec.kind in ("list", "tuple"):
-            found.sort(key=lambda i: version.leaves[i].path[-1])
+        if leaves[parent].spec.kind in ("list", "tuple"):
+            found.sort(key=lambda i: leaves[i].path[-1])
         else:
             found.sort(key=lambda i: (place.get(texts[i], len(place)), i))
     return children
 
 
-def _filled(version: Version, parent: Leaf, found: Sequence[int]) -> Iterator[tuple[Leaf, int]]:
+def _filled(leaves: Sequence[Leaf], parent: Leaf, found: Sequence[int]) -> Iterator[tuple[Leaf, int]]:
     """A container's children, with an empty dict for each missing item of a list: DCP has no key for empty dicts."""
     at, cause = 0, parent.spec.kind != "list"
     for i in found:
-        key: Any = version.leaves[i].path[-1]
+        key: Any = leaves[i].path[-1]
         while parent.spec.kind == "list" and at < key:
             yield Leaf((*parent.path, at), Spec("dict")), _GAP
             at, cause = at + 1, True
-        yield version.leaves[i], i
-        at, cause = at + 1, cause or version.leaves[i].spec.kind in _PARTS
+        yield leaves[i], i
+        at, cause = at + 1, cause or leaves[i].spec.kind in _PARTS
     if found and not cause:
         # DCP would not have split a list of plain values only: it must have had an empty dict at its end.
         yield Leaf((*parent.path, at), Spec("dict")), _GAP
 
 
-class RankLeaf(NamedTuple):
-    """A leaf of which this rank has a shard, or a container of such leaves.
+class LeafTables:
+    """Makes the capture plans of a run. Leaves that are as in the plan before are the same objects, so that a version
+    with the same leaves is described without encoding them again."""
 
-    Attributes:
-        leaf: the leaf, with its global shape.
-        box: the shard that this rank has.
-        provider: streams the shard's bytes; None for a container.
-    """
+    def __init__(self) -> None:
+        self._last: dict[str, Leaf] = {}
 
-    leaf: Leaf
-    box: Box
-    provider: Provider | None = None
+    def plan(self, found: Iterable[RankLeaf], reference: Sequence[Path] | None = None) -> CapturePlan:
+        """The plan that captures these leaves.
+
+        Args:
+            found: the leaves; containers may come more than once, and a leaf with several shards once for each.
+            reference: paths in the order of the state; None: leaves stay in the given order.
+
+        Raises:
+            CaptureError: the same path is given as different leaves.
+        """
+        index: dict[str, int] = {}
+        leaves: list[Leaf] = []
+        parts: list[tuple[int, RankLeaf]] = []
+        for one in found:
+            at = index.setdefault(encode_path(one.leaf.path), len(leaves))
+            if at == len(leaves):
+                leaves.append(one.leaf)
+            elif leaves[at].spec != one.leaf.spec:
+                raise CaptureError(f"{one.leaf.name} is there as {leaves[at].spec} and as {one.leaf.spec}")
+            parts.append((at, one))
+        if reference is not None:
+            leaves, old = _in_order(leaves, index, reference)
+            moved = _numbers(old, len(index)).tolist()
+            parts = [(moved[at], one) for at, one in parts]
+        devices: set[int] = set()
+        sources = [_source(at, one, devices) for at, one in parts if one.provider is not None]
+        sources.sort(key=lambda source: (source.leaf, source.box))
+        return CapturePlan.of(self._known(leaves), sources, stream_fences(devices))
+
+    def _known(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        last, now = self._last, dict[str, Leaf]()
+        for leaf in leaves:
+            path = encode_path(leaf.path)
+            before = last.get(path)
+            # Attributes may be equal and not the same: 1 and True.
+            same = before is not None and before.spec == leaf.spec and not leaf.spec.attrs
+            now[path] = before if same and before is not None else leaf
+        self._last = now
+        return list(now.values())
 
 
-def plan_of(plan: SavePlan, planner: SavePlanner, allowed: PickleAllowed) -> tuple[CapturePlan, dict[Path, Any]]:
-    """The plan of what a rank captures, and its list values, which the coordinator writes.
+def values_of(plan: SavePlan, planner: SavePlanner, allowed: PickleAllowed) -> RankValues:
+    """What a rank saves.
 
     Args:
         plan: the rank's final DCP save plan.
@@ -227,20 +302,7 @@ def plan_of(plan: SavePlan, planner: SavePlanner, allowed: PickleAllowed) -> tup
         CaptureError: a value cannot be saved; the message names its key, type and a remedy.
     """
     listed: dict[Path, Any] = {}
-    index: dict[str, int] = {}
-    leaves: list[Leaf] = []
-    sources: list[CaptureSource] = []
-    devices: set[int] = set()
-    for leaf, box, provider in _rank_leaves(plan, planner, allowed, listed):
-        at = index.setdefault(encode_path(leaf.path), len(leaves))
-        if at == len(leaves):
-            leaves.append(leaf)
-        elif leaves[at].spec != leaf.spec:
-            raise CaptureError(f"{leaf.name} is there as {leaves[at].spec} and as {leaf.spec}")
-        if provider is not None:
-            sources.append(_source(at, leaf, box, provider, devices))
-    sources.sort(key=lambda source: (source.leaf, source.box))
-    return CapturePlan.of(leaves, sources, stream_fences(devices)), listed
+    return RankValues(list(_rank_leaves(plan, planner, allowed, listed)), listed)
 
 
 def paths_of(planner_data: Any, keys: Iterator[str] | list[str]) -> list[Path]:
@@ -258,6 +320,8 @@ def _rank_leaves(
     yield _container((), "dict")
     for item, path in zip(plan.items, paths, strict=True):
         value = _value_of(item, planner, path) if item.type == WriteItemType.BYTE_IO else None
+        if isinstance(value, StagingFailed):
+            raise value.error
         if item.type == WriteItemType.BYTE_IO and is_list_value(path, value):
             listed[path] = value
             continue
@@ -316,9 +380,13 @@ def _values(survey: StateWalk, value: Any, path: Path) -> Iterator[RankLeaf]:
             yield RankLeaf(Leaf(place.path, spec), Box.whole(spec.shape), place.provider)
 
 
-def _source(index: int, leaf: Leaf, box: Box, provider: Provider, devices: set[int]) -> CaptureSource:
-    nbytes, device = box.volume * leaf.spec.itemsize, HOST
-    if isinstance(provider, TensorProvider) and provider.value.is_cuda:
+def _source(index: int, one: RankLeaf, devices: set[int]) -> CaptureSource:
+    (leaf, box, provider), device = one, HOST
+    assert provider is not None
+    nbytes = box.volume * leaf.spec.itemsize
+    if isinstance(provider, TensorProvider) and copies_beside(provider.value.device):
         device = provider.value.device.index
         devices.add(device)
+    elif isinstance(provider, TensorProvider):
+        wait_for(provider.value.device)
     return CaptureSource(index, box, nbytes, provider.chunks, False, memory_of(provider, nbytes), device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from tierstate.providers.tensors.dtypes import torch_dtype
 from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.providers.tree.structure import VersionNode, build_container, version_tree
 from tierstate.providers.tree.ties import TiedLeaf, read_ties
+from tierstate.providers.values.classes import FORM
 
 VALUE = "value"
 """The kind of leaves that hold plain values."""
@@ -38,6 +39,19 @@ class UnreadLeaf(NamedTuple):
     leaf: int
 
 
+@dataclass(frozen=True)
+class UnreadContainer:
+    """A placeholder for a container that DCP does not look into, and that is built when its leaves are read.
+
+    Attributes:
+        node: what it is.
+        items: its items by key, with an `UnreadLeaf` or an `UnreadContainer` in place of each that is read later.
+    """
+
+    node: VersionNode
+    items: dict[Any, Any]
+
+
 @dataclass
 class DcpView:
     """A version, indexed by DCP's keys (fully qualified names).
@@ -46,7 +60,7 @@ class DcpView:
         version: the version.
         metadata: the metadata from which DCP plans a load.
         tensors: by key of a tensor, the index of its leaf.
-        values: by other key, its value, with an `UnreadLeaf` in place of each leaf that is read later.
+        values: by other key, its value, with an `UnreadLeaf` or `UnreadContainer` in place of what is read later.
         ties: by index of a tied leaf, where it is in the bytes of another leaf.
     """
 
@@ -87,7 +101,7 @@ def dcp_view(version: Version, values: Mapping[int, Any]) -> DcpView:
         leaf = marks.of(value)
         if leaf is None:
             view.metadata.state_dict_metadata[key] = BytesStorageMetadata()
-            view.values[key] = _later(value, marks)
+            view.values[key] = value
         else:
             view.metadata.state_dict_metadata[key] = _described(version.leaves[leaf])
             view.tensors[key] = leaf
@@ -117,12 +131,16 @@ def _outline(root: VersionNode, values: Mapping[int, Any], ties: Mapping[int, Ti
     marks = _Marks()
 
     def made(stem: VersionNode) -> Any:
-        if stem.kind:
+        if stem.kind and _is_split(stem):
             return build_container(stem, {child.key: made(child) for child in stem.children.values()})
-        if stem.index in values:
-            return values[stem.index]
-        tensor = _is_tensor(stem.leaf, ties.get(stem.index))
-        return marks.make(stem.index, stem.leaf) if tensor else UnreadLeaf(stem.index)
+        if not stem.kind and stem.index not in values and _is_tensor(stem.leaf, ties.get(stem.index)):
+            return marks.make(stem.index, stem.leaf)
+        return unread(stem)
+
+    def unread(stem: VersionNode) -> Any:
+        if stem.kind:
+            return UnreadContainer(stem, {child.key: unread(child) for child in stem.children.values()})
+        return values[stem.index] if stem.index in values else UnreadLeaf(stem.index)
 
     return made(root), marks
 
@@ -134,15 +152,33 @@ def _is_tensor(leaf: Leaf, tie: TiedLeaf | None) -> bool:
     return spec.kind == TensorProvider.kind
 
 
-def _later(value: Any, marks: _Marks) -> Any:
-    """A value with an `UnreadLeaf` for each placeholder, also within lists and tuples, which DCP may leave whole."""
-    leaf = marks.of(value)
-    if leaf is not None:
-        return UnreadLeaf(leaf)
-    if type(value) is UnreadLeaf or not isinstance(value, (list, tuple)):
-        return value
-    items = [_later(item, marks) for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+def _is_split(stem: VersionNode) -> bool:
+    """Whether DCP looks for tensors in a container: in mappings and lists, and in nothing else."""
+    kinds, forms = ("dict", "odict", "list"), (None, "defaultdict", "subclass")
+    return stem.kind in kinds and stem.leaf.spec.attrs.get(FORM) in forms
+
+
+def unread_leaves(value: Any) -> Iterator[int]:
+    """The leaves of a value of a `DcpView` that are still to be read."""
+    if type(value) is UnreadLeaf:
+        yield value.leaf
+    elif type(value) is UnreadContainer or type(value) is list:
+        for item in value.items.values() if isinstance(value, UnreadContainer) else value:
+            yield from unread_leaves(item)
+
+
+def resolve(value: Any, read: Callable[[int], Any]) -> Any:
+    """A value of a `DcpView` with its unread leaves read.
+
+    Args:
+        value: the value.
+        read: gives the value of a leaf by its index.
+    """
+    if type(value) is UnreadLeaf:
+        return read(value.leaf)
+    if type(value) is UnreadContainer:
+        return build_container(value.node, {key: resolve(item, read) for key, item in value.items.items()})
+    return [resolve(item, read) for item in value] if type(value) is list else value
 
 
 def _described(leaf: Leaf) -> TensorStorageMetadata:

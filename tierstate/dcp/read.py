@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from tierstate.engine.restore.scatter import Destination, ScatterTargets
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import Damaged, StateMismatch, Unsafe
-from tierstate.manifest.format.leaf import LOSSY, Leaf
+from tierstate.manifest.format.leaf import LOSSY, STORAGE
+from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.registry import REGISTRY
@@ -25,7 +26,7 @@ from tierstate.providers.tree.ties import TiedLeaf
 
 from .engine import DcpEngine
 from .leaves import PickleAllowed
-from .metadata import DcpView, UnreadLeaf, dcp_view, value_leaves
+from .metadata import DcpView, dcp_view, resolve, unread_leaves, value_leaves
 
 log = logging.getLogger("tierstate")
 
@@ -84,50 +85,98 @@ class TensorPart(TensorProvider):
         return self._box
 
 
+Wants = Callable[[], Sequence[Destination]]
+"""Says what a rank wants to read; called once."""
+
+
+def read_alone(engine: DcpEngine, entry: VersionCopies) -> Callable[[Wants], None]:
+    """What reads chunks of a version from the tiers of this process: each once, directly into its place if possible.
+
+    It raises:
+        FormatError: the version's shards do not hold each element exactly once.
+        Damaged: no tier has an intact copy of a chunk; the destinations may then hold any bytes.
+    """
+
+    def read(wants: Wants) -> None:
+        targets = targets_of(entry.version, wants())
+        if len(targets.rows):
+            engine.arena.prepare(READ_WORKERS * engine.arena.slab_size)
+            read_into(entry, targets, engine.arena)
+
+    return read
+
+
+def targets_of(version: Version, to: Sequence[Destination]) -> ScatterTargets:
+    """Where the chunks of these destinations go. Raises FormatError: the version's shards do not cover them."""
+    targets = ScatterTargets(version, to)
+    check_scatter(version, targets)
+    return targets
+
+
+class WholeLeaves:
+    """Leaves that are read whole, into new memory, each once.
+
+    Args:
+        fresh: makes the provider that receives a leaf, by its index.
+        ties: by index of a tied leaf, where it is in the bytes of another one, which is read in its place.
+    """
+
+    def __init__(self, fresh: Callable[[int], Provider], ties: Mapping[int, TiedLeaf]) -> None:
+        self._fresh, self._ties = fresh, ties
+        self._made: dict[int, Provider] = {}
+        self._read: dict[int, Any] = {}
+
+    def want(self, leaf: int) -> None:
+        """Read this leaf."""
+        root = self._ties[leaf].root if leaf in self._ties else leaf
+        if root not in self._made:
+            self._made[root] = self._fresh(root)
+
+    def destinations(self) -> list[Destination]:
+        """Where the wanted leaves go."""
+        return [_destination(leaf, made, Box.whole(made.spec.shape)) for leaf, made in self._made.items()]
+
+    def value(self, leaf: int) -> Any:
+        """The value of a leaf that was wanted, once it is read."""
+        tie = self._ties.get(leaf)
+        root = leaf if tie is None else tie.root
+        if root not in self._read:
+            self._read[root] = self._made[root].done()
+        return self._read[root] if tie is None or tie.offset is None else tie.view(self._read[root])
+
+
+def _destination(leaf: int, provider: Provider, box: Box) -> Destination:
+    return Destination(leaf, box, provider, memory_of(provider, box.volume * provider.spec.itemsize))
+
+
 class VersionLoad:
     """One load of a version through DCP.
 
     Args:
-        engine: the run in its tiers.
-        entry: the version, with its copies in the tiers.
+        version: the version.
         allowed: whether a pickle may be loaded, by path.
+        read: reads and verifies the chunks that are wanted. It is called once here, for the plain values, and once for
+            each `serve`.
 
     Attributes:
         view: the version by DCP's keys, with the metadata for DCP.
     """
 
-    def __init__(self, engine: DcpEngine, entry: VersionCopies, allowed: PickleAllowed) -> None:
-        self._engine, self._entry, self._allowed = engine, entry, allowed
-        self._version = entry.version
-        self.view: DcpView = dcp_view(entry.version, self._values(value_leaves(entry.version)))
+    def __init__(self, version: Version, allowed: PickleAllowed, read: Callable[[Wants], None]) -> None:
+        self._version, self._allowed, self._read = version, allowed, read
+        leaves, values = value_leaves(version), WholeLeaves(self._fresh, {})
 
-    def _values(self, leaves: Sequence[int]) -> dict[int, Any]:
-        """By leaf, its value read into new memory: of leaves that are not tensors, or have no tensor in the plan."""
-        providers = {i: self._fresh(self._version.leaves[i]) for i in leaves}
-        self._fill([self._destination(i, provider) for i, provider in providers.items()])
-        return {i: provider.done() for i, provider in providers.items()}
+        def wants() -> list[Destination]:
+            for leaf in leaves:
+                values.want(leaf)
+            return values.destinations()
 
-    def _destination(self, leaf: int, provider: Provider, box: Box | None = None) -> Destination:
-        """The destination of a part of a leaf, by default of the whole leaf."""
-        spec = self._version.leaves[leaf].spec
-        box = Box.whole(spec.shape) if box is None else box
-        return Destination(leaf, box, provider, memory_of(provider, box.volume * spec.itemsize))
+        read(wants)
+        self.view: DcpView = dcp_view(version, {leaf: values.value(leaf) for leaf in leaves})
 
-    def _fill(self, to: Sequence[Destination]) -> None:
-        """Read and verify the chunks that the destinations need, each once; directly into their memory if possible.
-
-        Raises:
-            FormatError: the version's shards do not hold each element exactly once.
-            Damaged: no tier has an intact copy of a chunk; the destinations may then hold any bytes.
-        """
-        targets = ScatterTargets(self._version, to)
-        check_scatter(self._version, targets)
-        if len(targets.rows):
-            self._engine.arena.prepare(READ_WORKERS * self._engine.arena.slab_size)
-            read_into(self._entry, targets, self._engine.arena)
-
-    def _fresh(self, leaf: Leaf) -> Provider:
-        cls = REGISTRY.by_kind(leaf.spec.kind)
+    def _fresh(self, index: int) -> Provider:
+        leaf = self._version.leaves[index]
+        cls = TensorProvider if leaf.spec.kind == STORAGE else REGISTRY.by_kind(leaf.spec.kind)
         if cls.unsafe and not self._allowed(leaf.path):
             raise Unsafe(f"{leaf.name} {cls.unsafe}; allow it by a rule of the policy: `pickle: true`")
         if LOSSY in leaf.spec.attrs:
@@ -143,20 +192,56 @@ class VersionLoad:
             Unsafe: a value is a pickle that the policy does not allow, or was saved lossy.
         """
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        outs = [planner.resolve_tensor(item).detach() for item in tensors]
-        self._check(tensors, outs)
-        parts = [
-            TensorPart(out, Box(tuple(i.storage_offsets), tuple(i.lengths)))
-            for i, out in zip(tensors, outs, strict=True)
-        ]
-        self.fill([self._leaf(item) for item in tensors], parts)
+        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        outs: list[torch.Tensor] = []
+
+        def parts() -> Iterator[tuple[int, TensorPart]]:
+            outs.extend(planner.resolve_tensor(item).detach() for item in tensors)
+            self._check(tensors, outs)
+            for item, out in zip(tensors, outs, strict=True):
+                yield self._leaf(item), TensorPart(out, Box(tuple(item.storage_offsets), tuple(item.lengths)))
+
+        whole = self._load(parts, [item.storage_index.fqn for item in objects])
         for item, out in zip(tensors, outs, strict=True):
             planner.commit_tensor(item, out)
-        for item, value in self._objects([item for item in plan.items if item.type == LoadItemType.BYTE_IO]):
+        for item in objects:
             data = io.BytesIO()  # of unknown length: the plan's item has length 0
-            torch.save(value, data)
+            torch.save(resolve(self.view.values[item.storage_index.fqn], whole.value), data)
             data.seek(0)
             planner.load_bytes(item, data)
+
+    def fill(self, leaves: Sequence[int], parts: Sequence[TensorPart]) -> None:
+        """Read parts of tensors; part ``i`` is of leaf ``leaves[i]``. Raises: as `serve`."""
+        self._load(lambda: zip(leaves, parts, strict=True), [])
+
+    def _load(self, parts: Callable[[], Iterable[tuple[int, TensorPart]]], keys: Sequence[str]) -> WholeLeaves:
+        """Read parts of tensors, with their leaves, and the values of some keys; all in one read.
+
+        What is wrong is found in that read, so that ranks which read together learn of it.
+        """
+        whole, into = WholeLeaves(self._fresh, self.view.ties), list[tuple[int, TensorPart]]()
+
+        def wants() -> list[Destination]:
+            into.extend(parts())
+            for leaf in {leaf for leaf, _ in into} & self.view.ties.keys():
+                whole.want(leaf)
+            for leaf in (leaf for key in keys for leaf in unread_leaves(self._value(key))):
+                whole.want(leaf)
+            plain = [_destination(leaf, part, part.box) for leaf, part in into if leaf not in self.view.ties]
+            return plain + whole.destinations()
+
+        self._read(wants)
+        for leaf, part in into:
+            if leaf in self.view.ties:
+                part.value.copy_(whole.value(leaf)[part.box.slices()])
+            else:
+                part.done()
+        return whole
+
+    def _value(self, key: str) -> Any:
+        if key not in self.view.values:
+            raise StateMismatch(f"{key!r:.200} is a tensor in the version, and no other value")
+        return self.view.values[key]
 
     def _leaf(self, item: ReadItem) -> int:
         found = self.view.tensors.get(item.storage_index.fqn)
@@ -176,52 +261,3 @@ class VersionLoad:
             more = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             said = "the state and the version differ; load into tensors of the saved dtype, and convert them then:\n  "
             raise StateMismatch(said + "\n  ".join(wrong[:20]) + more)
-
-    def fill(self, leaves: Sequence[int], parts: Sequence[TensorPart]) -> None:
-        """Read parts of tensors; part ``i`` is of leaf ``leaves[i]``. Raises: as `serve`."""
-        tied = {leaf: self._tied(self.view.ties[leaf]) for leaf in sorted({*leaves} & self.view.ties.keys())}
-        plain = [(leaf, part) for leaf, part in zip(leaves, parts, strict=True) if leaf not in tied]
-        self._fill([self._destination(leaf, part, part.box) for leaf, part in plain])
-        for _, part in plain:
-            part.done()
-        for leaf, part in zip(leaves, parts, strict=True):
-            if leaf in tied:
-                part.value.copy_(tied[leaf][part.box.slices()])
-
-    def _tied(self, tie: TiedLeaf) -> torch.Tensor:
-        """A tied tensor, read from the bytes of the leaf that holds it."""
-        root = self._whole(tie.root)
-        return root if tie.offset is None else tie.view(root)
-
-    def _whole(self, leaf: int) -> torch.Tensor:
-        """A whole tensor, read into new memory, however it is sharded."""
-        provider = TensorProvider.fresh(self._version.leaves[leaf].spec)
-        self._fill([self._destination(leaf, provider)])
-        return provider.done()
-
-    def _objects(self, items: Sequence[ReadItem]) -> list[tuple[ReadItem, Any]]:
-        found = []
-        for item in items:
-            key = item.storage_index.fqn
-            if key not in self.view.values:
-                raise StateMismatch(f"{key!r:.200} is a tensor in the version, and no other value")
-            found.append((item, self._now(self.view.values[key])))
-        return found
-
-    def _now(self, value: Any) -> Any:
-        """A value with its unread leaves read."""
-        if isinstance(value, UnreadLeaf):
-            leaf, kind = value.leaf, self._version.leaves[value.leaf].spec.kind
-            if leaf in self.view.ties:
-                return self._tied(self.view.ties[leaf])
-            return self._whole(leaf) if kind == TensorProvider.kind else self._values([leaf])[leaf]
-        if isinstance(value, (list, tuple)) and _has_later(value):
-            items = [self._now(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
-
-
-def _has_later(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return isinstance(value, UnreadLeaf) or any(map(_has_later, value))
-    return False

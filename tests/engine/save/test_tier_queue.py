@@ -249,6 +249,33 @@ def test_before_the_end_the_newest_version_goes_to_the_nearest_persistent_tier_f
             assert (ckpt._pipeline.unfinished(), ckpt._pipeline.left_behind()) == ("", "")
 
 
+def test_before_the_end_older_copies_wait_until_the_newest_version_is_on_a_persistent_tier() -> None:
+    """The newest one was in host memory only, and an older one is next in the queue of the slower tier."""
+    with wrapped(Memory()) as near, wrapped(Memory()) as far:
+        tiers = {"host": {"type": "host"}, "near": {**near, "every": 2}, "far": {**far, "every": 2}}
+        with ts.Checkpointer(policy(tiers), "run") as ckpt, contextlib.ExitStack() as after:
+            ckpt.save(tensors(*SIZES), step=0).wait("far")
+            to_far = faulty(far).shut("writer")
+            after.callback(to_far.set)  # whatever fails here: `close` would wait for it
+            running, waiting = (ckpt.save(tensors(*SIZES, seed=step), step=step) for step in (2, 4))
+            waiting.wait("near")
+            to_near = faulty(near).shut("writer")
+            after.callback(to_near.set)
+            ckpt.save(tensors(*SIZES, seed=5), step=5).wait("host")
+            ckpt._pipeline.hurry(time.monotonic() + 120)
+            to_far.set()
+            running.wait("far")
+            with contextlib.suppress(ts.TierUnavailable):
+                waiting.wait("far", timeout=0.5)
+            assert not waiting.done("far")
+            assert ckpt._pipeline.unfinished() == "step 5 to near, step 4 to far"
+            to_near.set()
+            until(lambda: not ckpt._pipeline.unfinished())
+            assert waiting.done("far")
+        with ts.Checkpointer(policy({"near": near}), "run") as ckpt:
+            assert [version.step for version in ckpt.versions()] == [0, 2, 4, 5]
+
+
 def test_before_the_end_a_version_that_no_persistent_tier_was_to_get_is_copied_there() -> None:
     """And what is saved afterwards goes there by itself."""
     with wrapped(Memory()) as near, wrapped(Memory()) as far:

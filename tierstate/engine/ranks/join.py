@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from tierstate.engine.save.plan import checked_step
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import RankFailed
 from tierstate.manifest.history.retention import RetentionPolicy
+from tierstate.manifest.sharded.merge import MergeResult
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
@@ -88,16 +89,25 @@ class TeamMember:
         self._pipeline = SharedPipeline(self.team, self._merged, policy, tier_runs, arena, sharing.forget)
         return self._pipeline, sharing
 
+    def arrange(self, how: Callable[[int, MergeResult], MergeResult]) -> None:
+        """Set what is done with the merged parts of a version before it is committed; see `MergedVersions.arrange`."""
+        self._merged.arrange = how
+
     @contextmanager
-    def taking_part(self, seq: int, step: Any) -> Iterator[None]:
-        """The block plans a save. If it raises, this rank votes no, so that the other ranks do not wait for it."""
+    def taking_part(self, seq: int, step: Any, *, planned: bool = False) -> Iterator[None]:
+        """The block plans a save. If it raises, this rank votes no, so that the other ranks do not wait for it.
+
+        Args:
+            planned: no rank asks who saves what, so that none waits for this rank's answer.
+        """
         assert self._pipeline is not None
         assert self._sharing is not None
         try:
             checked_step(step)
             yield
         except BaseException as error:
-            self._sharing.absent(seq)
+            if not planned:
+                self._sharing.absent(seq)
             self._pipeline.miss(seq, step if type(step) is int and step >= 0 else None, time.time(), error)
             raise
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierstate.manifest.arrays import Array
@@ -17,7 +17,7 @@ from tierstate.manifest.errors import CommitUnknown, FormatError, RankFailed, Ti
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
-from tierstate.manifest.sharded.merge import join_layouts, merge_parts, rows_in_merged
+from tierstate.manifest.sharded.merge import MergeResult, join_layouts, merge_parts, rows_in_merged
 from tierstate.manifest.sharded.part import PartReader
 
 from .messages import CommitKeys, CommitMessages, Vote, decode_message, encode_error, encode_message
@@ -39,7 +39,13 @@ class MergedVersions:
 
     Args:
         kept: how many whole versions are kept in memory.
+
+    Attributes:
+        arrange: called with a version's number and the merged parts; returns the version as it is committed. None:
+            as it was merged.
     """
+
+    arrange: Callable[[int, MergeResult], MergeResult] | None = None
 
     def __init__(self, kept: int = VERSIONS_KEPT) -> None:
         self._kept = kept
@@ -77,6 +83,7 @@ class MergedVersions:
             version = self._versions.get(seq)
             if version is None:
                 merged = merge_parts(parts, parent=self._parent(seq))
+                merged = merged if self.arrange is None else self.arrange(seq, merged)
                 self._note(merged.version)
                 return merged.version, merged.rows
             self._note(version)

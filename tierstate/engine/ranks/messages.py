@@ -61,7 +61,8 @@ class PartialCommit(RankFailed):
         unsettled: leaders whose record may exist or not; nothing that it may name is deleted.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int], unsettled: Sequence[int]) -> None:
+    # With defaults, as it is unpickled by the message alone: DCP sends the errors of a rank to all.
+    def __init__(self, message: str, ranks: Sequence[int] = (), unsettled: Sequence[int] = ()) -> None:
         super().__init__(message, ranks)
         self.unsettled = tuple(unsettled)
 

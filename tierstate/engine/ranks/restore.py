@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -261,13 +261,13 @@ class IncompleteVersion(Exception):
         return self._own or Damaged(str(self))
 
 
-class RestoreAttempt:
-    """One attempt of all ranks to restore one version.
+class SharedReads:
+    """Reads of all ranks together from one version: first what each wants ahead, then the rest.
 
     Args:
         query: the all-gather.
         entry: the version, and what this rank has of it.
-        wanted: what this rank wants of it.
+        wanted: which version is asked for, and what this rank wants of it.
         arena: the memory that bytes pass through.
 
     Attributes:
@@ -277,8 +277,6 @@ class RestoreAttempt:
     def __init__(self, query: GroupQuery, entry: VersionCopies, wanted: RestoreSpec, arena: Arena) -> None:
         self._query, self._entry, self._wanted, self._arena = query, entry, wanted, arena
         self._team, self._version = query.team, entry.version
-        self._target: Target | None = None
-        self._plan: RestorePlan | None = None
         self._chunks: ChunkRestore | None = None
         self._listener: PeerListener | None = None
         self._begun = False
@@ -286,25 +284,20 @@ class RestoreAttempt:
         self.changed = False
 
     def restore(self) -> Any:
-        """The restored state.
+        """What is restored. Raises: as `RestoreAttempt.restore`."""
+        raise NotImplementedError
 
-        Raises:
-            IncompleteVersion: some ranks cannot get all chunks that they want, or cannot use them.
-            Unreadable: so it is, and each of these chunks is in a tier that some rank cannot ask now.
-            StateMismatch: the version does not fit some state.
-            RankFailed: another rank failed.
-        """
-        try:
-            self._fetch(ahead=True)
-            self._settle()
-            self._chunks = None
-            self._fetch(ahead=False)
-            return self._finish()
-        except BaseException:
-            if self._target is not None:
-                self._target.undo()
-                self.changed = self.changed or self._target.changed
-            raise
+    def _targets(self, *, ahead: bool) -> ScatterTargets:
+        """Where the chunks go that this rank wants ahead, or then; called within an all-gather, once for each."""
+        raise NotImplementedError
+
+    def _later(self) -> Array:
+        """The rows that this rank may want after those that it wants ahead."""
+        raise NotImplementedError
+
+    def _elsewhere(self) -> Collection[int]:
+        """Leaves of the version that this rank's state does not have."""
+        return ()
 
     def _fetch(self, *, ahead: bool) -> None:
         """Load what all ranks want before, or after, the stateful objects are set."""
@@ -337,22 +330,6 @@ class RestoreAttempt:
             )
         raise incomplete
 
-    def _plan_restore(self) -> RestorePlan:
-        """Plan what this rank restores; done once per attempt."""
-        wanted = self._wanted
-        self._target = plan_restore(
-            self._version.leaves,
-            into=wanted.into,
-            only=wanted.only,
-            device=wanted.device,
-            allow_pickle=wanted.allow_pickle,
-            allow_lossy=wanted.allow_lossy,
-            elsewhere=True,
-            rank=self._team.rank,
-            content=content_of(self._version),
-        )
-        return plan_scatter(self._version, self._target)
-
     def _ask(self, opened: ExitStack, *, ahead: bool) -> tuple[list[RankRows], list[RankRows], list[str], Array]:
         """Gather what all ranks still want now, and in all, with what they reach, the addresses of their listening
         sockets, and as ``(rows,)`` of bool the chunks in tiers that some rank could not ask."""
@@ -375,19 +352,16 @@ class RestoreAttempt:
         listener = self._listener = opened.enter_context(
             closing(PeerListener(len(set(self._team.hosts)), self._team.secret))
         )
-        plan = self._plan = self._plan or self._plan_restore()
         if self._chunks is None:
-            targets = plan.ahead if ahead else plan.wanted
-            self._chunks = ChunkRestore(self._query, self._entry, targets, self._arena)
+            self._chunks = ChunkRestore(self._query, self._entry, self._targets(ahead=ahead), self._arena)
         chunks = self._chunks
-        assert self._target is not None
         if chunks.failure is not None:
             with untrusted(describe_version(self._entry), named=False):
                 raise chunks.failure
         self.check_still_there(chunks.damage or chunks.unreadable)
-        elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._target.elsewhere))
+        elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._elsewhere()))
         sets = {f"rows.{i}": mask for i, mask in enumerate([*chunks.reach, chunks.missing])}
-        sets |= {"rows.all": chunks.missing | _mask(plan.wanted.rows, len(chunks.missing)), "elsewhere": elsewhere}
+        sets |= {"rows.all": chunks.missing | _mask(self._later(), len(chunks.missing)), "elsewhere": elsewhere}
         # A tier that has a record of this number may have any chunk, as long as the record cannot be read.
         sets["rows.away"] = chunks.away | bool(self._entry.away)
         columns = {name: encode_runs(runs_in(mask)) for name, mask in sets.items()}
@@ -453,6 +427,65 @@ class RestoreAttempt:
         leaves = np.unique(self._version.chunk_leaf[rows])
         return f"rank {rank} lacks {len(leaves)} leaves, {self._version.leaves[int(leaves[0])].name} the first"
 
+
+class RestoreAttempt(SharedReads):
+    """One attempt of all ranks to restore one version."""
+
+    def __init__(self, query: GroupQuery, entry: VersionCopies, wanted: RestoreSpec, arena: Arena) -> None:
+        super().__init__(query, entry, wanted, arena)
+        self._target: Target | None = None
+        self._plan: RestorePlan | None = None
+
+    def restore(self) -> Any:
+        """The restored state.
+
+        Raises:
+            IncompleteVersion: some ranks cannot get all chunks that they want, or cannot use them.
+            Unreadable: so it is, and each of these chunks is in a tier that some rank cannot ask now.
+            StateMismatch: the version does not fit some state.
+            RankFailed: another rank failed.
+        """
+        try:
+            self._fetch(ahead=True)
+            self._settle()
+            self._chunks = None
+            self._fetch(ahead=False)
+            return self._finish()
+        except BaseException:
+            if self._target is not None:
+                self._target.undo()
+                self.changed = self.changed or self._target.changed
+            raise
+
+    def _targets(self, *, ahead: bool) -> ScatterTargets:
+        plan = self._plan = self._plan or self._plan_restore()
+        return plan.ahead if ahead else plan.wanted
+
+    def _later(self) -> Array:
+        assert self._plan is not None
+        return self._plan.wanted.rows
+
+    def _elsewhere(self) -> Collection[int]:
+        assert self._target is not None
+        return self._target.elsewhere
+
+    def _plan_restore(self) -> RestorePlan:
+        """Plan what this rank restores; done once per attempt."""
+        wanted = self._wanted
+        self._target = plan_restore(
+            self._version.leaves,
+            into=wanted.into,
+            only=wanted.only,
+            device=wanted.device,
+            allow_pickle=wanted.allow_pickle,
+            allow_lossy=wanted.allow_lossy,
+            elsewhere=True,
+            rank=self._team.rank,
+            content=content_of(self._version),
+            rename=wanted.rename,
+        )
+        return plan_scatter(self._version, self._target)
+
     def _settle(self) -> None:
         """Set the stateful objects of all ranks; if one of them refuses, no rank's state is changed."""
 
@@ -496,6 +529,7 @@ def restore_together(
     wanted: RestoreSpec,
     tag: str | None,
     resolve: Callable[[str], TaggedVersion | None],
+    attempt: type[SharedReads] = RestoreAttempt,
 ) -> Restored | None:
     """Restore the asked version, by default the newest that all ranks can get completely.
 
@@ -507,6 +541,7 @@ def restore_together(
         wanted: which version, and what this rank wants of it.
         tag: the version's tag; None if it is not asked for by tag.
         resolve: finds the version that has a tag.
+        attempt: restores one version.
 
     Raises:
         ValueError: the ranks ask for different versions.
@@ -516,13 +551,15 @@ def restore_together(
     query = GroupQuery(team)
     for _ in range(MAX_RESTARTS):
         try:
-            return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena)
+            return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena, attempt)
         except VersionMoved as error:
             log.info("%s", error)
-    return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena)
+    return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena, attempt)
 
 
-def _restore(query: GroupQuery, agreement: VersionAgreement, arena: Arena) -> Restored | None:
+def _restore(
+    query: GroupQuery, agreement: VersionAgreement, arena: Arena, attempt: type[SharedReads]
+) -> Restored | None:
     wanted, catalog = agreement.wanted, agreement.catalog
     # Prepared in the background during the messages: the first touch of memory costs more than its later use.
     arena.prepare(READ_WORKERS * arena.slab_size)
@@ -530,15 +567,15 @@ def _restore(query: GroupQuery, agreement: VersionAgreement, arena: Arena) -> Re
     changed = False
     try:
         for entry in agreement.candidates(agreement.look()):
-            attempt = RestoreAttempt(query, entry, wanted, arena)
+            reads = attempt(query, entry, wanted, arena)
             try:
-                return Restored(attempt.restore(), entry)
+                return Restored(reads.restore(), entry)
             except IncompleteVersion as error:
                 if wanted.on_damage == "raise" and (error.begun or error.unusable or not agreement.newest):
                     raise error.error_for(query.team.rank) from None
                 agreement.pass_over(describe_version(entry), error)
             finally:
-                changed = changed or attempt.changed
+                changed = changed or reads.changed
         agreement.check_missing()
         none_found(catalog.tier_runs[0].run, wanted, catalog, agreement.passed)
         return None

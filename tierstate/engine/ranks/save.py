@@ -241,8 +241,10 @@ class SharedTierRun(TierRun):
             self._merged.learn(record.version)  # so that slower tiers get the same version
         return part_of(record, self.rank)
 
-    def publish(self, record: Record, stop: Stop | None = None) -> None:
+    def publish(self, record: Record, stop: Stop | None = None) -> str:
         """Commit this rank's part of a version, together with all ranks; without ``stop``, commit a whole record alone.
+
+        Returns: as `TierRun.publish`.
 
         Raises:
             RankFailed: another rank gave no part, so the version is not committed.
@@ -251,8 +253,7 @@ class SharedTierRun(TierRun):
         """
         seq = record.version.head.seq
         if stop is None:
-            super().publish(record)
-            return
+            return super().publish(record)
         with self._speaking:
             if seq in self._withdrawn:  # a vote after the withdrawal would wait for a decision of its own
                 raise RankFailed(f"this rank gives nothing to version {seq}", (self.rank,))
@@ -260,8 +261,10 @@ class SharedTierRun(TierRun):
         kept = self._group_commit.commit(record, stop)
         self.build_on(kept)
         _note(self._there, seq)
-        if self.leads:
-            self.retention.add(kept)
+        if not self.leads:
+            return ""
+        self.retention.add(kept)
+        return kept.version.id
 
     def withdraw(self, seq: int, why: BaseException | str, *, left_out: bool = False) -> None:
         with self._speaking:

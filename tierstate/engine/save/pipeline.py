@@ -80,6 +80,9 @@ class SavePipeline:
     rank: int | None = None
     """The rank of this process, if several ranks save together."""
 
+    required: Sequence[str] = ()
+    """Tiers to which every save goes, whatever their ``every`` says; the same on all ranks."""
+
     def __init__(self, policy: Policy, tier_runs: Sequence[TierRun], arena: Arena) -> None:
         self._policy, self._arena = policy, arena
         self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
@@ -278,10 +281,18 @@ class SavePipeline:
         return going, elsewhere
 
     def _last_resort(self, routes: Mapping[str, Route] | None = None) -> tuple[str, ...]:
-        """The nearest persistent tier, if the process will be ended; of those that get leaves, where that is known."""
+        """The required tiers, and, if the process will be ended, the nearest persistent tier; of those that get leaves,
+        where that is known."""
         lasting = [n for n, tier_run in self._tier_runs.items() if tier_run.tier.traits.persistent]
         taking = [n for n in lasting if routes is None or routes[n].leaves.any()]
-        return tuple(taking[:1]) if self.ending else ()
+        return (*self.required, *(taking[:1] if self.ending else ()))
+
+    def newest_step(self) -> int | None:
+        """The step of this process's last save, or else of the newest version in any tier; None if there is none."""
+        if (latest := self._history.latest()) is not None:
+            return latest.step
+        found = [last for name in self._tier_runs if (last := self._last_of(name)) is not None]
+        return max(found, key=lambda last: last[1])[0] if found else None
 
     def _last_of(self, name: str) -> LastSave | None:
         """Step and time of the newest save to a tier: of this process, or else from the tier's log; None if none."""
@@ -308,6 +319,9 @@ class SavePipeline:
         """The jobs that publish the save: a `DirectJob` for each entry tier, a `CascadeJob` for each other tier."""
         persistent = [self._tier_runs[n].tier.traits.persistent for n in names]
         wish = entry_tiers(names, persistent, [self.queues[n].healthy for n in names])
+        # The caller waits for the required tiers: they do not wait for a faster one.
+        now = [n for n in names if n in wish[0] or n in self.required]
+        wish = (*now,), tuple(n for n in names if n not in now)
         sources = [n for n in names if not self._tier_runs[n].tier.traits.scarce]
         sure = {n for n, lasts in zip(names, persistent, strict=True) if lasts and self.queues[n].healthy}
         entry, cascade = enter_without_source(*wish, {n: routes[n].leaves for n in names}, sure)

@@ -29,6 +29,7 @@ from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
 from tierstate.manifest.sharded.ownership import ONE_OWNER
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.sharded.shards import ShardsProvider
+from tierstate.providers.tensors.devices import CPU, copies_beside, wait_for
 from tierstate.providers.tensors.lossy import LossyProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of
 from tierstate.providers.tree.flatten import FlatState
@@ -280,6 +281,7 @@ class Planner:
         self._numbers: dict[int, list[int | None]] = {}  # by leaf: of each box, the number of its source
         self._boxes: dict[int, list[Box]] = {}
         self._devices: set[int] = set()
+        self._unstreamed: set[torch.device] = set()
         self._turn = 0
         self._covers: Callable[[Provider], bool] = lambda _provider: False
 
@@ -305,6 +307,8 @@ class Planner:
             plan = self._anew(tree, seq)
         # The remembered plan has no references to the state's memory.
         chunks = dict.fromkeys(plan.chunks, _gone)
+        for device in self._unstreamed:
+            wait_for(device)
         self._token, self._plan = tree.token, replace(plan, keep=None, chunks=chunks, fences=())
         return self._with_read_set(plan, tree, tensors, local) if plan.guarded.any() else plan
 
@@ -334,6 +338,7 @@ class Planner:
 
     def _anew(self, tree: FlatState, seq: int) -> CapturePlan:
         self._devices.clear()
+        self._unstreamed.clear()
         nodes = enumerate(tree.nodes)
         sources = [s for i, node in nodes if node.provider for s in self._sources(i, node.leaf, node.provider)]
         mine: Sequence[bool] = [True] * len(sources)
@@ -361,12 +366,17 @@ class Planner:
             memory = memory_of(provider, nbytes)
         except Exception as error:
             raise CaptureError(f"leaf {leaf.name}: {error}") from error
-        device = HOST
-        if isinstance(provider, (TensorProvider, LossyProvider)) and provider.value.is_cuda:
-            self._devices.add(provider.value.device.index)
-            if type(provider).chunks is TensorProvider.chunks:  # an overridden one may rely on host memory
-                device = provider.value.device.index
-        return CaptureSource(index, box, nbytes, provider.chunks, self._covers(provider), memory, device)
+        device, guarded = HOST, self._covers(provider)
+        if isinstance(provider, (TensorProvider, LossyProvider)) and memory is None:
+            place = provider.value.device
+            if not copies_beside(place):
+                self._unstreamed.add(place)
+                guarded &= place == CPU
+            else:
+                self._devices.add(place.index)
+                if type(provider).chunks is TensorProvider.chunks:  # an overridden one may rely on host memory
+                    device = place.index
+        return CaptureSource(index, box, nbytes, provider.chunks, guarded, memory, device)
 
     def _again(self, last: CapturePlan, tree: FlatState, seq: int) -> CapturePlan | None:
         """The plan of a state with the same structure as the last one; None if it needs a new plan all the same."""

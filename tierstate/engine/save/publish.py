@@ -93,6 +93,9 @@ class TierWrite:
         row_leaves: ``(chunks,)``: the leaf of each row.
         route: which leaves go to the tier, and their codecs.
         faster: the run in the faster tiers, nearest first; delta bases may be read from them.
+
+    Attributes:
+        committed: the version's id after `commit`; empty before, and where another rank created the record.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class TierWrite:
         route: Route,
         faster: Sequence[TierRun] = (),
     ) -> None:
-        self.tier_run = tier_run
+        self.tier_run, self.committed = tier_run, ""
         self._leaves, self._row_leaves, self._route = leaves, row_leaves, route
         delta_bases = DeltaBases(tier_run, head, leaves, row_leaves, faster)
         self._coding = ChunkEncoder(tier_run, leaves, row_leaves, route, delta_bases, self._put)
@@ -250,7 +253,7 @@ class TierWrite:
         self.tier_run.identity.ensure()
         record = Record(version, self._draft.build(sizes), self.tier_run.signature())
         self._sent = True
-        self.tier_run.publish(record, stop)
+        self.committed = self.tier_run.publish(record, stop)
         return record
 
     def _sizes(self) -> dict[str, int]:
@@ -427,6 +430,11 @@ class DirectJob:
         """Bytes written so far."""
         return self.publication.stored
 
+    @property
+    def committed(self) -> str:
+        """As `TierWrite.committed`."""
+        return self.publication.committed
+
     def feed(self, item: SlabChunks | UnchangedChunks | Version | BaseException) -> None:
         """Add the next slab, with a lease that this job releases; at the end the version, or the capture's error."""
         self._queue.put(item)
@@ -517,6 +525,11 @@ class CascadeJob:
     def stored(self) -> int:
         """Bytes written so far."""
         return self._publication.stored if self._publication else 0
+
+    @property
+    def committed(self) -> str:
+        """As `TierWrite.committed`."""
+        return self._publication.committed if self._publication else ""
 
     @property
     def at_hand(self) -> bool:

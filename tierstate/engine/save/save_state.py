@@ -67,6 +67,7 @@ class SaveState:
         skipped: nothing was saved, since the arena was full and the policy has ``on_full: skip``.
         begun: whether the capture thread has taken it from its queue.
         lost: the capture failed, so there is no version.
+        version: the version's id, once it is committed on a tier by this rank; empty before.
         seconds: seconds from the call of `save` to the commit, by tier.
         cancelled: set to cancel the save.
         told: tiers whose failure was reported, or needs no report.
@@ -81,6 +82,7 @@ class SaveState:
         self.tiers = {name: Completion() for name in tiers}
         self.elsewhere = dict(elsewhere)
         self.skipped = self.begun = self.lost = False
+        self.version = ""
         self.seconds: dict[str, float] = {}
         self.cancelled = Latch()
         self.told: set[str] = set()

@@ -296,6 +296,7 @@ class TierQueue:
             self._cascade.observer.brought(self._name, job.due)
             counters.brought += 1
         else:
+            job.save_state.version = job.committed or job.save_state.version
             counters.seconds.append(job.save_state.measured(name))
             job.save_state.committed(name)
 
@@ -367,7 +368,8 @@ class TierQueue:
             # Any error of a tier: if this thread ended, every later save would wait for ever.
             log.warning("%s: old versions could not be dropped, which is tried again: %r", self.tier_run.name, error)
             return
-        were, self.held = len(self.held), {s: pinned[s] for s, why in decision.keep.items() if why == (pinned.get(s),)}
+        longer = (s for s, why in decision.keep.items() if why == (pinned.get(s),) and s not in self.tier_run.held)
+        were, self.held = len(self.held), {s: pinned[s] for s in longer}
         if len(self.held) > MANY_HELD >= were:
             said = "%s keeps %d versions longer than `keep` says: %s"
             log.warning(said, self.tier_run.name, len(self.held), self._reasons())
@@ -512,7 +514,8 @@ class Cascade:
                 if not queue.looked:
                     # It is not known yet which versions of earlier processes it lacks: keep all of them.
                     found |= {s: n for s in self._tier_runs[name].log.seqs() if s < self.before}
-        return {seq: f"{n} has not got it yet" for seq, n in found.items()}
+        held = dict.fromkeys(tuple(self._tier_runs[name].held), "it is about to get a tag")
+        return held | {seq: f"{n} has not got it yet" for seq, n in found.items()}
 
     def missed(self, name: str) -> list[CascadeJob]:
         """Jobs for the versions that earlier processes left missing on a tier, and that a faster tier still has."""

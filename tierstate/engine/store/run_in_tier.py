@@ -93,6 +93,7 @@ class TierRun:
         whole, alone: whether this rank sees all of a version in the tier; whether it can commit one there alone.
         retention: decides and drops versions.
         choices: codecs that `codec: auto` has chosen in this tier.
+        held: numbers of versions that stay although nothing keeps them: they are about to get a tag.
         authentic: whether the tier's objects are authenticated: they are sealed or encrypted.
         gpu: the `gpu` tier below its wrappers, which copies within the device bypass; None for other tiers.
     """
@@ -114,6 +115,7 @@ class TierRun:
         self.identity = TierIdentity(tier, self._find_newest)
         self.identity.authentic = self.authentic
         self.beside: Sequence[TierRun] = ()
+        self.held: set[int] = set()
         self.summaries = Summaries(tier, run)
         self.retention = Retention(self, keep, rules)
         self._lock = threading.Lock()
@@ -329,11 +331,14 @@ class TierRun:
     def withdraw(self, seq: int, why: BaseException | str, *, left_out: bool = False) -> None:
         """This rank will not take part in the commit of a version; other ranks stop waiting for it."""
 
-    def publish(self, record: Record, stop: Stop | None = None) -> None:
+    def publish(self, record: Record, stop: Stop | None = None) -> str:
         """Commit a record; later saves reuse its chunks.
 
         Args:
             stop: polled while waiting for other ranks; None: this rank commits alone, whatever others do.
+
+        Returns:
+            The version's id; empty where another rank created the record, so that this one has a part of it only.
 
         Raises:
             NotFound: another process dropped the version that it builds on; it was not committed.
@@ -342,6 +347,7 @@ class TierRun:
         self.create(record)
         self.build_on(record)
         self.retention.add(record)
+        return record.version.id
 
     def signature(self) -> dict[str, Any]:
         """The commit data of a new record: a new id, the writer, and the tiers of the policy as far as known."""
