@@ -11,7 +11,7 @@ BESIDE   = -n $(WORKERS) --dist loadgroup
 # The tests start hundreds of processes, each of which would compile all of tierstate again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-ranks quick test test-lowest test-newest check format lint types wheel bench mutants soak fuzz lock audit clean
+.PHONY: demo demo-ranks quick test test-integrations test-lowest test-newest check format lint types wheel bench mutants soak fuzz lock audit clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -42,12 +42,22 @@ test-lowest test-newest:
 	$(@D)/bin/pip install --quiet --upgrade --constraint $(@D)/constraints.txt --editable . --group test
 	touch $@
 
+# With the real frameworks, in an environment of their own.
+test-integrations: .venv-integrations/ready
+	.venv-integrations/bin/pytest -q $(BESIDE) -m "not soak" tests/integrations
+
+.venv-integrations/ready: pyproject.toml constraints.txt requirements/integrations.txt
+	$(PYTHON) -m venv .venv-integrations
+	$(call install,.venv-integrations,integrations)
+	touch $@
+
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	@# The only tests about the checkout itself; all others run once, against the wheel.
 	$(BIN)/pytest -q tests/test_architecture.py tests/test_locks.py
+	$(MAKE) --no-print-directory test-integrations
 	TIERSTATE_TEST_INSTALL=1 $(MAKE) --no-print-directory wheel
 
 # All tests against the built wheel, in an environment that has never seen the checkout.
@@ -62,8 +72,9 @@ format: $(VENV)/ready
 mutants: $(VENV)/ready
 	$(BIN)/python tests/mutants/run.py $(ARGS)
 
-soak: $(VENV)/ready
+soak: $(VENV)/ready .venv-integrations/ready
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q
+	.venv-integrations/bin/pytest -q tests/integrations
 	$(MAKE) fuzz
 
 # Coverage-guided, for so many seconds each, parsers and then whole repositories: make fuzz FOR=3600
@@ -112,4 +123,4 @@ audit:
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-tools .venv-swift .venv-lowest .venv-newest .demo build dist *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-integrations .venv-tools .venv-swift .venv-lowest .venv-newest .demo build dist *.egg-info

@@ -3,7 +3,7 @@
 # usage: lock.sh UV
 set -eu
 uv=$1
-for group in dev test fuzz bench; do
+for group in dev test fuzz bench integrations; do
     "$uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
         --custom-compile-command "make lock" --constraint constraints.txt --excludes requirements/not-locked.in \
         --output-file "requirements/$group.txt" --group "$group" pyproject.toml requirements/torch.in

@@ -10,6 +10,7 @@ import struct
 import types
 import zoneinfo
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,15 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return list(enumerate(value)) if isinstance(value, (list, tuple, deque)) else None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What is in the containers of a value, and in those in them."""
+    items = _items(value)
+    if items is None:
+        yield value
+    for _, item in items or ():
+        yield from leaves(item)
 
 
 def _own(value: Any) -> Any:

@@ -108,7 +108,9 @@ def chain(folder: str, name: str, names: str) -> None:
         state, step = _state(built, rank, size), 0 if last is None else last["step"] + 1
         whole = torch.arange(21.0).view(7, 3) + step
         state["table"].tensor.copy_(whole[state["table"].offset[0] :][: len(state["table"].tensor)])
-        ckpt.save(state, step=step).wait("lustre")
+        save = ckpt.save(state, step=step)
+        save.wait("lustre")
+        assert save.version == (ckpt.info(step=step).id if rank == 0 else "")
         found = _look(built)
         dist.barrier()
         if rank == 0:

@@ -1,0 +1,196 @@
+"""Hugging Face's accelerate itself: `save_state`, SIGKILL, `load_state`, and every later loss to the last bit."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from support.accelerate_job import STEPS, Job, run
+
+import tierstate as ts
+from tierstate.integrations.accelerate import use
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["support.accelerate_job"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    """accelerate's state is one per process; each test is a process of its own, as it were."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> str:
+    file = tmp_path / "policy.yaml"
+    file.write_text(f"version: 1\narena: {{size: 64MiB}}\ntiers: {{nvme: {{type: nvme, path: '{tmp_path}/tier'}}}}\n")
+    return str(file)
+
+
+def new_job(*args: Any, **kwargs: Any) -> Job:
+    _fresh.__wrapped__()  # type: ignore[attr-defined]
+    return Job(*args, **kwargs)
+
+
+def trained(job: Job, **given: Any) -> dict[int, str]:
+    found: dict[int, str] = {}
+    job.train(found.__setitem__, **given)
+    return found
+
+
+def step_of(folder: Path) -> int:
+    return int(json.loads((folder / "tierstate.json").read_text())["step"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "save"),
+    [
+        pytest.param({}, None, id="plain"),
+        pytest.param({"accumulate": 2}, [2, 4, 6, 8, 10, 12], id="accumulated", marks=pytest.mark.soak),
+        pytest.param({"mixed_precision": "bf16"}, None, id="bf16", marks=pytest.mark.soak),
+        pytest.param({"stateful": True}, None, id="stateful loader"),
+        pytest.param({}, [5, 10], id="at the end of an epoch"),
+    ],
+)
+def test_killed_and_resumed_to_the_last_bit(
+    given: dict[str, Any], save: list[int] | None, tmp_path: Path, policy: str
+) -> None:
+    whole = trained(new_job(tmp_path / "whole", **given))
+    assert len(whole) == STEPS
+    place = tmp_path / "job"
+    first = 5 if save == [5, 10] else 4
+    job = {"place": str(place), "policy": policy, "kill": 8, "wait": f"step_{first}", "given": given, "save": save}
+    process = SERVER.Process(target=run, args=(job,))
+    process.start()
+    process.join(100)
+    assert process.exitcode == -9
+    before = dict(json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    assert before == {step: whole[step] for step in range(1, 9)}
+
+    newest = max(place.glob("step_*"), key=step_of)
+    again = new_job(place, policy, **given)
+    again.accelerator.load_state(str(newest))
+    done = step_of(newest)
+    assert again.seen.samples == 4 * done
+    losses = trained(again, done=done, save=save)
+    assert losses == {step: whole[step] for step in range(done + 1, STEPS + 1)}
+    again.accelerator.end_training()
+
+
+@pytest.mark.parametrize("stateful", [False, True], ids=["skipped", "stateful"])
+@pytest.mark.parametrize("done", [3, 4, 5, 7])
+def test_resumed_twice_in_one_epoch(done: int, stateful: bool, tmp_path: Path, policy: str) -> None:
+    whole = trained(new_job(tmp_path / "whole", stateful=stateful))
+    first = new_job(tmp_path, policy, stateful=stateful)
+    trained(first, save=[done])
+    first.accelerator.end_training()
+    second = new_job(tmp_path, policy, stateful=stateful)
+    second.accelerator.load_state(str(tmp_path / f"step_{done}"))
+    assert trained(second, done=done, save=[done + 1]) == {step: whole[step] for step in range(done + 1, STEPS + 1)}
+    second.accelerator.end_training()
+    third = new_job(tmp_path, policy, stateful=stateful)
+    third.accelerator.load_state(str(tmp_path / f"step_{done + 1}"))
+    assert trained(third, done=done + 1, save=[]) == {step: whole[step] for step in range(done + 2, STEPS + 1)}
+    third.accelerator.end_training()
+
+
+def test_no_file_of_accelerate_itself_is_written(tmp_path: Path, policy: str) -> None:
+    job = new_job(tmp_path, policy)
+    trained(job, save=[2, 4])
+    job.accelerator.end_training()
+    for step in (2, 4):
+        assert [file.name for file in (tmp_path / f"step_{step}").iterdir()] == ["tierstate.json"]
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert not [file for file in files if file.read_bytes()[:4] == b"PK\x03\x04"], "torch.save writes zip files"
+
+
+def test_named_by_accelerate_with_a_limit(tmp_path: Path, policy: str) -> None:
+    whole = trained(new_job(tmp_path / "whole"))
+    job = new_job(tmp_path, policy, naming=True, limit=2)
+    trained(job, save=[2, 4, 6])
+    assert job.versions is not None
+    job.versions.wait()
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    assert [version.metadata["folder"] for version in job.versions.ckpt.versions()] == ["checkpoint_1", "checkpoint_2"]
+    job.accelerator.end_training()
+    again = new_job(tmp_path, policy, naming=True, limit=2)
+    again.accelerator.load_state()
+    assert trained(again, done=6, save=[8]) == {step: whole[step] for step in range(7, STEPS + 1)}
+    again.accelerator.end_training()
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_a_save_that_failed_is_raised_by_the_next_one(tmp_path: Path, policy: str) -> None:
+    job = new_job(tmp_path, policy)
+    job.accelerator.save_state(str(tmp_path / "step_1"))
+    assert job.versions is not None
+    job.versions.wait()
+    (tmp_path / "tier").rename(tmp_path / "away")
+    (tmp_path / "tier").touch()
+    job.accelerator.save_state(str(tmp_path / "step_2"))
+    job.versions.wait()  # its thread knows of the failure, and has no folder to write
+    (tmp_path / "tier").unlink()
+    (tmp_path / "away").rename(tmp_path / "tier")
+    with pytest.raises(ts.TierstateError, match="what became of the save of step 2"):
+        job.accelerator.save_state(str(tmp_path / "step_3"))
+    job.accelerator.save_state(str(tmp_path / "step_3"))
+    job.accelerator.end_training()
+    assert sorted(folder.name for folder in tmp_path.glob("step_*")) == ["step_1", "step_3"]
+
+
+def test_a_folder_that_is_lost_is_found_by_its_name(tmp_path: Path, policy: str) -> None:
+    job = new_job(tmp_path, policy)
+    trained(job, save=[2, 4])
+    job.accelerator.end_training()
+    shutil.rmtree(tmp_path / "step_2")
+    again = new_job(tmp_path, policy)
+    again.accelerator.load_state(str(tmp_path / "step_2"))
+    assert again.seen.samples == 8
+    with pytest.raises(ts.NotFound, match="step_3 does not exist, and run 'job' has no version"):
+        again.accelerator.load_state(str(tmp_path / "step_3"))
+    again.accelerator.end_training()
+
+
+def test_folders_of_accelerate_itself_are_loaded_as_ever(tmp_path: Path, policy: str) -> None:
+    plain = new_job(tmp_path)
+    trained(plain, save=[])
+    plain.accelerator.save_state(str(tmp_path / "plain"))
+    job = new_job(tmp_path, policy)
+    job.accelerator.load_state(str(tmp_path / "plain"))
+    assert job.seen.samples == 4 * STEPS
+    assert all(torch.equal(one, other) for one, other in zip(job.net.parameters(), plain.net.parameters(), strict=True))
+    job.accelerator.end_training()
+
+
+def test_errors_say_what_does_not_fit(tmp_path: Path, policy: str) -> None:
+    job = new_job(tmp_path, policy)
+    trained(job, save=[2])
+    job.accelerator.end_training()
+    folder = str(tmp_path / "step_2")
+    wide = new_job(tmp_path, policy, width=48)
+    with pytest.raises(ts.StateMismatch, match=r"first\.weight.*\(48, 16\) here, \(32, 16\) in") as error:
+        wide.accelerator.load_state(folder)
+    assert f"while resuming from {folder}" in error.value.__notes__
+    wide.accelerator.end_training()
+    other = new_job(tmp_path)
+    versions = use(other.accelerator, policy, run="other")
+    with pytest.raises(ts.StateMismatch, match="is of the run 'job', and here is 'other'"):
+        other.accelerator.load_state(folder)
+    other.accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    with pytest.raises(ValueError, match="hooks of register_save_state_pre_hook write files of their own"):
+        other.accelerator.save_state(folder)
+    versions.close()
+    assert "save_state" not in vars(other.accelerator)

@@ -1,0 +1,151 @@
+"""A training job with DeepSpeed, started by torchrun: prints its losses, and resumes from where a killed one was.
+
+``main(folder, config, steps, every, halt)``: config is that of DeepSpeed, as JSON; after step halt it waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from typing import Any
+
+import pytest
+import torch
+
+POLICY = "version: 1\nchunk: 64KiB\narena: {{size: 16MiB}}\ntiers: {{disk: {{type: nvme, path: {folder}/tier}}}}\n"
+
+
+def begin(config: dict[str, Any]) -> Any:
+    """A new engine; like every engine of this configuration, also of a job that was killed."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled now, for minutes
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.ReLU(), torch.nn.Linear(33, 4))
+    settings = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6}},
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings | config)[0]
+
+
+def train(engine: Any) -> str:
+    """One step. Its loss, exactly."""
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else torch.float32
+    random = torch.Generator().manual_seed(1000 * engine.global_steps + engine.global_rank)
+    loss = engine(torch.randn(4, 8, generator=random).to(dtype)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach()).hex()
+
+
+def policy(folder: str) -> Any:
+    """The policy of the job."""
+    import tierstate as ts
+
+    return ts.Policy.parse(POLICY.format(folder=folder))
+
+
+def main(folder: str, config: str, steps: str, every: str, halt: str = "") -> None:
+    engine = begin(json.loads(config))  # first, since it says on which device DeepSpeed runs
+    from tierstate.integrations import deepspeed as integration
+
+    tiers = integration.use(engine, policy(folder), "job")
+    path, client = engine.load_checkpoint(f"{folder}/checkpoints")
+    print("begins", engine.global_steps, client["extra"] if path else None, flush=True)
+    while engine.global_steps < int(steps):
+        step = engine.global_steps
+        print("loss", step, train(engine), flush=True)
+        if str(step) == halt:
+            time.sleep(600)  # here it is killed
+        if engine.global_steps % int(every) == 0:
+            extra = {"text": "ü", "pair": (1, 2.5), "step": engine.global_steps}
+            engine.save_checkpoint(f"{folder}/checkpoints", client_state={"extra": extra})
+            if engine.global_steps == int(every):
+                tiers.wait()  # so that there is one to resume from, however early the job is killed
+    tiers.close()
+    print("done", flush=True)
+
+
+def check(folder: str, config: str) -> None:
+    """What `use` promises about folders, tags, pickles and files, by an engine that saves and loads."""
+    import tierstate as ts
+
+    engine = begin(json.loads(config))  # first, since it says on which device DeepSpeed runs
+    from tierstate.integrations import deepspeed as integration
+
+    path = f"{folder}/checkpoints"
+    tiers = integration.use(engine, policy(folder), "job", allow_pickle=["**.allowed"])
+    assert engine.load_checkpoint(path) == (None, None)
+
+    train(engine)
+    engine.save_checkpoint(path, tag="one")
+    train(engine)
+    engine.save_checkpoint(path, tag="best", save_latest=False, client_state={"allowed": slice_of_code})
+    tiers.wait()
+    _refused(lambda: engine.load_checkpoint(f"{folder}/elsewhere"), ts.NotFound, f"{path}/best")
+    _refused(lambda: engine.load_checkpoint(path, tag="two"), ts.NotFound, "'two'")
+    unknown = {"sampler": slice_of_code}
+    _refused(lambda: engine.save_checkpoint(path, tag="refused", client_state=unknown), ts.TierstateError, "sampler")
+    engine.save_checkpoint(path, tag="after", save_latest=False)
+
+    _clear(path)  # the folder is not needed
+    found, _ = engine.load_checkpoint(path)
+    assert "/one/" in found
+    assert engine.global_steps == 1
+    _, client = engine.load_checkpoint(path, tag="best")
+    assert client["allowed"] is slice_of_code
+    assert engine.global_steps == 2
+
+    with tiers.loading(path, "one", [engine._get_ckpt_name(path, "one")], None) as tag:  # the other file by itself
+        partition = tiers.load(engine._get_zero_ckpt_name(path, tag))
+        assert type(partition["optimizer_state_dict"]["loss_scaler"]).__name__ == "LossScaler"
+        _refused(lambda: tiers.load(f"{path}/one/none.pt"), ts.NotFound, "no such file")
+    _refused(lambda: tiers.load(f"{path}/one/none.pt"), ts.NotFound, "load_checkpoint")
+
+    assert engine.save_16bit_model(folder, "model.pt")
+    torch.distributed.barrier()
+    assert torch.load(f"{folder}/model.pt")["0.weight"].shape == (33, 8)
+    tiers.close()
+    print("done", flush=True)
+
+
+def slice_of_code() -> None:
+    """A value that only a pickle can save."""
+
+
+def _refused(call: Any, error: type[Exception], text: str) -> None:
+    """It raises this, on every rank."""
+    with pytest.raises(error, match=re.escape(text)):
+        call()
+
+
+def _clear(path: str) -> None:
+    """Delete a folder, by one rank and before any other goes on."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(path)
+    torch.distributed.barrier()
+
+
+def load(folder: str, config: str) -> None:
+    """Print why a checkpoint cannot be loaded."""
+    import tierstate as ts
+
+    engine = begin(json.loads(config))  # first, since it says on which device DeepSpeed runs
+    from tierstate.integrations import deepspeed as integration
+
+    integration.use(engine, policy(folder), "job")
+    try:
+        engine.load_checkpoint(f"{folder}/checkpoints", tag="one")
+    except ts.TierstateError as error:
+        print("refused", error, flush=True)
+    engine.load_checkpoint(f"{folder}/checkpoints", tag="one", load_optimizer_states=False)
+    print("loaded", engine.global_steps, flush=True)

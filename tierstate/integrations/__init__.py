@@ -1,0 +1,1 @@
+"""Adapters to training frameworks, one module each; a module imports its framework when it is imported itself."""

@@ -1,0 +1,335 @@
+"""Hugging Face's accelerate: `save_state` saves a version of a run, and `load_state` restores it bit for bit.
+
+One line, after `Accelerator()` is made, switches it on:
+
+    versions = use(accelerator, "policy.yaml", run="gpt")
+
+accelerate's own files (weights, optimizers, RNG) are not written. The folder that `save_state` is given holds only a
+reference to the version; it is made when the version is durable. Written for accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate import __version__ as accelerate_version
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
+
+from tierstate.checkpointer import Checkpointer, Save
+from tierstate.manifest.errors import NotFound, TierstateError
+from tierstate.providers.values.stateful import PerRank, Rng
+from tierstate.tiers.policy.policy import Policy
+
+from .version_folders import read_reference, restoring, saved_version, wait_ended, write_reference
+
+__all__ = ["AcceleratorVersions", "use"]
+
+log = logging.getLogger("tierstate")
+
+
+OBJECTS = ("models", "optimizers", "schedulers", "custom", "scaler", "rng")
+"""Parts of the state that are restored in place; the others are plain values."""
+
+
+def use(accelerator: Accelerator, policy: Policy | str | os.PathLike[str], run: str) -> AcceleratorVersions:
+    """Let `accelerator.save_state` and `accelerator.load_state` save and restore versions.
+
+    Args:
+        policy: a `Policy`, or the path of a policy file. ``total_limit`` of the `ProjectConfiguration` is the ``keep``
+            of tiers that have none.
+        run: name of the run.
+
+    Raises:
+        ValueError: the accelerator trains in a way that is not taken over; the message says which.
+        PolicyError: the policy cannot be used.
+    """
+    _refuse(accelerator)
+    policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+    if limit := accelerator.project_configuration.total_limit:
+        policy = policy.keeping_last(limit)
+    return AcceleratorVersions(accelerator, policy, run)
+
+
+def _refuse(accelerator: Any) -> None:
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
+        raise ValueError(f"not with tierstate: {accelerator.distributed_type} saves its state itself")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("not with tierstate: FSDP in its first version; use fsdp_version=2")
+
+
+class AcceleratorVersions:
+    """The versions of what an accelerator has prepared. Made by `use`.
+
+    Attributes:
+        ckpt: the Checkpointer, for everything else: `versions`, `tag`, `preempted`.
+    """
+
+    def __init__(self, accelerator: Any, policy: Policy, run: str) -> None:
+        self._accelerator, self._run = accelerator, run
+        self._durable = policy.durable
+        self.ckpt = Checkpointer(policy, run, dist.group.WORLD if accelerator.num_processes > 1 else None)
+        self._publisher = ThreadPoolExecutor(1, "tierstate-accelerate")
+        self._published: Future[None] | None = None
+        self._skipping: tuple[Any, Any] | None = None
+        self._resumed: list[Any] = []
+        self._pending: Callable[[], None] | None = None
+        self._load_files, self._skip = accelerator.load_state, accelerator.skip_first_batches
+        self._end_training = accelerator.end_training
+        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
+        accelerator.skip_first_batches, accelerator.end_training = self._skip_first_batches, self._end
+
+    def wait(self) -> None:
+        """Wait until all saves so far are durable and have their folders, or have failed."""
+        if self._published is not None:
+            self._published.result()
+
+    def close(self) -> None:
+        """Finish all saves, and give the accelerator its own methods back. `accelerator.end_training` does it too.
+
+        Raises:
+            TierstateError: saves failed, and were not told yet.
+        """
+        self._publisher.shutdown()
+        for name in ("save_state", "load_state", "skip_first_batches", "end_training"):
+            vars(self._accelerator).pop(name, None)
+        self.ckpt.close()
+
+    def _end(self) -> None:
+        self.close()
+        self._end_training()
+
+    # ---- Saving
+
+    def save_state(self, output_dir: str | None = None, *_: Any, step: int | None = None, **__: Any) -> Path:
+        """Save a version: `Accelerator.save_state`. Returns when all but the parameters and the optimizers' state is
+        captured; these are while the next forward and backward pass runs.
+
+        Args:
+            output_dir: the folder that will stand for the version, once that is durable.
+            step: the version's step; by default the last number in the folder's name, or else the number of the save.
+
+        Raises:
+            CaptureError: something has a state that cannot be saved without pickle; nothing was saved.
+            TierstateError: earlier saves failed.
+        """
+        accelerator, project = self._accelerator, self._accelerator.project_configuration
+        if accelerator._save_model_state_pre_hook:
+            raise ValueError("hooks of register_save_state_pre_hook write files of their own; remove them first")
+        if project.automatic_checkpoint_naming:
+            output_dir = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{project.iteration}")
+            if os.path.exists(output_dir):
+                raise ValueError(f"{output_dir} exists; say by save_iteration with which number to go on")
+        if output_dir is None:
+            raise ValueError("save_state needs a folder, or automatic_checkpoint_naming")
+        if not accelerator.sync_gradients:
+            log.warning("save_state between two steps of the optimizer: the gradients so far are not saved")
+        folder = Path(output_dir).expanduser()
+        numbers = re.findall(r"\d+", folder.name)
+        for optimizer in accelerator._optimizers:
+            self.ckpt.guard(optimizer)
+        number = step if step is not None else int(numbers[-1]) if numbers else project.iteration
+        metadata = {"folder": folder.name, "accelerate": accelerate_version}
+        save = self.ckpt.save(self._state(), step=number, metadata=metadata)
+        project.iteration += 1
+        if not save.skipped and self._writes_folders():
+            self._published = self._publisher.submit(self._publish, save, folder)
+        return folder
+
+    def _writes_folders(self) -> bool:
+        accelerator = self._accelerator
+        each_node = accelerator.project_configuration.save_on_each_node
+        return bool(accelerator.is_local_main_process if each_node else accelerator.is_main_process)
+
+    def _state(self) -> dict[str, Any]:
+        for model in self._accelerator._models:
+            sync_buffers(model)
+        loaders = [self._position(loader) for loader in self._accelerator._dataloaders]
+        progress = {"step": self._accelerator.step, "active": self._active()}
+        return self._objects() | {"loaders": PerRank(loaders), "progress": PerRank(progress)}
+
+    def _objects(self) -> dict[str, Any]:
+        """What is filled in place, also by a restore."""
+        accelerator = self._accelerator
+        unwrap = functools.partial(accelerator.unwrap_model, keep_torch_compile=False)
+        scaler = {} if accelerator.scaler is None else {"scaler": accelerator.scaler}
+        return {
+            "models": [unwrap(model) for model in accelerator._models],
+            "optimizers": [optimizer.optimizer for optimizer in accelerator._optimizers],
+            "schedulers": list(accelerator._schedulers),
+            "custom": list(accelerator._custom_objects),
+            "rng": PerRank(Rng(), missing="keep"),
+        } | scaler
+
+    def _in_use(self, loader: Any) -> Any:
+        """The loader itself, or the one that skips its first batches, if that is iterated now."""
+        active = self._accelerator.gradient_state.active_dataloader
+        skipping, of = self._skipping or (None, None)
+        return skipping if of is loader and active is skipping else loader
+
+    def _position(self, loader: Any) -> dict[str, Any]:
+        one = self._in_use(loader)
+        over = one is self._accelerator.gradient_state.active_dataloader and one.end_of_dataloader
+        found: dict[str, Any] = {"iteration": getattr(one, "iteration", 0) + bool(over)}
+        if (sampler := _seedable(loader)) is not None:
+            found["seed"] = sampler.initial_seed
+        if getattr(loader, "use_stateful_dataloader", False):
+            # Nothing to go on with at the end of an epoch: torchdata's next iterator then draws a seed, as ever.
+            found["state"] = {} if over else one.state_dict()
+        return found
+
+    def _active(self) -> int | None:
+        """The place of the loader in whose middle this is."""
+        for place, loader in enumerate(self._accelerator._dataloaders):
+            one = self._in_use(loader)
+            if one is self._accelerator.gradient_state.active_dataloader and not one.end_of_dataloader:
+                return place
+        return None
+
+    def _publish(self, save: Save, folder: Path) -> None:
+        """Runs in a thread: when the version is durable, make the folder that stands for it."""
+        try:
+            if self._durable in save.tiers:
+                if (error := wait_ended(save, self._durable)) is not None:
+                    raise error
+                write_reference(folder, saved_version(self.ckpt, save))
+                self._rotate(folder.parent)
+        except (TierstateError, OSError) as why:  # a save that failed is raised by the next one, or at the end
+            log.warning("%s does not stand for a version: %s", folder, why)
+
+    def _rotate(self, parent: Path) -> None:
+        """Delete folders beyond ``total_limit``, as accelerate does where it names them."""
+        project = self._accelerator.project_configuration
+        if project.automatic_checkpoint_naming and project.total_limit:
+            for folder in _by_number(parent)[: -project.total_limit]:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- Restoring
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Restore a version: `Accelerator.load_state`. A folder with accelerate's own files is loaded as ever.
+
+        Args:
+            input_dir: a folder that `save_state` was given, also if it is lost; by default the newest version.
+
+        Raises:
+            NotFound: there is no such version.
+            StateMismatch: what is prepared here differs from what was saved (all differences are listed), or the
+                folder is of another run; nothing was changed.
+        """
+        self.wait()
+        if input_dir is None:
+            return self._restore(None)
+        folder = Path(input_dir).expanduser()
+        with restoring(folder, self._run) as reference:
+            if reference is not None:
+                return self._restore(reference.version)
+            for version in reversed(self.ckpt.versions()):
+                if version.tiers and version.metadata.get("folder") == folder.name and not _holds_files(folder):
+                    return self._restore(version.id)
+        if not folder.is_dir():
+            raise NotFound(f"{folder} does not exist, and run {self._run!r} has no version that was saved by that name")
+        self._load_files(input_dir, *args, **kwargs)
+
+    def _restore(self, version: str | None) -> None:
+        accelerator = self._accelerator
+        if accelerator._load_model_state_pre_hook:
+            raise ValueError("hooks of register_load_state_pre_hook read files of their own; remove them first")
+        only = [name for part in OBJECTS for name in (part, f"{part}.**")]
+        info = self.ckpt.info(version=version)
+        plain = self.ckpt.load(version=info.id, only=["loaders.**", "progress.**"])
+        self.ckpt.restore(self._objects(), version=info.id, only=only)
+        rank = accelerator.process_index
+        if rank not in plain["progress"]:
+            log.warning("%s was saved by fewer processes: the data of process %d starts anew", info.id, rank)
+            return
+        accelerator.step = plain["progress"][rank]["step"]
+        for loader, saved in zip(accelerator._dataloaders, plain["loaders"].get(rank, []), strict=False):
+            self._set_position(loader, saved)
+        self._resumed = [loader for loader in accelerator._dataloaders if hasattr(loader, "iteration")]
+        self._set_random_later(plain["progress"][rank]["active"])
+        name, project = info.metadata.get("folder", ""), accelerator.project_configuration
+        if project.automatic_checkpoint_naming and (numbers := re.findall(r"\d+", name)):
+            project.iteration = int(numbers[-1]) + 1
+
+    def _set_position(self, loader: Any, saved: Mapping[str, Any]) -> None:
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(saved["iteration"])
+        if "seed" in saved and (sampler := _seedable(loader)) is not None:
+            sampler.initial_seed = saved["seed"]
+        if "state" in saved and getattr(loader, "use_stateful_dataloader", False):
+            loader.load_state_dict(saved["state"])
+
+    def _set_random_later(self, active: int | None) -> None:
+        """A new iterator draws a seed from the random generator, which the one at the save had done before. So in the
+        middle of an epoch the generators are set again, when its first batch is there.
+        """
+        self._pending = None
+        loaders = self._accelerator._dataloaders
+        if active is not None and active < len(loaders):
+            state = Rng().state_dict()
+            self._pending = lambda: Rng().load_state_dict(state)
+            self._watch(loaders[active])
+
+    def _watch(self, loader: Any) -> None:
+        base, skipped = loader.base_dataloader, getattr(loader, "skip_batches", 0)
+
+        def iterate() -> Iterator[Any]:
+            vars(base).pop("__iter__", None)
+            for place, batch in enumerate(base.__iter__()):
+                if place == skipped and self._pending is not None:
+                    self._pending()
+                    self._pending = None
+                yield batch
+
+        # accelerate's loaders call this by its name, so that one of the object itself counts.
+        base.__iter__ = iterate
+
+    def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """`Accelerator.skip_first_batches`: after a restore the loader itself goes on with the epoch after this."""
+        found = self._skip(dataloader, num_batches)
+        self._skipping = (found, dataloader)
+        if self._pending is not None and "__iter__" in vars(dataloader.base_dataloader):
+            vars(dataloader.base_dataloader).pop("__iter__")
+            self._watch(found)
+        if any(dataloader is one for one in self._resumed):
+            self._resumed = [one for one in self._resumed if one is not dataloader]
+            dataloader.iteration += 1
+        return found
+
+
+def sync_buffers(model: Any) -> None:
+    """Give all processes the first one's buffers (the means of batch normalization, for example) where the next forward
+    pass of `DistributedDataParallel` would: a version has one copy, which may be of any process.
+    """
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+
+def _seedable(loader: Any) -> SeedableRandomSampler | None:
+    """The sampler whose order follows from a seed and the epoch (``use_seedable_sampler``), if there is one."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    return sampler if isinstance(sampler, SeedableRandomSampler) else None
+
+
+def _by_number(parent: Path) -> list[Path]:
+    """The folders ``checkpoint_N`` that stand for versions, by their numbers."""
+    found = [folder for folder in parent.glob("checkpoint_*") if read_reference(folder) is not None]
+    return sorted(found, key=lambda folder: int(folder.name.rpartition("_")[2]))
+
+
+def _holds_files(folder: Path) -> bool:
+    """Whether accelerate has saved its own files here."""
+    return folder.is_dir() and any(folder.glob("random_states_*.pkl"))

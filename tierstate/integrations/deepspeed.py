@@ -1,0 +1,366 @@
+"""DeepSpeed: `use` lets an engine save its checkpoints, of any ZeRO stage, as versions of a run.
+
+What DeepSpeed writes as files under a tag, on all ranks, is one version: it is there whole or not at all. In the
+version each file is a dict under its name. In the folder lie markers: text files, since DeepSpeed looks for files
+before it loads them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
+
+import tierstate as ts
+from tierstate.engine.ranks.agreement import GroupQuery
+from tierstate.engine.ranks.heartbeat import Timeouts
+from tierstate.engine.ranks.team import Team
+
+ts.register_provider(fragment_address)
+
+_SCALERS = {one.__name__: one for one in (LossScaler, DynamicLossScaler)}
+_SCALER = "deepspeed.loss_scaler"
+"""Key of the dict that stands for a loss scaler: the name of its class. Its attributes are beside it."""
+
+_MARKER = (
+    "This checkpoint is a version of run {run!r} in the tiers of tierstate; tierstate.integrations.deepspeed loads it"
+)
+
+
+class _Found(NamedTuple):
+    """A checkpoint in the tiers.
+
+    Attributes:
+        seq, id: its version.
+        tag: DeepSpeed's name of it.
+        latest: whether it counts where no tag is given (``save_latest``).
+        ranks: how many ranks saved it.
+        files: the names of its files.
+        folder: the folder that it was saved to, as it was given.
+    """
+
+    seq: int
+    id: str
+    tag: str
+    latest: bool
+    ranks: int
+    files: list[str]
+    folder: str
+
+
+class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """Saves the files of a checkpoint as one version, and loads them from it. Made by `use`.
+
+    All ranks make one, and call `commit` for the same tags.
+
+    Args:
+        policy: the tiers and the rules; a `Policy`, or the path of a policy file.
+        run: the name of the run.
+        step: gives the training step.
+        allow_pickle: as that of `Checkpointer`: globs of leaves that may be pickles, such as
+            ``mp_rank_00_model_states.sampler``.
+
+    Attributes:
+        checkpointer: saves and restores.
+    """
+
+    def __init__(
+        self,
+        policy: ts.Policy | str | os.PathLike[str],
+        run: str,
+        step: Callable[[], int],
+        allow_pickle: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.name = "TierCheckpointEngine"
+        policy = policy if isinstance(policy, ts.Policy) else ts.Policy.load(policy)
+        team = _team(policy, run)
+        self._query = None if team is None else GroupQuery(team)
+        self.checkpointer = ts.Checkpointer(policy, run, team, allow_pickle=allow_pickle)
+        self._step, self._pickles = step, tuple(allow_pickle)
+        self._files: dict[str, Any] = {}
+        self._last: ts.Save | None = None
+        self._found: _Found | None = None
+        self._loaded: dict[str, Any] = {}
+
+    # DeepSpeed calls these when it saves.
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Begin a checkpoint; what an earlier one left that failed is forgotten."""
+        self._files = {}
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Take a file of the checkpoint. It is copied in `commit`."""
+        self._files[_name(path)] = _with_plain_scalers(state_dict)
+        self._mark(path)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Save the files of all ranks as one version. Returns when they are captured; they become durable later.
+
+        Raises:
+            CaptureError: a value cannot be saved without a pickle, and that is not allowed; nothing was saved.
+            TierstateError: an earlier save failed, and this one was not made.
+            RankFailed: another rank failed.
+        """
+        files, self._files = self._files, {}
+        self._last = None
+        names = sorted(name for one in self._gather(lambda: list(files)) for name in one)
+        about = {
+            "tag": info.tag,
+            "folder": os.path.normpath(info.save_dir),
+            "latest": bool(info.save_latest),
+            "ranks": dist.get_world_size(),
+            "files": names,
+        }
+
+        def save() -> None:
+            self._last = self.checkpointer.save(files, step=self._step(), metadata={"deepspeed": about})
+
+        try:
+            self._gather(save)  # a rank that goes on alone would wait for the others in DeepSpeed's barrier
+        except BaseException:
+            with suppress(ts.TierstateError):
+                self.wait()  # it says the same again, here and not later
+            raise
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        """False: only a tensor's own bytes are saved, never all of the buffer that it is a view of."""
+        return False
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is durable.
+
+        Raises:
+            TierstateError: it could not be made so.
+        """
+        if self._last is not None and not self._last.skipped:
+            self._last.wait()
+
+    def cleanup(self) -> None:
+        """Wait for all saves and close the tiers; also done at the end of the process.
+
+        Raises:
+            TierstateError: a save failed.
+        """
+        self.checkpointer.close()
+
+    close = cleanup
+
+    # And these when it loads.
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """A file of the checkpoint that is being loaded: on the host, or on the device ``map_location``.
+
+        Raises:
+            NotFound: no checkpoint is being loaded, or it has no such file.
+        """
+        name, found = _name(path), self._found
+        if found is None:
+            raise ts.NotFound(f"{path}: only `load_checkpoint` of the engine that was given to `use` can load this")
+        if name not in found.files:
+            raise ts.NotFound(f"{path}: checkpoint {found.tag!r} of run {self.checkpointer.run!r} has no such file")
+        if name not in self._loaded:
+            self._loaded[name] = self._load_alone(found, name)
+        state = self._loaded[name]
+        if map_location is None or callable(map_location) or torch.device(map_location).type == "cpu":
+            return state
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda one: one.to(map_location), state)
+
+    def _load_alone(self, found: _Found, name: str) -> Any:
+        """A file that only this rank asks for, from the tiers that it can reach by itself."""
+        policy, run = self.checkpointer.policy, self.checkpointer.run
+        with ts.Checkpointer(policy, run, allow_pickle=self._pickles, preemption=False) as alone:
+            return _with_scalers(alone.load(version=found.id, only=[name])[name])
+
+    @contextmanager
+    def loading(self, folder: str, tag: str | None, files: Sequence[str], ranks: int | None) -> Iterator[str | None]:
+        """While in here, `load` gives the files of a checkpoint. All ranks call it together.
+
+        Args:
+            folder: the folder that it was saved to, by the name that was given then.
+            tag: None for the newest that was saved with ``save_latest``.
+            files: what this rank will load: paths of which only the names count.
+            ranks: how many ranks must have saved it; None for any number.
+
+        Returns:
+            Its tag; None if no tag was given and the run has no version yet.
+
+        Raises:
+            NotFound: there is no such checkpoint.
+            StateMismatch: another number of ranks saved it.
+            TierstateError: as `Checkpointer.load`.
+        """
+        found, newest = self._find(os.path.normpath(folder), tag)
+        if found is None:
+            yield None
+            return
+        if ranks not in (None, found.ranks):
+            raise ts.StateMismatch(
+                f"checkpoint {found.tag!r} of run {self.checkpointer.run!r} was saved by {found.ranks} ranks, and "
+                f"there are {ranks} now: DeepSpeed loads partitions of ZeRO with the same number of ranks only"
+            )
+        try:
+            # The newest is asked for as such: an even newer one may be in a tier that does not answer now.
+            only = [_name(file) for file in files]
+            loaded = self.checkpointer.load(version=None if newest else found.id, only=only)
+            self._found, self._loaded = found, {name: _with_scalers(state) for name, state in loaded.items()}
+            for name in found.files:
+                self._mark(os.path.join(folder, found.tag, name + ".pt"))
+            yield found.tag
+        finally:
+            self._found, self._loaded = None, {}
+
+    def _find(self, folder: str, tag: str | None) -> tuple[_Found | None, bool]:
+        """The checkpoint, and whether it was not asked for by tag and no version that can be read is newer."""
+        said = self._gather(self._seen)
+        seen = {one.seq: one for one in sorted(_Found(*one) for some in said for one in some)}  # one with an id wins
+        checkpoints = [one for _, one in sorted(seen.items(), reverse=True) if one.files]
+        right = [one for one in checkpoints if one.folder == folder and (one.latest if tag is None else one.tag == tag)]
+        if right:
+            return right[0], tag is None and not any(one.id for one in seen.values() if one.seq > right[0].seq)
+        if tag is None and not seen and self.checkpointer.resume({}) is None:
+            return None, False  # every tier has been asked
+        there = ", ".join(os.path.join(one.folder, one.tag) for one in checkpoints[:8]) or "none"
+        what = "with save_latest" if tag is None else f"{tag!r}"
+        raise ts.NotFound(
+            f"run {self.checkpointer.run!r} has no checkpoint {what} that was saved to {folder!r}; it has: {there}"
+        )
+
+    def _seen(self) -> list[_Found]:
+        """The versions of the run that this rank sees; those that cannot be read without an id, and those that
+        something else saved without files."""
+        none = {"tag": "", "latest": False, "ranks": 0, "files": [], "folder": ""}
+        return [_Found(one.seq, one.id, **one.metadata.get("deepspeed", none)) for one in self.checkpointer.versions()]
+
+    def _gather(self, answer: Callable[[], Any]) -> list[Any]:
+        """What this returns on all ranks, by rank, as JSON values; if one raises, all do."""
+        return [answer()] if self._query is None else self._query.ask_json("deepspeed", answer)
+
+    def _mark(self, path: str) -> None:
+        """Lay a marker at a path, if nothing is there."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if not os.path.lexists(path):
+            Path(path).write_text(_MARKER.format(run=self.checkpointer.run) + "\n")
+
+
+def use(
+    engine: Any, policy: ts.Policy | str | os.PathLike[str], run: str, *, allow_pickle: Sequence[str] = ()
+) -> TierCheckpointEngine:
+    """Let a DeepSpeed engine save to the tiers of a policy: after ``deepspeed.initialize``, on all ranks.
+
+    ``engine.save_checkpoint`` then saves a version and returns when it is captured, and ``engine.load_checkpoint``
+    loads from versions, without a tag from the newest that is durable.
+
+    Args:
+        engine: as ``deepspeed.initialize`` returns it.
+        policy, run, allow_pickle: as those of `Checkpointer`.
+
+    Returns:
+        What saves: `TierCheckpointEngine.wait` waits until the last checkpoint is durable, ``close`` for all.
+
+    Raises:
+        ValueError: the engine keeps its optimizer on NVMe, which DeepSpeed copies to the folder by itself.
+        PolicyError, TierstateError, RankFailed: as `Checkpointer`.
+    """
+    if engine.zero_nvme_offload_optimizer():
+        raise ValueError(
+            "DeepSpeed copies an optimizer that is offloaded to NVMe into the checkpoint's folder by itself, so it "
+            "would be no part of the version; offload to the CPU instead (offload_optimizer: {device: cpu})"
+        )
+    tiers = TierCheckpointEngine(policy, run, lambda: int(engine.global_steps), allow_pickle)
+    native, engine.checkpoint_engine = engine.checkpoint_engine, tiers
+    engine.save_16bit_model = partial(_natively, engine, native, engine.save_16bit_model)  # a file for other programs
+    load = engine.load_checkpoint
+
+    def load_checkpoint(*args: Any, **options: Any) -> Any:
+        """`DeepSpeedEngine.load_checkpoint`, from versions."""
+        if engine.load_universal_checkpoint():
+            return _natively(engine, native, load, *args, **options)
+        bound = inspect.signature(load).bind(*args, **options)
+        bound.apply_defaults()
+        asked = bound.arguments
+        tag = None if asked["tag"] is None else str(asked["tag"])
+        with tiers.loading(asked["load_dir"], tag, *_wanted(engine, asked)) as found:
+            return (None, None) if found is None else load(**asked | {"tag": found})
+
+    engine.load_checkpoint = load_checkpoint
+    return tiers
+
+
+def _wanted(engine: Any, asked: Mapping[str, Any]) -> tuple[list[str], int | None]:
+    """The files that this rank will load, and the number of ranks that must have saved them.
+
+    Args:
+        asked: the arguments of ``load_checkpoint``.
+    """
+    folder = asked["load_dir"], str(asked["tag"])
+    files = [engine._get_ckpt_name(*folder)]
+    partitions = engine.zero_optimization() and asked["load_optimizer_states"] and not asked["load_module_only"]
+    if partitions:
+        files.append(engine._get_zero_ckpt_name(*folder))
+    return files, dist.get_world_size() if partitions or engine.zero_optimization_partition_weights() else None
+
+
+def _natively(engine: Any, native: CheckpointEngine, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a method of the engine with DeepSpeed's own checkpoint engine."""
+    tiers, engine.checkpoint_engine = engine.checkpoint_engine, native
+    try:
+        return call(*args, **options)
+    finally:
+        engine.checkpoint_engine = tiers
+
+
+def _team(policy: ts.Policy, run: str) -> Team | None:
+    """The ranks of the job; None for one rank."""
+    if dist.get_world_size() == 1:
+        return None
+    timeouts = Timeouts(policy.ranks.timeout, policy.ranks.silence)
+    return Team.of(dist.group.WORLD, run, timeouts=timeouts, trust=policy.ranks.trust)
+
+
+def _name(path: str) -> str:
+    """The name of a file in a version: without a suffix, so that it can stand in a glob as it is."""
+    return Path(path).name.removesuffix(".pt")
+
+
+def _with_plain_scalers(state: Any) -> Any:
+    """A state with a dict in place of each loss scaler. What holds none stays the same object."""
+
+    def plain(value: Any) -> Any:
+        return {_SCALER: type(value).__name__, **vars(value)} if type(value) in _SCALERS.values() else value
+
+    return _mapped(state, plain)
+
+
+def _with_scalers(state: Any) -> Any:
+    """The inverse of `_with_plain_scalers`."""
+
+    def scaler(value: Any) -> Any:
+        if type(value) is not dict or _SCALER not in value:
+            return value
+        if value[_SCALER] not in _SCALERS:
+            raise ts.FormatError(f"{value[_SCALER]!r:.60} is no loss scaler of DeepSpeed")
+        made = object.__new__(_SCALERS[value[_SCALER]])
+        made.__dict__ |= {name: one for name, one in value.items() if name != _SCALER}
+        return made
+
+    return _mapped(state, scaler)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree of dicts with changed values; a dict in which nothing changes stays the same object."""
+    if (changed := change(value)) is not value or type(value) is not dict:
+        return changed
+    items = {key: _mapped(one, change) for key, one in value.items()}
+    return value if all(items[key] is one for key, one in value.items()) else items
