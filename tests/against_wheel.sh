@@ -13,7 +13,7 @@ trap 'rm -rf "$work"' EXIT
 "$work/venv/bin/pip" install --quiet --constraint constraints.txt "$work"/dist/*.whl
 # What the tests read beside the package; the package itself stays behind, so that only the wheel can be imported.
 mkdir "$work/tree"
-cp -r tests examples docs README.md pyproject.toml constraints*.txt "$work/tree"
+cp -r tests examples benchmarks docs README.md pyproject.toml constraints*.txt "$work/tree"
 # The real S3 server stays installed beside the checkout, for the next time.
 export TIERSTATE_SWIFT_VENV="${TIERSTATE_SWIFT_VENV:-$PWD/.venv-swift}"
 cd "$work/tree"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from support.servers.fixtures import (
 )
 
 from tierstate.manifest.history import log
+from tierstate.tiers.policy.machine import look_at_machine
 
 __all__ = [
     "ceph", "ceph_once", "proxy", "proxy_to", "rclone", "rclone_once", "rclone_tls", "rclone_tls_once", "server",
@@ -136,3 +138,12 @@ def place() -> Iterator[Path]:
     """A folder in memory where there is one, so that syncing files costs nothing."""
     with scratch() as path:
         yield path
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """A folder on a file system that is not memory, below ``/var/tmp``, which systems do not empty at their start."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        if look_at_machine([folder], {}, devices=0).places[0].folder.medium == "memory":
+            pytest.skip("/var/tmp is in memory")
+        yield Path(folder)

@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "tiers.object.filesystem": ("tiers.posix",),
     "tiers.object.stream": ("tiers",),
     "tiers.object.s3": ("tiers.object.bucket",),
-    "tiers.connections": (),
+    "tiers.connections": ("manifest", "tiers.private_file"),
+    "tiers.private_file": (),
     "tiers.peer": ("tiers.posix",),
     "tiers.policy": ("tiers.posix", "manifest.format"),
     "tiers.testing": ("tiers.wrappers",),
@@ -57,8 +58,10 @@ MAY_IMPORT = {
     "pause_gc": (),
     "checkpointer": ("copy", "engine.ranks"),
     "": ("checkpointer",),
+    "testing": ("providers.tree",),
     "dcp": ("checkpointer",),
-    "files": ("checkpointer", "tiers.posix"),
+    "files": ("checkpointer", "dcp", "tiers.posix"),
+    "integrations": ("files", "dcp", ""),
     "cluster": ("tiers.policy", "tiers.testing", "tiers.object", "manifest.history"),
     "cli": ("files", "cluster", "tiers.peer"),
     "__main__": ("cli",),
@@ -209,7 +212,7 @@ def test_the_wheel_installs_the_package_and_nothing_else():
 
 
 def test_entry_points_are_the_door_and_all_of_them_open():
-    for group in ("tierstate.tiers", "tierstate.providers"):
+    for group in ("tierstate.tiers", "tierstate.providers", "fsspec.specs"):
         points = [p for p in importlib.metadata.entry_points(group=group) if p.dist and p.dist.name == "tierstate"]
         assert points, f"no entry points in {group}"
         for point in points:

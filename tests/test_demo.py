@@ -13,7 +13,7 @@ DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
 
 FEWER = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, sys.argv.pop(1))
 import demo
 demo.STEPS, demo.KILL_FROM = 60, 35
 demo.start.__defaults__ = (demo.STEPS,)

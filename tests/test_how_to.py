@@ -24,6 +24,8 @@ def blocks(guide: str) -> dict[str, str]:
         ("write-a-tier.md", ["train.py", "histories.py"], ["test_attic.py", "streaming.py", "test_race.py"]),
         ("write-a-provider.md", ["counter.py", "train.py"], ["test_replay.py"]),
         ("save-from-many-ranks.md", ["mesh.py", "stages.py", "fsdp1.py", "own.py"], []),
+        ("read-a-version-as-files.md", ["train.py", "evaluate.py", "local.py"], []),
+        ("resume-exactly.md", ["renamed.py"], ["test_resume.py"]),
         ("use-with-torch-dcp.md", ["train.py", "later.py"], []),
     ],
 )
@@ -38,6 +40,6 @@ def test_the_code_of_a_guide_runs(guide: str, scripts: list[str], tests: list[st
     each = "".join(f"\n\ndef test_{name[:-3]}():\n    runpy.run_path({name!r})\n" for name in scripts)
     (tmp_path / "test_scripts.py").write_text(f"import runpy\n{each}")
     command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_scripts.py", *tests]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.competitor import Competitor, Pending
 from benchmarks.state import State
-from tierstate.tiers.memory.arena import PAGE, fault_in, libc, map_pages
+from tierstate.tiers.libc import libc
+from tierstate.tiers.memory.arena import PAGE, fault_in, map_pages
 from tierstate.tiers.posix.io_engine import Engine, ThreadEngine, Transfer, UringEngine
 
 DEPTH, LENGTH = 8, 16 << 20
@@ -44,17 +45,25 @@ class Direct(Competitor):
         return engine.name
 
     def save(self, state: State, number: int) -> Pending:
-        nbytes = -(-state.nbytes // PAGE) * PAGE
-        with _opened(self.place(number), os.O_WRONLY | os.O_CREAT) as descriptor:
+        self.write(self.place(number), state.nbytes)
+        return Pending()
+
+    def restore(self, state: State, number: int, way: str) -> None:
+        self.read(self.place(number))
+
+    def write(self, path: Path, nbytes: int) -> None:
+        """Write about so many bytes to a file, and sync it."""
+        nbytes = -(-nbytes // PAGE) * PAGE
+        with _opened(path, os.O_WRONLY | os.O_CREAT) as descriptor:
             # Where the file system cannot reserve, the writes do without.
             libc().fallocate(descriptor, _KEEP_SIZE, _long(0), _long(nbytes))
             self._move(True, descriptor, nbytes)
             os.fdatasync(descriptor)
-        return Pending()
 
-    def restore(self, state: State, number: int, way: str) -> None:
-        with _opened(self.place(number), os.O_RDONLY) as descriptor:
-            self._move(False, descriptor, self.place(number).stat().st_size)
+    def read(self, path: Path) -> None:
+        """Read all of a file."""
+        with _opened(path, os.O_RDONLY) as descriptor:
+            self._move(False, descriptor, path.stat().st_size)
 
     def _move(self, write: bool, descriptor: int, nbytes: int) -> None:
         over: SimpleQueue[tuple[int, OSError | None]] = SimpleQueue()
