@@ -56,14 +56,15 @@ MAY_IMPORT = {
     "copy": ("run",),
     "not_reentrant": ("manifest",),
     "pause_gc": (),
-    "checkpointer": ("copy", "engine.ranks"),
+    "agent": ("engine.info",),
+    "checkpointer": ("copy", "engine.ranks", "agent"),
     "": ("checkpointer",),
     "testing": ("providers.tree",),
     "dcp": ("checkpointer",),
     "files": ("checkpointer", "dcp", "tiers.posix"),
     "integrations": ("files", "dcp", ""),
     "cluster": ("tiers.policy", "tiers.testing", "tiers.object", "manifest.history"),
-    "cli": ("files", "cluster", "tiers.peer"),
+    "cli": ("files", "cluster", "tiers.peer", "agent"),
     "__main__": ("cli",),
 }
 SPEC = importlib.util.find_spec("tierstate")

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 
+from tierstate.agent.pipeline import AgentPipeline, pipeline_of
 from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.engine.maintain.prune import PendingSaves
 from tierstate.engine.packs.formats import format_of
@@ -33,6 +34,7 @@ from tierstate.engine.save.plan import CapturePlan, Planner, allowed_pickles, ne
 from tierstate.engine.save.preemption import Preemption, PreemptionWish, keys_of
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import HISTORY
+from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
 from tierstate.manifest.format.leaf import Path, check_glob
@@ -206,14 +208,16 @@ class Checkpointer(Run):
             # Before `_at_exit` is registered: it then runs before h5py undoes its own set-up at exit, without which the
             # saves that are finished there would fail, or crash the interpreter.
             format_of(tier.format)
-        arena, together = Arena(policy.arena.size, policy.chunk), self._together
+        together = self._together
+        with_agent = policy.agent.mode != "off" and together is None
+        arena = Arena(policy.arena.size, policy.chunk, shared=with_agent)
         tier_run = TierRun if together is None else together.tier_run
         opening = [(open_policy_tier(tier, arena), tier) for tier in policy.tiers]
         tier_runs = [tier_run(tier, run, retention_of(spec), rule_retention_of(policy, spec)) for tier, spec in opening]
         super().__init__(policy, run, tier_runs, arena)
         self._pickles, self._guard, sharing = pickles, Guard(), None
         if together is None:
-            self._pipeline = SavePipeline(policy, tier_runs, arena)
+            self._pipeline: SavePipeline = pipeline_of(policy, run, tier_runs, arena)
         else:
             self._pipeline, sharing = together.begin(policy, tier_runs, arena)
         rank = 0 if together is None else together.team.rank
@@ -486,6 +490,12 @@ class Checkpointer(Run):
             return restore_together(self._together.team, self._catalog(), self._arena, wanted, tag, resolve)
         return restore(self._catalog(), self._arena, self.run, wanted._replace(tag=resolve(tag)))
 
+    def _catalog(self) -> RunCatalog:
+        """The versions in all tiers, and before them those that an agent has in memory."""
+        memory = self._pipeline.memory if isinstance(self._pipeline, AgentPipeline) else None
+        self._check_open()
+        return RunCatalog(self._tier_runs if memory is None else [memory, *self._tier_runs])
+
     def _saving(self) -> PendingSaves:
         return self._pipeline
 
@@ -498,7 +508,8 @@ class Checkpointer(Run):
 
     def _tier_stats(self, tier_run: TierRun) -> TierStats:
         pipeline, name = self._pipeline, tier_run.name
-        found = TierStats.of(pipeline.queues.get(name)).measured(tier_run.tier)
+        found = pipeline.tier_stats(name) if isinstance(pipeline, AgentPipeline) else None
+        found = found or TierStats.of(pipeline.queues.get(name)).measured(tier_run.tier)
         return replace(found, hung=tier_run.tier.trouble, durable_lag=pipeline.lag(name), waited=pipeline.waited(name))
 
     @not_reentrant

@@ -11,6 +11,7 @@ each page of a transfer.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -86,6 +88,29 @@ def _view(memory: mmap.mmap, nbytes: int, offset: int) -> Buffer:
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
+def map_shared(descriptor: int, offset: int, nbytes: int) -> Buffer:
+    """A part of a file in memory, mapped into this process, and unmapped when its last view is deleted.
+
+    Args:
+        descriptor: the file; it may be closed afterwards.
+        offset: where the part begins, on a page.
+        nbytes: bytes of the part, whole pages.
+
+    Raises:
+        OSError: it could not be mapped.
+    """
+    memory, start = _map(nbytes)
+    buffer = _view(memory, nbytes, start)
+    # Over pages of a Python mmap, which unmaps them; a Python mmap of the file itself needs one descriptor each.
+    flags = mmap.MAP_SHARED | _FIXED
+    address, protection = buffer.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap()(address, ctypes.c_size_t(nbytes), protection, flags, descriptor, ctypes.c_int64(offset)) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, f"a slab of {nbytes} bytes could not be mapped: {os.strerror(number)}")
+    _advise(memory, mmap.MADV_HUGEPAGE if nbytes >= HUGE else None)
+    return buffer
+
+
 class SharedPages:
     """A file in memory (memfd), mapped slab by slab: a process that receives the descriptor can map it too.
 
@@ -106,7 +131,9 @@ class SharedPages:
         self._lock = threading.Lock()
         self._slots = 0
         self._holes: list[int] = []
-        self.descriptor = os.memfd_create("tierstate-arena")
+        self.descriptor = os.memfd_create("tierstate-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Who maps it must not be killed (SIGBUS) because somebody else made it shorter.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._closing = weakref.finalize(self, os.close, self.descriptor)
         self._closing.atexit = False
 
@@ -114,17 +141,7 @@ class SharedPages:
         """The memory of one more slab, zeroed, and its offset in the file. Nothing is faulted in yet."""
         with self._lock:
             offset = self._holes.pop() if self._holes else self._grow()
-        memory, start = _map(self._slab_size)
-        buffer = _view(memory, self._slab_size, start)
-        # Over pages of a Python mmap, which unmaps them; a Python mmap of the file itself needs one descriptor each.
-        flags = mmap.MAP_SHARED | _FIXED
-        address, protection = buffer.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
-        size, at = ctypes.c_size_t(self._slab_size), ctypes.c_int64(offset)
-        if _mmap()(address, size, protection, flags, self.descriptor, at) != address:
-            number = ctypes.get_errno()
-            raise OSError(number, f"a slab of {self._slab_size} bytes could not be mapped: {os.strerror(number)}")
-        _advise(memory, mmap.MADV_HUGEPAGE if self._slab_size >= HUGE else None)
-        return buffer, offset
+        return map_shared(self.descriptor, offset, self._slab_size), offset
 
     def _grow(self) -> int:
         offset, self._slots = self._slots * self._stride, self._slots + 1
@@ -193,6 +210,22 @@ def _mmap() -> Callable[..., int | None]:
     return call
 
 
+class LeasedSlab(Protocol):
+    """A slab as its users see it: of this process's arena, or handed over by another process.
+
+    Attributes:
+        buffer: the slab's memory, page-aligned.
+    """
+
+    buffer: Buffer
+
+    def lease(self) -> None:
+        """Add a lease."""
+
+    def release(self) -> None:
+        """End a lease; with the last one the memory may be used again."""
+
+
 class Slab:
     """One block of the arena's memory, with a reference count: it returns to the arena with the last `release`.
 
@@ -238,6 +271,11 @@ class Slab:
             self._arena.shared.give_back(self.buffer, self.offset)
         self.buffer = empty_buffer(0)
 
+    def give_away(self) -> None:
+        """Leave the memory, which is shared, to another process that has mapped it: it does not return to the arena."""
+        self._arena._forget(self)
+        self.discard()
+
     def lease(self) -> None:
         """Add a lease."""
         with self._arena.lock:
@@ -257,6 +295,7 @@ class Arena:
     Args:
         size: bytes that may be in flight at once.
         slab_size: bytes of one slab; rounded up to whole pages.
+        shared: slabs are in shared memory also where the system gives it no huge pages: another process needs them.
 
     Attributes:
         shared: the memfd of the slabs, by which another process can map them; None if they are private.
@@ -267,7 +306,7 @@ class Arena:
         ValueError: fewer than two slabs fit: one is needed for captures and one for reads.
     """
 
-    def __init__(self, size: int, slab_size: int) -> None:
+    def __init__(self, size: int, slab_size: int, *, shared: bool = False) -> None:
         self.slab_size = -(-slab_size // PAGE) * PAGE
         self.slots = size // self.slab_size
         if self.slots < 2:
@@ -275,7 +314,7 @@ class Arena:
                 f"an arena of {size} bytes holds {self.slots} slabs of {self.slab_size} bytes; "
                 "it needs two at least: make `arena: size` at least twice `chunk`"
             )
-        self.shared = SharedPages(self.slab_size) if is_shared(self.slab_size) else None
+        self.shared = SharedPages(self.slab_size) if shared or is_shared(self.slab_size) else None
         self.device = current_device()
         self.pinning = Pinning(f"an arena of {rough_size(self.slots * self.slab_size)}")
         # Entered and left in C: an interrupt at the beginning of `Condition.__exit__` would leave it locked for ever.
@@ -447,6 +486,17 @@ class Arena:
             self.changed.notify_all()
         if not wanted:
             slab.discard()
+
+    def _forget(self, slab: Slab) -> None:
+        with self.lock:
+            if self._out.pop(_address(slab.buffer), None) is None:
+                return
+            if slab.kept:
+                self.kept -= 1
+            else:
+                self.in_flight -= 1
+            slab.offset = None  # so that the memory is not given back to the system
+            self.changed.notify_all()
 
     def close(self) -> None:
         """Return all free memory to the system; a slab that is in use follows when its last lease ends.

@@ -143,7 +143,7 @@ class Gpu(InMemoryTier):
         Device memory is written after all work queued so far on the current stream.
         """
         line = self.line
-        with self._reading(key) as held, self.failing(key):
+        with self.reading(key) as held, self.failing(key):
             check_ranges(f"{self.name}: {key}", held.nbytes, ranges)
             if any(out.is_cuda for _, out in ranges):
                 line.follow()
@@ -255,7 +255,7 @@ class Gpu(InMemoryTier):
             NotFound: there is no such object.
             TierUnavailable: the device has failed, or has no memory for the checksums.
         """
-        with self._reading(key) as held:
+        with self.reading(key) as held:
             if not isinstance(held, DeviceObject):
                 yield None
                 return

@@ -57,13 +57,18 @@ class InMemoryObject:
 
     def copy(self, offset: int, out: Buffer) -> None:
         """Fill ``out`` from ``offset``; the range must be within the object."""
+        for done, part in self.parts(offset, out.numel()):
+            # Tensor.copy_ releases the GIL; assigning to a memoryview does not. From a device it is only queued.
+            out[done : done + part.numel()].copy_(part, non_blocking=True)
+
+    def parts(self, offset: int, nbytes: int) -> Iterator[tuple[int, Buffer]]:
+        """The buffers that a range of the object lies in, each with the place in the range where it begins."""
         i, done = bisect_right(self.starts, offset) - 1, 0
-        while done < out.numel():
+        while done < nbytes:
             buffer = self.pieces[i].buffer
             at = offset + done - self.starts[i]
-            n = min(buffer.numel() - at, out.numel() - done)
-            # Tensor.copy_ releases the GIL; assigning to a memoryview does not. From a device it is only queued.
-            out[done : done + n].copy_(buffer[at : at + n], non_blocking=True)
+            n = min(buffer.numel() - at, nbytes - done)
+            yield done, buffer[at : at + n]
             i, done = i + 1, done + n
 
     def free(self) -> None:
@@ -153,7 +158,7 @@ class InMemoryTier(Tier):
             raise NotFound(f"{self.name}: {key}: there is no such object", tier=self.name, key=key) from None
 
     @contextmanager
-    def _reading(self, key: str) -> Iterator[InMemoryObject]:
+    def reading(self, key: str) -> Iterator[InMemoryObject]:
         """Look up an object, and prevent that it is freed within the block."""
         with self._lock:
             held = self._find(key)
@@ -168,7 +173,7 @@ class InMemoryTier(Tier):
                 held.free()
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
-        with self._reading(key) as held:
+        with self.reading(key) as held:
             check_ranges(f"{self.name}: {key}", held.nbytes, ranges)
             for offset, out in ranges:
                 held.copy(offset, out)
@@ -251,11 +256,15 @@ class Host(InMemoryTier):
     Args:
         capacity: bytes it may hold; a kept slab counts whole; None for no limit.
         arena: the engine's arena; None if buffers come from elsewhere.
+
+    Attributes:
+        copies_short: whether a buffer of less than half of its slab is copied; if not, its slab is kept.
     """
 
     def __init__(self, *, capacity: Size | None = None, arena: KeepingArena | None = None) -> None:
         super().__init__(capacity)
         self._arena = arena
+        self.copies_short = True
         self._pins: dict[int, _Pin] = {}
         self._pinning = threading.Lock()
 
@@ -268,7 +277,8 @@ class Host(InMemoryTier):
         return torch.empty(len(buffer), dtype=torch.uint8, pin_memory=current_device() is not None).copy_(buffer)
 
     def _hold(self, key: str, buffer: Buffer, release: Release | None) -> HeldBuffer:
-        if release is None or 2 * buffer.numel() < self._slab_size(buffer):
+        short = self.copies_short and 2 * buffer.numel() < self._slab_size(buffer)
+        if release is None or short:
             return self._hold_copy(key, buffer)
         slab = self._pin(key, buffer)
         nbytes = buffer.numel()

@@ -384,6 +384,29 @@ class RanksKeys(Frozen):
     silence: Seconds = 60.0
 
 
+AGENT_MEMORY = 64 << 30
+
+
+class AgentKeys(Frozen):
+    """``agent``: a process of this host that publishes what trainers have captured, and outlives them.
+
+    Attributes:
+        mode: ``auto`` uses one, and saves in the trainer's process where it cannot be had; ``required`` raises then.
+        memory: bytes of captured versions that it keeps at most, of all runs; half of this host's memory at most.
+        idle: seconds without a trainer and without work after which it ends.
+        nice: by how much its priority is lowered, 0 to 19.
+        ionice: ``idle``: its transfers wait for all others of this host.
+        cpus: the CPUs that it runs on, as in ``0-3,8``; None for all.
+    """
+
+    mode: Literal["off", "auto", "required"] = "off"
+    memory: Size = AGENT_MEMORY
+    idle: Seconds = 600.0
+    nice: Annotated[int, Field(ge=0, le=19), BeforeValidator(no_bool)] = 0
+    ionice: Literal["none", "idle"] = "none"
+    cpus: Annotated[str, Field(pattern=r"^[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*$")] | None = None
+
+
 class RuleKeys(Frozen):
     """One of the ``rules``: settings for the leaves that match a glob.
 
@@ -449,6 +472,7 @@ class PolicyKeys(Frozen):
     ranks: RanksKeys = RanksKeys()
     on_failure: OnFailureKeys = OnFailureKeys()
     preemption: PreemptionKeys | None = None
+    agent: AgentKeys = AgentKeys()
     seal: SecretKeys | None = None
     durable: str | None = None
     rules: tuple[RuleKeys, ...] = ()

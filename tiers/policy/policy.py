@@ -75,6 +75,7 @@ class Policy(PolicyKeys):
         ranks: how long the ranks of a job wait for each other.
         on_failure: what `save` does when earlier saves reached no persistent tier.
         preemption: what happens when a signal announces the end of the process; None if nothing does.
+        agent: whether a process beside the trainers publishes what they have captured.
         seal: the keys with which records are authenticated; None: they are not.
         durable: name of the tier that `Save.wait` waits for; persistent.
         tiers: fastest first: a save enters at the first ones and is copied down to the others.
@@ -383,9 +384,14 @@ def open_policy_tier(spec: TierPolicy, arena: object | None = None) -> Tier:
 
     Raises: as `tierstate.tiers.registry.open_tier`.
     """
+    return wrap_policy_tier(spec, open_tier(spec.name, spec.type, spec.options, arena))
+
+
+def wrap_policy_tier(spec: TierPolicy, opened: Tier) -> Tier:
+    """The wrappers of `open_policy_tier` around a tier that is open."""
     secrets = spec.seal.read() if spec.seal is not None else ()
     ciphers = spec.encrypt.read() if isinstance(spec.encrypt, SecretKeys) else [key.for_tier() for key in secrets]
-    tier: Tier = Measured(open_tier(spec.name, spec.type, spec.options, arena))
+    tier: Tier = Measured(opened)
     if spec.bandwidth or spec.operations:
         tier = Limited(tier, bandwidth=spec.bandwidth, operations=spec.operations)
     if spec.retries:

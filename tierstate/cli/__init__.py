@@ -12,13 +12,14 @@ from typing import Annotated
 
 import typer
 
-from . import errors, files, peer, policy, repairs, tiers, versions
+from . import agent, errors, files, peer, policy, repairs, tiers, versions
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 for commands in (versions, repairs, files, tiers):
     app.add_typer(commands.app)
 app.add_typer(policy.app, name="policy")
 app.add_typer(peer.app, name="peer")
+app.add_typer(agent.app, name="agent")
 
 
 def _print_version(wanted: bool) -> None:

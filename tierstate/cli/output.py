@@ -664,3 +664,25 @@ def _peer_row(member: Member, said: dict[str, Any] | TierUnavailable) -> tuple[o
         return member.place, member.domain, "", "", "", f"does not answer: {said}"
     capacity = "-" if said["capacity"] is None else rough_size(said["capacity"])
     return member.place, member.domain, said["objects"], rough_size(said["used"]), capacity, f"runs, pid {said['pid']}"
+
+
+def show_agents(agents: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """The agents of this user on this host, with their trainers."""
+    if as_json:
+        print_json(list(agents))
+        return
+    for one in agents:
+        if "error" in one:
+            say(f"{one['socket']}: {one['error']}")
+            continue
+        memory = f"{rough_size(one['memory'])} of {rough_size(one['capacity'])} in memory"
+        say(f"process {one['pid']} (tierstate {one['version']}), tiers {', '.join(one['tiers'])}: {memory}")
+        if rows := [_trainer_row(session) for session in one["sessions"]]:
+            table(["run", ">trainer", "", ">slabs", "under way"], rows)
+    if not agents:
+        say("no agent runs on this host")
+
+
+def _trainer_row(session: Mapping[str, Any]) -> tuple[object, ...]:
+    under_way = "; ".join(session["under_way"]) or "nothing"
+    return session["run"], session["pid"], session["trainer"], rough_size(session["held"]), under_way

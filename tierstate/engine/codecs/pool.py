@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.format.layout import DeltaBase
 from tierstate.tiers.concurrency import Task, WorkerPool
-from tierstate.tiers.memory.arena import Slab
+from tierstate.tiers.memory.arena import LeasedSlab
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ EncodeCall = Callable[[], Encoded]
 class _Entry(NamedTuple, Generic[T]):
     what: T
     task: Task[Encoded]
-    slab: Slab | None
+    slab: LeasedSlab | None
 
 
 class EncoderPool(Generic[T]):
@@ -64,7 +64,7 @@ class EncoderPool(Generic[T]):
         self._entries: deque[_Entry[T]] = deque()
         self._pool: WorkerPool | None = None
 
-    def add(self, what: T, work: EncodeCall, slab: Slab | None = None) -> None:
+    def add(self, what: T, work: EncodeCall, slab: LeasedSlab | None = None) -> None:
         """Encode a chunk in a thread; waits until there is room for it.
 
         Args:
@@ -138,7 +138,7 @@ def workers_here() -> int:
     return max(1, min(MAX_WORKERS, cores // 2))
 
 
-def _encoded(work: EncodeCall, slab: Slab | None) -> Encoded:
+def _encoded(work: EncodeCall, slab: LeasedSlab | None) -> Encoded:
     """Encode a chunk; the result is copied out of the slab if needed, so that the slab can be released."""
     try:
         found = work()

@@ -1,4 +1,4 @@
-"""Slab layout: which chunks share a memory slab, and at which offset each one is. Pure functions on columns.
+"""LeasedSlab layout: which chunks share a memory slab, and at which offset each one is. Pure functions on columns.
 
 Leaves are sorted so that they follow each other without gaps and stay aligned, in slabs as in packs; so runs of chunks
 can be written from a slab to a pack in one piece, with direct I/O.
@@ -14,7 +14,7 @@ import numpy as np
 
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.digest import DIGEST_SIZE
-from tierstate.tiers.memory.arena import Slab
+from tierstate.tiers.memory.arena import LeasedSlab
 
 BLOCK = 4096
 """Bytes to which direct I/O is aligned."""
@@ -127,7 +127,7 @@ class SlabChunks(NamedTuple):
         digests: ``(n, 2)`` of uint64.
     """
 
-    slab: Slab
+    slab: LeasedSlab
     rows: Array
     at: Array
     nbytes: Array

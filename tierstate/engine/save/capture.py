@@ -37,7 +37,7 @@ from tierstate.tiers.memory.cudart import relaxed_capture
 from tierstate.tiers.memory.numa import running_on
 
 from .plan import CapturePlan, LastCapture
-from .publish import CascadeJob, DirectJob, Job, UnchangedChunks
+from .publish import CascadeJob, DirectJob, Job, SlabReceiver, UnchangedChunks
 from .save_state import QueuedCopies, SaveState
 from .streamed import SLABS_AHEAD, DeviceStaging, Filling, StreamedSources
 from .tier_queue import TierQueue
@@ -357,16 +357,20 @@ class CaptureJob(NamedTuple):
 
     Attributes:
         snapped: all guarded sources are in a snapshot: once all others are copied, the state may change.
+        handed_over: what takes the slabs in place of jobs, since another process publishes the save. Then the save
+            counts as captured once that process has all of it.
     """
 
     save_state: SaveState
     plan: CapturePlan
     jobs: list[tuple[TierQueue, Job]]
     snapped: bool = False
+    handed_over: SlabReceiver | None = None
 
-    def direct_jobs(self) -> list[DirectJob]:
-        """The jobs that write from the slabs of the capture; the other jobs copy from a faster tier."""
-        return [job for _, job in self.jobs if isinstance(job, DirectJob)]
+    def receivers(self) -> list[SlabReceiver]:
+        """What takes the slabs of the capture; the other jobs copy from a faster tier."""
+        direct: list[SlabReceiver] = [job for _, job in self.jobs if isinstance(job, DirectJob)]
+        return direct if self.handed_over is None else [self.handed_over]
 
 
 class CaptureThread:
@@ -425,10 +429,10 @@ class CaptureThread:
         Called only if the queues of those tiers were idle. Otherwise a save in between may become the tier's newest
         version, and chunks that it does not name may be deleted.
         """
-        last, direct_jobs = self._last_capture, work.direct_jobs()
-        if last is None or not direct_jobs or not last.fits(work.plan.nbytes):
+        last, receivers = self._last_capture, work.receivers()
+        if last is None or not receivers or not last.fits(work.plan.nbytes):
             return None
-        likely = np.logical_and.reduce([job.publication.needless(last.digests) for job in direct_jobs])
+        likely = np.logical_and.reduce([one.needless(last.digests) for one in receivers])
         return dataclasses.replace(last, likely=likely)
 
     def _save(self, work: CaptureJob, before: Before) -> None:
@@ -441,24 +445,29 @@ class CaptureThread:
             outcome = _told(error)
             work.save_state.capture_ended(outcome)
         else:
-            work.save_state.capture_ended(None)
+            if work.handed_over is None:
+                work.save_state.capture_ended(None)
+            else:
+                work.save_state.queued.set()  # steps may go on: the state is copied, and only not handed over yet
             outcome = self._describe(work, captured)
         work.save_state.lost = isinstance(outcome, BaseException)
-        for job in work.direct_jobs():
-            job.feed(outcome)
+        for receiver in work.receivers():
+            receiver.feed(outcome)
+        if not work.save_state.captured.done():
+            work.save_state.capture_ended(None)
 
     def _capture(self, work: CaptureJob, before: Before) -> LastCapture:
-        direct_jobs, save_state = work.direct_jobs(), work.save_state
+        receivers, save_state = work.receivers(), work.save_state
 
         def dispatch(batch: SlabChunks) -> None:
-            for job in direct_jobs:
+            for receiver in receivers:
                 batch.slab.lease()
-                job.feed(batch)
+                receiver.feed(batch)
             batch.slab.release()
 
         def keep(rows: Array, digests: Array) -> None:
-            for job in direct_jobs:
-                job.feed(UnchangedChunks(rows, digests))
+            for receiver in receivers:
+                receiver.feed(UnchangedChunks(rows, digests))
 
         freed = partial(save_state.capture_ended, None) if work.snapped else save_state.freed.set
         outlet = CaptureSink(dispatch, keep, freed, save_state.copies_queued, save_state.cancelled.is_set)

@@ -32,7 +32,7 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.diff import rows_in_earlier
 from tierstate.tiers.base import Tier
-from tierstate.tiers.memory.arena import Slab
+from tierstate.tiers.memory.arena import LeasedSlab
 
 log = logging.getLogger("tierstate")
 
@@ -272,7 +272,7 @@ class ChunkEncoder:
         auto = self._route.codecs[int(self._row_leaves[row])] == AUTO
         return not auto or not self.workers.behind(lambda: self._choices.timed.speed.idle)
 
-    def add(self, chunk: VersionChunk, raw: Buffer, slab: Slab | None, codec: str) -> None:
+    def add(self, chunk: VersionChunk, raw: Buffer, slab: LeasedSlab | None, codec: str) -> None:
         """Give a chunk to the workers; see `EncoderPool.add`."""
         self.workers.add(chunk, partial(self._encoded, chunk.row, raw, codec), slab)
 

@@ -41,7 +41,7 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.diff import rows_in_earlier
 from tierstate.tiers.base import ObjectWriter, Range, Tier
-from tierstate.tiers.memory.arena import Slab
+from tierstate.tiers.memory.arena import LeasedSlab
 
 AGAIN = "the next save writes its leaves again"
 """The end of error messages about damaged files."""
@@ -177,7 +177,7 @@ class ChunkRun(NamedTuple):
 
     buffer: Buffer
     at: Array
-    slab: Slab | None = None
+    slab: LeasedSlab | None = None
 
 
 class LeafFile:
@@ -282,7 +282,7 @@ class LeafFile:
         if gathered := bytearray().join(pieces):
             self._append(as_buffer(gathered))
 
-    def _append(self, buffer: Buffer, slab: Slab | None = None) -> None:
+    def _append(self, buffer: Buffer, slab: LeasedSlab | None = None) -> None:
         assert self._writer is not None
         self.at += buffer.numel()
         if slab is None:
@@ -496,7 +496,7 @@ class LeafFiles:
                     unit.file.let_go()
             raise
 
-    def _take(self, rows: Array, digests: Array, at: Array, slab: Slab) -> None:
+    def _take(self, rows: Array, digests: Array, at: Array, slab: LeasedSlab) -> None:
         self._digests[rows] = digests
         changed = rows[~self._earlier.same(rows, digests)]
         for number in np.unique(self._unit[changed]).tolist():
@@ -540,7 +540,7 @@ class LeafFiles:
                     fetch.run(window.tolist(), partial(self._put, unit.file))
                 self._go_on(unit)
 
-    def _put(self, file: LeafFile, row: int, raw: Buffer, slab: Slab | None) -> None:
+    def _put(self, file: LeafFile, row: int, raw: Buffer, slab: LeasedSlab | None) -> None:
         """Write one chunk. If it comes too early, copy it: keeping its slab could be a deadlock with the next read."""
         index = int(self._index[row])
         at = np.zeros(1, "i8")

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from tierstate.engine.placement import (
     CadenceCount,
@@ -25,6 +25,7 @@ from tierstate.engine.placement import (
     rule_warnings,
 )
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.version import Head
@@ -59,6 +60,20 @@ NO_LEAF = "no rule sends a leaf there"
 
 INTERRUPT_GRACE = 5.0
 """Seconds that `close` waits for the threads to end after it was interrupted."""
+
+
+class PlannedRows(Protocol):
+    """What jobs need to know of a save before its bytes come; a `CapturePlan`, or what another process hands over.
+
+    Attributes:
+        leaves: the version's leaves.
+    """
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]: ...
+
+    def row_leaves(self, chunk: int) -> Array:
+        """``(chunks,)``: the leaf of each chunk."""
 
 
 class _Hurry(NamedTuple):
@@ -141,7 +156,7 @@ class SavePipeline:
             return save_state
         self._arena.prepare(plan.total)
         final = [plan.without_memory()]  # the plan that is captured in the end: a snapshot may replace it
-        work = CaptureJob(save_state, plan, self._jobs(save_state, plan, names, routes, lambda: final[0].stages()))
+        work = self._capture_job(save_state, plan, names, routes, lambda: final[0].stages())
         try:
             if self._on_device:
                 work = take_snapshot(work)
@@ -158,6 +173,17 @@ class SavePipeline:
             save_state.captured.exception()
             raise
         return save_state
+
+    def _capture_job(
+        self,
+        save_state: SaveState,
+        plan: CapturePlan,
+        names: Sequence[str],
+        routes: Mapping[str, Route],
+        stages: Stages,
+    ) -> CaptureJob:
+        """What the capture thread does for a save. Arguments as for `_jobs`."""
+        return CaptureJob(save_state, plan, self._jobs(save_state, plan, names, routes, stages))
 
     def _check_rules(self, leaves: Sequence[Leaf]) -> None:
         """At the first save, warn of rules that do nothing for this state. ``leaves``: of the whole state."""
@@ -250,11 +276,15 @@ class SavePipeline:
             for name in self._tier_runs:
                 if (last := self._last_of(name)) is not None:
                     self._history.arrived(name, PendingVersion(-1, *last))
-            self._cascade.make_queues(head.seq)
+            self._make_queues(head.seq)
             capturing = CaptureThread(self._arena, self._end_queues, self.rank)
             capturing.parent = self._parent
             self._capturing = capturing
         return self._run_threads(self._capturing)
+
+    def _make_queues(self, seq: int) -> None:
+        """Make the tiers' queues, before the first version of this process, which has this number."""
+        self._cascade.make_queues(seq)
 
     def _run_threads(self, capturing: CaptureThread) -> CaptureThread:
         """Start all threads that do not run yet; not once and for all, since that may have been interrupted."""
@@ -311,7 +341,7 @@ class SavePipeline:
     def _jobs(
         self,
         save_state: SaveState,
-        plan: CapturePlan,
+        plan: PlannedRows,
         names: Sequence[str],
         routes: Mapping[str, Route],
         stages: Stages,
@@ -403,6 +433,11 @@ class SavePipeline:
     def coming(self, tier: str) -> set[int]:
         """Numbers of the versions being written to a tier or waiting for it: garbage collection keeps their packs."""
         return self._saves.wanted(tier) | (self.queues[tier].wanted() if self.queues else set())
+
+    def hold(self, seq: int, *, end: bool) -> None:
+        """Keep a version in every tier, however many newer ones there are, until this is called again with ``end``."""
+        for tier_run in self._tier_runs.values():
+            (tier_run.held.discard if end else tier_run.held.add)(seq)
 
     def failures(self) -> list[tuple[SaveState, str, BaseException]]:
         """The failures that were not reported yet: save, tier, error. They count as reported from now on."""

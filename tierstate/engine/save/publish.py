@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -43,7 +44,7 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version, copy_stages
 from tierstate.manifest.history.log import RACE_RETRIES
 from tierstate.tiers.latch import Latch
-from tierstate.tiers.memory.arena import Arena, Slab
+from tierstate.tiers.memory.arena import Arena, LeasedSlab
 
 from .backlog import PendingVersion
 from .encode import ChunkEncoder, DeltaBases, VersionChunk
@@ -201,7 +202,7 @@ class TierWrite:
         key, at = self._packs.add_run(batch.slab.buffer[first:last], rows, batch.slab.release)
         self._draft.put_run(batch.rows[run], key, offset + at, nbytes, RAW)
 
-    def write(self, row: int, raw: Buffer, digest: bytes, slab: Slab | None) -> None:
+    def write(self, row: int, raw: Buffer, digest: bytes, slab: LeasedSlab | None) -> None:
         """Write one chunk to a pack, unless this save has written the same bytes already.
 
         Args:
@@ -209,7 +210,7 @@ class TierWrite:
         """
         self._write(row, raw, digest, slab, self._coding.codec(row, raw))
 
-    def _write(self, row: int, raw: Buffer, digest: bytes, slab: Slab | None, codec: str) -> None:
+    def _write(self, row: int, raw: Buffer, digest: bytes, slab: LeasedSlab | None, codec: str) -> None:
         first = self._written.setdefault(digest, row)
         if first != row:
             self._twins.append((np.array([row]), np.array([first])))
@@ -222,7 +223,7 @@ class TierWrite:
             slab.lease()
         self._put(chunk, Encoded(RAW, raw), slab)
 
-    def _put(self, chunk: VersionChunk, encoded: Encoded, slab: Slab | None = None) -> None:
+    def _put(self, chunk: VersionChunk, encoded: Encoded, slab: LeasedSlab | None = None) -> None:
         """Append a chunk to the open pack. Its slab is released when the tier has written it.
 
         Memory outside slabs gets a release callback that does nothing, so that the tier need not copy it or wait.
@@ -416,7 +417,19 @@ class UnchangedChunks(NamedTuple):
     digests: Array
 
 
-class DirectJob:
+class SlabReceiver(ABC):
+    """Takes the slabs of a capture while it still runs: a `DirectJob`, or what hands them over to another process."""
+
+    @abstractmethod
+    def feed(self, item: SlabChunks | UnchangedChunks | Version | BaseException) -> None:
+        """Add the next slab, with a lease that the receiver releases; at the end the version, or the error."""
+
+    @abstractmethod
+    def needless(self, digests: Array) -> Array:
+        """``(chunks,)`` of bool: the rows that need not be copied if these, ``(chunks, 2)``, are their digests."""
+
+
+class DirectJob(SlabReceiver):
     """Publishes a save to one tier from the slabs of its capture, while the capture still runs."""
 
     def __init__(self, save_state: SaveState, publication: TierWrite) -> None:
@@ -436,8 +449,10 @@ class DirectJob:
         return self.publication.committed
 
     def feed(self, item: SlabChunks | UnchangedChunks | Version | BaseException) -> None:
-        """Add the next slab, with a lease that this job releases; at the end the version, or the capture's error."""
         self._queue.put(item)
+
+    def needless(self, digests: Array) -> Array:
+        return self.publication.needless(digests)
 
     def run(self) -> Record:
         """Write slab by slab, then commit. After a failure still releases slabs, so that the capture need not wait."""

@@ -1,0 +1,110 @@
+"""Agents of a test's own: their sockets are in a folder of the test, and all are ended after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tierstate as ts
+from tierstate.agent.launch import agents_of_user, ask_agent
+from tierstate.manifest.errors import TierstateError
+
+PATIENCE = 90.0
+
+
+@contextmanager
+def own_agents(folder: Path) -> Iterator[Path]:
+    """Agents that this process and its children start in the block have their sockets in a folder."""
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    folder.mkdir(exist_ok=True)
+    os.environ["XDG_RUNTIME_DIR"] = str(folder)
+    try:
+        yield folder
+    finally:
+        for agent in statuses():
+            with suppress(ProcessLookupError):
+                os.kill(agent["pid"], signal.SIGKILL)
+        os.environ.pop("XDG_RUNTIME_DIR")
+        if before is not None:
+            os.environ["XDG_RUNTIME_DIR"] = before
+
+
+def statuses() -> list[dict[str, Any]]:
+    """What each agent says of itself."""
+    found = []
+    for path in agents_of_user():
+        with suppress(TierstateError):
+            found.append(dict(ask_agent(path, "status").head["status"]))
+    return found
+
+
+def policy_text(place: Path, *, slow: str = "", agent: str = "mode: required, idle: 60s, memory: 256MiB") -> str:
+    """Two tiers: a fast one, and a slow one that gets everything later."""
+    limit = f", bandwidth: {slow}" if slow else ""
+    return (
+        "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\n"
+        f"agent: {{{agent}}}\n"
+        "tiers:\n"
+        f'  fast: {{type: nvme, path: "{place}/fast"}}\n'
+        f'  slow: {{type: nvme, path: "{place}/slow"{limit}}}\n'
+    )
+
+
+def policy(place: Path, **options: Any) -> ts.Policy:
+    """The policy of `policy_text`."""
+    return ts.Policy.parse(policy_text(place, **options))
+
+
+def without_agent(place: Path, *tiers: str) -> ts.Policy:
+    """A policy with these tiers alone, which reads what is there without an agent."""
+    lines = [f'  {name}: {{type: nvme, path: "{place}/{name}"}}' for name in tiers]
+    return ts.Policy.parse("\n".join(["version: 1", "chunk: 64KiB", "arena: {size: 4MiB}", "tiers:", *lines]))
+
+
+def state_of(step: int, mib: float = 1.0) -> dict[str, Any]:
+    """A state that differs from step to step; one tensor does not."""
+    generator = torch.Generator().manual_seed(step)
+    n = int(mib * (1 << 18))
+    return {
+        "w": torch.randn(n, generator=generator),
+        "frozen": torch.arange(1 << 16, dtype=torch.float32),
+        "small": [torch.full((7,), float(step)), step, "text"],
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two such states are equal to the bit."""
+    return (
+        torch.equal(one["w"], other["w"])
+        and torch.equal(one["frozen"], other["frozen"])
+        and torch.equal(one["small"][0], other["small"][0])
+        and one["small"][1:] == other["small"][1:]
+    )
+
+
+def wait_until(done: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    """Wait until this returns something true."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.2)
+
+
+def steps_in(place: Path, tier: str, run: str = "run") -> list[int]:
+    """The steps whose versions a tier has, read by a Checkpointer without an agent."""
+    with ts.Checkpointer(without_agent(place, tier), run) as ckpt:
+        return [info.step for info in ckpt.versions()]
+
+
+def load(place: Path, tier: str, step: int, run: str = "run") -> dict[str, Any]:
+    """A version from one tier alone."""
+    with ts.Checkpointer(without_agent(place, tier), run) as ckpt:
+        found: dict[str, Any] = ckpt.load(step=step)
+        return found

@@ -1,0 +1,493 @@
+"""The save pipeline of a trainer that has an agent: it captures, and hands over what it has captured.
+
+Without an agent, before it is there and after it is lost, the same saves go the way of `SavePipeline`, in this process.
+A save is captured once the agent has all of it: from then on it reaches its tiers, whether this process lives or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tierstate.engine.info import TierStats
+from tierstate.engine.placement import Route
+from tierstate.engine.save.backlog import PendingVersion
+from tierstate.engine.save.capture import CaptureJob
+from tierstate.engine.save.pipeline import DRAIN_INTERVAL, OnDrain, SavePipeline
+from tierstate.engine.save.plan import CapturePlan
+from tierstate.engine.save.publish import DirectJob, Job, Stages
+from tierstate.engine.save.save_state import SaveState
+from tierstate.engine.save.tier_queue import TierQueue
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.errors import PolicyError, TierstateError, TierUnavailable
+from tierstate.manifest.format.version import Head, Version
+from tierstate.tiers.concurrency import start_thread
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.policy import Policy, wrap_policy_tier
+from tierstate.tiers.wrappers.measure import OperationStats
+
+from .handover import AgentLink, HandOver
+from .launch import agent_name, greet, policy_text, socket_path, start_agent
+from .memory_tier import AgentMemory
+from .messages import ConnectionLost, Message, MessageSocket, decode_error
+from .received import MEMORY, with_memory
+
+log = logging.getLogger("tierstate")
+
+
+TRY_AGAIN = 30.0
+"""Seconds after a loss, or a failed start, until an agent is looked for again."""
+
+
+class AgentPipeline(SavePipeline):
+    """Saves by way of the host's agent, or in this process where there is none.
+
+    Args:
+        policy: the tiers, the rules, and ``agent``.
+        run: the name of the run.
+        tier_runs: the run in each tier, for saves in this process.
+        arena: slabs in shared memory.
+
+    Raises:
+        PolicyError: the policy says ``agent: {mode: required}`` and cannot be handed to another process.
+        TierstateError: it says so, and no agent can be had.
+    """
+
+    def __init__(self, policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> None:
+        super().__init__(policy, tier_runs, arena)
+        self._run_name = run
+        self._link: AgentLink | None = None
+        self._memory: TierRun | None = None
+        self._structure: Version | None = None
+        self._sent_structure: Version | None = None
+        self._plan: CapturePlan | None = None
+        self._handed: dict[int, HandOver] = {}
+        self._changing = threading.RLock()
+        self._starting: threading.Thread | None = None
+        self._try_at = 0.0
+        self._path = socket_path(agent_name(policy_text(policy), os.environ))
+        self._connect_or_start(wait=policy.agent.mode == "required")
+
+    # The connection
+
+    @property
+    def agent(self) -> int | None:
+        """Process number of the agent that publishes the saves; None where this process does."""
+        return None if self._link is None else self._link.pid
+
+    @property
+    def memory(self) -> TierRun | None:
+        """The run in the agent's memory; None without an agent."""
+        return None if self._link is None else self._memory
+
+    def _connect_or_start(self, *, wait: bool = False) -> None:
+        """Connect to the agent, if it is there; else start one.
+
+        Args:
+            wait: return when there is one, and raise if there cannot be; training that has begun never waits.
+        """
+        try:
+            self._connect()
+        except ConnectionLost:
+            if wait:
+                start_agent(self._policy, self._path)
+                self._connect()
+            else:
+                self._start_in_background()
+        except TierstateError as error:
+            if wait:
+                raise
+            self._try_at = time.monotonic() + TRY_AGAIN
+            log.warning("saves are published by this process, since the agent refuses it: %s", error)
+
+    def _start_in_background(self) -> None:
+        self._starting = threading.Thread(target=self._start_beside, name="tierstate-agent-start", daemon=True)
+        start_thread(self._starting)
+
+    def _start_beside(self) -> None:
+        try:
+            start_agent(self._policy, self._path)
+            self._try_at = 0.0
+        except TierstateError as error:
+            self._try_at = time.monotonic() + TRY_AGAIN
+            log.warning("saves are published by this process: %s", error)
+
+    def _connect(self) -> None:
+        """Raises ConnectionLost if there is no agent, and what it says if it refuses."""
+        shared = self._arena.shared
+        if shared is None:
+            raise PolicyError("an agent needs slabs in shared memory")
+        keep = {tier.name: tier.keep.model_dump(mode="json", exclude_none=True) for tier in self._policy.tiers}
+        hello = {"kind": "save", "run": self._run_name, "slab_size": self._arena.slab_size, "keep": keep}
+        self._replace_other_version()
+        wire, answer = greet(self._path, hello, (shared.descriptor,))
+        link = AgentLink(wire, self._arena, self._event, self._on_lost, int(answer.head["pid"]))
+        spec = with_memory(self._policy, 1).tiers[0]
+        reader = AgentMemory(self._connect_memory)
+        tier = wrap_policy_tier(spec, reader)
+        tier.name = reader.name = MEMORY
+        with self._changing:
+            self._end_here()
+            self._sent_structure = None
+            self._memory = TierRun(tier, self._run_name)
+            self._link = link
+        link.start()
+        log.info("run %s: saves are published by the agent, process %d", self._run_name, link.pid)
+
+    def _connect_memory(self) -> MessageSocket:
+        return greet(self._path, {"kind": "read"})[0]
+
+    def _replace_other_version(self) -> None:
+        """An agent of another version of this package gives its place up, and ends when it is done."""
+        try:
+            greet(self._path, {"kind": "status"})[0].close()
+        except ConnectionLost:
+            raise
+        except TierstateError as error:
+            log.warning("%s; it publishes what it has, and a new one takes its place", error)
+            greet(self._path, {"kind": "retire"})[0].close()
+            raise ConnectionLost("the agent of another version has given its place up") from None
+
+    def _look_for_agent(self) -> None:
+        """Between two saves: hand the next ones over, if an agent is there by now and nothing is under way here."""
+        if self._link is not None or time.monotonic() < self._try_at or not self._is_quiet():
+            return
+        if self._starting is not None and self._starting.is_alive():
+            return
+        self._try_at = time.monotonic() + TRY_AGAIN
+        self._connect_or_start()
+
+    def _is_quiet(self) -> bool:
+        return all(state.settled() for state in self._saves.save_states()) and not any(
+            queue.outstanding() for queue in self.queues.values()
+        )
+
+    def _drop_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.tier.close()
+
+    # Saves
+
+    def submit(self, plan: CapturePlan, head: Head) -> SaveState:
+        self._look_for_agent()
+        return super().submit(plan, head)
+
+    def _make_queues(self, seq: int) -> None:
+        if self._link is None:
+            super()._make_queues(seq)
+
+    def _start(self, head: Head) -> Any:
+        capturing = super()._start(head)
+        if self._link is None and not self.queues:
+            self._begin_here(head.seq)
+        return capturing
+
+    def _begin_here(self, seq: int) -> None:
+        """This process publishes from now on."""
+        for tier_run in self._tier_runs.values():
+            tier_run.look_again()  # the agent has changed the tiers
+        super()._make_queues(seq)
+        for queue in self.queues.values():
+            queue.start()
+
+    def _end_here(self) -> None:
+        """The agent publishes from now on; nothing is under way here. New queues look for what it leaves behind."""
+        for queue in self.queues.values():
+            queue.end()
+            queue.join(None)
+        self._cascade.queues = {}
+
+    def _capture_job(
+        self,
+        save_state: SaveState,
+        plan: CapturePlan,
+        names: Sequence[str],
+        routes: Mapping[str, Route],
+        stages: Stages,
+    ) -> CaptureJob:
+        link = self._link
+        if link is None:
+            return super()._capture_job(save_state, plan, names, routes, stages)
+        handover = HandOver(link, save_state)
+        with self._changing:
+            self._handed = {seq: h for seq, h in self._handed.items() if not self._forget(h)}
+            self._handed[save_state.head.seq] = handover
+        self._send_begin(link, save_state, plan, stages)
+        return CaptureJob(save_state, plan, [], handed_over=handover)
+
+    @staticmethod
+    def _forget(handover: HandOver) -> bool:
+        if settled := handover.save_state.settled():
+            handover.forget()
+        return settled
+
+    def _send_begin(self, link: AgentLink, save_state: SaveState, plan: CapturePlan, stages: Stages) -> None:
+        head: dict[str, Any] = {"kind": "begin", "head": save_state.head.encode(), "tiers": list(save_state.tiers)}
+        structure, blobs = self._structure_of(save_state.head, plan), []
+        if structure is not self._sent_structure:
+            head["structure"] = True
+            blobs.append(structure.data)
+            self._sent_structure = structure
+        if any(tier.format != "native" for tier in self._policy.tiers):
+            head["stages"] = True
+            blobs.append(np.ascontiguousarray(stages(), "i8").tobytes())
+        link.send(head, *blobs)
+
+    def _structure_of(self, head: Head, plan: CapturePlan) -> Version:
+        """The leaves and shards of a plan, as a version without digests."""
+        last, known = self._plan, self._structure
+        alike = last is not None and last.leaves is plan.leaves and last.boxes is plan.boxes
+        if known is None or not (alike and known.head.chunk == head.chunk):
+            none = np.zeros((int(plan.counts(head.chunk).sum()), 2), "<u8")
+            known = Version.build(head, plan.leaves, plan.shards(), none)
+        self._plan, self._structure = plan.without_memory(), known
+        return known
+
+    # Events
+
+    def _event(self, message: Message) -> None:
+        head = message.head
+        if message.kind == "brought":
+            due = PendingVersion(int(head["seq"]), int(head["step"]), float(head["time"]))
+            self.arrived(str(head["tier"]), due)
+            self.brought(str(head["tier"]), due)
+            return
+        handover = self._handed.get(int(head["seq"]))
+        if handover is None:
+            return
+        if message.kind == "captured":
+            handover.save_state.version = str(head["id"])
+            handover.accepted.set()
+        elif (name := str(head["tier"])) in handover.save_state.tiers:
+            self._settle(message.kind, name, handover.save_state, head)
+
+    def _settle(self, kind: str, name: str, save_state: SaveState, head: Mapping[str, Any]) -> None:
+        if save_state.tiers[name].done():
+            return
+        if kind == "committed":
+            self.arrived(name, PendingVersion.of(save_state.head, save_state.nbytes))
+            save_state.measured(name)
+            save_state.committed(name)
+        elif kind == "failed":
+            error = decode_error(head["error"])
+            self.failed(name, save_state, error)
+            save_state.failed(name, error)
+        elif kind == "left_out":
+            save_state.leave_out(name, str(head["why"]))
+
+    def brought(self, name: str, due: PendingVersion) -> None:
+        super().brought(name, due)
+        save_state = self._saves.find(due.seq)
+        if save_state is not None and name in save_state.tiers and not save_state.tiers[name].done():
+            save_state.committed(name)
+
+    # The loss of the agent
+
+    def _on_lost(self) -> None:
+        """Publish in this process what the agent had, and had not made durable."""
+        with self._changing:
+            link, self._link = self._link, None
+            if link is None:
+                return
+            self._drop_memory()
+            self._try_at = time.monotonic() + TRY_AGAIN
+            handed = [h for _, h in sorted(self._handed.items()) if not h.save_state.settled()]
+            self._handed.clear()
+            try:
+                if handed or self.queues:
+                    self._begin_here(self._first_after(handed))
+                for handover in handed:
+                    self._take_back(handover)
+            except BaseException as error:
+                log.exception("saves that the agent had cannot be published")
+                for handover in handed:
+                    self._fail_all(handover.save_state, error)
+            finally:
+                link.release_orphans()
+
+    def _first_after(self, handed: Sequence[HandOver]) -> int:
+        """The number from which versions are of this process's queues: all before are looked for in faster tiers."""
+        return handed[0].seq if handed else self._seq + 1
+
+    def _is_durable(self, save_state: SaveState) -> bool:
+        return any(save_state.done(n) for n in save_state.tiers if self._tier_runs[n].tier.traits.persistent)
+
+    def _take_back(self, handover: HandOver) -> None:
+        save_state, plan = handover.save_state, self._plan
+        self._find_committed(handover)
+        names = [name for name in save_state.tiers if not save_state.tiers[name].done()]
+        if not names:
+            handover.take_back([])
+        elif plan is None:
+            self._fail_all(save_state, TierUnavailable("the agent was lost"))
+            handover.take_back([])
+        else:
+            jobs = self._jobs_left(save_state, plan, names)
+            for queue, job in jobs:
+                queue.put(job)
+            handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
+        handover.accepted.set()
+
+    def _jobs_left(self, save_state: SaveState, plan: CapturePlan, names: Sequence[str]) -> list[tuple[TierQueue, Job]]:
+        """The jobs for the tiers that lack a save: copies from a tier that has it, or else from its slabs."""
+        if self._is_durable(save_state):
+            due = PendingVersion.of(save_state.head, save_state.nbytes)
+            return [(self.queues[name], self._cascade.copy(name, due, save_state)) for name in names]
+        return self._jobs(save_state, plan, names, self._routes.of(plan.leaves), plan.stages)
+
+    def _find_committed(self, handover: HandOver) -> None:
+        """What the agent has committed in its last moment, without telling."""
+        save_state, version = handover.save_state, handover.version
+        for name, done in save_state.tiers.items():
+            if version is None or done.done():
+                continue
+            try:
+                if self._tier_runs[name].record(version.head.seq).version.id == version.id:
+                    self._settle("committed", name, save_state, {})
+            except TierstateError as error:
+                log.debug("%s: version %d: %s", name, version.head.seq, error)
+
+    @staticmethod
+    def _fail_all(save_state: SaveState, error: BaseException) -> None:
+        for name, done in save_state.tiers.items():
+            if not done.done():
+                save_state.failed(name, error)
+
+    # What the agent is asked
+
+    def pinned(self, tier: str) -> Mapping[int, str]:
+        if (found := self._ask("pinned", tier=tier)) is None:
+            return super().pinned(tier)
+        return {int(seq): str(why) for seq, why in found}
+
+    def coming(self, tier: str) -> set[int]:
+        found = self._ask("coming", tier=tier)
+        return super().coming(tier) | {int(seq) for seq in found or ()}
+
+    def tier_stats(self, name: str) -> TierStats | None:
+        """The counters of a tier in the agent; None without one."""
+        if (found := self._ask("stats", tier=name)) is None:
+            return None
+        known = {k: v for k, v in found.items() if k in TierStats.__dataclass_fields__}
+        known["held"] = {int(seq): why for seq, why in known["held"]}
+        known["seconds"] = tuple(known["seconds"])
+        known["operations"] = {k: OperationStats(**v) for k, v in known["operations"].items()}
+        return TierStats(**{**known, "durable_lag": None})
+
+    def hold(self, seq: int, *, end: bool) -> None:
+        """Keep a version in every tier until this is called again with ``end``."""
+        super().hold(seq, end=end)
+        if (link := self._link) is not None:
+            link.send({"kind": "hold", "seq": seq, "end": end})
+
+    def _ask(self, what: str, **values: Any) -> Any:
+        link = self._link
+        answer = None if link is None else link.ask(what, **values)
+        return None if answer is None else answer.head["answer"]
+
+    # The end
+
+    def hurry(self, end: float) -> None:
+        if (link := self._link) is None:
+            super().hurry(end)
+        else:
+            self._end = end
+            link.send({"kind": "hurry", "seconds": max(0.0, end - time.monotonic())})
+
+    def unfinished(self) -> str:
+        """With an agent: the saves that it has not got yet; it goes on with all others when this process ends."""
+        if self._link is None:
+            return super().unfinished()
+        states = self._saves.save_states()
+        return ", ".join(f"step {s.head.step} to the agent" for s in states if not s.captured.done())
+
+    def left_behind(self) -> str:
+        if (found := self._ask("unfinished")) is None:
+            return super().left_behind()
+        return f"the agent goes on with {', '.join(found)}" if found else ""
+
+    def close(self, timeout: float | None = None, watch: OnDrain | None = None) -> str:
+        """As `SavePipeline.close`. If time runs out, the agent goes on with what it has, which is no error."""
+        link, capturing = self._link, self._capturing
+        if link is None or os.getpid() != self._pid:
+            return super().close(timeout, watch)
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        if capturing is not None:
+            self._run_threads(capturing).end()
+            while not capturing.join(DRAIN_INTERVAL) and min(end, self._end) > time.monotonic():
+                pass
+        if self._wait_settled(link, end, watch):
+            text = ", ".join(self._ask("unfinished") or ())
+            if text:
+                log.info("closed; the agent goes on with %s", text)
+            with self._changing:
+                self._link, self._capturing = None, None
+            self._drop_memory()
+            link.close()
+            return ""
+        with self._changing:  # the agent was lost meanwhile, and its saves have been taken back
+            self._end_queues()
+        return super().close(None if end == math.inf else max(0.0, end - time.monotonic()), watch)
+
+    def _wait_settled(self, link: AgentLink, end: float, watch: OnDrain | None) -> bool:
+        """Wait until every tier has all saves, or time is over. Returns whether the agent lives."""
+        while not link.over.is_set() and min(end, self._end) > time.monotonic():
+            waiting = [s for s in self._saves.save_states() if not s.settled()]
+            if not waiting:
+                break
+            if watch is not None:
+                names = {name: 0 for name in self._tier_runs}
+                for state in waiting:
+                    names |= {n: names[n] + state.nbytes for n, done in state.tiers.items() if not done.done()}
+                watch(names)
+            waiting[0].captured.exception() if not waiting[0].captured.done() else link.over.wait(DRAIN_INTERVAL)
+        return not link.over.is_set()
+
+    def stop(self) -> None:
+        if (link := self._link) is not None and os.getpid() == self._pid:
+            self._saves.cancel()
+            self._arena.wake()
+            if self._capturing is not None:
+                self._run_threads(self._capturing).end()
+                self._capturing.join(5.0)
+                self._capturing = None
+            self._link = None
+            self._drop_memory()
+            link.close()
+        super().stop()
+
+
+def pipeline_of(policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> SavePipeline:
+    """The pipeline that a policy asks for: with an agent or without.
+
+    Raises:
+        PolicyError, TierstateError: as `AgentPipeline`.
+    """
+    if policy.agent.mode == "off":
+        return SavePipeline(policy, tier_runs, arena)
+    why = agent_refusal(tier_runs)
+    try:
+        if why:
+            raise PolicyError(why)
+        return AgentPipeline(policy, run, tier_runs, arena)
+    except TierstateError as error:
+        if policy.agent.mode == "required":
+            raise
+        log.warning("saves are published by this process, without an agent: %s", error)
+        return SavePipeline(policy, tier_runs, arena)
+
+
+def agent_refusal(tier_runs: Sequence[TierRun]) -> str:
+    """Why these tiers cannot be an agent's; empty if they can."""
+    for tier_run in tier_runs:
+        if tier_run.gpu is not None:
+            return f"tiers.{tier_run.name}: an agent cannot keep what lies in this process's device memory"
+    return ""

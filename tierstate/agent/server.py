@@ -1,0 +1,305 @@
+"""The agent's process: takes in what the trainers of a user and a policy capture on this host, and publishes it.
+
+    python -m tierstate.agent.server SOCKET < POLICY
+
+The command returns as soon as the agent listens; the agent goes on as a daemon. It ends when no trainer is connected,
+nothing is left to publish, and nobody has used it for the policy's ``agent: idle``. Its log is beside the socket.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from tierstate.manifest.errors import TierstateError
+from tierstate.tiers.connections.distribution import short_path, user_of
+from tierstate.tiers.libc import libc
+
+LOG, LOCK = ".log", ".lock"
+
+log = logging.getLogger("tierstate")
+
+
+_IOPRIO_SET, _IDLE_CLASS = 251, 3 << 13
+"""Number of the system call on x86-64, and the class of I/O that waits for all others."""
+
+
+class Limits(Protocol):
+    """How much of the host an agent may use; part of the policy's ``agent``."""
+
+    @property
+    def nice(self) -> int: ...
+
+    @property
+    def ionice(self) -> str: ...
+
+    @property
+    def cpus(self) -> str | None: ...
+
+
+def limit_this_process(limits: Limits) -> None:
+    """Lower the priority of this process, and bind it to CPUs, as the policy says."""
+    if limits.nice:
+        os.nice(limits.nice)
+    if limits.ionice == "idle" and libc().syscall(_IOPRIO_SET, 1, 0, _IDLE_CLASS) != 0:
+        log.warning("the priority of transfers could not be lowered (ionice: idle)")
+    if limits.cpus:
+        os.sched_setaffinity(0, cpu_numbers(limits.cpus))
+
+
+def cpu_numbers(text: str) -> set[int]:
+    """The CPUs that a text names, as in ``0-3,8``."""
+    parts = (part.partition("-") for part in text.split(","))
+    return {n for first, _, last in parts for n in range(int(first), int(last or first) + 1)}
+
+
+class Agent:
+    """The agent of one policy.
+
+    Args:
+        text: the policy.
+        path: of the socket.
+        listener: the listening socket.
+
+    Attributes:
+        policy, memory: as `SessionOwner` has them.
+    """
+
+    def __init__(self, text: str, path: Path, listener: socket.socket) -> None:
+        # Imported after the fork, which is then quick; and they are most of the time that a start takes.
+        from tierstate.tiers.memory.arena import PAGE
+        from tierstate.tiers.policy.policy import Policy
+
+        from .store import VersionsInMemory, memory_limit
+
+        self.policy = Policy.parse(text, "<policy of the agent>")
+        limit_this_process(self.policy.agent)
+        slab_size = -(-self.policy.chunk // PAGE) * PAGE
+        self.memory = VersionsInMemory(memory_limit(self.policy.agent.memory), slab_size)
+        self._path, self._listener = path, listener
+        self._begun = self._used = time.monotonic()
+        self._lock = threading.Lock()
+        self._sessions: list[Any] = []
+        self._connections = 0
+        self._stopping = self._retired = False
+
+    def stop(self) -> None:
+        """End when everything that was handed over is published; trainers go on by themselves."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serve until the agent is not needed any more."""
+        # A scheduler that ends a job sends this to all its processes; what they have captured still has to arrive.
+        signal.signal(signal.SIGTERM, lambda _number, _frame: self.stop())
+        ready = select.poll()
+        ready.register(self._listener, select.POLLIN)
+        while not self._may_end():
+            if not self._retired and ready.poll(200):
+                with suppress(OSError):
+                    wire, _ = self._listener.accept()
+                    threading.Thread(target=self._greet, args=(wire,), daemon=True, name="tierstate-agent").start()
+            elif self._retired:
+                time.sleep(0.2)
+            if self._stopping:
+                self._end_sessions()
+
+    def _end_sessions(self) -> None:
+        """Let go of trainers of which everything is published."""
+        with self._lock:
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.end_if_done()
+
+    def progressed(self) -> None:
+        """Something was done for a trainer."""
+        self._used = time.monotonic()
+
+    def may_give_up(self) -> bool:
+        """Whether nothing has arrived for so long that the rest is left to the next process."""
+        return time.monotonic() - self._used > self.policy.agent.idle
+
+    def _may_end(self) -> bool:
+        with self._lock:
+            busy = bool(self._sessions)
+        if busy:
+            return False
+        return self._stopping or self._retired or self.may_give_up()
+
+    def _greet(self, wire: socket.socket) -> None:
+        from .messages import ConnectionLost, MessageSocket
+
+        if user_of(wire) != os.geteuid():
+            log.warning("a process of user %d was refused", user_of(wire))
+            wire.close()
+            return
+        link = MessageSocket(wire)
+        try:
+            link.limit(10.0)
+            hello = link.receive()
+            link.limit(0.0)
+            self.progressed()
+            self._serve(link, hello)
+        except ConnectionLost as error:
+            log.info("a connection has ended: %s", error)
+        except Exception:
+            log.exception("a connection was given up")
+        finally:
+            link.close()
+            self.progressed()
+
+    def _serve(self, link: Any, hello: Any) -> None:
+        from .launch import agent_version
+        from .memory_tier import serve_memory
+        from .messages import encode_error
+
+        said = str(hello.head.get("version"))
+        if hello.kind == "retire":
+            self._retire(said)
+            link.send({"kind": "retired", "pid": os.getpid()})
+        elif said != agent_version():
+            error = TierstateError(f"this agent is of tierstate {agent_version()}, and the trainer of {said}")
+            link.send({"kind": "refused", "error": encode_error(error), "version": agent_version()})
+        elif hello.kind == "status":
+            link.send({"kind": "status", "status": self._status()})
+        elif hello.kind == "stop":
+            self.stop()
+            link.send({"kind": "stopping", "status": self._status()})
+        elif hello.kind == "read":
+            link.send({"kind": "ready"})
+            serve_memory(self.memory, link)
+        elif hello.kind == "save":
+            self._session(link, hello)
+
+    def _session(self, link: Any, hello: Any) -> None:
+        from .messages import encode_error
+        from .session import TrainerSession
+
+        try:
+            if self._stopping:
+                raise TierstateError("this agent ends as soon as it has published what it has")
+            session = TrainerSession(self, link, hello)
+        except Exception as error:
+            log.exception("a trainer was refused")
+            link.send({"kind": "refused", "error": encode_error(error)})
+            return
+        with self._lock:
+            self._sessions.append(session)
+        try:
+            session.serve()
+        finally:
+            with self._lock:
+                self._sessions.remove(session)
+
+    def _retire(self, version: str) -> None:
+        """Another agent takes the place of this one, which ends when it has published what it has."""
+        log.warning("an agent of tierstate %s takes the place of this one", version)
+        self._retired = True
+        self._listener.close()
+        with suppress(OSError):
+            os.unlink(self._path)
+
+    def _status(self) -> dict[str, Any]:
+        from .launch import agent_version
+
+        with self._lock:
+            sessions = [session.status() for session in self._sessions]
+        return {
+            "pid": os.getpid(),
+            "version": agent_version(),
+            "socket": str(self._path),
+            "seconds": time.monotonic() - self._begun,
+            "idle": time.monotonic() - self._used,
+            "memory": self.memory.tier.used,
+            "capacity": self.memory.capacity,
+            "tiers": [tier.name for tier in self.policy.tiers],
+            "sessions": sessions,
+        }
+
+
+def listen(path: Path) -> socket.socket | None:
+    """The listening socket at a path; None if an agent listens there already."""
+    lock = os.open(path.with_suffix(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _answers(path):
+            return None
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with short_path(path) as short:
+            listener.bind(short)
+        os.chmod(path, 0o600)
+        listener.listen(64)
+        return listener
+    finally:
+        os.close(lock)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, short_path(path) as short:
+        try:
+            probe.connect(short)
+        except OSError:
+            return False
+        return True
+
+
+def main() -> None:
+    """Start an agent. Returns, with status 0, when it listens; errors before that are printed, with status 1."""
+    path, text = Path(sys.argv[1]), sys.stdin.read()
+    listener = listen(path)
+    if listener is None:
+        return
+    told, tell = os.pipe()
+    if os.fork():
+        listener.close()
+        os.close(tell)
+        _wait_for(told)
+        return
+    os.close(told)
+    _become_daemon(path)
+    try:
+        agent = Agent(text, path, listener)
+    except BaseException as error:
+        os.write(tell, f"{type(error).__name__}: {error}".encode()[:4000])
+        os.unlink(path)
+        raise
+    os.write(tell, b"+")
+    os.close(tell)
+    agent.run()
+    with suppress(OSError):
+        if not agent._retired:
+            os.unlink(path)
+
+
+def _wait_for(told: int) -> None:
+    with os.fdopen(told, "rb") as pipe:
+        said = pipe.read()
+    if said != b"+":
+        print(said.decode(errors="replace") or "it ended at once", file=sys.stderr)
+        sys.exit(1)
+
+
+def _become_daemon(path: Path) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    written = os.open(path.with_suffix(LOG), flags, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(written, descriptor)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+
+if __name__ == "__main__":
+    main()

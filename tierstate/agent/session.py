@@ -1,0 +1,331 @@
+"""One trainer's connection to the agent: takes in what it captures, publishes it, and reports what became of it.
+
+If the trainer dies, what it had handed over whole goes on to every tier; what it had not is given up. The session ends
+when all of that is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from tierstate.engine.info import TierStats
+from tierstate.engine.packs.slab_layout import SlabChunks
+from tierstate.engine.save.plan import retention_of, rule_retention_of
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.arrays import Array
+from tierstate.manifest.errors import FormatError, TierstateError
+from tierstate.manifest.format.version import Head, Version
+from tierstate.manifest.history.log import check_run
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.models import KeepKeys
+from tierstate.tiers.policy.policy import Policy, open_policy_tier, wrap_policy_tier
+
+from .messages import ConnectionLost, Message, MessageSocket, decode_error, encode_error
+from .received import MEMORY, IncomingSave, ReceivingPipeline, trainer_gone, with_memory
+from .shared_slabs import SharedSlabs
+from .store import VersionsInMemory
+
+log = logging.getLogger("tierstate")
+
+
+COPY_SLABS = 8
+"""Slabs for copies from tier to tier."""
+
+
+class SessionOwner(Protocol):
+    """What a session needs of the agent.
+
+    Attributes:
+        policy: the agent's policy.
+        memory: the versions in memory.
+    """
+
+    policy: Policy
+    memory: VersionsInMemory
+
+    def may_give_up(self) -> bool:
+        """Whether versions that do not arrive may be left to the next process: nothing has arrived for long."""
+
+    def progressed(self) -> None:
+        """A version has arrived in a tier."""
+
+
+class TrainerSession:
+    """One trainer.
+
+    Args:
+        agent: the agent.
+        link: the connection, after its greeting.
+        hello: the trainer's greeting: its run, what its tiers keep, and the file of its slabs.
+
+    Attributes:
+        run: the name of the run.
+        pid: the trainer's process.
+        alive: whether the trainer is there.
+
+    Raises:
+        TierstateError: a tier cannot be opened, or the greeting is not valid.
+    """
+
+    def __init__(self, agent: SessionOwner, link: MessageSocket, hello: Message) -> None:
+        self._agent, self._link = agent, link
+        self.run, self.pid = check_run(str(hello.head["run"])), int(hello.head["pid"])
+        self.alive = True
+        self._begun = time.time()
+        self._saves: dict[int, IncomingSave] = {}
+        self._structure: Version | None = None
+        self._outbox: SimpleQueue[tuple[Mapping[str, Any], tuple[bytes, ...]] | None] = SimpleQueue()
+        slab_size = int(hello.head["slab_size"])
+        if slab_size != agent.memory.slabs.slab_size or len(hello.descriptors) != 1:
+            raise FormatError(f"slabs of {slab_size} bytes; right are {agent.memory.slabs.slab_size}, in one file")
+        with ExitStack() as undo:
+            undo.callback(os.close, hello.descriptors[0])
+            self._slabs = SharedSlabs(hello.descriptors[0], slab_size, self._slab_is_back, self._slab_is_kept)
+            undo.pop_all()
+            undo.callback(self._slabs.abandon)
+            self._pipeline = self._open(_with_keeps(agent.policy, hello.head.get("keep", {})), undo)
+            self._undo = undo.pop_all()
+        agent.memory.slabs.add(self._slabs)
+        agent.memory.begin(self.run)
+
+    def _open(self, policy: Policy, undo: ExitStack) -> ReceivingPipeline:
+        policy = with_memory(policy, self._agent.memory.capacity)
+        self._policy = policy
+        arena = Arena(min(policy.arena.size, COPY_SLABS * policy.chunk), policy.chunk)
+        undo.callback(arena.close)
+        tier_runs = []
+        for spec in policy.tiers:
+            if spec.name == MEMORY:
+                tier = wrap_policy_tier(spec, self._agent.memory.tier)
+            else:
+                tier = open_policy_tier(spec, self._agent.memory.slabs)
+                undo.callback(tier.close)
+            tier.name = spec.name
+            tier_runs.append(TierRun(tier, self.run, retention_of(spec), rule_retention_of(policy, spec)))
+        for tier_run in tier_runs:
+            tier_run.beside, tier_run.identity.beside = tier_runs, [one.identity for one in tier_runs]
+            tier_run.identity.required = policy.tier(tier_run.name).initialized
+        self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
+        return ReceivingPipeline(policy, tier_runs, arena, self._tell)
+
+    def serve(self) -> None:
+        """Take in saves until the trainer is gone; then publish what it has handed over, and close the tiers."""
+        sender = threading.Thread(target=self._send_all, name="tierstate-agent-send", daemon=True)
+        sender.start()
+        watcher = threading.Thread(target=self._watch, name="tierstate-agent-watch", daemon=True)
+        watcher.start()
+        try:
+            self._tell({"kind": "ready", "pid": os.getpid()})
+            self._take_all()
+        finally:
+            self.alive = False
+            self._link.shut()
+            self._slabs.abandon()
+            for save in self._saves.values():
+                save.lost(trainer_gone())
+            self._finish()
+            self._outbox.put(None)
+            sender.join()
+
+    def end_if_done(self) -> None:
+        """End the connection if everything that was handed over is published: the trainer goes on by itself."""
+        if self.alive and not self._pipeline.under_way():
+            self._link.shut()
+
+    def _take_all(self) -> None:
+        while True:
+            try:
+                message = self._link.receive()
+            except ConnectionLost as error:
+                log.info("run %s: process %d: %s", self.run, self.pid, error)
+                return
+            try:
+                if self._take(message):
+                    return
+            except Exception as error:
+                # Whatever is wrong with one message: the trainer goes on without this agent.
+                log.exception("run %s: a %s of process %d", self.run, message.kind, self.pid)
+                self._tell({"kind": "fatal", "error": encode_error(error)})
+                return
+
+    def _finish(self) -> None:
+        try:
+            if owed := self._pipeline.deliver(self._agent.may_give_up):
+                log.warning("run %s: still owed: %s", self.run, owed)
+        except BaseException as error:
+            log.error("run %s: %s", self.run, error)
+        finally:
+            self._undo.close()
+            self._agent.memory.end(self.run)
+            log.info("run %s: all that process %d handed over is published", self.run, self.pid)
+
+    def _watch(self) -> None:
+        """Notice the end of the trainer also where a child of it has the socket too."""
+        with suppress(OSError):
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                ending = select.poll()
+                ending.register(descriptor, select.POLLIN)
+                while self.alive and not ending.poll(1000):
+                    pass
+            finally:
+                os.close(descriptor)
+            self._link.shut()
+
+    # What is sent
+
+    def _tell(self, event: Mapping[str, Any], *blobs: bytes) -> None:
+        if event["kind"] in ("committed", "brought"):
+            self._agent.progressed()
+        self._outbox.put((event, blobs))
+
+    def _send_all(self) -> None:
+        while (one := self._outbox.get()) is not None:
+            if self.alive:
+                try:
+                    self._link.send(*one)
+                except (ConnectionLost, OSError) as error:
+                    log.info("run %s: process %d takes no events: %s", self.run, self.pid, error)
+                    self._link.shut()
+
+    def _slab_is_back(self, offset: int) -> None:
+        self._tell({"kind": "back", "offset": offset})
+
+    def _slab_is_kept(self, offset: int) -> None:
+        self._tell({"kind": "kept", "offset": offset})
+
+    # What is received
+
+    def _take(self, message: Message) -> bool:
+        """Take one message. Returns whether it was the last one."""
+        takes: Callable[[Message], object] | None = getattr(self, f"_on_{message.kind}", None)
+        if takes is None:
+            raise FormatError(f"a message of unknown kind {message.kind!r:.40}")
+        takes(message)
+        return message.kind == "bye"
+
+    def _on_bye(self, message: Message) -> None:
+        """The trainer has closed its Checkpointer."""
+
+    def _on_ping(self, message: Message) -> None:
+        self._tell({"kind": "pong"})
+
+    def _on_begin(self, message: Message) -> None:
+        head = Head.decode(message.head["head"])
+        if message.head.get("structure"):
+            self._structure = Version.decode(memoryview(message.blobs[0]))
+        if self._structure is None:
+            raise FormatError("a save without leaves")
+        structure = self._structure.again(head, self._structure.digests)
+        names, total = [str(name) for name in message.head["tiers"]], structure.nbytes
+        if self._agent.memory.make_room(total):
+            names.insert(0, MEMORY)
+        stages = np.frombuffer(message.blobs[-1], "i8") if message.head.get("stages") else None
+        self._saves = {seq: save for seq, save in self._saves.items() if not save.save_state.settled()}
+        self._saves[head.seq] = self._pipeline.receive(head, structure, stages, names, total)
+
+    def _save(self, message: Message) -> IncomingSave:
+        try:
+            return self._saves[int(message.head["seq"])]
+        except KeyError:
+            raise FormatError(f"version {message.head.get('seq')} was not begun") from None
+
+    def _on_slab(self, message: Message) -> None:
+        slab = self._slabs.take(int(message.head["offset"]))
+        rows, at, nbytes = (np.frombuffer(blob, "i8") for blob in message.blobs[:3])
+        digests = _digests(message.blobs[3])
+        if not len(rows) == len(at) == len(nbytes) == len(digests) or _outside(at, nbytes, self._slabs.slab_size):
+            raise FormatError("chunks that do not lie in their slab")
+        self._save(message).slab(SlabChunks(slab, rows, at, nbytes, digests))
+
+    def _on_unchanged(self, message: Message) -> None:
+        self._save(message).unchanged(np.frombuffer(message.blobs[0], "i8"), _digests(message.blobs[1]))
+
+    def _on_captured(self, message: Message) -> None:
+        save = self._save(message)
+        version = save.captured(str(message.head["parent"]), _digests(message.blobs[0]))
+        self._tell({"kind": "captured", "seq": version.head.seq, "id": version.id})
+
+    def _on_failed(self, message: Message) -> None:
+        self._save(message).lost(decode_error(message.head["error"]))
+
+    def _on_hurry(self, message: Message) -> None:
+        self._pipeline.ending = True
+        self._pipeline.hurry(time.monotonic() + float(message.head["seconds"]))
+
+    def _on_hold(self, message: Message) -> None:
+        for tier_run in self._tier_runs.values():
+            (tier_run.held.discard if message.head.get("end") else tier_run.held.add)(int(message.head["seq"]))
+
+    def _on_look_again(self, message: Message) -> None:
+        for tier_run in self._tier_runs.values():
+            tier_run.look_again()
+
+    def _on_ask(self, message: Message) -> None:
+        answers: dict[str, Callable[[Message], tuple[Any, tuple[bytes, ...]]]] = {
+            "needless": self._needless,
+            "stats": lambda m: (self._stats(str(m.head["tier"])), ()),
+            "pinned": lambda m: (list(self._pipeline.pinned(str(m.head["tier"])).items()), ()),
+            "coming": lambda m: (sorted(self._pipeline.coming(str(m.head["tier"]))), ()),
+            "unfinished": lambda _: (self._pipeline.under_way(), ()),
+            "left_behind": lambda _: (self._pipeline.left_behind(), ()),
+        }
+        number = message.head["number"]
+        try:
+            answer, blobs = answers[str(message.head["what"])](message)
+        except TierstateError as error:
+            self._tell({"kind": "answer", "number": number, "error": encode_error(error)})
+        else:
+            self._tell({"kind": "answer", "number": number, "answer": answer}, *blobs)
+
+    def _needless(self, message: Message) -> tuple[Any, tuple[bytes, ...]]:
+        found = self._save(message).needless(_digests(message.blobs[0]))
+        return len(found), (np.packbits(found).tobytes(),)
+
+    def _stats(self, name: str) -> dict[str, Any]:
+        tier_run = self._tier_runs[name]
+        found = TierStats.of(self._pipeline.queues.get(name)).measured(tier_run.tier)
+        encoded = asdict(found)
+        encoded["hung"], encoded["held"] = tier_run.tier.trouble, list(found.held.items())
+        return encoded
+
+    def status(self) -> dict[str, Any]:
+        """For `tierstate agent status`."""
+        return {
+            "run": self.run,
+            "pid": self.pid,
+            "trainer": "alive" if self.alive else "gone",
+            "since": self._begun,
+            "held": self._slabs.held,
+            "under_way": self._pipeline.under_way(),
+        }
+
+
+def _digests(blob: bytearray) -> Array:
+    if len(blob) % 16:
+        raise FormatError("half a digest is left over")
+    return np.frombuffer(blob, "<u8").reshape(-1, 2)
+
+
+def _outside(at: Array, nbytes: Array, slab_size: int) -> bool:
+    return bool(len(at)) and bool((at < 0).any() or (nbytes < 0).any() or ((at + nbytes) > slab_size).any())
+
+
+def _with_keeps(policy: Policy, keeps: Mapping[str, Any]) -> Policy:
+    """The policy with the retention that the trainer's Checkpointer has, which a framework's adapter may have set."""
+    tiers = tuple(
+        tier.model_copy(update={"keep": KeepKeys.model_validate(keeps[tier.name])}) if tier.name in keeps else tier
+        for tier in policy.tiers
+    )
+    return policy.model_copy(update={"tiers": tiers})
