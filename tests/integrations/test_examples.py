@@ -26,7 +26,7 @@ def run_example(name: str, output: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("framework", ["transformers", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("framework", ["transformers", "accelerate", "deepspeed", "torch_checkpointing"])
 def test_an_example_goes_on_after_a_kill(framework: str, tmp_path: Path) -> None:
     pytest.importorskip(framework)
     name = f"train_{framework}.py"
