@@ -123,6 +123,27 @@ class Odd:
         self.x = 3
 
 
+def test_names_of_leaves_are_changed_as_by_load(place: Path) -> None:
+    model = torch.nn.DataParallel(torch.nn.Linear(3, 2))
+    saved = {"model": dict(model.state_dict()), "old": {"lr": 0.1, "moment": torch.ones(5)}, "step": 7}
+    with ts.Checkpointer(ts.Policy.parse(text(place)), "run") as ckpt:
+        ckpt.save(saved, step=7).wait()
+        rename = [ts.unwrapped, {"old": "new.inner"}]
+        there = ckpt.load(rename=rename)
+    into: dict[str, Any] = {
+        "model": {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)},
+        "new": {"inner": {"lr": 0.0, "moment": torch.zeros(5)}},
+        "step": 0,
+    }
+    dcp.load(into, storage_reader=TierReader(text(place), "run", rename=rename))
+    same(into, there)
+    assert torch.equal(into["model"]["weight"], model.module.weight)
+    found = _load_state_dict_from_keys({"new"}, storage_reader=TierReader(text(place), "run", rename=rename))
+    same(found, {"new": there["new"]})
+    with pytest.raises(CheckpointException, match="after `rename` several leaves of the version have one name"):
+        dcp.load(into, storage_reader=TierReader(text(place), "run", rename=lambda path: ("one",)))
+
+
 def test_objects_are_pickled_only_where_a_rule_says_so(place: Path) -> None:
     with pytest.raises(CheckpointException, match=r"CaptureError: plain\.odd: a .*Odd has no provider; allow pickle"):
         dcp.save({"plain": {"odd": Odd()}}, checkpoint_id=1, storage_writer=TierWriter(text(place), "run"))
