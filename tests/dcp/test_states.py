@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.data import DataLoader
 
 import tierstate as ts
 from tierstate.dcp import TierReader, TierStager, TierWriter, close
@@ -121,6 +122,22 @@ class Odd:
 
     def __init__(self) -> None:
         self.x = 3
+
+
+def test_generators_and_loaders_at_the_top_of_a_state_go_on(place: Path) -> None:
+    def loader() -> ts.Loader:
+        return ts.Loader(DataLoader(list(range(20)), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+
+    saved, spec = loader(), text(place)
+    batches = iter(saved)
+    for _ in range(3):
+        next(batches)
+    dcp.save({"rng-0": ts.Rng(), "loader-0": saved}, checkpoint_id=1, storage_writer=TierWriter(spec, "run"))
+    wanted = torch.rand(3), next(batches)
+    fresh = loader()
+    dcp.load({"rng-0": ts.Rng(), "loader-0": fresh}, storage_reader=TierReader(spec, "run"))
+    found = torch.rand(3), next(iter(fresh))
+    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
 
 
 def test_names_of_leaves_are_changed_as_by_load(place: Path) -> None:
