@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from support.lightning_job import EPOCHS, Points, checkpoints
 from torch.distributed.fsdp import FullyShardedDataParallel as Wrapped
 from torch.distributed.fsdp import fully_shard
@@ -159,6 +160,13 @@ def finish(place: Path, job: Any) -> None:
     if job.global_rank == 0:
         torch.save(state, place / f"state-{job.world_size}.pt")
     print("ended", job.global_step, flush=True)
+    leave()
+
+
+def leave() -> None:
+    """End the process group, which Lightning does not with gloo: its threads may abort the process at its end."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def full(value: Any) -> Any:
@@ -200,6 +208,7 @@ def resume(folder: str, path: str, kind: str = "") -> None:
     if job.global_rank == 0:
         torch.save(stop.state, place / f"resumed-{job.world_size}.pt")
     print("ended", flush=True)
+    leave()
 
 
 def best_and_last(folder: str) -> None:
@@ -231,6 +240,7 @@ def best_and_last(folder: str) -> None:
         for name, tensor in moments.items():
             assert torch.equal(whole["optimizer_states"][0]["state"][number][name], tensor)
     print("ended", flush=True)
+    leave()
 
 
 def one_rank_fails(folder: str, which: str) -> None:
@@ -256,6 +266,7 @@ def one_rank_fails(folder: str, which: str) -> None:
     job = seeded(place, Failing(), max_epochs=1, enable_checkpointing=False)
     job.fit(Sharded(), loader())
     print("said", Failing.said.replace("\n", " "), flush=True)
+    leave()
 
 
 def wrong(folder: str) -> None:
@@ -277,3 +288,4 @@ def wrong(folder: str) -> None:
     assert set(found) > set(truth)
     assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
     print("ended", flush=True)
+    leave()
