@@ -1,7 +1,8 @@
 """Files with a secret: opened, checked to be of this user alone, and read; for keys of policies and secrets of jobs.
 
 A file is private if it is a regular file and no link, belongs to the user of this process, and gives no other user or
-group any access (mode 0600 or narrower). A file of root's that this user may read is not: who hands out secrets in such
+group any access (mode 0600 or narrower); and nobody else can put another file in its place, as `trusted_path` says of
+the folders and links on the way. A file of root's that this user may read is not: who hands out secrets in such
 files can hand them out in a variable, or copy them.
 
 This module needs the standard library only, since the keeper of a host's memory uses it, which is a small process.
@@ -14,6 +15,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from .trusted_path import how_to_close, passed, trusted_owners, user_name, with_owners, writers
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -30,7 +33,7 @@ def open_private_file(path: Path, what: str, error: type[Exception]) -> Iterator
     It is opened first and checked then, so that the file that was checked is the one that is read.
 
     Args:
-        path: of the file. Links are followed in its folders only.
+        path: of the file. Links are followed in its folders only, and have to be trusted as those are.
         what: the secret that is in it, for messages, as in ``a key``.
         error: the class of the error.
 
@@ -45,7 +48,8 @@ def open_private_file(path: Path, what: str, error: type[Exception]) -> Iterator
         mend = "give a file that is there, that this user can read, and that is not a link"
         raise error(_refusal(path, what, f"it cannot be opened ({problem.strerror})", mend)) from problem
     try:
-        if fault := _fault(path, os.fstat(descriptor)):
+        # Who could change the way after this check could have done so before.
+        if fault := _fault(path, os.fstat(descriptor)) or _way_fault(path.absolute()):
             raise error(_refusal(path, what, *fault))
         yield descriptor
     finally:
@@ -87,6 +91,24 @@ def _fault(path: Path, found: os.stat_result) -> tuple[str, str] | None:
             f"others have access to it (mode {mode:04o})",
             f"chmod 600 {path}, and if others may know it, make a new one",
         )
+    return None
+
+
+def _way_fault(path: Path) -> tuple[str, str] | None:
+    """What is wrong with a folder or link on the way to a file, and how to mend it; None if others cannot change it."""
+    try:
+        way = list(passed(path))
+    except OSError as problem:
+        return f"the way to it cannot be looked at ({problem.strerror})", "give a path that this user can search"
+    for one, owners in with_owners(way, trusted_owners()):
+        if one.status.st_uid not in owners:
+            owner = user_name(one.status.st_uid)
+            return f"{one.path} belongs to {owner}, who could lead to another file", "use another path"
+        who = writers(one.status) if stat.S_ISDIR(one.status.st_mode) else ""
+        if who:
+            mode = stat.S_IMODE(one.status.st_mode)
+            found = f"{who} can write to {one.path} (mode {mode:04o}), and put another file in its place"
+            return found, f"{how_to_close(who)}, or use another folder"
     return None
 
 

@@ -6,33 +6,14 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from benchmarks.frameworks.training import EVERY, STEPS, Clock, Job, batch, policy
+from benchmarks.frameworks.distributed import DcpAsync, MegatronCore, RayTrain, TorchCheckpointing, TorchDcp, Torchtitan
+from benchmarks.frameworks.training import EVERY, STEPS, Clock, Job, batch, clocked, policy, timed
 
 SAMPLES = 2 * STEPS
-
-
-@contextmanager
-def timed(into: list[float]) -> Iterator[None]:
-    """Adds the seconds of the block."""
-    start = time.perf_counter()
-    yield
-    into.append(time.perf_counter() - start)
-
-
-def clocked(clock: Clock, save: Callable[..., Any], durable: Callable[[], object]) -> Callable[..., Any]:
-    """A framework's function that saves, with the clock around it."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        with clock.saving(durable):
-            return save(*args, **options)
-
-    return call
 
 
 class Transformers(Job):
@@ -275,6 +256,12 @@ JOBS: dict[str, type[Job]] = {
     "accelerate": Accelerate,
     "lightning": Lightning,
     "deepspeed": DeepSpeed,
+    "dcp": TorchDcp,
+    "dcp-async": DcpAsync,
+    "torchtitan": Torchtitan,
+    "megatron": MegatronCore,
+    "ray": RayTrain,
+    "torch_checkpointing": TorchCheckpointing,
 }
 
 

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.data import DataLoader
 
 import tierstate as ts
 from tierstate.dcp import TierReader, TierStager, TierWriter, close
@@ -121,6 +122,43 @@ class Odd:
 
     def __init__(self) -> None:
         self.x = 3
+
+
+def test_generators_and_loaders_at_the_top_of_a_state_go_on(place: Path) -> None:
+    def loader() -> ts.Loader:
+        return ts.Loader(DataLoader(list(range(20)), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+
+    saved, spec = loader(), text(place)
+    batches = iter(saved)
+    for _ in range(3):
+        next(batches)
+    dcp.save({"rng-0": ts.Rng(), "loader-0": saved}, checkpoint_id=1, storage_writer=TierWriter(spec, "run"))
+    wanted = torch.rand(3), next(batches)
+    fresh = loader()
+    dcp.load({"rng-0": ts.Rng(), "loader-0": fresh}, storage_reader=TierReader(spec, "run"))
+    found = torch.rand(3), next(iter(fresh))
+    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+
+
+def test_names_of_leaves_are_changed_as_by_load(place: Path) -> None:
+    model = torch.nn.DataParallel(torch.nn.Linear(3, 2))
+    saved = {"model": dict(model.state_dict()), "old": {"lr": 0.1, "moment": torch.ones(5)}, "step": 7}
+    with ts.Checkpointer(ts.Policy.parse(text(place)), "run") as ckpt:
+        ckpt.save(saved, step=7).wait()
+        rename = [ts.unwrapped, {"old": "new.inner"}]
+        there = ckpt.load(rename=rename)
+    into: dict[str, Any] = {
+        "model": {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)},
+        "new": {"inner": {"lr": 0.0, "moment": torch.zeros(5)}},
+        "step": 0,
+    }
+    dcp.load(into, storage_reader=TierReader(text(place), "run", rename=rename))
+    same(into, there)
+    assert torch.equal(into["model"]["weight"], model.module.weight)
+    found = _load_state_dict_from_keys({"new"}, storage_reader=TierReader(text(place), "run", rename=rename))
+    same(found, {"new": there["new"]})
+    with pytest.raises(CheckpointException, match="after `rename` several leaves of the version have one name"):
+        dcp.load(into, storage_reader=TierReader(text(place), "run", rename=lambda path: ("one",)))
 
 
 def test_objects_are_pickled_only_where_a_rule_says_so(place: Path) -> None:

@@ -25,6 +25,8 @@ from tierstate.tiers.memory.gpu import DeviceObject, Gpu, gpu_in
 from tierstate.tiers.memory.host import Host
 from tierstate.tiers.testing import TierContract, random_bytes
 
+MIB = 1 << 20
+
 SPIN = 1 << 32
 """Cycles for which a device is kept busy: two seconds and more."""
 
@@ -185,15 +187,30 @@ def test_a_device_without_room_is_a_full_tier_and_not_the_end_of_training(
     ckpt.save(state, step=2).wait("gpu")
 
 
-def test_all_memory_comes_back_when_it_is_closed(place: Path) -> None:
-    state = {"w": torch.randn(3_000_000, device="cuda")}
+@pytest.mark.parametrize("kept", [0, 1], ids=["nvme", "gpu"])
+def test_a_save_and_a_restore_take_100_mib_beside_the_snapshots_and_all_of_it_comes_back(
+    place: Path, kept: int
+) -> None:
+    """Of a state so large that a second copy of it, or of one of its tensors, would be seen."""
+    length = 128 * MIB
+    state = {name: torch.full((length // 4,), 1.0, device="cuda") for name in ("w", "m")}
+    tiers = {"gpu": {"type": "gpu", "keep": {"last": kept}}} if kept else {}
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    tiers = {"gpu": {"type": "gpu", "keep": {"last": 2}}, "nvme": tier("nvme", place)}
-    with ts.Checkpointer(policy(tiers, chunk="1MiB", arena={"size": "64MiB"}), "run") as ckpt:
-        for step in range(5):
-            ckpt.save(state, step=step).wait("gpu")
-            assert torch.cuda.memory_allocated() - before <= 3 * (12_000_000 + SUM_BLOCK) + (4 << 20)
+    torch.cuda.reset_peak_memory_stats()
+    snapshots = (kept + 1) * 2 * (length + SUM_BLOCK) if kept else 0  # one is made before the oldest goes
+    tiers["nvme"] = tier("nvme", place)
+    with ts.Checkpointer(policy(tiers, chunk="16MiB", arena={"size": "256MiB"}), "run") as ckpt:
+        for step in range(kept + 1):
+            for value in state.values():
+                value.fill_(step)
+            ckpt.save(state, step=step).wait()
+        for value in state.values():
+            value.zero_()
+        ckpt.restore(into=state)
+        assert all(value.eq(kept).all() for value in state.values())
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before <= snapshots + 100 * MIB
     assert torch.cuda.memory_allocated() == before
 
 

@@ -133,6 +133,21 @@ def test_named_by_accelerate_with_a_limit(tmp_path: Path, policy: str) -> None:
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
 
 
+def test_a_limit_counts_folders_with_numbers_only(tmp_path: Path, policy: str) -> None:
+    job, place = new_job(tmp_path, policy, naming=True, limit=2), tmp_path / "checkpoints"
+    trained(job, save=[2])
+    assert job.versions is not None
+    job.versions.wait()
+    for name in ("checkpoint_best", "checkpoint_", "checkpoint_0_copy", "checkpoint_²"):
+        shutil.copytree(place / "checkpoint_0", place / name)
+    kept = {folder.name for folder in place.iterdir()} - {"checkpoint_0"}
+    for step in (4, 6, 8):
+        job.accelerator.save_state(step=step)
+    job.versions.wait()
+    assert {folder.name for folder in place.iterdir()} == {"checkpoint_2", "checkpoint_3", *kept}
+    job.accelerator.end_training()
+
+
 def test_a_save_that_failed_is_raised_by_the_next_one(tmp_path: Path, policy: str) -> None:
     job = new_job(tmp_path, policy)
     job.accelerator.save_state(str(tmp_path / "step_1"))
@@ -159,6 +174,9 @@ def test_a_folder_that_is_lost_is_found_by_its_name(tmp_path: Path, policy: str)
     again = new_job(tmp_path, policy)
     again.accelerator.load_state(str(tmp_path / "step_2"))
     assert again.seen.samples == 8
+    (tmp_path / "step_4" / "tierstate.json").write_bytes(b"")  # a crash of the machine
+    again.accelerator.load_state(str(tmp_path / "step_4"))
+    assert again.seen.samples == 16
     with pytest.raises(ts.NotFound, match="step_3 does not exist, and run 'job' has no version"):
         again.accelerator.load_state(str(tmp_path / "step_3"))
     again.accelerator.end_training()

@@ -80,6 +80,5 @@ def test_folders_tags_pickles_and_files(tmp_path: Path) -> None:
     with start(2, "check", tmp_path, "zero-1") as checked:
         checked.wait()
     with start(1, "load", tmp_path, "zero-1") as fewer:
-        assert "was saved by 2 ranks" in fewer.hear(0, "refused")
         assert fewer.hear(0, "loaded") == "1"
         fewer.wait()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -18,7 +20,8 @@ OTHERS = ("{", "[", "DeepSpeed ")
 
 
 def run_example(name: str, output: Path, *more: str) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if "deepspeed" in name else []
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ranks if name in ("train_deepspeed.py", "train_dcp.py") else []
     command = [sys.executable, *launcher, str(EXAMPLES / name), "--output", str(output), "--steps", "12", *more]
     env = os.environ | SETTINGS
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=env)
@@ -26,9 +29,9 @@ def run_example(name: str, output: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("framework", ["transformers", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("framework", ["transformers", "accelerate", "deepspeed", "dcp", "torch_checkpointing"])
 def test_an_example_goes_on_after_a_kill(framework: str, tmp_path: Path) -> None:
-    pytest.importorskip(framework)
+    pytest.importorskip({"dcp": "torch.distributed.checkpoint"}.get(framework, framework))
     name = f"train_{framework}.py"
     whole = run_example(name, tmp_path / "whole")
     assert whole[-1] == "trained to step 12"
@@ -37,3 +40,25 @@ def test_an_example_goes_on_after_a_kill(framework: str, tmp_path: Path) -> None
     resumed = run_example(name, tmp_path / "job")
     assert resumed[-1] == whole[-1]
     assert set(resumed[1:]) <= set(whole)
+
+
+@pytest.mark.soak
+def test_ray_goes_on_after_its_worker_was_killed(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    lines = run_example("train_ray.py", tmp_path / "job", "--kill", "11")
+    begins = [int(line.rpartition(" ")[2]) for line in lines if line.startswith("begins")]
+    assert (begins[0], len(begins), lines[-1]) == (0, 2, "trained to step 12")
+    losses = [line for line in lines if line[0].isdigit()]
+    assert len(losses) == 11 + 12 - begins[1]
+    assert len(set(losses)) == 12  # a step that was made twice had the same loss
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+def test_a_tracker_gets_a_reference_that_can_be_read(tracker: str, tmp_path: Path) -> None:
+    pytest.importorskip(tracker)
+    command = [sys.executable, str(EXAMPLES / "log_versions.py"), "--tracker", tracker, "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("step "))
+    with fsspec.open(f"{line.rpartition(' ')[2]}/version.json") as file:
+        assert json.load(file)["step"] == int(line.split()[1])

@@ -14,7 +14,9 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["trainer", pytest.param("accelerate", marks=pytest.mark.soak), "fsdp2"])
+@pytest.mark.parametrize(
+    "kind", ["trainer", "trainer-fsdp2", pytest.param("accelerate", marks=pytest.mark.soak), "fsdp2"]
+)
 def test_two_ranks_go_on_to_the_last_bit(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

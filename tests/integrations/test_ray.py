@@ -159,6 +159,19 @@ def test_a_tier_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
         assert (info is not None and info.step, state["step"]) == (STEPS, STEPS)
 
 
+def test_a_torn_reference_restores_the_newest_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "tierstate.json").touch()
+    with ts.Checkpointer(ts.Policy.parse(policy_of(tmp_path)), run="job") as ckpt:
+        ckpt.save({"a": 1}, step=1).wait()
+        state = {"a": 0}
+        restored = restore(ckpt, Checkpoint(str(folder)), state)
+    assert restored is not None
+    assert (restored.step, state["a"]) == (1, 1)
+    assert "is torn; the newest version is restored" in caplog.text
+
+
 def test_what_is_no_reference_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/model.pt").touch()

@@ -201,6 +201,34 @@ def test_folders_that_are_lost_are_made_again_of_the_versions(tmp_path: Path) ->
     assert [line["step"] for line in job.state.log_history if "loss" in line] == [*range(1, 15)]
 
 
+@pytest.mark.parametrize("file", ["tierstate.json", "trainer_state.json"])
+@pytest.mark.parametrize("resume", [True, "checkpoint-12"])
+def test_a_folder_that_a_crash_has_torn_is_made_again(resume: bool | str, file: str, tmp_path: Path) -> None:
+    output, policy = tmp_path / "job", policy_of(tmp_path / "tier")
+    trainer(output, tier={"policy": policy}).train()
+    torn = output / "checkpoint-12" / file
+    torn.write_bytes(torn.read_bytes()[:9] + bytes(20))
+    (output / "checkpoint-99").mkdir()
+    (output / "checkpoint-99" / "tierstate.json").touch()  # of a version that is lost
+    losses = Losses()
+    job = trainer(output, losses, tier={"policy": policy}, max_steps=13)
+    job.train(resume_from_checkpoint=resume if resume is True else str(output / resume))
+    assert list(losses.found) == [13]
+    assert json.loads((output / "checkpoint-12" / "tierstate.json").read_text())["step"] == 12
+
+
+def test_folders_with_names_of_their_own_stay_and_are_not_counted(tmp_path: Path) -> None:
+    output, policy = tmp_path / "job", policy_of(tmp_path / "tier", ", keep: {last: 1}")
+    trainer(output, tier={"policy": policy}, max_steps=2).train()
+    shutil.copytree(output / "checkpoint-2", output / "checkpoint-best")
+    (output / "checkpoint-1").mkdir()
+    (output / "checkpoint-1" / "tierstate.json").write_text("[]")  # of another tool
+    trainer(output, tier={"policy": policy}).train(resume_from_checkpoint=True)
+    assert {folder.name for folder in output.glob("checkpoint-*")} == {
+        "checkpoint-1", "checkpoint-12", "checkpoint-best",
+    }  # fmt: skip
+
+
 def test_a_folder_whose_version_is_gone_is_not_resumed_from(tmp_path: Path) -> None:
     output, policy = tmp_path / "job", policy_of(tmp_path / "tier")
     trainer(output, tier={"policy": policy}).train()

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.preempted_job import hang_far_tier
 from support.rank_jobs import check, state_of
+from support.slow_values import Fill
 from support.thread_ranks import as_ranks
 from support.torchrun import Torchrun
 
@@ -123,3 +126,110 @@ def test_a_job_under_torchrun(place: Path, who: str) -> None:
     with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run", preemption=False) as ckpt:
         assert check(ckpt.restore(into=alone), 0, 1) == int(step) > 0
         assert [version.step for version in ckpt.versions()] == [0, int(step)]
+
+
+SLOW_POLICY = """
+version: 1
+chunk: 4KiB
+arena: {{size: 1MiB}}
+ranks: {{timeout: 60s, silence: 20s}}
+preemption: {{signals: [TERM, USR1], grace: {grace}s}}
+tiers:
+  host: {{type: host, capacity: 64MiB, keep: {{last: 2}}}}
+  near: {{type: lustre, path: "{place}/near"}}
+  far: {{type: object, url: "file://{place}/far"}}
+"""
+
+PARTS = [name for part in state_of(0, 0, 1) for name in (part, f"{part}.**")]
+
+
+def slow_save(ckpt: ts.Checkpointer, state: dict[str, Any], step: int) -> None:
+    """A save whose capture takes a second on each rank, which says ``now`` in it."""
+    begun = threading.Event()
+
+    def slow(out: torch.Tensor) -> None:
+        if not begun.is_set():
+            print("now", flush=True)
+        begun.set()
+        time.sleep(0.02)
+        out.fill_(7)
+
+    ckpt.save({**state, "slow": ts.PerRank({"fill": Fill(200_000, slow)})}, step=step)
+    print(f"saved {step}", flush=True)
+
+
+def job_in_a_save(folder: str, kind: str) -> None:
+    """One rank, which is signalled in the middle of a save.
+
+    Args:
+        kind: ``asks`` reads `preempted` in each step, and ``never`` does not; ``hung`` does not either, and its slowest
+            tier takes nothing.
+    """
+    import torch.distributed as dist
+    from support.rank_jobs import advance
+
+    dist.init_process_group("gloo")
+    if kind == "hung":
+        hang_far_tier()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    policy = ts.Policy.parse(SLOW_POLICY.format(place=folder, grace=60 if kind == "hung" else 20))
+    with ts.Checkpointer(policy, "run", dist.group.WORLD) as ckpt:
+        print(f"pid {os.getpid()}", flush=True)
+        state: dict[str, Any] = state_of(0, rank, size)
+        ckpt.save(state, step=0).wait("near")
+        advance(state, rank, size)
+        slow_save(ckpt, state, 1)
+        while not (kind == "asks" and ckpt.preempted):
+            advance(state, rank, size)
+            dist.barrier()  # as the collectives of a training; raises once another rank has ended
+            time.sleep(0.01)
+        ckpt.save(state, step=state["step"]).wait("near")
+        print(f"ended {state['step']}", flush=True)
+    dist.destroy_process_group()
+
+
+def steps_in(place: Path, tier: str, kind: str) -> list[int]:
+    """What one tier alone has, each version checked bit for bit."""
+    text = SLOW_POLICY.format(place=place, grace=20).split("tiers:")[1].splitlines()
+    (line,) = [line for line in text if line.startswith(f"  {tier}:")]
+    with ts.Checkpointer(ts.Policy.parse(f"version: 1\ntiers:\n{line}\n"), "run") as ckpt:
+        found = [version.step for version in ckpt.versions()]
+        for step in found:
+            alone = state_of(0, 0, 1)
+            ckpt.restore(into=alone, step=step, only=PARTS)
+            assert check(alone, 0, 1) == step, kind
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["one rank", "torchrun"])
+@pytest.mark.parametrize("kind", ["asks", "never"])
+def test_a_signal_in_the_middle_of_a_save(place: Path, kind: str, who: str) -> None:
+    """What all ranks had begun to save is committed on all tiers, also by ranks that never ask, and end by signals."""
+    with Torchrun(3, "ranks.test_preemption:job_in_a_save", place, kind) as ranks:
+        pids = [int(ranks.hear(rank, "pid")) for rank in range(3)]
+        ranks.hear(1, "now")
+        assert "saved 1" not in ranks.said(1)
+        os.kill(*((pids[1], signal.SIGUSR1) if who == "one rank" else (ranks._agent.pid, signal.SIGTERM)))
+        last = {ranks.hear(rank, "ended") for rank in range(3)} if kind == "asks" else set[str]()
+        code = ranks.code()
+    assert len(last) == (kind == "asks")
+    assert code == 0 or (kind, who) != ("asks", "one rank")
+    right = [0, 1, *map(int, last)]
+    assert steps_in(place, "near", kind) == steps_in(place, "far", kind) == right
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_at_the_end_of_the_grace(place: Path) -> None:
+    """A tier hangs, and SIGKILL comes: what all ranks had begun to save was committed on the nearest one before."""
+    with Torchrun(3, "ranks.test_preemption:job_in_a_save", place, "hung") as ranks:
+        pids = [int(ranks.hear(rank, "pid")) for rank in range(3)]
+        ranks.hear(1, "now")
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(6)
+        for rank in reversed(range(3)):
+            os.kill(pids[rank], signal.SIGKILL)
+        assert ranks.code() != 0
+    assert steps_in(place, "near", "hung") == [0, 1]
+    assert steps_in(place, "far", "hung") == []

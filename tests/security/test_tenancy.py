@@ -17,13 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstate.manifest.errors import AccessDenied, PolicyError
+from tierstate.tiers import trusted_path
 from tierstate.tiers.base import Tier
+from tierstate.tiers.keys import read_key
 from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.posix import naming, ownership
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.posix.lustre import Lustre
-from tierstate.tiers.posix.ownership import Permissions, check_path, check_private_file, parse_mode
+from tierstate.tiers.posix.ownership import check_path, parse_mode
 
 STRANGER = 54_321
 """A user who is not in the machine's list."""
@@ -238,7 +240,7 @@ def test_a_policy_takes_modes_unquoted_and_quoted_and_refuses_decimal_ones() -> 
 
 
 def test_a_policy_names_a_group_that_is_there_and_has_this_user() -> None:
-    mine = ownership.group_name(os.getegid())
+    mine = trusted_path.group_name(os.getegid())
     assert Policy.parse(policy(group=mine)).tiers[0].options["group"] == os.getegid()
     with pytest.raises(PolicyError, match=r"tiers\.n\.group: 'no-such-group' is no group on this machine"):
         Policy.parse(policy(group="no-such-group"))
@@ -297,8 +299,8 @@ def test_a_wide_folder_within_the_tier_is_refused_too(tmp_path: Path) -> None:
 
 
 def test_a_group_that_can_write_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Permissions, "_is_trusted", lambda self, gid: gid == self.gid)
-    monkeypatch.setattr(Permissions, "_is_owners_own", lambda *_: False)
+    monkeypatch.setattr(trusted_path, "_is_trusted", lambda gid, named: gid == named)
+    monkeypatch.setattr(trusted_path, "_is_owners_own", lambda *_: False)
     above = tmp_path / "project"
     above.mkdir()
     above.chmod(0o770)
@@ -337,9 +339,9 @@ def test_the_way_of_a_path_ends_where_the_system_finds_it(
             (root / folder / "to-b").symlink_to("../b")
             (root / folder / "up").symlink_to("..")
     path = root.joinpath(*steps)
-    last = list(ownership.passed(path))[-1]
+    last = list(trusted_path.passed(path))[-1]
     if path.exists():
-        real = [one for one in ownership.passed(path) if not one.is_link]
+        real = [one for one in trusted_path.passed(path) if not one.is_link]
         assert os.path.realpath(path) in {str(one.path) for one in real}
     assert last.path.is_relative_to("/")
 
@@ -492,34 +494,34 @@ def test_root_uses_what_root_was_led_to_and_says_whose_it_is(root: None, tmp_pat
 
 def test_a_private_file_is_one_that_nobody_else_can_read_or_change(tmp_path: Path) -> None:
     key = tmp_path / "key"
-    key.write_text("secret")
+    key.write_text("5a" * 32)
     key.chmod(0o600)
-    check_private_file(key)
+    read_key(key)
     key.chmod(0o400)
-    check_private_file(key)
+    read_key(key)
     for mode in (0o640, 0o644, 0o604, 0o620, 0o666):
         key.chmod(mode)
-        with pytest.raises(AccessDenied, match=f"others have access to it .mode {mode:04o}"):
-            check_private_file(key)
+        with pytest.raises(PolicyError, match=f"others have access to it .mode {mode:04o}"):
+            read_key(key)
     key.chmod(0o600)
     tmp_path.chmod(0o777)
-    with pytest.raises(AccessDenied, match="every user can write to"):
-        check_private_file(key)
+    with pytest.raises(PolicyError, match="every user can write to"):
+        read_key(key)
     tmp_path.chmod(0o700)
-    with pytest.raises(AccessDenied, match="is a folder"):
-        check_private_file(tmp_path)
-    with pytest.raises(AccessDenied, match="No such file"):
-        check_private_file(tmp_path / "none")
+    with pytest.raises(PolicyError, match="is a folder"):
+        read_key(tmp_path)
+    with pytest.raises(PolicyError, match="No such file"):
+        read_key(tmp_path / "none")
 
 
 @pytest.mark.root
 def test_a_key_of_another_user_is_refused(root: None, place: Path) -> None:
-    (place / "key").write_text("secret")
+    (place / "key").write_text("5a" * 32)
     (place / "key").chmod(0o600)
-    check_private_file(place / "key")
+    read_key(place / "key")
     os.chown(place / "key", STRANGER, STRANGER)
-    with pytest.raises(AccessDenied, match=f"it belongs to user {STRANGER}"):
-        check_private_file(place / "key")
+    with pytest.raises(PolicyError, match=f"it belongs to user {STRANGER}"):
+        read_key(place / "key")
 
 
 def test_check_path_names_owners_and_says_nothing_of_what_is_right(tmp_path: Path) -> None:

@@ -18,14 +18,21 @@ import torch
 POLICY = "version: 1\nchunk: 64KiB\narena: {{size: 16MiB}}\ntiers: {{disk: {{type: nvme, path: {folder}/tier}}}}\n"
 
 
-def begin(config: dict[str, Any]) -> Any:
-    """A new engine; like every engine of this configuration, also of a job that was killed."""
+def prepare() -> None:
+    """DeepSpeed on the CPU, with this process as one of its ranks."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     import deepspeed
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled now, for minutes
     deepspeed.init_distributed("gloo")
+
+
+def begin(config: dict[str, Any]) -> Any:
+    """A new engine; like every engine of this configuration, also of a job that was killed."""
+    prepare()
+    import deepspeed
+
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.ReLU(), torch.nn.Linear(33, 4))
     settings = {
@@ -136,16 +143,15 @@ def _clear(path: str) -> None:
 
 
 def load(folder: str, config: str) -> None:
-    """Print why a checkpoint cannot be loaded."""
+    """Load what another number of ranks has saved: without partitions, and what is refused since it has a pickle."""
     import tierstate as ts
 
     engine = begin(json.loads(config))  # first, since it says on which device DeepSpeed runs
     from tierstate.integrations import deepspeed as integration
 
-    integration.use(engine, policy(folder), "job")
-    try:
-        engine.load_checkpoint(f"{folder}/checkpoints", tag="one")
-    except ts.TierstateError as error:
-        print("refused", error, flush=True)
-    engine.load_checkpoint(f"{folder}/checkpoints", tag="one", load_optimizer_states=False)
+    path = f"{folder}/checkpoints"
+    integration.use(engine, policy(folder), "job", allow_pickle=["**.allowed"])
+    _refused(lambda: engine.load_checkpoint(path, tag="best"), ts.StateMismatch, "mp_rank_00_model_states.allowed")
+    assert not [name for name in os.listdir(path) if name.startswith(".")]
+    engine.load_checkpoint(path, tag="one", load_optimizer_states=False)
     print("loaded", engine.global_steps, flush=True)

@@ -8,25 +8,51 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from support import accelerate_job, trainer_job
+from torch.distributed.tensor import DTensor
+
+FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "NO_WRAP"}}
 
 
-def run_trainer(place: Path) -> None:
-    """Data parallel, with buffers that differ by rank between forward passes."""
-    output = place / "job"
+def shard_on_cpus() -> None:
+    """Let accelerate take processes on CPUs for ones on GPUs: for those it ignores FSDP, and trains by DDP."""
+    own = PartialState.__init__
+
+    def made(state: Any, *args: Any, **kwargs: Any) -> None:
+        own(state, *args, **kwargs)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = made
+
+
+def check_sharding(model: torch.nn.Module, *, sharded: bool) -> None:
+    """Whether all parameters of a model are sharded, or none."""
+    assert {isinstance(parameter, DTensor) for parameter in model.parameters()} == {sharded}
+
+
+def run_trainer(place: Path, **given: Any) -> None:
+    """Data parallel, with buffers that differ by rank between forward passes; or sharded."""
+    output, given = place / "job", {"ddp_backend": "gloo", **given}
     whole, losses, last = trainer_job.Losses(), trainer_job.Losses(), trainer_job.Losses()
-    trainer_job.trainer(output, whole, ddp_backend="gloo").train()
+    first = trainer_job.trainer(output, whole, **given)
+    first.train()
+    check_sharding(first.model, sharded="fsdp" in given)
     dist.barrier()
-    trainer_job.trainer(output, losses, ddp_backend="gloo").train(str(output / "checkpoint-8"))
+    trainer_job.trainer(output, losses, **given).train(str(output / "checkpoint-8"))
     assert losses.found == {step: whole.found[step] for step in range(9, 13)}
     dist.barrier()
     if dist.get_rank() == 0:
         for folder in output.glob("checkpoint-*"):
             shutil.rmtree(folder)
     dist.barrier()
-    trainer_job.trainer(output, last, max_steps=14, ddp_backend="gloo").train(True)
+    trainer_job.trainer(output, last, max_steps=14, **given).train(True)
     assert sorted(last.found) == [13, 14]
 
 
@@ -37,6 +63,7 @@ def run_accelerate(place: Path, **given: bool) -> None:
     whole: dict[int, str] = {}
     first = accelerate_job.Job(place, str(policy), **given)
     assert first.accelerator.num_processes == 2
+    check_sharding(first.net, sharded="sharded" in given)
     first.train(whole.__setitem__, save=[2, 4])
     assert first.versions is not None
     first.versions.wait()
@@ -53,8 +80,10 @@ def run_accelerate(place: Path, **given: bool) -> None:
 
 if __name__ == "__main__":
     kind, folder = sys.argv[1], Path(sys.argv[2])
-    if kind == "trainer":
-        run_trainer(folder)
+    if kind in ("trainer-fsdp2", "fsdp2"):
+        shard_on_cpus()
+    if kind.startswith("trainer"):
+        run_trainer(folder, **FSDP2 if kind == "trainer-fsdp2" else {})
     else:
         run_accelerate(folder, **{"sharded": True} if kind == "fsdp2" else {})
     print("as without interruption", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -16,11 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstate.manifest.errors import AccessDenied, PolicyError
+from tierstate.manifest.errors import PolicyError
 from tierstate.tiers import private_file
 from tierstate.tiers.connections.secret import SecretError, read_private
 from tierstate.tiers.keys import MAX_KEY_TEXT, read_key
-from tierstate.tiers.posix.ownership import check_private_file
 from tierstate.tiers.private_file import read_private_file
 
 ME = os.geteuid()
@@ -32,7 +32,6 @@ TEXT = "5a" * 32
 CALLERS: dict[type[Exception], Callable[[Path], object]] = {
     SecretError: lambda path: read_private(path, MAX_KEY_TEXT),
     PolicyError: read_key,
-    AccessDenied: check_private_file,
 }
 """What reads or checks private files, by the error that it raises."""
 
@@ -85,7 +84,7 @@ def test_all_callers_take_private_files_and_nothing_else(kind: str, owner: int, 
             path.chmod(0o700)
     private = kind == "file" and owner == ME and stat.S_IMODE(mode) & 0o077 == 0 and (ME == 0 or mode & 0o400 != 0)
     assert {error.__name__: text == "" for error, text in said.items()} == dict.fromkeys(
-        ("SecretError", "PolicyError", "AccessDenied"), private
+        ("SecretError", "PolicyError"), private
     ), said
     for text in said.values():
         assert private or f" regular file of user {ME} with mode 0600: " in text
@@ -110,6 +109,54 @@ def test_each_refusal_says_what_was_found_and_how_to_mend_it(
 ) -> None:
     with pytest.raises(SecretError, match=rf"key: .*{found}.*; the secret of a job is read from .*: .*{mend}"):
         read_private(make(tmp_path / "key", kind, mode=mode), 99)
+
+
+def test_a_file_that_others_could_replace_is_refused_and_the_remedy_is_one_of_files(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "private").mkdir(mode=0o700)
+    path = make(tmp_path / "open" / "private" / "key", "file")
+    (tmp_path / "link").symlink_to("open/private")
+    for mode, found in (
+        (0o777, "every user can write to .*/open .mode 0777.*; .*chmod o-w or chmod .t it"),
+        (0o700, ""),
+    ):
+        (tmp_path / "open").chmod(mode)
+        for place in (path, tmp_path / "link" / "key", tmp_path / "link" / ".." / "private" / "key"):
+            for text in refusals(place).values():
+                assert re.search(found, text) if found else text == ""
+                assert "policy" not in text
+    (tmp_path / "open").chmod(0o1777)
+    assert set(refusals(path).values()) == {""}, "sticky"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("what", ["folder", "link", "group"])
+def test_a_way_of_another_user_is_refused(what: str, tmp_path: Path) -> None:
+    """Of this user, who is not root: root is led into volumes of users."""
+    code = (
+        "import os, sys; from pathlib import Path; from tierstate.tiers.private_file import read_private_file\n"
+        f"os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER})\n"
+        "print(read_private_file(Path(sys.argv[1]), 99, 'a key', SystemExit))"
+    )
+    with tempfile.TemporaryDirectory() as text:
+        top = Path(text)
+        top.chmod(0o755)
+        folder = top / "folder"
+        folder.mkdir(mode=0o755)
+        path = make(folder / "key", "file", STRANGER)
+        if what == "link":
+            (top / "link").symlink_to("folder")
+            os.lchown(top / "link", 1, 1)
+            path = top / "link" / "key"
+        elif what == "folder":
+            os.chown(folder, 1, 1)
+        else:
+            os.chown(folder, STRANGER, 1)
+            folder.chmod(0o770)
+        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    found = {"group": "the group .* can write to .*/folder", "link": "/link belongs to", "folder": "/folder belongs to"}
+    assert re.search(found[what], done.stderr), done
+    assert done.stdout == ""
 
 
 @pytest.mark.root

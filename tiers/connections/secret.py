@@ -128,13 +128,14 @@ def read_secret_file(path: Path) -> JobSecret:
     """The secret in a file that only this user can read and write.
 
     Raises:
-        SecretError: there is no such file, it is a link or open to other users, or the secret in it is too short.
+        SecretError: there is no such file, it is a link or open to other users, another user could replace it, or the
+            secret in it is too short.
     """
     return JobSecret.of_text(read_private(path, MAX_SECRET + 2).decode("utf-8", "surrogateescape"), str(path))
 
 
 def read_private(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file that belongs to this user, and that no other user can read or write.
+    """The bytes of a regular file that belongs to this user, and that no other user can read, write or replace.
 
     Raises:
         SecretError: it is another file than that, or longer than ``limit`` bytes.

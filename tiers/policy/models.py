@@ -33,7 +33,6 @@ from tierstate.manifest.chunk import CHUNK_GRAIN, CHUNK_SIZE, MAX_CHUNK_SIZE
 from tierstate.manifest.format.leaf import check_glob
 from tierstate.tiers.base import Tier
 from tierstate.tiers.keys import SecretKey, parse_key, read_key
-from tierstate.tiers.posix.ownership import check_private_file
 from tierstate.tiers.units import DURATION_PATTERN, Rate, Seconds, Size, Times, format_size, parse_seconds
 
 from .yaml import show_value
@@ -258,17 +257,9 @@ class SecretKeys(Frozen):
         """The keys; files are read now.
 
         Raises:
-            PolicyError: a file cannot be read, others can read it, or it has no key.
-            AccessDenied: others could replace it, since a folder or link on the way to it is theirs.
+            PolicyError: a file cannot be read, others can read or replace it, or it has no key.
         """
-        return (*(parse_key(key.get_secret_value()) for key in self.key), *map(_key_in, self.file))
-
-
-def _key_in(file: str) -> SecretKey:
-    """The key in a file, if nobody else could have put another file in its place."""
-    key = read_key(file)
-    check_private_file(Path(file))
-    return key
+        return (*(parse_key(key.get_secret_value()) for key in self.key), *map(read_key, self.file))
 
 
 class ArenaKeys(Frozen):

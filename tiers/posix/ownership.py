@@ -1,8 +1,7 @@
 """Owners and modes of files: which ones a directory tier gives to what it makes, and whose folders it trusts.
 
-A path is trusted if no other user can change what it leads to: every folder and link on it belongs to this user or to
-root, and nobody else can write to such a folder, or it is sticky. A policy can extend that to other users by ``mode``
-and ``group``. POSIX ACLs need no look of their own: the group bits of a mode are the most that an ACL can give.
+Whose they are is the rule of `tierstate.tiers.trusted_path`, which a policy can extend to other users by ``mode`` and
+``group``. POSIX ACLs need no look of their own: the group bits of a mode are the most that an ACL can give.
 """
 
 from __future__ import annotations
@@ -10,28 +9,30 @@ from __future__ import annotations
 import errno
 import grp
 import os
-import pwd
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, WithJsonSchema
 
 from tierstate.manifest.errors import AccessDenied
-from tierstate.tiers.private_file import open_private_file
+from tierstate.tiers.trusted_path import (
+    EVERY_USER,
+    ROOT,
+    Passed,
+    group_name,
+    how_to_close,
+    passed,
+    trusted_owners,
+    user_name,
+    with_owners,
+    writers,
+)
 
 from .mounts import keeps_modes
-
-ROOT = 0
-
-
-MAX_LINKS = 40
-"""Links that are followed in one path, as by Linux."""
-
 
 _FILE = 0o666
 
@@ -194,69 +195,15 @@ class Permissions:
 
     def writers(self, found: os.stat_result) -> str:
         """Who can write to a folder and is not trusted, as text; empty if nobody."""
-        mode = found.st_mode
-        if mode & stat.S_ISVTX:
-            return ""
-        if mode & 0o002 and not self.mode & 0o002:
-            return "every user"
         shared = self.mode & 0o020 and self._is_ours(found.st_gid)
-        if mode & 0o020 and not (shared or self._is_trusted(found.st_gid) or self._is_owners_own(found)):
-            return f"the group {group_name(found.st_gid)}"
-        return ""
+        return writers(found, found.st_gid if shared else self.gid, everyone=bool(self.mode & 0o002))
 
     def _is_ours(self, gid: int) -> bool:
         return self.gid in (None, gid)
 
-    def _is_trusted(self, gid: int) -> bool:
-        return gid in (ROOT, self.gid) or is_private_group(gid)
-
-    def _is_owners_own(self, found: os.stat_result) -> bool:
-        # The private group of a user whom root was led to has that user's number, and no name in a container.
-        return os.geteuid() == ROOT and found.st_gid == found.st_uid
-
 
 PRIVATE = Permissions()
 """Only this user reads and writes."""
-
-
-class Passed(NamedTuple):
-    """A folder, a file or a link that a path leads through, by its real path."""
-
-    path: Path
-    status: os.stat_result
-
-    @property
-    def is_link(self) -> bool:
-        """Whether it is a symbolic link."""
-        return stat.S_ISLNK(self.status.st_mode)
-
-
-def passed(path: Path) -> Iterator[Passed]:
-    """All that a path leads through, from the root of the file system on; ends before what does not exist.
-
-    Raises:
-        OSError: a folder cannot be searched, or there are too many links.
-    """
-    place, left, links = Path("/"), list(reversed(path.parts[1:])), 0
-    yield Passed(place, os.lstat(place))
-    while left:
-        name = left.pop()
-        if name == "..":
-            place = place.parent
-            continue
-        try:
-            found = Passed(place / name, os.lstat(place / name))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        yield found
-        if not found.is_link:
-            place = found.path
-            continue
-        if (links := links + 1) > MAX_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        target = Path(os.readlink(found.path))
-        place = Path("/") if target.is_absolute() else place
-        left += reversed([part for part in target.parts if part != "/"])
 
 
 def check_path(path: Path, permissions: Permissions = PRIVATE, tier: str = "") -> Trust:
@@ -271,19 +218,17 @@ def check_path(path: Path, permissions: Permissions = PRIVATE, tier: str = "") -
     way = list(passed(path))
     last = way[-1]
     whole = os.path.lexists(path)
-    owners = _trusted_owners()
+    owners = trusted_owners()
     if whole and permissions.shares(last.status):
         owners |= {last.status.st_uid}
     notes: list[str] = []
-    above = way[0].status
-    for one in way:
-        if one.status.st_uid not in owners and _root_was_led_here(one.status, above):
-            owners |= {one.status.st_uid}
+    for one, trusted in with_owners(way, owners):
+        if trusted != owners:
+            owners = trusted
             notes.append(f"{one.path} belongs to {user_name(one.status.st_uid)}, who can change what root reads there")
         check_owner(one.path, one.status, owners, tier)
         if not one.is_link:
             notes += check_writers(one.path, one.status, permissions, tier)
-            above = one.status
     if whole and stat.S_ISDIR(last.status.st_mode):
         notes += _wider(last, permissions)
     return Trust(owners, tuple(notes))
@@ -316,13 +261,12 @@ def check_writers(path: Path, found: os.stat_result, permissions: Permissions, t
     if who and not keeps_modes(path):
         return (f"{path} seems open to {who}, but modes are made up here: mount options say who has access",)
     if who:
-        mend = "chmod o-w or chmod +t it" if who == "every user" else "chmod g-w it"
-        policy = f"'mode: \"{'0666' if who == 'every user' else '0660'}\"'"
-        if who != "every user":
+        policy = f"'mode: \"{'0666' if who == EVERY_USER else '0660'}\"'"
+        if who != EVERY_USER:
             policy = f"'group: {group_name(found.st_gid)}' if you trust its members, or {policy}"
         raise AccessDenied(
             f"{_where(tier)}{who} can write to {path} (mode {stat.S_IMODE(found.st_mode):04o}), and put other data in "
-            f"the place of this user's; {mend}, or write {policy} in the tier's policy",
+            f"the place of this user's; {how_to_close(who)}, or write {policy} in the tier's policy",
             tier=tier,
         )
     return ()
@@ -335,73 +279,6 @@ def _wider(one: Passed, permissions: Permissions) -> Iterator[str]:
             f"{one.path} has the mode {mode:04o}: other users can see more there than the policy's mode "
             f"{permissions.mode:04o} says, by which what is new is made; chmod -R what is there"
         )
-
-
-def check_private_file(path: Path) -> None:
-    """Check that a file with a key is private, and that no other user can put another file in its place.
-
-    Raises:
-        AccessDenied: it is not there, is not private (`tierstate.tiers.private_file`), or another user can change what
-            its path leads to; the message says how to mend it.
-        OSError: a folder on the way cannot be looked at.
-    """
-    path = path.absolute()
-    with open_private_file(path, "a key", AccessDenied):
-        check_path(path)
-
-
-@lru_cache(maxsize=64)
-def is_private_group(gid: int) -> bool:
-    """Whether a group is the one that a system made for this user alone, as Debian and Red Hat do."""
-    try:
-        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
-    except KeyError:
-        return False
-    return gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-
-
-def user_name(uid: int) -> str:
-    """A user for a message."""
-    try:
-        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
-    except KeyError:
-        return f"the user {uid}"
-
-
-def group_name(gid: int) -> str:
-    """The name of a group; its number, if it has none."""
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
-
-
-def _trusted_owners() -> frozenset[int]:
-    euid = os.geteuid()
-    # In a user namespace files of root outside seem to be nobody's; of root itself a server makes nobody (root_squash).
-    nobody = {_nobody()} if euid == ROOT or _in_user_namespace() else set()
-    return frozenset({ROOT, euid, *nobody})
-
-
-def _root_was_led_here(found: os.stat_result, above: os.stat_result) -> bool:
-    """Whether this is root, and only root or the owner can have put it here: as a volume of a user in a container."""
-    led = above.st_uid in (ROOT, found.st_uid) and not above.st_mode & 0o022
-    return os.geteuid() == ROOT and led
-
-
-@lru_cache(maxsize=1)
-def _nobody() -> int:
-    try:
-        return int(Path("/proc/sys/kernel/overflowuid").read_text())
-    except (OSError, ValueError):
-        return 65534
-
-
-def _in_user_namespace() -> bool:
-    try:
-        return Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
-    except OSError:
-        return False
 
 
 def _where(tier: str) -> str:

@@ -96,7 +96,7 @@ def export(
 def import_file(
     policy: PolicyFile,
     run: Run,
-    source: Annotated[Path, typer.Argument(help="A safetensors, HDF5 or torch.save file, or a DCP folder.")],
+    source: Annotated[str, typer.Argument(help="A safetensors, HDF5 or torch.save file, or a folder of checkpoints.")],
     step: Annotated[
         int | None, typer.Option(min=0, max=MAX_STEP, help="The new version's step; none: the file's own, or 0.")
     ] = None,

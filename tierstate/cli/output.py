@@ -188,7 +188,7 @@ def show_exported(found: ExportResult, as_json: bool) -> None:
         say(f"left out: {', '.join(found.left_out)}")
 
 
-def show_imported(info: VersionInfo, source: Path, as_json: bool) -> None:
+def show_imported(info: VersionInfo, source: str, as_json: bool) -> None:
     """The version that was imported from a file."""
     if as_json:
         print_fields(info, source=source)

@@ -21,6 +21,7 @@ from tierstate.manifest.format.leaf import LOSSY, Leaf
 from tierstate.manifest.format.version import Version
 from tierstate.providers.tensors.dtypes import torch_dtype
 from tierstate.providers.tensors.tensors import TensorProvider
+from tierstate.providers.tree.rename import Rename, rename_leaves
 from tierstate.providers.tree.structure import VersionNode, build_container, version_tree
 from tierstate.providers.tree.ties import TiedLeaf, read_ties
 from tierstate.providers.values.classes import FORM
@@ -76,19 +77,23 @@ def value_leaves(version: Version) -> list[int]:
     return [i for i, leaf in enumerate(version.leaves) if leaf.spec.kind == VALUE]
 
 
-def dcp_view(version: Version, values: Mapping[int, Any]) -> DcpView:
+def dcp_view(version: Version, values: Mapping[int, Any], rename: Rename | None = None) -> DcpView:
     """A version with the keys that DCP would have given it.
 
     Args:
         version: the version.
         values: by index, the values of the leaves in `value_leaves`.
+        rename: how its leaves are renamed first, as in `Checkpointer.load`.
 
     Raises:
         StateMismatch: it has no DCP keys: the state is not a dict, or two paths have the same key.
+        TypeError, ValueError: as `compile_rename`, and where a function returns what is no path.
         FormatError: its leaves do not form a tree, or its tied tensors are not valid.
     """
     root, index = version_tree(version.leaves)
     ties = read_ties(version.leaves, index)
+    if rename is not None:
+        root, _ = rename_leaves(root, version.leaves, rename)
     state, marks = _outline(root, values, ties)
     if not isinstance(state, dict):
         raise StateMismatch(f"the version is a {type(state).__qualname__}, and DCP knows states that are dicts")

@@ -22,6 +22,7 @@ from tierstate.manifest.errors import PolicyError, StateMismatch, TierstateError
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.tags import check_tag
 from tierstate.pause_gc import gc_paused
+from tierstate.providers.tree.rename import Rename
 from tierstate.providers.values.metadata import json_metadata
 from tierstate.tiers.policy.policy import Policy
 
@@ -204,6 +205,8 @@ class TierReader(StorageReader):
         run: name of the run.
         step, version, tag: which version: its step, the beginning of its id, or a tag; a ``checkpoint_id`` takes
             precedence over them. By default the newest version that is complete.
+        rename: other names for saved leaves, as in `Checkpointer.load`: `ts.unwrapped`, a mapping of patterns, a
+            function, or a list of these. The same on all ranks.
         process_group: the ranks that load together, if DCP is given a group of some ranks; by default all ranks.
         alone: this rank reads by itself in any case, as it must where ``dcp.load`` is given ``no_dist=True``.
     """
@@ -216,6 +219,7 @@ class TierReader(StorageReader):
         step: int | None = None,
         version: str | None = None,
         tag: str | None = None,
+        rename: Rename | None = None,
         process_group: Any = None,
         alone: bool = False,
     ) -> None:
@@ -224,7 +228,7 @@ class TierReader(StorageReader):
             raise ValueError(f"tag {tag!r} names a version; give no step and no id beside it")
         self._policy, self._run = _policy(policy), check_run(run)
         self._step, self._version, self._tag = step, version, tag
-        self._group, self._alone = process_group, alone
+        self._rename, self._group, self._alone = rename, process_group, alone
         self._said: int | None = None
         self._load: VersionLoad | None = None
 
@@ -240,6 +244,7 @@ class TierReader(StorageReader):
         Raises:
             NotFound: there is no such version.
             Damaged: no tier has all chunks of the version, or an intact copy of a value.
+            StateMismatch: ``rename`` gives one name to several leaves, or the version is none that DCP can load.
             RankFailed: the ranks load together, and another one failed, or did not come.
         """
         step, version, tag = self._step, self._version, self._tag
@@ -249,10 +254,12 @@ class TierReader(StorageReader):
         engine = loading_engine(self._policy, self._run, group)
         with gc_paused():
             if engine.parted and not self._alone:
-                self._load, found = load_together(engine, RestoreSpec(step, version, allow_pickle=allowed), tag)
+                wanted = RestoreSpec(step, version, allow_pickle=allowed, rename=self._rename)
+                self._load, found = load_together(engine, wanted, tag)
             else:
                 entry = choose_version(engine, step, version, engine.tagged(tag))
-                self._load, found = VersionLoad(entry.version, allowed, read_alone(engine, entry)), entry.version
+                found = entry.version
+                self._load = VersionLoad(found, allowed, read_alone(engine, entry), self._rename)
             engine.loaded(found.id)
         return self._load.view.metadata
 

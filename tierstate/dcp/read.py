@@ -22,6 +22,7 @@ from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.registry import REGISTRY
 from tierstate.providers.tensors.dtypes import torch_dtype
 from tierstate.providers.tensors.tensors import TensorProvider
+from tierstate.providers.tree.rename import Rename
 from tierstate.providers.tree.ties import TiedLeaf
 
 from .engine import DcpEngine
@@ -157,12 +158,19 @@ class VersionLoad:
         allowed: whether a pickle may be loaded, by path.
         read: reads and verifies the chunks that are wanted. It is called once here, for the plain values, and once for
             each `serve`.
+        rename: how its leaves are renamed first.
 
     Attributes:
         view: the version by DCP's keys, with the metadata for DCP.
     """
 
-    def __init__(self, version: Version, allowed: PickleAllowed, read: Callable[[Wants], None]) -> None:
+    def __init__(
+        self,
+        version: Version,
+        allowed: PickleAllowed,
+        read: Callable[[Wants], None],
+        rename: Rename | None = None,
+    ) -> None:
         self._version, self._allowed, self._read = version, allowed, read
         leaves, values = value_leaves(version), WholeLeaves(self._fresh, {})
 
@@ -172,7 +180,7 @@ class VersionLoad:
             return values.destinations()
 
         read(wants)
-        self.view: DcpView = dcp_view(version, {leaf: values.value(leaf) for leaf in leaves})
+        self.view: DcpView = dcp_view(version, {leaf: values.value(leaf) for leaf in leaves}, rename)
 
     def _fresh(self, index: int) -> Provider:
         leaf = self._version.leaves[index]

@@ -37,7 +37,7 @@ class _PlannedReads(SharedReads):
     _calls = 0
 
     def restore(self) -> VersionLoad:
-        return VersionLoad(self._version, self._wanted.allow_pickle, self._read)
+        return VersionLoad(self._version, self._wanted.allow_pickle, self._read, self._wanted.rename)
 
     def _read(self, wants: Wants) -> None:
         self._wants, self._chunks = wants, None

@@ -13,12 +13,20 @@ from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import FormatError, NotFound, TierFull
 from tierstate.tiers.posix.files import open_file
 
+from .deepspeed_folder import is_deepspeed, open_deepspeed
 from .reader import ImportSource, Progress
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
-_KINDS = "a .safetensors file or its .index.json, an HDF5 file, a file of torch.save, or a folder of DCP"
+_KINDS = (
+    "a .safetensors file or its .index.json, an HDF5 file, a file of torch.save, or a folder of DCP, of Megatron-core, "
+    "or of DeepSpeed (with the files of a tag)"
+)
+
+
+_URI = "tierstate:"
+"""How the address of a version begins, as fsspec has it."""
 
 
 @contextmanager
@@ -30,8 +38,8 @@ def open_source(
 
     Args:
         path: a ``.safetensors`` file, the ``.index.json`` of several (or the folder they lie in), an HDF5 file, a file
-            of ``torch.save``, or a folder of ``torch.distributed.checkpoint`` or of Megatron-core. No code in them is
-            run.
+            of ``torch.save``, or a folder of ``torch.distributed.checkpoint``, of Megatron-core or of DeepSpeed's ZeRO.
+            No code in them is run. ``tierstate://POLICY.yaml/RUN@VERSION`` is a version that ZeRO has saved.
         skip_values: leave out text and attributes of HDF5 files from other programs, and Megatron's common state.
         progress: called with the bytes read since the last call; not for files of ``torch.save``.
 
@@ -39,6 +47,10 @@ def open_source(
         FormatError: it is none of these, or damaged.
         Unsafe: loading it would run code.
     """
+    if str(path).startswith(_URI):
+        with _open_version(str(path), progress) as found:
+            yield found
+        return
     path = _inside(Path(path))
     with _open(path, _kind(path), skip_values, progress) as found:
         yield found
@@ -84,7 +96,7 @@ def _inside(path: Path) -> Path:
     """The file to read if the path is a folder of safetensors files; otherwise the path itself."""
     if not path.exists():
         raise NotFound(f"{path} does not exist")
-    if not path.is_dir() or (path / ".metadata").exists():
+    if not path.is_dir() or (path / ".metadata").exists() or is_deepspeed(path):
         return path
     found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
     if len(found) != 1:
@@ -96,7 +108,7 @@ def _kind(path: Path) -> str:
     if path.is_dir():
         from .torch_dist import is_torch_dist
 
-        return "torch_dist" if is_torch_dist(path) else "dcp"
+        return "torch_dist" if is_torch_dist(path) else "deepspeed" if is_deepspeed(path) else "dcp"
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return "safetensors"
     with closing(open_file(path.resolve())) as file:  # `open_file` does not block on a pipe
@@ -120,6 +132,8 @@ def _open(path: Path, kind: str, skip_values: bool, progress: Progress) -> Any:
         from .torch_dist import open_torch_dist
 
         return open_torch_dist(path, progress, skip_values=skip_values)
+    if kind == "deepspeed":
+        return open_deepspeed(path, progress)
     if kind == "hdf5":
         from .hdf5 import open_hdf5
 
@@ -131,3 +145,15 @@ def _open(path: Path, kind: str, skip_values: bool, progress: Progress) -> Any:
     from .safetensors import open_safetensors
 
     return open_safetensors(path, progress)
+
+
+@contextmanager
+def _open_version(uri: str, progress: Progress) -> Iterator[ImportSource]:
+    from .filesystem import Address, TierstateFileSystem  # they import fsspec
+    from .lazy_version import open_zero_version
+
+    address = Address.parse(TierstateFileSystem._strip_protocol(uri))
+    if address.name or not address.run:
+        raise NotFound(f"{uri} names no version: write tierstate://POLICY.yaml/RUN, or RUN@step-100")
+    with open_zero_version(address.policy, address.run, progress=progress, **address.wanted()) as found:
+        yield found

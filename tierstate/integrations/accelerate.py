@@ -32,7 +32,7 @@ from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
 
-from .version_folders import read_reference, restoring, saved_version, wait_ended, write_reference
+from .version_folders import numbered_folders, restoring, saved_version, wait_ended, write_reference
 
 __all__ = ["AcceleratorVersions", "use"]
 
@@ -212,7 +212,7 @@ class AcceleratorVersions:
         """Delete folders beyond ``total_limit``, as accelerate does where it names them."""
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming and project.total_limit:
-            for folder in _by_number(parent)[: -project.total_limit]:
+            for folder, _ in numbered_folders(parent, "checkpoint_")[: -project.total_limit]:
                 shutil.rmtree(folder, ignore_errors=True)
 
     # ---- Restoring
@@ -322,12 +322,6 @@ def _seedable(loader: Any) -> SeedableRandomSampler | None:
     """The sampler whose order follows from a seed and the epoch (``use_seedable_sampler``), if there is one."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     return sampler if isinstance(sampler, SeedableRandomSampler) else None
-
-
-def _by_number(parent: Path) -> list[Path]:
-    """The folders ``checkpoint_N`` that stand for versions, by their numbers."""
-    found = [folder for folder in parent.glob("checkpoint_*") if read_reference(folder) is not None]
-    return sorted(found, key=lambda folder: int(folder.name.rpartition("_")[2]))
 
 
 def _holds_files(folder: Path) -> bool:

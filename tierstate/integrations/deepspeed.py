@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,19 +20,28 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
 
 import tierstate as ts
 from tierstate.engine.ranks.agreement import GroupQuery
 from tierstate.engine.ranks.heartbeat import Timeouts
 from tierstate.engine.ranks.team import Team
+from tierstate.files.lazy_version import open_zero_version
+from tierstate.files.zero import is_zero
+
+from .deepspeed_universal import (
+    export_universal,
+    load_groups,
+    load_unpartitioned,
+    universal_loading,
+    with_plain_scalers,
+    with_scalers,
+    write_universal,
+)
+
+__all__ = ["TierCheckpointEngine", "export_universal", "use"]
 
 ts.register_provider(fragment_address)
-
-_SCALERS = {one.__name__: one for one in (LossScaler, DynamicLossScaler)}
-_SCALER = "deepspeed.loss_scaler"
-"""Key of the dict that stands for a loss scaler: the name of its class. Its attributes are beside it."""
 
 _MARKER = (
     "This checkpoint is a version of run {run!r} in the tiers of tierstate; tierstate.integrations.deepspeed loads it"
@@ -101,7 +112,7 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Take a file of the checkpoint. It is copied in `commit`."""
-        self._files[_name(path)] = _with_plain_scalers(state_dict)
+        self._files[_name(path)] = with_plain_scalers(state_dict)
         self._mark(path)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -181,7 +192,7 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """A file that only this rank asks for, from the tiers that it can reach by itself."""
         policy, run = self.checkpointer.policy, self.checkpointer.run
         with ts.Checkpointer(policy, run, allow_pickle=self._pickles, preemption=False) as alone:
-            return _with_scalers(alone.load(version=found.id, only=[name])[name])
+            return with_scalers(alone.load(version=found.id, only=[name])[name])
 
     @contextmanager
     def loading(self, folder: str, tag: str | None, files: Sequence[str], ranks: int | None) -> Iterator[str | None]:
@@ -214,12 +225,55 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             # The newest is asked for as such: an even newer one may be in a tier that does not answer now.
             only = [_name(file) for file in files]
             loaded = self.checkpointer.load(version=None if newest else found.id, only=only)
-            self._found, self._loaded = found, {name: _with_scalers(state) for name, state in loaded.items()}
+            self._found, self._loaded = found, {name: with_scalers(state) for name, state in loaded.items()}
             for name in found.files:
                 self._mark(os.path.join(folder, found.tag, name + ".pt"))
             yield found.tag
         finally:
             self._found, self._loaded = None, {}
+
+    def resharded(self, folder: str, tag: str | None, files: Sequence[str], ranks: int | None) -> _Found | None:
+        """The checkpoint, if it can be loaded by whole parameters only, since ZeRO has partitioned it for another
+        number of ranks, or in another stage. All ranks call it together.
+
+        Args: as those of `loading`.
+
+        Raises:
+            NotFound: there is no such checkpoint.
+        """
+        found, _ = self._find(os.path.normpath(folder), tag)
+        if found is None or not found.id or not is_zero(found.files):
+            return None
+        same = ranks in (None, found.ranks) and {_name(file) for file in files} <= set(found.files)
+        return None if same else found
+
+    @contextmanager
+    def universal(self, folder: str, found: _Found) -> Iterator[Path]:
+        """While in here, a folder in ``folder`` has the checkpoint as DeepSpeed's universal one, under its tag. All
+        ranks call it together, and each writes a part.
+
+        Raises:
+            StateMismatch: the ranks do not share the folder, or as `export_universal`.
+            TierstateError: the version cannot be read by each rank alone.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        place = Path(folder, self._gather(lambda: _new_folder(folder, found.tag) if rank == 0 else "")[0])
+        try:
+            self._gather(lambda: self._write_part(found, place / found.tag, rank, ranks))
+            yield place
+            self._gather(lambda: None)  # all have read it
+        finally:
+            if rank == 0:
+                shutil.rmtree(place, ignore_errors=True)  # an error of the load says more than one of this
+
+    def _write_part(self, found: _Found, folder: Path, rank: int, ranks: int) -> None:
+        if not folder.is_dir():
+            raise ts.StateMismatch(
+                f"rank {rank} does not see {folder}, which rank 0 has made: for another number of ranks load from a "
+                "folder that all hosts share, or export_universal to one"
+            )
+        with open_zero_version(self.checkpointer.policy, self.checkpointer.run, version=found.id) as version:
+            write_universal(version.state, folder, rank, ranks)
 
     def _find(self, folder: str, tag: str | None) -> tuple[_Found | None, bool]:
         """The checkpoint, and whether it was not asked for by tag and no version that can be read is newer."""
@@ -291,7 +345,10 @@ def use(
         bound.apply_defaults()
         asked = bound.arguments
         tag = None if asked["tag"] is None else str(asked["tag"])
-        with tiers.loading(asked["load_dir"], tag, *_wanted(engine, asked)) as found:
+        wanted = _wanted(engine, asked)
+        if (other := tiers.resharded(asked["load_dir"], tag, *wanted)) is not None:
+            return _load_universal(engine, tiers, partial(_natively, engine, native, load), asked, other)
+        with tiers.loading(asked["load_dir"], tag, *wanted) as found:
             return (None, None) if found is None else load(**asked | {"tag": found})
 
     engine.load_checkpoint = load_checkpoint
@@ -310,6 +367,26 @@ def _wanted(engine: Any, asked: Mapping[str, Any]) -> tuple[list[str], int | Non
     if partitions:
         files.append(engine._get_zero_ckpt_name(*folder))
     return files, dist.get_world_size() if partitions or engine.zero_optimization_partition_weights() else None
+
+
+def _load_universal(
+    engine: Any, tiers: TierCheckpointEngine, load: Callable[..., Any], asked: Mapping[str, Any], found: _Found
+) -> tuple[str, Any]:
+    """``load_checkpoint`` of what another number of ranks has saved: DeepSpeed loads it as a universal checkpoint."""
+    with tiers.universal(asked["load_dir"], found) as place, universal_loading(engine):
+        _, client = load(**{**asked, "load_dir": str(place), "tag": found.tag})
+        load_unpartitioned(engine, place / found.tag, strict=asked["load_module_strict"])
+        if asked["load_optimizer_states"] and not asked["load_module_only"]:
+            load_groups(engine, place / found.tag)
+    return engine._get_ckpt_name(asked["load_dir"], found.tag), client
+
+
+def _new_folder(folder: str, tag: str) -> str:
+    """Make a folder for a checkpoint in one of its own; returns the name of this."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    made = tempfile.mkdtemp(prefix=".universal-", dir=folder)
+    Path(made, tag).mkdir(parents=True)
+    return Path(made).name
 
 
 def _natively(engine: Any, native: CheckpointEngine, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -332,35 +409,3 @@ def _team(policy: ts.Policy, run: str) -> Team | None:
 def _name(path: str) -> str:
     """The name of a file in a version: without a suffix, so that it can stand in a glob as it is."""
     return Path(path).name.removesuffix(".pt")
-
-
-def _with_plain_scalers(state: Any) -> Any:
-    """A state with a dict in place of each loss scaler. What holds none stays the same object."""
-
-    def plain(value: Any) -> Any:
-        return {_SCALER: type(value).__name__, **vars(value)} if type(value) in _SCALERS.values() else value
-
-    return _mapped(state, plain)
-
-
-def _with_scalers(state: Any) -> Any:
-    """The inverse of `_with_plain_scalers`."""
-
-    def scaler(value: Any) -> Any:
-        if type(value) is not dict or _SCALER not in value:
-            return value
-        if value[_SCALER] not in _SCALERS:
-            raise ts.FormatError(f"{value[_SCALER]!r:.60} is no loss scaler of DeepSpeed")
-        made = object.__new__(_SCALERS[value[_SCALER]])
-        made.__dict__ |= {name: one for name, one in value.items() if name != _SCALER}
-        return made
-
-    return _mapped(state, scaler)
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A tree of dicts with changed values; a dict in which nothing changes stays the same object."""
-    if (changed := change(value)) is not value or type(value) is not dict:
-        return changed
-    items = {key: _mapped(one, change) for key, one in value.items()}
-    return value if all(items[key] is one for key, one in value.items()) else items

@@ -373,7 +373,8 @@ class TierCheckpoints:
         with restoring(folder, self.ckpt.run) as reference:
             if reference is None:
                 raise ts.NotFound(
-                    f"{folder} refers to no version of a run ({REFERENCE} is missing): its save did not become durable"
+                    f"{folder} refers to no version of a run ({REFERENCE} is missing or torn): its save did not become "
+                    "durable, or a crash has taken its reference, which TierCheckpoints.make_folder writes again"
                 )
             version = reference.version
             stored = self.stored(version)
@@ -545,7 +546,7 @@ class TierLoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[mis
     def _stored(self, folder: Any) -> dict[str, Spec]:
         with restoring(folder, self._tiers.ckpt.run) as reference:
             if reference is None:
-                raise ts.NotFound(f"{folder} refers to no version of a run ({REFERENCE} is missing)")
+                raise ts.NotFound(f"{folder} refers to no version of a run ({REFERENCE} is missing or torn)")
             return self._tiers.stored(reference.version)
 
 

@@ -24,7 +24,7 @@ from tierstate.checkpointer import Checkpointer, Save
 from tierstate.engine.info import VersionInfo
 from tierstate.manifest.errors import NotFound, StateMismatch
 
-from .version_folders import REFERENCE, VersionReference, restoring, wait_ended
+from .version_folders import REFERENCE, VersionReference, is_torn, restoring, wait_ended
 
 __all__ = ["report", "restore"]
 
@@ -97,6 +97,9 @@ def restore(ckpt: Checkpointer, checkpoint: Checkpoint | None, state: Any, **opt
     if checkpoint is None:
         return None
     with checkpoint.as_directory() as folder, restoring(folder, ckpt.run) as reference:
+        if reference is None and is_torn(folder):
+            log.warning("%s of %s is torn; the newest version is restored", REFERENCE, checkpoint.path)
+            return ckpt.resume(into=state, **options)
         if reference is None:
             raise StateMismatch(
                 f"{checkpoint.path} has no {REFERENCE}: it was not reported by tierstate.integrations.ray.report; load "

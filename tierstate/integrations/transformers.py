@@ -37,13 +37,25 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.engine.info import VersionInfo
-from tierstate.manifest.errors import NotFound, TierstateError
+from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.yaml import escape_variables
 
 from .accelerate import sync_buffers
-from .version_folders import kept_versions, read_reference, restoring, saved_version, wait_ended, write_reference
+from .version_folders import (
+    REFERENCE,
+    is_torn,
+    kept_versions,
+    numbered_folders,
+    read_reference,
+    rename_synced,
+    restoring,
+    saved_version,
+    wait_ended,
+    write_reference,
+    write_synced,
+)
 
 __all__ = ["TierTrainer", "TierTrainerMixin", "use"]
 
@@ -51,6 +63,9 @@ log = logging.getLogger("tierstate")
 
 
 TRAINER_STATE = "trainer_state.json"
+
+PREFIX = "checkpoint-"
+"""How the names of the Trainer's folders begin; the step follows."""
 
 BEST = "best"
 """The tag of the best model's version: retention keeps it."""
@@ -248,7 +263,7 @@ class TrainerVersions:
         return Path(self._trainer.args.output_dir)
 
     def _folder(self, step: int) -> Path:
-        return self._output_dir / f"checkpoint-{step}"
+        return self._output_dir / f"{PREFIX}{step}"
 
     @contextmanager
     def opened(self) -> Iterator[Checkpointer]:
@@ -374,12 +389,12 @@ class TrainerVersions:
         parts = folder.with_name(f".{folder.name}.part")
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
-        (parts / TRAINER_STATE).write_text(text, encoding="utf-8")
+        write_synced(parts / TRAINER_STATE, text)
         write_reference(parts, info)
         os.utime(parts, (info.time, info.time))  # the Trainer deletes the oldest by this
         if folder.is_dir():
             shutil.rmtree(folder)
-        parts.rename(folder)
+        rename_synced(parts, folder)
 
     def _rotate(self, ckpt: Checkpointer) -> None:
         """Delete folders whose versions go, then those beyond ``save_total_limit``, as the Trainer does."""
@@ -388,9 +403,8 @@ class TrainerVersions:
         except TierstateError as error:
             log.warning("folders of versions that are gone stay for now: %s", error)
             return
-        for folder in self._output_dir.glob("checkpoint-*"):
-            reference = read_reference(folder)
-            if reference is not None and reference.run == self._run and reference.version not in kept:
+        for folder, reference in numbered_folders(self._output_dir, PREFIX):
+            if reference.run == self._run and reference.version not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
         rotate_checkpoints(
             output_dir=str(self._output_dir),
@@ -422,12 +436,16 @@ class TrainerVersions:
         versions = [version for version in ckpt.versions() if version.tiers]
         if resume is True:
             self._rotate(ckpt)
+            for folder in filter(_is_torn, self._output_dir.glob(f"{PREFIX}[0-9]*")):
+                _remove(folder)  # the Trainer would resume from it, if it is the last
             best = [version for version in versions if BEST in version.tags]
             wanted = {version.step: version for version in best + versions[-1:]}
         else:
-            there, folder = Path(resume).is_dir(), Path(resume).resolve()
+            folder = Path(resume).resolve()
+            there = folder.is_dir() and not _is_torn(folder)
             wanted = {v.step: v for v in versions if not there and self._folder(v.step).resolve() == folder}
-        found = {step: read_reference(self._folder(step)) for step in wanted}
+        whole = {step: folder for step in wanted if not _is_torn(folder := self._folder(step))}
+        found = {step: read_reference(whole[step]) if step in whole else None for step in wanted}
         return [v.id for step, v in wanted.items() if (has := found[step]) is None or has.version != v.id]
 
     def _agree(self, versions: list[str]) -> list[str]:
@@ -482,6 +500,24 @@ class TrainerVersions:
                 "%s was saved with %s=%s, and it is %s now: losses will not be those of an uninterrupted training",
                 folder, name, was, getattr(args, name, None),
             )  # fmt: skip
+
+
+def _is_torn(folder: Path) -> bool:
+    """Whether a crash has left a part of a folder that stands for a version."""
+    try:
+        if read_reference(folder) is not None:
+            json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
+    except StateMismatch:
+        return False
+    except (OSError, ValueError):
+        return True
+    return is_torn(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a torn folder, unless somebody has put something into it."""
+    if {file.name for file in folder.iterdir()} <= {REFERENCE, TRAINER_STATE}:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _inner(optimizer: Any) -> Any:

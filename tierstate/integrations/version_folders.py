@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.engine.info import VersionInfo
 from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError
+from tierstate.tiers.posix.files import sync_folder
 
 REFERENCE = "tierstate.json"
 """The name of the file."""
@@ -37,14 +39,18 @@ class VersionReference(NamedTuple):
 
 
 def read_reference(folder: str | os.PathLike[str]) -> VersionReference | None:
-    """What a folder stands for; None for one that holds a framework's own files, or does not exist.
+    """What a folder stands for; None for one that holds a framework's own files, does not exist, or is as good as lost,
+    since its reference is torn (`is_torn`).
 
     Raises:
         StateMismatch: the file there is not one of these.
     """
     file = Path(folder) / REFERENCE
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        if _is_cut_short(text):
+            return None
+        found = json.loads(text)
         return VersionReference(str(found["run"]), str(found["version"]), int(found["step"]))
     except OSError:
         return None
@@ -52,6 +58,35 @@ def read_reference(folder: str | os.PathLike[str]) -> VersionReference | None:
         raise StateMismatch(
             f"{file} should name a version of a run, and does not ({error!r}); delete {folder}, and resume from another"
         ) from error
+
+
+def is_torn(folder: str | os.PathLike[str]) -> bool:
+    """Whether a crash of the machine, or a full disk, has left a folder with a part of its reference."""
+    try:
+        return _is_cut_short((Path(folder) / REFERENCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def _is_cut_short(text: str) -> bool:
+    """Whether this is the beginning of a reference: nothing of it, or zeros, as some file systems leave, too."""
+    begin, written = '{"run": ', text.rstrip("\0")
+    return written.startswith(begin[: len(written)]) and "}" not in written
+
+
+def numbered_folders(parent: Path, prefix: str) -> list[tuple[Path, VersionReference]]:
+    """The folders ``<prefix>N`` that stand for versions, by their numbers.
+
+    Others are their owner's: copies under names of their own (``checkpoint-best``), and folders with a file of the same
+    name that is something else.
+    """
+    found = list[tuple[int, Path, VersionReference]]()
+    for folder in parent.glob(f"{prefix}*"):
+        if number := re.fullmatch(f"{re.escape(prefix)}([0-9]+)", folder.name):
+            with suppress(StateMismatch):
+                if (reference := read_reference(folder)) is not None:
+                    found.append((int(number[1]), folder, reference))
+    return [(folder, reference) for _, folder, reference in sorted(found)]
 
 
 def wait_ended(save: Save, tier: str) -> BaseException | None:
@@ -85,20 +120,41 @@ def kept_versions(ckpt: Checkpointer) -> set[str]:
 
 
 def write_reference(folder: str | os.PathLike[str], info: VersionInfo) -> None:
-    """Write or replace the file in a folder; a reader sees all of it or nothing, also of a folder that is new."""
+    """Write or replace the file in a folder; a reader sees all of it or nothing, also of a folder that is new, and
+    after a crash of the machine.
+    """
     text = VersionReference(info.run, info.id, info.step).text()
     folder = Path(folder)
     if not folder.exists():
         parts = folder.with_name(f".{folder.name}.part")
         parts.mkdir(parents=True, exist_ok=True)
-        (parts / REFERENCE).write_text(text, encoding="utf-8")
-        with suppress(OSError):  # somebody has made it meanwhile
-            parts.rename(folder)
+        write_synced(parts / REFERENCE, text)
+        try:
+            rename_synced(parts, folder)
             return
-        shutil.rmtree(parts)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        shutil.rmtree(parts, ignore_errors=True)  # somebody has made the folder meanwhile
     part = folder / f".{REFERENCE}.part"
-    part.write_text(text, encoding="utf-8")
-    part.replace(folder / REFERENCE)
+    write_synced(part, text)
+    rename_synced(part, folder / REFERENCE)
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Write a file; its content is on stable storage before anything renames it or refers to it."""
+    with file.open("w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def rename_synced(old: Path, new: Path) -> None:
+    """Rename a file, or a folder whose files are synced; the names are on stable storage then."""
+    if old.is_dir():
+        sync_folder(old)
+    old.replace(new)
+    sync_folder(new.parent)
 
 
 @contextmanager

@@ -242,3 +242,80 @@ def test_graphs_are_torchs_own_again_when_nothing_is_guarded(ckpt: ts.Checkpoint
     assert torch.cuda.CUDAGraph.replay is not own
     ckpt.unguard(optimizer)
     assert torch.cuda.CUDAGraph.replay is own
+
+
+def added(other: torch.Tensor) -> torch.optim.Optimizer:
+    """An optimizer over this tensor, which `made` ones do not know."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(other)], lr=0.1)
+    assert optimizer.param_groups[0]["params"][0].data_ptr() == other.data_ptr()
+    return optimizer
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Saves, and returns whether a replay waited for it; the version must be the state at the call of save."""
+
+    def saved(ckpt: ts.Checkpointer, optimizer: torch.optim.Optimizer, graph: torch.cuda.CUDAGraph, step: int) -> bool:
+        gate, waited, own = Gate(), [], SaveState.release_state
+        truth = truth_of(optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(Capture, "_take", gate.before(Capture._take))
+            patch.setattr(SaveState, "release_state", lambda save_state: waited.append(1) or own(save_state))
+            save = ckpt.save(values(optimizer), step=step)
+            graph.replay()
+            torch.cuda.current_stream().synchronize()
+            gate.opened.set()
+            save.wait()
+        assert difference(truth, on_the_host(ckpt.load(step=step))) == ""
+        return bool(waited)
+
+    return saved
+
+
+def test_a_graph_that_is_captured_anew_while_nothing_is_guarded_waits(ckpt: ts.Checkpointer, waits: Any) -> None:
+    optimizer, other = made(capturable=True), torch.zeros(10, device="cuda")
+    ckpt.guard(optimizer)
+    graph = graph_of(lambda: other.add_(1))
+    assert not waits(ckpt, optimizer, graph, 1)
+    ckpt.unguard(optimizer)
+    graph.reset()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    ckpt.guard(optimizer)
+    assert waits(ckpt, optimizer, graph, 2)
+
+
+@pytest.mark.parametrize("how", ["guard", "another Checkpointer", "add_param_group", "data"])
+def test_a_graph_waits_that_changes_what_is_guarded_after_its_capture(
+    ckpt: ts.Checkpointer, place: Path, waits: Any, how: str
+) -> None:
+    optimizer, other = made(), torch.randn(9000, device="cuda")
+    ckpt.guard(optimizer)
+    graph = graph_of(lambda: other.add_(1))
+    assert not waits(ckpt, optimizer, graph, 1)
+    if how == "add_param_group":
+        optimizer.add_param_group({"params": [torch.nn.Parameter(other)]})
+        optimizer.param_groups.reverse()
+    elif how == "data":
+        optimizer.param_groups[0]["params"][1].data = other
+    else:
+        optimizer = added(other)
+    if how != "another Checkpointer":
+        ckpt.guard(optimizer)
+        assert waits(ckpt, optimizer, graph, 2)
+        return
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place / "other")}), "other") as second:
+        second.guard(optimizer)
+        assert waits(second, optimizer, graph, 2)
+
+
+def test_a_forward_graph_does_not_wait_though_the_first_step_makes_the_optimizers_state(
+    ckpt: ts.Checkpointer, waits: Any
+) -> None:
+    optimizer, other = made(), torch.zeros(10, device="cuda")
+    fresh = torch.optim.Adam(optimizer.param_groups[0]["params"], lr=0.1)
+    ckpt.guard(fresh)
+    graph = graph_of(lambda: other.add_(1))
+    fresh.step()
+    assert not waits(ckpt, fresh, graph, 1)
+    assert not waits(ckpt, fresh, graph, 2)

@@ -3,8 +3,10 @@
 `CUDAGraph.replay` calls no hook of an optimizer, and moves no version counter of a tensor. While anything is guarded,
 ``torch.cuda.CUDAGraph`` has other methods: a capture notes whether a step came in it, or an operation that changes what
 is guarded (these do move the version counters, once, when they are captured), and a replay waits first, unless its
-graph is known to have neither. Graphs that were captured before are not known, so that they wait. The graphs of
-``torch.compile`` (mode ``reduce-overhead``) and of ``make_graphed_callables`` are replayed by the same method.
+graph is known to have neither. What is known of a graph holds for the memory that was guarded when it was captured, and
+until nothing is guarded any more: a capture is not noted then. Graphs that were captured before are not known, so that
+they wait. The graphs of ``torch.compile`` (mode ``reduce-overhead``) and of ``make_graphed_callables`` are replayed by
+the same method.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ import torch
 
 from tierstate.tiers.memory.cudart import is_capturing
 
+Memory = tuple[torch.device, int]
+"""Device and address of a storage."""
+
 
 class Steps(Protocol):
     """What waits before a step."""
@@ -28,6 +33,9 @@ class Steps(Protocol):
 
     def versions(self) -> list[int]:
         """The version counters of the guarded tensors."""
+
+    def memory(self) -> set[Memory]:
+        """The storages of the guarded tensors."""
 
 
 _LOCK = threading.Lock()
@@ -41,7 +49,8 @@ _CAPTURING: dict[int, list[list[int]] | None] = {}
 """Graphs that are being captured by now, by their id: the version counters at the beginning; None once a step came."""
 
 
-_WITHOUT_STEP: weakref.WeakSet[Any] = weakref.WeakSet()
+_UNCHANGED: weakref.WeakKeyDictionary[Any, set[Memory]] = weakref.WeakKeyDictionary()
+"""Graphs whose replays do not wait, and the memory that each is known to leave unchanged."""
 
 
 _UNDO: list[Callable[[], None]] = []
@@ -72,8 +81,24 @@ def watch_replays_no_more(guard: Steps) -> None:
     with _LOCK:
         if guard in _WATCHING:
             _WATCHING.remove(guard)
-        while _UNDO and not _WATCHING:
-            _UNDO.pop()()
+        if not _WATCHING:
+            _UNCHANGED.clear()  # a graph may be captured anew, with a step in it, before anything is guarded again
+            _CAPTURING.clear()
+            while _UNDO:
+                _UNDO.pop()()
+
+
+def distrust_graphs(memory: set[Memory]) -> None:
+    """Make replays wait of all graphs that are not known to leave this memory unchanged."""
+    with _LOCK:
+        for graph, unchanged in list(_UNCHANGED.items()):
+            if not memory <= unchanged:
+                del _UNCHANGED[graph]
+
+
+def trusts_graphs() -> bool:
+    """Whether there are graphs whose replays do not wait."""
+    return bool(_UNCHANGED)
 
 
 def _patch(name: str, around: Callable[..., Any]) -> None:
@@ -93,7 +118,8 @@ def _patch(name: str, around: Callable[..., Any]) -> None:
 
 
 def _begin(own: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
-    _WITHOUT_STEP.discard(graph)
+    with _LOCK:
+        _UNCHANGED.pop(graph, None)
     found, versions = own(graph, *args, **kwargs), _versions()
     with _LOCK:
         _CAPTURING[id(graph)] = versions
@@ -105,7 +131,9 @@ def _end(own: Callable[..., Any], graph: Any) -> Any:
         versions = _CAPTURING.pop(id(graph), None)
     found = own(graph)
     if versions is not None and versions == _versions():
-        _WITHOUT_STEP.add(graph)
+        unchanged: set[Memory] = set().union(*(guard.memory() for guard in tuple(_WATCHING)))
+        with _LOCK:
+            _UNCHANGED[graph] = unchanged
     return found
 
 
@@ -114,7 +142,7 @@ def _versions() -> list[list[int]]:
 
 
 def _replay(own: Callable[..., Any], graph: Any) -> Any:
-    if graph not in _WITHOUT_STEP:
+    if graph not in _UNCHANGED:
         for guard in tuple(_WATCHING):
             guard.before_step()
     return own(graph)

@@ -22,12 +22,16 @@ from tierstate.providers.sharded.shards import ShardsProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of
 from tierstate.tiers.latch import Completion
 
-from .graph_steps import in_step_of_graph, watch_replays, watch_replays_no_more
+from .graph_steps import (
+    Memory,
+    distrust_graphs,
+    in_step_of_graph,
+    trusts_graphs,
+    watch_replays,
+    watch_replays_no_more,
+)
 
 log = logging.getLogger("tierstate")
-
-
-Memory = tuple[torch.device, int]
 
 
 WRAPPED = ("optimizer", "_optimizer", "optim", "base_optimizer")
@@ -111,6 +115,7 @@ class Guard:
             _Guarded(optimizer, layers, [_patch(one, self.before_step) for one in layers if not _hooked(one)])
         )
         watch_replays(self)
+        distrust_graphs(self.memory())
 
     def remove(self, optimizer: object) -> None:
         """Wait for all captures, then let go of an optimizer. Nothing happens if it is not guarded."""
@@ -156,6 +161,17 @@ class Guard:
         """Wait for this save too, unless it is captured already."""
         if not save_state.captured.done():
             self._save_states.append(save_state)
+            self._distrust_graphs()
+
+    def _distrust_graphs(self) -> None:
+        """Make the graphs wait that were captured before a parameter came to a guarded optimizer, or its memory did.
+
+        Parameters only: the memory of optimizer state is mostly made by the first step, after forward and backward
+        graphs were captured, so that these cannot change it.
+        """
+        if trusts_graphs():  # rarely: thousands of parameters take milliseconds
+            groups = (group for known in self._guarded for layer in known.layers for group in layer.param_groups)
+            distrust_graphs({_memory(parameter) for group in groups for parameter in group["params"]})
 
     def wait(self) -> None:
         """Wait until every watched save is captured or has failed. Does not raise its error: the `Save` reports it."""
