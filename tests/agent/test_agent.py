@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from tierstate.agent.pipeline import AgentPipeline
 
 pytestmark = pytest.mark.slow
 
+TESTS = Path(__file__).resolve().parents[1]
+
 
 def pipeline(ckpt: ts.Checkpointer) -> AgentPipeline:
     found = ckpt._pipeline
@@ -37,18 +40,15 @@ def pipeline(ckpt: ts.Checkpointer) -> AgentPipeline:
     return found
 
 
-def in_child(call: Callable[[], None]) -> int:
-    """Run this in a forked process, which is ended by `os._exit`; its number."""
-    if (pid := os.fork()) == 0:
-        try:
-            call()
-            os._exit(0)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-    return pid
+def trainers(function: str, *args: object) -> list[str]:
+    """Run a function of `support.agent_trainers` in a process of its own; the lines that it has printed."""
+    command = [sys.executable, "-u", str(TESTS / "support/processes.py"), f"support.agent_trainers:{function}"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    # A file and not a pipe: a child that goes on would keep it open.
+    with tempfile.TemporaryFile("w+") as said:
+        subprocess.run([*command, *map(str, args)], stdout=said, stderr=said, env=environ, timeout=300, check=False)
+        said.seek(0)
+        return said.read().splitlines()
 
 
 def test_saves_reach_every_tier_and_come_back_from_memory(place: Path) -> None:
@@ -80,32 +80,12 @@ def test_what_has_not_changed_is_neither_copied_nor_written_again(place: Path) -
     assert same(load(place, "slow", 3), state)
 
 
-def killed_after_capture(place: Path, step: int, delay: float, run: str) -> None:
-    """A trainer that saves and is killed by SIGKILL so many seconds after its save was captured."""
-    told, tell = os.pipe()
-
-    def train() -> None:
-        ckpt = ts.Checkpointer(policy(place, slow="10MiB/s"), run)
-        ckpt.save(state_of(step), step=step)
-        os.write(tell, b"captured")
-        time.sleep(100)
-
-    pid = in_child(train)
-    os.close(tell)
-    assert os.read(told, 8) == b"captured"
-    os.close(told)
-    time.sleep(delay)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
 def check_all_arrive(place: Path, kills: int, seed: int) -> None:
-    chance = random.Random(seed)
-    for step in range(1, kills + 1):
-        killed_after_capture(place, step, chance.choice([0.0, chance.random() * 0.05, chance.random() * 0.5]), "run")
-    wait_until(lambda: steps_in(place, "slow") == list(range(1, kills + 1)), "all that was captured arrives")
-    for step in range(1, kills + 1):
-        assert same(load(place, "slow", step), state_of(step))
+    assert trainers("killed", place, 1, kills, seed)[-1:] == ["killed"]
+    steps = list(range(1, kills + 1))
+    wait_until(lambda: steps_in(place, "slow") == steps, "all that was captured arrives")
+    with ts.Checkpointer(without_agent(place, "slow"), "run") as ckpt:
+        assert all(same(ckpt.load(step=step), state_of(step)) for step in steps)
 
 
 def test_whatever_was_captured_arrives_though_the_trainer_is_killed(place: Path) -> None:
@@ -113,38 +93,15 @@ def test_whatever_was_captured_arrives_though_the_trainer_is_killed(place: Path)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 def test_a_thousand_kills(place: Path) -> None:
     for part in range(20):
+        (place / str(part)).mkdir()
         check_all_arrive(place / str(part), 50, part)
 
 
 def test_a_trainer_killed_within_a_capture_leaves_nothing(place: Path) -> None:
-    told, tell = os.pipe()
-
-    class Slow:
-        """A value that takes long to read."""
-
-        def __array__(self) -> Any: ...
-
-    def train() -> None:
-        ckpt = ts.Checkpointer(policy(place), "run")
-        ckpt.save(state_of(1), step=1).wait("slow")
-        capture = handover.HandOver.feed
-
-        def feed(self: handover.HandOver, item: Any) -> None:
-            capture(self, item)
-            os.write(tell, b"x")
-            time.sleep(100)
-
-        handover.HandOver.feed = feed  # type: ignore[method-assign]
-        ckpt.save(state_of(2), step=2)
-
-    pid = in_child(train)
-    os.close(tell)
-    assert os.read(told, 1) == b"x"
-    os.close(told)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    assert trainers("within_capture", place) == []
     wait_until(lambda: not statuses()[0]["sessions"], "the session ends")
     assert steps_in(place, "fast") == steps_in(place, "slow") == [1]
     with ts.Checkpointer(policy(place), "run") as ckpt:
@@ -152,7 +109,7 @@ def test_a_trainer_killed_within_a_capture_leaves_nothing(place: Path) -> None:
 
 
 def test_a_new_process_restores_from_memory_what_no_tier_has_yet(place: Path) -> None:
-    killed_after_capture(place, 7, 0.0, "run")
+    assert trainers("killed", place, 7, 1, 1)[-1:] == ["killed"]
     with ts.Checkpointer(policy(place, slow="10MiB/s"), "run") as ckpt:
         wait_until(lambda: same(ckpt.load(), state_of(7)), "it is in memory")
         assert ckpt.restored is not None
@@ -160,22 +117,8 @@ def test_a_new_process_restores_from_memory_what_no_tier_has_yet(place: Path) ->
 
 
 def test_the_end_of_a_trainer_is_noticed_though_its_child_has_the_socket(place: Path) -> None:
-    told, tell = os.pipe()
-
-    def train() -> None:
-        ckpt = ts.Checkpointer(policy(place), "run")
-        ckpt.save(state_of(1), step=1)
-        child = in_child(lambda: time.sleep(60))  # as a worker of a data loader
-        os.write(tell, child.to_bytes(8, "little"))
-        time.sleep(100)
-
-    pid = in_child(train)
-    os.close(tell)
-    child = int.from_bytes(os.read(told, 8), "little")
-    os.close(told)
+    child = int(trainers("with_child", place)[-1].split()[1])
     try:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
         wait_until(lambda: not statuses()[0]["sessions"], "the session ends")
         assert steps_in(place, "slow") == [1]
     finally:

@@ -1,0 +1,77 @@
+"""Trainers with an agent that are killed: run by `processes.py`, in a process without threads, which forks them.
+
+Each function prints a line when its trainers have done what the test waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.agents import policy, state_of
+
+import tierstate as ts
+from tierstate.agent import handover
+
+
+def fork(call: Callable[[], None]) -> int:
+    """Run this in a child that ends with it; the child's process number."""
+    if (pid := os.fork()) == 0:
+        try:
+            call()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return pid
+
+
+def killed(place: str, first: str, count: str, seed: str, slow: str = "10MiB/s") -> None:
+    """Trainers that each save one step, and are killed by SIGKILL some time after the save was captured."""
+    chance = random.Random(int(seed))
+    for step in range(int(first), int(first) + int(count)):
+        told, tell = os.pipe()
+
+        def train(step: int = step, tell: int = tell) -> None:
+            ckpt = ts.Checkpointer(policy(Path(place), slow=slow), "run")
+            ckpt.save(state_of(step), step=step)
+            os.write(tell, b"captured")
+            time.sleep(100)
+
+        pid = fork(train)
+        os.close(tell)
+        assert os.read(told, 8) == b"captured"
+        os.close(told)
+        time.sleep(chance.choice([0.0, chance.random() * 0.05, chance.random() * 0.5]))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    print("killed", flush=True)
+
+
+def within_capture(place: str) -> None:
+    """A trainer that saves step 1, and kills itself when a part of step 2 is handed over."""
+    ckpt = ts.Checkpointer(policy(Path(place)), "run")
+    ckpt.save(state_of(1), step=1).wait("slow")
+    whole = handover.HandOver.feed
+
+    def feed(self: handover.HandOver, item: Any) -> None:
+        whole(self, item)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    handover.HandOver.feed = feed  # type: ignore[method-assign]
+    ckpt.save(state_of(2), step=2)
+
+
+def with_child(place: str) -> None:
+    """A trainer with a child, as a worker of a data loader, that outlives it with the socket to the agent."""
+    ckpt = ts.Checkpointer(policy(Path(place)), "run")
+    ckpt.save(state_of(1), step=1)
+    child = fork(lambda: time.sleep(60))
+    print("child", child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
