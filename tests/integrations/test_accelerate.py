@@ -124,8 +124,9 @@ def test_named_by_accelerate_with_a_limit(tmp_path: Path, policy: str) -> None:
     assert job.versions is not None
     job.versions.wait()
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
-    assert [version.metadata["folder"] for version in job.versions.ckpt.versions()] == ["checkpoint_1", "checkpoint_2"]
-    job.accelerator.end_training()
+    job.accelerator.end_training()  # retention drops a version some time after the one that it makes room for
+    with ts.Checkpointer(policy, job.versions.ckpt.run) as ckpt:
+        assert [version.metadata["folder"] for version in ckpt.versions()] == ["checkpoint_1", "checkpoint_2"]
     again = new_job(tmp_path, policy, naming=True, limit=2)
     again.accelerator.load_state()
     assert trained(again, done=6, save=[8]) == {step: whole[step] for step in range(7, STEPS + 1)}

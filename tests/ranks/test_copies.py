@@ -14,7 +14,7 @@ from tierstate.engine.ranks.team import Team
 
 
 def test_no_version_builds_on_a_copy_that_was_swept(place: Path) -> None:
-    """Both ranks write the value, that of rank 0 is kept; later rank 1 alone has it, and thinks of its own copy."""
+    """Both ranks write the value, that of rank 0 is kept; later rank 1 alone has it, and writes it again."""
     spec = policy({"nvme": tier("nvme", place)})
     swept = threading.Barrier(2, timeout=30)
 
@@ -36,7 +36,7 @@ def test_no_version_builds_on_a_copy_that_was_swept(place: Path) -> None:
         return told
 
     found = as_ranks([0, 0], rank)
-    assert found == [["", "RankFailed", "", ""], ["", "NotFound", "", ""]]
+    assert found == [[""] * 4] * 2
     with ts.Checkpointer(spec, "run") as alone:
         assert alone.verify(deep=True).ok
         for v in alone.versions():

@@ -20,10 +20,12 @@ from support.storage_sites import AtSite, Site
 from support.thread_teams import together
 
 import tierstate as ts
+from tierstate.engine.ranks.coordinator import unnamed_packs
 from tierstate.engine.ranks.heartbeat import Timeouts
 from tierstate.engine.ranks.team import Team
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import RankFailed
+from tierstate.manifest.format.layout import ChunkPlace, LayoutBuilder
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.registry import open_tier
@@ -606,3 +608,36 @@ def test_an_optimizer_that_is_guarded_waits_in_a_team_too(place: Path) -> None:
     for seq in range(1, 5):
         _, found = read([at(place)], "run", seq)
         assert np.all(found["w"] == 1.0 - seq)
+
+
+@pytest.mark.parametrize("kind", ["lustre", "nvme"])
+def test_what_every_rank_has_is_saved_again_where_only_one_copy_counts(place: Path, kind: str) -> None:
+    """A rank's pack goes with its version, though the rank has a value in it of which another rank's copy is kept."""
+    spec = policy({"t": tier(kind, place, keep={"last": 1})})
+
+    def job(team: Team) -> list[str]:
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            saves = []
+            for step in range(1, 9):
+                mine = torch.full((1000,), float(step + 100 * team.rank))
+                shard = ts.Shard(mine, (1000 * team.rank,), (2000,))
+                state = {"w": shard, "growing": [*range(step % 3)], "constant": "k" * 9000}
+                saves.append(ckpt.save(state, step))
+            return [told(save) for save in saves]
+
+    assert ranks(2, job) == [[""] * 8] * 2
+    with ts.Checkpointer(spec, "run") as ckpt:
+        found = ckpt.load(step=8)
+    assert found["constant"] == "k" * 9000
+    assert found["growing"] == [0, 1]
+    assert found["w"][[0, -1]].tolist() == [8.0, 108.0]
+
+
+def test_packs_of_which_nothing_is_used() -> None:
+    builder = LayoutBuilder(4)
+    for row, key in enumerate("aabc"):
+        builder.put(row, ChunkPlace(f"packs/run/{key}", 16 * row, 16, "raw"))
+    layout = builder.build({f"packs/run/{key}": 64 for key in "abc"})
+    assert unnamed_packs(layout, np.array([0, 1, 2, 3])) == []
+    assert unnamed_packs(layout, np.array([0, -1, 2, -1])) == ["packs/run/c"]
+    assert unnamed_packs(layout, np.array([-1, -1, -1, -1])) == ["packs/run/a", "packs/run/b", "packs/run/c"]

@@ -15,7 +15,7 @@ nothing is deleted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierstate.engine.packs.keys import PackKey
@@ -45,11 +45,15 @@ class GroupCommit:
         tier: the tier; parts are written to it if all ranks can read them there.
         log: creates the records.
         merged: the merged versions of this process, for all its tiers.
+
+    Attributes:
+        unnamed: after a commit, the packs of this rank's part that no record names.
     """
 
     def __init__(self, team: Team, name: str, tier: Tier, log: Log, merged: MergedVersions) -> None:
         self._team, self._name, self._tier, self._log, self._merged = team, name, tier, log, merged
         self._messages = CommitMessages(team, name)
+        self.unnamed: Sequence[str] = ()
 
     def commit(self, part: Record, stop: Stop = never) -> Record:
         """Vote yes with a part, and wait for the decision. If this fails before the vote, it votes no.
@@ -67,7 +71,7 @@ class GroupCommit:
             StateMismatch: not committed: the parts do not make one version.
             TierstateError: not committed: what `Log.commit` raised on a rank that creates a record.
         """
-        keys = self._messages.next(part.version.head.seq)
+        keys, self.unnamed = self._messages.next(part.version.head.seq), ()
         try:
             if self._team.coordinator:
                 return self._coordinate(part, keys, stop)
@@ -113,7 +117,8 @@ class GroupCommit:
                 raise
             raise left from error
         try:
-            self._messages.decide(keys, None)
+            self.unnamed = coordinator.unnamed.get(self._team.rank, ())
+            self._messages.decide(keys, None, coordinator.unnamed)
         except RankFailed as error:
             log.warning("%s: version %d is committed, but others could not be told: %s", self._name, keys.seq, error)
         return record
@@ -162,6 +167,7 @@ class GroupCommit:
     def _carry_out(self, decision: Mapping[str, Any], part: Record, leader: HostLeader | None) -> Record:
         reason = decision.get("error")
         if reason is None:
+            self.unnamed = dict(decision.get("unnamed") or ()).get(self._team.rank, ())
             return part if leader is None or leader.record is None else leader.record
         error = decode_error(reason)
         if leader is not None:

@@ -14,6 +14,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import Damaged, FormatError, RankFailed, SaveSkipped, StateMismatch, format_ranks
+from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.marker import check_same_tier
 from tierstate.manifest.format.record import MAX_RECORD, Record
 from tierstate.manifest.format.version import Version
@@ -44,12 +45,16 @@ class Coordinator:
         merged: the merged versions of this process.
         part: the coordinator's own part.
         stop: called again and again; true cancels the wait.
+
+    Attributes:
+        unnamed: by rank, the packs of its part that no record names: of what several ranks gave, one copy counts.
     """
 
     def __init__(self, team: Team, tier: Tier, records: Log, merged: MergedVersions, part: Record, stop: Stop) -> None:
         self._team, self._tier, self._log, self._merged = team, tier, records, merged
         self._part, self._stop = part, stop
         self._record: Record | None = None
+        self.unnamed: Mapping[int, Sequence[str]] = {}
 
     def run(self, keys: CommitKeys, messages: CommitMessages) -> Record:
         """Wait for all votes, merge the parts to one version, and have all records of it created.
@@ -63,6 +68,7 @@ class Coordinator:
         parts = [self._part, *self._parts(keys)]
         messages.all_voted = max(messages.all_voted, keys.seq)
         version, rows = self._merged.merge(keys.seq, [part.version for part in parts])
+        self.unnamed = {r: packs for r, part in enumerate(parts) if (packs := unnamed_packs(part.layout, rows[r]))}
         if self._tier.traits.shared == "site":
             return self._create(version, range(len(parts)), parts, rows)
         leaders = [rank for rank in self._team.leaders(self._tier.traits.shared) if rank]
@@ -149,6 +155,20 @@ class Coordinator:
         if self._tier.traits.shared == "site":
             check_same_tier(self._tier.name, self._part.commit, part.commit, rank)
         return part
+
+
+def unnamed_packs(layout: Layout, rows: Array) -> list[str]:
+    """The packs of a part of which nothing is used, since other ranks' copies of its chunks are kept.
+
+    Args:
+        layout: of the part.
+        rows: ``(chunks,)``: the row of each chunk in the whole version, or -1 for one whose copy is kept.
+    """
+    used = (rows >= 0) & layout.present
+    if used[layout.present].all():
+        return []
+    named = {*layout.object[used].tolist(), *layout.base_object[used].tolist()}
+    return [key for number, key in enumerate(layout.objects) if number not in named]
 
 
 def _refusal(refused: Mapping[int, Vote]) -> RankFailed:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tierstate.manifest.errors import (
@@ -231,11 +232,17 @@ class CommitMessages:
         keys.posted.append(key)
         self._team.post(key, data)
 
-    def decide(self, keys: CommitKeys, error: BaseException | None) -> None:
+    def decide(
+        self,
+        keys: CommitKeys,
+        error: BaseException | None,
+        unnamed: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
         """Post the decision; only the coordinator does.
 
         Args:
             error: why the version is not committed; None if it is.
+            unnamed: as `Coordinator.unnamed`.
 
         Raises:
             RankFailed: the store is lost.
@@ -244,7 +251,8 @@ class CommitMessages:
         reason = None if error is None else encode_error(error, self._team.rank)
         if error is not None and keys.version_id not in keys.posted:
             self.post(keys, keys.version_id, b"")  # leaders wait for this first
-        self.post(keys, keys.decision, encode_message({"error": reason, "unsettled": unsettled}))
+        decision = {"error": reason, "unsettled": unsettled, "unnamed": list(unnamed.items())}
+        self.post(keys, keys.decision, encode_message(decision))
         keys.settled = True
         if error is None and keys.version in keys.posted:
             self._team.forget([keys.version_id, keys.version])  # it is long, and all leaders have received it

@@ -260,6 +260,8 @@ class SharedTierRun(TierRun):
             self._asked = seq
         kept = self._group_commit.commit(record, stop)
         self.build_on(kept)
+        for key in self._group_commit.unnamed:
+            self.distrust(key)  # retention deletes it, since no record names it
         _note(self._there, seq)
         if not self.leads:
             return ""
