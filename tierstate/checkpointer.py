@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from tierstate.agent.pipeline import AgentPipeline, pipeline_of
+from tierstate.agent.pipeline import AgentPipeline, pipeline_of, uses_agent
 from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.engine.maintain.prune import PendingSaves
 from tierstate.engine.packs.formats import format_of
@@ -209,7 +209,7 @@ class Checkpointer(Run):
             # saves that are finished there would fail, or crash the interpreter.
             format_of(tier.format)
         together = self._together
-        with_agent = policy.agent.mode != "off" and together is None
+        with_agent = uses_agent(policy, ranks=1 if together is None else together.team.size)
         arena = Arena(policy.arena.size, policy.chunk, shared=with_agent)
         tier_run = TierRun if together is None else together.tier_run
         opening = [(open_policy_tier(tier, arena), tier) for tier in policy.tiers]

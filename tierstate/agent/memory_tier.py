@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 from tierstate.manifest.chunk import Buffer, as_buffer, view
@@ -57,18 +57,9 @@ class AgentMemory(Tier):
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         spans = [[offset, out.numel()] for offset, out in ranges]
-        connection = self._take()
-        try:
+        with self._connection(key) as connection:
             answer = connection.ask({"kind": "call", "op": "locate", "key": check_key(key), "spans": spans})
             connection.copy(answer, [out for _, out in ranges])
-        except ConnectionLost as error:
-            connection.close()
-            raise TierUnavailable(f"{self.name}: {key}: {error}", tier=self.name, key=key) from error
-        except TierstateError:
-            self._give_back(connection)
-            raise
-        else:
-            self._give_back(connection)
 
     def list(self, prefix: str) -> Iterator[str]:
         return iter(self._call({"op": "list", "prefix": prefix})["keys"])
@@ -89,17 +80,26 @@ class AgentMemory(Tier):
             connection.close()
 
     def _call(self, head: Mapping[str, Any], *blobs: Any) -> Mapping[str, Any]:
-        connection = self._take()
+        with self._connection(str(head.get("key", ""))) as connection:
+            return connection.ask({"kind": "call", **head}, *blobs).head
+
+    @contextmanager
+    def _connection(self, key: str) -> Iterator[MemoryConnection]:
+        """A connection, which is used again unless something is wrong with it."""
+        connection, sound = self._take(), False
         try:
-            answer = connection.ask({"kind": "call", **head}, *blobs)
+            yield connection
+            sound = True
         except ConnectionLost as error:
-            connection.close()
-            raise TierUnavailable(f"{self.name}: {error}", tier=self.name) from error
+            raise TierUnavailable(f"{self.name}: {key}: {error}", tier=self.name, key=key) from error
         except TierstateError:
-            self._give_back(connection)
+            sound = True  # the agent has answered
             raise
-        self._give_back(connection)
-        return answer.head
+        finally:
+            if sound:
+                self._give_back(connection)
+            else:
+                connection.close()
 
     def _take(self) -> MemoryConnection:
         with self._lock:

@@ -273,6 +273,7 @@ class AgentPipeline(SavePipeline):
         if save_state.tiers[name].done():
             return
         if kind == "committed":
+            self._tier_runs[name].look_again()  # what it knows of the tier is outdated
             self.arrived(name, PendingVersion.of(save_state.head, save_state.nbytes))
             save_state.measured(name)
             save_state.committed(name)
@@ -463,6 +464,21 @@ class AgentPipeline(SavePipeline):
             self._drop_memory()
             link.close()
         super().stop()
+
+
+def uses_agent(policy: Policy, ranks: int) -> bool:
+    """Whether the saves of a Checkpointer may go to an agent.
+
+    Raises:
+        PolicyError: an agent is required, and several ranks save together, which an agent does not do yet.
+    """
+    if policy.agent.mode == "off" or ranks == 1:
+        return policy.agent.mode != "off"
+    told = f"{ranks} ranks save together, which agents do not do yet: each rank publishes its part itself"
+    if policy.agent.mode == "required":
+        raise PolicyError(f"agent: {told}; write 'mode: auto' or 'mode: off'")
+    log.info("agent: %s", told)
+    return False
 
 
 def pipeline_of(policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> SavePipeline:

@@ -232,8 +232,7 @@ class PathVersions:
 
     def _hold(self, seq: int, *, end: bool = False) -> None:
         """Keep a version until it has its tag, however many newer ones there are by then."""
-        for tier_run in self.open()._tier_runs:
-            (tier_run.held.discard if end else tier_run.held.add)(seq)
+        self.open()._pipeline.hold(seq, end=end)
 
     def _commit(self, path: str, target: Target, save: ts.Save) -> None:
         try:

@@ -1,0 +1,293 @@
+"""The parts of an agent by themselves: its memory as a tier, its messages, its slabs, what is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from support.agents import load, policy, same, state_of, statuses, steps_in, wait_until
+
+import tierstate as ts
+from tierstate.agent.launch import agent_name
+from tierstate.agent.memory_tier import AgentMemory, serve_memory
+from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
+from tierstate.agent.server import cpu_numbers
+from tierstate.agent.shared_slabs import SharedSlabs
+from tierstate.agent.store import VersionsInMemory
+from tierstate.cli import app
+from tierstate.dcp import TierReader, TierWriter
+from tierstate.manifest import errors
+from tierstate.manifest.errors import FormatError, PolicyError
+from tierstate.tiers.base import Tier
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.testing import TierContract
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def pair() -> tuple[MessageSocket, MessageSocket]:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return MessageSocket(one), MessageSocket(other)
+
+
+class TestMemory(TierContract):
+    """What an agent keeps, read and written over sockets, is a tier as any other."""
+
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        memory, threads = VersionsInMemory(64 << 20, 1 << 16), []
+
+        def connect() -> MessageSocket:
+            here, there = pair()
+
+            def serve() -> None:
+                try:
+                    serve_memory(memory, there)
+                except ConnectionLost:
+                    there.close()
+
+            threads.append(threading.Thread(target=serve, daemon=True))
+            threads[-1].start()
+            return here
+
+        tier = AgentMemory(connect)
+        yield tier
+        tier.close()
+        for thread in threads:
+            thread.join(10)
+
+
+@given(st.lists(st.binary(max_size=3000), max_size=8), st.dictionaries(st.text(max_size=9), st.integers(), max_size=5))
+def test_messages_arrive_as_they_were_sent(blobs: list[bytes], head: dict[str, int]) -> None:
+    one, other = pair()
+    one.send(head, blobs)
+    found = other.receive()
+    assert found.head == head
+    assert [bytes(blob) for blob in found.blobs] == blobs
+    one.close()
+    other.close()
+
+
+@given(st.binary(max_size=400) | st.builds(lambda n, d: struct.pack("<I", n) + d, st.integers(0, 99), st.binary()))
+def test_whatever_comes_is_a_message_or_the_end_of_the_connection(data: bytes) -> None:
+    wire, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    other = MessageSocket(there)
+    wire.sendall(data)
+    wire.close()
+    with suppress(ConnectionLost):
+        while True:
+            assert isinstance(other.receive().head, dict)
+    other.close()
+
+
+def test_a_message_of_impossible_length_takes_no_memory() -> None:
+    wire, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    other = MessageSocket(there)
+    wire.sendall(struct.pack("<IQQ", 2, 10, 1 << 60))
+    with pytest.raises(ConnectionLost, match="bytes"):
+        other.receive()
+    wire.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.TierFull("no room", tier="a", key="k"),
+        errors.Damaged("bytes"),
+        errors.WrongTier("another", tier="b"),
+        errors.CommitUnknown("?"),
+    ],
+)
+def test_errors_come_as_what_they_are(error: errors.TierstateError) -> None:
+    error.add_note("a note")
+    found = decode_error(encode_error(error))
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert found.__notes__ == ["a note"]
+    assert getattr(found, "tier", None) == getattr(error, "tier", None)
+
+
+def test_other_errors_are_told_by_name() -> None:
+    assert str(decode_error(encode_error(ZeroDivisionError("x")))) == "ZeroDivisionError: x"
+    assert type(decode_error({"class": "os", "text": "x"})) is errors.TierstateError
+
+
+def test_slabs_go_back_once_the_last_lease_ends_and_are_freed_when_the_trainer_is_gone() -> None:
+    arena = Arena(1 << 20, 1 << 16, shared=True)
+    assert arena.shared is not None
+    back: list[int] = []
+    slabs = SharedSlabs(os.dup(arena.shared.descriptor), 1 << 16, back.append, lambda _: None)
+    mine = [arena.acquire() for _ in range(3)]
+    for number, slab in enumerate(mine):
+        slab.buffer.fill_(number + 1)
+        assert slab.offset is not None
+    first, second = slabs.take(mine[0].offset or 0), slabs.take(mine[1].offset or 0)
+    assert first.buffer[5] == 1
+    first.lease()
+    first.release()
+    assert not back
+    first.release()
+    assert back == [mine[0].offset]
+    with pytest.raises(FormatError, match="twice"):
+        slabs.take(mine[1].offset or 0)
+    with pytest.raises(FormatError, match="does not have"):
+        slabs.take(1 << 40)
+    slabs.abandon()
+    assert mine[2].buffer[5] == 0  # never handed over: its memory is given back
+    assert second.buffer[5] == 2
+    second.release()
+    assert mine[1].buffer[5] == 0
+    for slab in mine:
+        slab.release()
+    arena.close()
+
+
+def test_a_file_that_can_shrink_is_refused() -> None:
+    descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 1 << 16)
+    with pytest.raises(FormatError, match="sealed"):
+        SharedSlabs(descriptor, 1 << 16, lambda _: None, lambda _: None)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    SharedSlabs(descriptor, 1 << 16, lambda _: None, lambda _: None).abandon()
+
+
+def test_policies_that_differ_have_agents_of_their_own() -> None:
+    text = "tiers: {a: {path: '${PLACE}'}}"
+    names = {
+        agent_name(text, {"PLACE": "/a"}),
+        agent_name(text, {"PLACE": "/b"}),
+        agent_name(text + " ", {"PLACE": "/a"}),
+        agent_name(text, {"PLACE": "/a", "AWS_ACCESS_KEY_ID": "x"}),
+    }
+    assert len(names) == 4
+    assert agent_name(text, {"PLACE": "/a", "OTHER": "1"}) in names
+
+
+def test_cpus() -> None:
+    assert cpu_numbers("0-2,5,7-7") == {0, 1, 2, 5, 7}
+    with pytest.raises(PolicyError, match=r"agent\.cpus"):
+        ts.Policy.parse("version: 1\nagent: {cpus: all}\ntiers: {a: {type: nvme, path: a}}")
+
+
+@pytest.mark.slow
+def test_limits_of_the_host(place: Path) -> None:
+    agent = "mode: required, memory: 64MiB, idle: 60s, nice: 5, ionice: idle, cpus: '0'"
+    with ts.Checkpointer(policy(place, agent=agent), "run") as ckpt:
+        ckpt.save(state_of(1), step=1)
+        pid = statuses()[0]["pid"]
+        assert os.sched_getaffinity(pid) == {0}
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 5
+
+
+@pytest.mark.slow
+def test_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = place / "policy.yaml"
+    file.write_text(policy(place).dump())
+
+    def run(*words: str) -> str:
+        app(words, standalone_mode=False)
+        return capsys.readouterr().out
+
+    assert "no agent" in run("agent", "status")
+    run("agent", "start", "-p", str(file))
+    with ts.Checkpointer(str(file), "run") as ckpt:
+        ckpt.save(state_of(1), step=1).wait("slow")
+        assert "fast, slow" in run("agent", "status")
+        assert '"run": "run"' in run("agent", "status", "--json")
+    pid = statuses()[0]["pid"]
+    assert "ends" in run("agent", "stop", "--wait")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "it ends")
+
+
+@pytest.mark.slow
+def test_sealed_versions_in_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKPOINT_KEY", "ab" * 32)
+    text = policy(place).dump().replace("version: 1\n", "version: 1\nseal: {key: '${CHECKPOINT_KEY}'}\n")
+    with ts.Checkpointer(ts.Policy.parse(text), "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step=step).wait("slow")
+        assert same(ckpt.load(), state_of(2))
+        assert ckpt.restored is not None
+        assert ckpt.restored.tiers[0] == "(agent)"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_torch_dcp_by_an_agent(place: Path) -> None:
+    file = place / "policy.yaml"
+    file.write_text(policy(place).dump())
+    state = {"w": torch.randn(1 << 16), "n": torch.tensor(3)}
+    dcp.save(dict(state), storage_writer=TierWriter(str(file), run="run", step=4), no_dist=True)
+    assert statuses()[0]["pid"] != os.getpid()
+    found = {"w": torch.zeros(1 << 16), "n": torch.tensor(0)}
+    dcp.load(found, storage_reader=TierReader(str(file), run="run"), no_dist=True)
+    assert torch.equal(found["w"], state["w"])
+    ts.dcp.close()
+    wait_until(lambda: steps_in(place, "slow") == [4], "the slow tier has it")
+
+
+@pytest.mark.slow
+def test_a_preempted_trainer_ends_after_the_capture_and_the_agent_goes_on(place: Path) -> None:
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import tierstate as ts\n"
+        "from support.agents import policy, state_of\n"
+        "ckpt = ts.Checkpointer(policy(Path(sys.argv[2]), slow='1MiB/s'), 'run', preemption={'grace': '60s'})\n"
+        "ckpt.save(state_of(1, 4), step=1)\n"
+        "print('saved', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    command = [sys.executable, "-c", code, str(TESTS), str(place)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "saved\n"
+        start = time.monotonic()
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(30) == -signal.SIGTERM
+    assert time.monotonic() - start < 3  # the slow tier takes four seconds and more
+    wait_until(lambda: steps_in(place, "slow") == [1], "the agent goes on")
+    assert same(load(place, "slow", 1), state_of(1, 4))
+
+
+@pytest.mark.slow
+def test_the_agent_ends_well_at_sigterm(place: Path) -> None:
+    with ts.Checkpointer(policy(place, slow="2MiB/s"), "run") as ckpt:
+        save = ckpt.save(state_of(1), step=1)
+        pid = statuses()[0]["pid"]
+        os.kill(pid, signal.SIGTERM)  # as a scheduler does with all processes of a job
+        save.wait("slow")
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), "it ends when all is published")
+        ckpt.save(state_of(2), step=2).wait("slow")
+    assert steps_in(place, "slow") == [1, 2]
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_process_of_another_user_is_refused(place: Path, agents: Path) -> None:
+    with ts.Checkpointer(policy(place), "run") as ckpt:
+        path = next(p for p in (agents / "tierstate").glob("agent-*") if not p.suffix)
+        os.chmod(agents, 0o711)
+        code = (
+            "import os, socket, sys; os.chdir(sys.argv[1]); os.setuid(65534); w = socket.socket(socket.AF_UNIX)\n"
+            "try:\n    w.connect(sys.argv[2])\nexcept OSError as error:\n    print(type(error).__name__)\n"
+        )
+        said = subprocess.run(
+            [sys.executable, "-c", code, str(path.parent), path.name], capture_output=True, text=True, check=True
+        )
+        assert said.stdout.strip() == "PermissionError"
+        ckpt.save(state_of(1), step=1).wait("slow")
