@@ -30,6 +30,7 @@ from tierstate.agent.server import cpu_numbers
 from tierstate.agent.shared_slabs import SharedSlabs
 from tierstate.agent.store import VersionsInMemory
 from tierstate.cli import app
+from tierstate.cluster.advice import advise_agent
 from tierstate.dcp import TierReader, TierWriter
 from tierstate.manifest import errors
 from tierstate.manifest.errors import FormatError, PolicyError
@@ -177,6 +178,11 @@ def test_policies_that_differ_have_agents_of_their_own() -> None:
     }
     assert len(names) == 4
     assert agent_name(text, {"PLACE": "/a", "OTHER": "1"}) in names
+
+
+def test_shared_memory_without_huge_pages_is_told() -> None:
+    assert advise_agent("off", huge_pages=False) == advise_agent("auto", huge_pages=True) == []
+    assert "shmem_enabled" in advise_agent("auto", huge_pages=False)[0]
 
 
 def test_cpus() -> None:

@@ -62,14 +62,16 @@ def _check_live(policy: Policy, file: Path, limit: str, state: int | None, as_js
     """What is found of each tier, with advice; warns of an arena for which there is no memory."""
     import torch
 
-    from tierstate.cluster.advice import advise, advise_arena
+    from tierstate.cluster.advice import advise, advise_agent, advise_arena
     from tierstate.cluster.process import check_tiers
+    from tierstate.tiers.memory.arena import shares_huge_pages
     from tierstate.tiers.memory.limits import MemoryLimits
 
     seconds = parse_seconds(limit)
     with status_line(shown=not as_json) as on_step:
         findings = check_tiers(policy, seconds, on_step)
-    for note in advise_arena(policy.arena.size, MemoryLimits.of_process(), torch.cuda.device_count() > 0):
+    notes = advise_arena(policy.arena.size, MemoryLimits.of_process(), torch.cuda.device_count() > 0)
+    for note in [*notes, *advise_agent(policy.agent.mode, shares_huge_pages())]:
         errors.warn(f"{file}: {note}", as_json=as_json)
     advise(policy, findings, state)
     return findings

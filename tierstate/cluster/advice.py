@@ -65,6 +65,21 @@ def advise_arena(size: int, limits: MemoryLimits, devices: bool) -> list[str]:
     return [f"arena: size is {rough_size(size)}, but {' and '.join(short)}: {REMEDY}"]
 
 
+def advise_agent(mode: str, huge_pages: bool) -> list[str]:
+    """What makes an agent's slabs slow on this machine, with the remedy.
+
+    Args:
+        mode: the policy's ``agent: mode``.
+        huge_pages: whether the system gives huge pages to shared memory.
+    """
+    if mode == "off" or huge_pages:
+        return []
+    return [
+        "agent: slabs lie in shared memory, to which this system gives no huge pages, so that direct I/O is slower; "
+        "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    ]
+
+
 def _problems(policy: Policy, spec: TierPolicy, found: TierFinding, state: int | None) -> list[str]:
     problems = [f"{name}: {_remedy(name, what)}" for name, what in found.broken.items()]
     if found.hung:
