@@ -202,6 +202,38 @@ def test_a_state_longer_than_its_memory_is_published_all_the_same(place: Path) -
         assert same(ckpt.load(), state_of(2, mib=8))
 
 
+def test_a_memory_with_room_for_one_version_has_the_newest(place: Path) -> None:
+    with ts.Checkpointer(policy(place, agent="mode: required, memory: 5MiB, idle: 60s"), "run") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_of(step, mib=3), step=step).wait("slow")
+            assert same(ckpt.load(), state_of(step, mib=3))
+            assert ckpt.restored is not None
+            assert ckpt.restored.tiers[0] == "(agent)"
+
+
+def test_each_save_is_taken_back_with_its_own_leaves(place: Path) -> None:
+    with ts.Checkpointer(policy(place, slow="1MiB/s"), "run") as ckpt:
+        states = [state_of(step) | {f"more{step}": torch.full((step * 1000,), float(step))} for step in (1, 2, 3)]
+        agent = statuses()[0]["pid"]
+        os.kill(agent, signal.SIGSTOP)
+        saves: list[ts.Save] = []
+
+        def save() -> None:
+            saves.extend(ckpt.save(state, step=step) for step, state in enumerate(states, 1))
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        time.sleep(1)
+        os.kill(agent, signal.SIGKILL)
+        thread.join()
+        for one in saves:
+            one.wait("slow", timeout=60)
+    for step, state in enumerate(states, 1):
+        found = load(place, "slow", step)
+        assert same(found, state_of(step))
+        assert torch.equal(found[f"more{step}"], state[f"more{step}"])
+
+
 def test_two_trainers_of_one_policy_share_an_agent(place: Path) -> None:
     with ts.Checkpointer(policy(place), "one") as one, ts.Checkpointer(policy(place), "two") as two:
         for step in (1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ import tierstate as ts
 from tierstate.agent.launch import agent_name
 from tierstate.agent.memory_tier import AgentMemory, serve_memory
 from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
+from tierstate.agent.received import encode_keep
 from tierstate.agent.server import cpu_numbers
 from tierstate.agent.shared_slabs import SharedSlabs
 from tierstate.agent.store import VersionsInMemory
@@ -36,6 +38,7 @@ from tierstate.manifest import errors
 from tierstate.manifest.errors import FormatError, PolicyError
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.testing import TierContract
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -297,3 +300,17 @@ def test_a_process_of_another_user_is_refused(place: Path, agents: Path) -> None
         )
         assert said.stdout.strip() == "PermissionError"
         ckpt.save(state_of(1), step=1).wait("slow")
+
+
+@given(
+    st.builds(
+        KeepKeys,
+        last=st.none() | st.integers(1, 9),
+        every=st.none() | st.integers(1, 9),
+        within=st.none() | st.sampled_from(["2d", "1h", "90s"]),
+        tags=st.none() | st.booleans(),
+        all=st.just(True),
+    )
+)
+def test_what_a_tier_keeps_comes_to_the_agent_as_it_is(keep: KeepKeys) -> None:
+    assert KeepKeys.model_validate(json.loads(json.dumps(encode_keep(keep)))) == keep

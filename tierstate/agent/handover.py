@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tierstate.engine.packs.slab_layout import SlabChunks
+from tierstate.engine.save.plan import CapturePlan
 from tierstate.engine.save.publish import DirectJob, SlabReceiver, UnchangedChunks
 from tierstate.engine.save.save_state import SaveState
 from tierstate.manifest.arrays import Array
@@ -224,14 +225,15 @@ class HandOver(SlabReceiver):
     Args:
         link: the connection to the agent.
         save_state: the progress of the save.
+        plan: what is captured, without its memory.
 
     Attributes:
         accepted: set when the agent has all of it, or never will.
         version: the captured version, once it is known.
     """
 
-    def __init__(self, link: AgentLink, save_state: SaveState) -> None:
-        self.link, self.save_state = link, save_state
+    def __init__(self, link: AgentLink, save_state: SaveState, plan: CapturePlan) -> None:
+        self.link, self.save_state, self.plan = link, save_state, plan
         self.accepted = Latch()
         self.version: Version | None = None
         self._items: list[tuple[SlabChunks | UnchangedChunks, Loan | None]] = []

@@ -26,7 +26,7 @@ from tierstate.engine.save.publish import DirectJob, Job, Stages
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import PolicyError, TierstateError, TierUnavailable
+from tierstate.manifest.errors import PolicyError, TierstateError
 from tierstate.manifest.format.version import Head, Version
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.memory.arena import Arena
@@ -37,7 +37,7 @@ from .handover import AgentLink, HandOver
 from .launch import agent_name, greet, policy_text, socket_path, start_agent
 from .memory_tier import AgentMemory
 from .messages import ConnectionLost, Message, MessageSocket, decode_error
-from .received import MEMORY, with_memory
+from .received import MEMORY, encode_keep, with_memory
 
 log = logging.getLogger("tierstate")
 
@@ -124,8 +124,8 @@ class AgentPipeline(SavePipeline):
         shared = self._arena.shared
         if shared is None:
             raise PolicyError("an agent needs slabs in shared memory")
-        keep = {tier.name: tier.keep.model_dump(mode="json", exclude_none=True) for tier in self._policy.tiers}
-        hello = {"kind": "save", "run": self._run_name, "slab_size": self._arena.slab_size, "keep": keep}
+        keeps = {tier.name: encode_keep(tier.keep) for tier in self._policy.tiers}
+        hello = {"kind": "save", "run": self._run_name, "slab_size": self._arena.slab_size, "keep": keeps}
         self._replace_other_version()
         wire, answer = greet(self._path, hello, (shared.descriptor,))
         link = AgentLink(wire, self._arena, self._event, self._on_lost, int(answer.head["pid"]))
@@ -213,14 +213,16 @@ class AgentPipeline(SavePipeline):
         routes: Mapping[str, Route],
         stages: Stages,
     ) -> CaptureJob:
-        link = self._link
-        if link is None:
-            return super()._capture_job(save_state, plan, names, routes, stages)
-        handover = HandOver(link, save_state)
         with self._changing:
+            link = self._link
+            if link is None:
+                if not self.queues:
+                    self._begin_here(save_state.head.seq)
+                return super()._capture_job(save_state, plan, names, routes, stages)
+            handover = HandOver(link, save_state, plan.without_memory())
             self._handed = {seq: h for seq, h in self._handed.items() if not self._forget(h)}
             self._handed[save_state.head.seq] = handover
-        self._send_begin(link, save_state, plan, stages)
+            self._send_begin(link, save_state, plan, stages)
         return CaptureJob(save_state, plan, [], handed_over=handover)
 
     @staticmethod
@@ -254,6 +256,10 @@ class AgentPipeline(SavePipeline):
     # Events
 
     def _event(self, message: Message) -> None:
+        with self._changing:
+            self._apply(message)
+
+    def _apply(self, message: Message) -> None:
         head = message.head
         if message.kind == "brought":
             due = PendingVersion(int(head["seq"]), int(head["step"]), float(head["time"]))
@@ -322,19 +328,13 @@ class AgentPipeline(SavePipeline):
         return any(save_state.done(n) for n in save_state.tiers if self._tier_runs[n].tier.traits.persistent)
 
     def _take_back(self, handover: HandOver) -> None:
-        save_state, plan = handover.save_state, self._plan
+        save_state = handover.save_state
         self._find_committed(handover)
         names = [name for name in save_state.tiers if not save_state.tiers[name].done()]
-        if not names:
-            handover.take_back([])
-        elif plan is None:
-            self._fail_all(save_state, TierUnavailable("the agent was lost"))
-            handover.take_back([])
-        else:
-            jobs = self._jobs_left(save_state, plan, names)
-            for queue, job in jobs:
-                queue.put(job)
-            handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
+        jobs = self._jobs_left(save_state, handover.plan, names) if names else []
+        for queue, job in jobs:
+            queue.put(job)
+        handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
         handover.accepted.set()
 
     def _jobs_left(self, save_state: SaveState, plan: CapturePlan, names: Sequence[str]) -> list[tuple[TierQueue, Job]]:
@@ -434,8 +434,9 @@ class AgentPipeline(SavePipeline):
             self._drop_memory()
             link.close()
             return ""
-        with self._changing:  # the agent was lost meanwhile, and its saves have been taken back
-            self._end_queues()
+        while self._link is link:  # the agent was lost: wait until its saves are taken back
+            time.sleep(DRAIN_INTERVAL)
+        self._end_queues()
         return super().close(None if end == math.inf else max(0.0, end - time.monotonic()), watch)
 
     def _wait_settled(self, link: AgentLink, end: float, watch: OnDrain | None) -> bool:

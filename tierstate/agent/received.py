@@ -59,6 +59,12 @@ def with_memory(policy: Policy, capacity: int) -> Policy:
     return policy.model_copy(update={"tiers": (tier, *policy.tiers), "rules": rules})
 
 
+def encode_keep(keep: KeepKeys) -> dict[str, Any]:
+    """The retention of a tier as JSON values, from which `KeepKeys` is made again."""
+    found = keep.model_dump(mode="json", exclude_none=True)
+    return found | {"within": f"{keep.within!r}s"} if keep.within is not None else found
+
+
 class StagedRows:
     """What the jobs of a save need to know before its bytes come (`PlannedRows`).
 

@@ -34,7 +34,7 @@ from tierstate.tiers.policy.policy import Policy, open_policy_tier, wrap_policy_
 from .messages import ConnectionLost, Message, MessageSocket, decode_error, encode_error
 from .received import MEMORY, IncomingSave, ReceivingPipeline, trainer_gone, with_memory
 from .shared_slabs import SharedSlabs
-from .store import VersionsInMemory
+from .store import VersionsInMemory, drop_run
 
 log = logging.getLogger("tierstate")
 
@@ -229,11 +229,22 @@ class TrainerSession:
             raise FormatError("a save without leaves")
         structure = self._structure.again(head, self._structure.digests)
         names, total = [str(name) for name in message.head["tiers"]], structure.nbytes
-        if self._agent.memory.make_room(total):
+        if self._has_room(total):
             names.insert(0, MEMORY)
         stages = np.frombuffer(message.blobs[-1], "i8") if message.head.get("stages") else None
         self._saves = {seq: save for seq, save in self._saves.items() if not save.save_state.settled()}
         self._saves[head.seq] = self._pipeline.receive(head, structure, stages, names, total)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Make room in memory for a save, if need be by dropping the run's versions that are there."""
+        memory, queue = self._agent.memory, self._pipeline.queues.get(MEMORY)
+        if memory.make_room(nbytes):
+            return True
+        if nbytes > memory.capacity or queue is None or queue.outstanding():
+            return False
+        drop_run(memory.tier, self.run)
+        self._tier_runs[MEMORY].look_again()
+        return memory.make_room(nbytes)
 
     def _save(self, message: Message) -> IncomingSave:
         try:
