@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from support.agents import load, policy, same, state_of, statuses, steps_in, wait_until
 
 import tierstate as ts
+from tierstate.agent.handover import AgentLink, HandOver
 from tierstate.agent.launch import agent_name
 from tierstate.agent.memory_tier import AgentMemory, serve_memory
 from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
@@ -34,8 +36,14 @@ from tierstate.agent.store import VersionsInMemory
 from tierstate.cli import app
 from tierstate.cluster.advice import advise_agent
 from tierstate.dcp import TierReader, TierWriter
+from tierstate.engine.packs.slab_layout import SlabChunks
+from tierstate.engine.save.plan import CapturePlan, CaptureSource
+from tierstate.engine.save.save_state import SaveState
 from tierstate.manifest import errors
+from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import FormatError, PolicyError
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.version import Head
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.models import KeepKeys
@@ -314,3 +322,44 @@ def test_a_process_of_another_user_is_refused(place: Path, agents: Path) -> None
 )
 def test_what_a_tier_keeps_comes_to_the_agent_as_it_is(keep: KeepKeys) -> None:
     assert KeepKeys.model_validate(json.loads(json.dumps(encode_keep(keep)))) == keep
+
+
+def test_slabs_that_were_given_back_are_not_published_again() -> None:
+    """The agent gives a slab back, the trainer uses it for something else, and then the agent is lost."""
+    arena = Arena(1 << 20, 1 << 16, shared=True)
+    here, there = pair()
+    link = AgentLink(here, arena, lambda _: None, lambda: None, os.getpid())
+    head = Head("run", 1, 1, 0.0)
+    leaf = Leaf(("w",), Spec("tensor", "uint8", (16,)))
+    plan = CapturePlan.of([leaf], [CaptureSource(0, Box((0,), (16,)), 16, lambda _: iter(()))])
+    handover = HandOver(link, SaveState(head, 16, ["t"], {}), plan)
+    slab = arena.acquire()
+    column = np.zeros(1, "i8")
+    handover.feed(SlabChunks(slab, column, column, column + 16, np.zeros((1, 2), "<u8")))
+    message = there.receive()
+    link.start()
+    there.send({"kind": "back", "offset": message.head["offset"]})
+    wait_until(lambda: slab.leases == 0, "it is back")
+    there.close()
+    assert link.over.wait(10)
+    fed: list[object] = []
+
+    class Job:
+        def feed(self, item: object) -> None:
+            fed.append(item)
+
+    handover.take_back([Job()])  # type: ignore[list-item]
+    assert [type(item) for item in fed] == [FormatError]
+    link.close()
+    arena.close()
+
+
+def test_a_socket_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        monkeypatch.chdir(tmp_path)
+        listener.bind("agent")
+        listener.listen()
+        MessageSocket.connect(tmp_path / "agent").close()
+        monkeypatch.setattr("tierstate.agent.messages.user_of", lambda _: os.geteuid() + 1)
+        with pytest.raises(errors.TierstateError, match="a process of user"):
+            MessageSocket.connect(tmp_path / "agent")
