@@ -2,8 +2,9 @@
 
 python -m benchmarks.agent [--size 1GiB] [--rounds 5] [--codec raw] [--path DIR]
 
-Each save and each restore is made by a process of its own, both ways in turn. All of the state changes between the two
-saves of a process, of which the second counts. CPU is the trainer's own during that save, until it is durable.
+Each save and each restore is made by a process of its own, both ways in turn. All of the state changes between the
+saves of a process, of which the last counts: by then every way has touched the memory that it uses again and again. CPU
+is the trainer's own during that save, until it is durable.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.tables import table
 from tierstate.tiers.units import parse_size
 
 TENSOR = 16 << 20
+SAVES = 4
 WAYS = ("in process", "by an agent")
 FIGURES = ("blocked", "durable", "cpu", "restore", "imports")
 
@@ -56,14 +58,15 @@ def cpu_seconds() -> float:
 
 
 def save(place: Path, way: str, nbytes: int, codec: str) -> dict[str, float | str]:
-    """Two saves, of which the second one is timed."""
+    """Some saves, of which the last one is timed."""
     state = state_of(nbytes)
     with ts.Checkpointer(policy(place, way, codec), "run") as ckpt:
-        ckpt.save(state, step=1).wait()
-        for tensor in state.values():
-            tensor.add_(1)
+        for step in range(1, SAVES):
+            ckpt.save(state, step=step).wait()
+            for tensor in state.values():
+                tensor.add_(1)
         cpu, start = cpu_seconds(), time.perf_counter()
-        saved = ckpt.save(state, step=2)
+        saved = ckpt.save(state, step=SAVES)
         blocked = time.perf_counter() - start
         saved.wait()
         durable = time.perf_counter() - start
