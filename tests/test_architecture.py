@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "copy": ("run",),
     "not_reentrant": ("manifest",),
     "pause_gc": (),
-    "agent": ("engine.info",),
+    "agent": ("engine.info", "engine.ranks"),
     "checkpointer": ("copy", "engine.ranks", "agent"),
     "": ("checkpointer",),
     "testing": ("providers.tree",),

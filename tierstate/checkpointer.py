@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from tierstate.agent.pipeline import AgentPipeline, pipeline_of, uses_agent
+from tierstate.agent.pipeline import HandingPipeline, pipeline_of
+from tierstate.agent.shared_pipeline import shared_pipeline_of
 from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.engine.maintain.prune import PendingSaves
 from tierstate.engine.packs.formats import format_of
@@ -209,8 +211,7 @@ class Checkpointer(Run):
             # saves that are finished there would fail, or crash the interpreter.
             format_of(tier.format)
         together = self._together
-        with_agent = uses_agent(policy, ranks=1 if together is None else together.team.size)
-        arena = Arena(policy.arena.size, policy.chunk, shared=with_agent)
+        arena = Arena(policy.arena.size, policy.chunk, shared=policy.agent.mode != "off")
         tier_run = TierRun if together is None else together.tier_run
         opening = [(open_policy_tier(tier, arena), tier) for tier in policy.tiers]
         tier_runs = [tier_run(tier, run, retention_of(spec), rule_retention_of(policy, spec)) for tier, spec in opening]
@@ -219,7 +220,8 @@ class Checkpointer(Run):
         if together is None:
             self._pipeline: SavePipeline = pipeline_of(policy, run, tier_runs, arena)
         else:
-            self._pipeline, sharing = together.begin(policy, tier_runs, arena)
+            make = partial(shared_pipeline_of, run=run)
+            self._pipeline, sharing = together.begin(policy, tier_runs, arena, make)
         rank = 0 if together is None else together.team.rank
         recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
         self._planner = Planner(recall, self._guard, sharing)
@@ -492,7 +494,7 @@ class Checkpointer(Run):
 
     def _catalog(self) -> RunCatalog:
         """The versions in all tiers, and before them those that an agent has in memory."""
-        memory = self._pipeline.memory if isinstance(self._pipeline, AgentPipeline) else None
+        memory = self._pipeline.memory if isinstance(self._pipeline, HandingPipeline) else None
         self._check_open()
         return RunCatalog(self._tier_runs if memory is None else [memory, *self._tier_runs])
 
@@ -508,7 +510,7 @@ class Checkpointer(Run):
 
     def _tier_stats(self, tier_run: TierRun) -> TierStats:
         pipeline, name = self._pipeline, tier_run.name
-        found = pipeline.tier_stats(name) if isinstance(pipeline, AgentPipeline) else None
+        found = pipeline.tier_stats(name) if isinstance(pipeline, HandingPipeline) else None
         found = found or TierStats.of(pipeline.queues.get(name)).measured(tier_run.tier)
         return replace(found, hung=tier_run.tier.trouble, durable_lag=pipeline.lag(name), waited=pipeline.waited(name))
 

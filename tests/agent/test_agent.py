@@ -146,6 +146,30 @@ def test_without_the_agent_the_same_saves_are_published_here(
     assert all(same(load(place, "slow", step), state_of(step)) for step in (1, 2, 3))
 
 
+def test_an_agent_that_wakes_up_again_touches_nothing_of_the_trainer(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "SILENCE", 2.0)
+    monkeypatch.setattr("tierstate.agent.pipeline.TRY_AGAIN", 1000.0)
+    with ts.Checkpointer(policy(place, slow="8MiB/s"), "run") as ckpt:
+        ckpt.save(state_of(1), step=1).wait("slow")
+        agent = statuses()[0]["pid"]
+        begun = ckpt.save(state_of(2), step=2)  # the agent is in the middle of publishing it
+        os.kill(agent, signal.SIGSTOP)
+        begun.wait("slow", timeout=60)
+        assert pipeline(ckpt).agent is None
+        saves = [ckpt.save(state_of(step), step=step) for step in (3, 4)]
+        os.kill(agent, signal.SIGCONT)
+        saves += [ckpt.save(state_of(step), step=step) for step in range(5, 12)]
+        for save in saves:
+            save.wait("slow", timeout=60)
+        wait_until(lambda: not statuses()[0]["sessions"], "the agent notices that it was left")
+        saves += [ckpt.save(state_of(step), step=step) for step in range(12, 15)]
+    for tier in ("fast", "slow"):
+        assert steps_in(place, tier) == list(range(1, 15))
+        assert all(same(load(place, tier, step), state_of(step)) for step in range(1, 15))
+
+
 def test_the_agent_dies_at_any_moment_of_any_save(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierstate.agent.pipeline.TRY_AGAIN", 0.0)
     chance, steps = random.Random(3), 12

@@ -1,4 +1,4 @@
-"""Every test for GPUs, run on fake ones: in processes of their own, since a process that has the fake keeps it."""
+"""Every test for GPUs, run on fake ones, in a few processes: one that has the fake keeps it."""
 
 import subprocess
 import sys
@@ -11,11 +11,12 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent
 FILES = sorted(HERE.rglob("test_*.py"))
 FILES.remove(Path(__file__))
-FILES += [
+OTHERS = [
     TESTS / "providers/tensors/test_strided_scatter.py",
     TESTS / "providers/tensors/test_tensors.py",
     TESTS / "tiers/memory/test_pinning.py",
 ]
+GROUPS = [*(FILES[number::4] for number in range(4)), OTHERS]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,9 @@ def environment() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(fake_cuda.has_real(), reason="there is a real GPU here")
 @pytest.mark.xdist_group("fake_cuda")
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(TESTS)))
-def test_on_fake_devices(file: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", str(file)]
+@pytest.mark.parametrize("files", GROUPS, ids=lambda files: ",".join(file.stem for file in files))
+def test_on_fake_devices(files: list[Path], environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", *map(str, files)]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS.parent, check=False)
     assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]
     assert " passed" in ran.stdout

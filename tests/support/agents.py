@@ -57,6 +57,18 @@ def policy_text(place: Path, *, slow: str = "", agent: str = "mode: required, id
     )
 
 
+def hosts_policy(place: Path) -> ts.Policy:
+    """A tier of each host (`TIERSTATE_HOST`), and one that all share."""
+    return ts.Policy.parse(
+        "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\n"
+        "agent: {mode: required, idle: 60s, memory: 256MiB}\n"
+        "ranks: {timeout: 60s, silence: 5s}\n"
+        "tiers:\n"
+        f'  fast: {{type: nvme, path: "{place}/${{TIERSTATE_HOST}}"}}\n'
+        f'  slow: {{type: lustre, path: "{place}/all", bandwidth: 5MiB/s}}\n'
+    )
+
+
 def policy(place: Path, **options: Any) -> ts.Policy:
     """The policy of `policy_text`."""
     return ts.Policy.parse(policy_text(place, **options))

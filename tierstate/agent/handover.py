@@ -136,6 +136,14 @@ class AgentLink:
             raise decode_error(answer.message.head["error"])
         return answer.message
 
+    def give_up(self, why: str) -> None:
+        """Have the agent publish nothing more, and go on as if it were lost."""
+        try:
+            self.ask("give_up")
+        except TierstateError as error:
+            log.warning("the agent does not give its saves up: %s", error)
+        self._end(ConnectionLost(why))
+
     def close(self) -> None:
         """End the connection: nothing more is handed over. What was handed over is the agent's alone from now on."""
         self._closing = True
@@ -286,6 +294,13 @@ class HandOver(SlabReceiver):
             link.send({"kind": "captured", "seq": seq, "parent": item.head.parent}, digests)
         else:
             link.send({"kind": "failed", "seq": seq, "error": encode_error(item)})
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process still has everything that was handed over; known once the agent is lost."""
+        orphans = self.link.orphans
+        with self._lock:
+            return all(loan is None or loan in orphans for _, loan in self._items)
 
     def take_back(self, jobs: Sequence[DirectJob]) -> None:
         """Publish the save in this process, by these jobs: they get what was handed over, and what is still to come.

@@ -51,7 +51,7 @@ def policy_text(policy: Policy) -> str:
 
 def agent_name(text: str, environ: Mapping[str, str]) -> str:
     """The name of the agent for a policy: 16 hexadecimal digits."""
-    named = {name for name in (*_VARIABLE.findall(text), *filter(_CREDENTIALS.match, environ))}
+    named = {"TIERSTATE_HOST", *_VARIABLE.findall(text), *filter(_CREDENTIALS.match, environ)}
     parts = [text, os.getcwd(), *(f"{name}={environ.get(name, '')}" for name in sorted(named))]
     return hashlib.blake2s("\0".join(parts).encode(), digest_size=8).hexdigest()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from tierstate.manifest import errors
-from tierstate.manifest.errors import TierError, TierstateError, TierUnavailable
+from tierstate.manifest.errors import RankFailed, TierError, TierstateError, TierUnavailable
 from tierstate.tiers.connections.distribution import short_path, user_of
 
 PROTOCOL = 1
@@ -139,11 +140,11 @@ class MessageSocket:
             if not isinstance(head, dict):
                 raise ConnectionLost("a message whose head is no mapping")
             return Message(head, [self._exactly(n, found) for n in lengths[1:]], tuple(found))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConnectionLost(f"the connection has failed: {error}") from error
-        except BaseException:
+        except BaseException as error:
             for descriptor in found:
                 os.close(descriptor)
+            if isinstance(error, (OSError, ValueError, RecursionError)):
+                raise ConnectionLost(f"the connection has failed: {error}") from error
             raise
 
     def _exactly(self, nbytes: int, descriptors: list[int]) -> bytearray:
@@ -166,6 +167,12 @@ class MessageSocket:
         whole = int(seconds)
         self._wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(whole, int(1e6 * (seconds - whole))))
 
+    def has_ended(self) -> bool:
+        """Whether the other end has closed the connection; what it has sent before may still be received."""
+        ending = select.poll()
+        ending.register(self._wire, select.POLLRDHUP)
+        return bool(ending.poll(0))
+
     def shut(self) -> None:
         """End the connection; a thread that waits in `receive` gets an error when it has read what had come."""
         with suppress(OSError):
@@ -184,6 +191,8 @@ def encode_error(error: BaseException) -> dict[str, Any]:
     )
     text = str(error) if known is not BaseException else f"{type(error).__name__}: {error}"
     found: dict[str, Any] = {"class": known.__name__, "text": text, "notes": getattr(error, "__notes__", [])}
+    if isinstance(error, RankFailed):
+        return found | {"ranks": list(error.ranks)}
     return found | {"tier": error.tier, "key": error.key} if isinstance(error, TierError) else found
 
 
@@ -193,7 +202,9 @@ def decode_error(encoded: Mapping[str, Any]) -> TierstateError:
     kind = found if isinstance(found, type) and issubclass(found, TierstateError) else TierstateError
     text = str(encoded.get("text"))
     error: TierstateError
-    if issubclass(kind, TierError):
+    if issubclass(kind, RankFailed):
+        error = kind(text, [rank for rank in encoded.get("ranks") or () if isinstance(rank, int)])
+    elif issubclass(kind, TierError):
         error = kind(text, tier=str(encoded.get("tier")), key=str(encoded.get("key")))
     else:
         error = kind(text)

@@ -46,34 +46,26 @@ TRY_AGAIN = 30.0
 """Seconds after a loss, or a failed start, until an agent is looked for again."""
 
 
-class AgentPipeline(SavePipeline):
-    """Saves by way of the host's agent, or in this process where there is none.
+class HandingPipeline(SavePipeline):
+    """What the pipelines of trainers with an agent have in common."""
 
-    Args:
-        policy: the tiers, the rules, and ``agent``.
-        run: the name of the run.
-        tier_runs: the run in each tier, for saves in this process.
-        arena: slabs in shared memory.
+    def _begin_agent(self, run: str) -> None:
+        """Called once by each constructor. ``run``: its name.
 
-    Raises:
-        PolicyError: the policy says ``agent: {mode: required}`` and cannot be handed to another process.
-        TierstateError: it says so, and no agent can be had.
-    """
-
-    def __init__(self, policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> None:
-        super().__init__(policy, tier_runs, arena)
+        Raises:
+            PolicyError: the policy cannot be handed to another process.
+        """
         self._run_name = run
         self._link: AgentLink | None = None
         self._memory: TierRun | None = None
         self._structure: Version | None = None
         self._sent_structure: Version | None = None
         self._plan: CapturePlan | None = None
+        self._holding: AgentLink | None = None
+        """The lost connection, as long as it is not known what becomes of the saves that went over it."""
         self._handed: dict[int, HandOver] = {}
         self._changing = threading.RLock()
-        self._starting: threading.Thread | None = None
-        self._try_at = 0.0
-        self._path = socket_path(agent_name(policy_text(policy), os.environ))
-        self._connect_or_start(wait=policy.agent.mode == "required")
+        self._path = socket_path(agent_name(policy_text(self._policy), os.environ))
 
     # The connection
 
@@ -87,45 +79,22 @@ class AgentPipeline(SavePipeline):
         """The run in the agent's memory; None without an agent."""
         return None if self._link is None else self._memory
 
-    def _connect_or_start(self, *, wait: bool = False) -> None:
-        """Connect to the agent, if it is there; else start one.
+    def _connect(self, **team: Any) -> Message:
+        """Begin a session with the agent. Returns its answer.
 
         Args:
-            wait: return when there is one, and raise if there cannot be; training that has begun never waits.
+            team: more of the greeting.
+
+        Raises:
+            ConnectionLost: there is no agent.
+            TierstateError: it refuses.
         """
-        try:
-            self._connect()
-        except ConnectionLost:
-            if wait:
-                start_agent(self._policy, self._path)
-                self._connect()
-            else:
-                self._start_in_background()
-        except TierstateError as error:
-            if wait:
-                raise
-            self._try_at = time.monotonic() + TRY_AGAIN
-            log.warning("saves are published by this process, since the agent refuses it: %s", error)
-
-    def _start_in_background(self) -> None:
-        self._starting = threading.Thread(target=self._start_beside, name="tierstate-agent-start", daemon=True)
-        start_thread(self._starting)
-
-    def _start_beside(self) -> None:
-        try:
-            start_agent(self._policy, self._path)
-            self._try_at = 0.0
-        except TierstateError as error:
-            self._try_at = time.monotonic() + TRY_AGAIN
-            log.warning("saves are published by this process: %s", error)
-
-    def _connect(self) -> None:
-        """Raises ConnectionLost if there is no agent, and what it says if it refuses."""
         shared = self._arena.shared
         if shared is None:
             raise PolicyError("an agent needs slabs in shared memory")
         keeps = {tier.name: encode_keep(tier.keep) for tier in self._policy.tiers}
         hello = {"kind": "save", "run": self._run_name, "slab_size": self._arena.slab_size, "keep": keeps}
+        hello |= team
         self._replace_other_version()
         wire, answer = greet(self._path, hello, (shared.descriptor,))
         link = AgentLink(wire, self._arena, self._event, self._on_lost, int(answer.head["pid"]))
@@ -140,6 +109,7 @@ class AgentPipeline(SavePipeline):
             self._link = link
         link.start()
         log.info("run %s: saves are published by the agent, process %d", self._run_name, link.pid)
+        return answer
 
     def _connect_memory(self) -> MessageSocket:
         return greet(self._path, {"kind": "read"})[0]
@@ -155,20 +125,6 @@ class AgentPipeline(SavePipeline):
             greet(self._path, {"kind": "retire"})[0].close()
             raise ConnectionLost("the agent of another version has given its place up") from None
 
-    def _look_for_agent(self) -> None:
-        """Between two saves: hand the next ones over, if an agent is there by now and nothing is under way here."""
-        if self._link is not None or time.monotonic() < self._try_at or not self._is_quiet():
-            return
-        if self._starting is not None and self._starting.is_alive():
-            return
-        self._try_at = time.monotonic() + TRY_AGAIN
-        self._connect_or_start()
-
-    def _is_quiet(self) -> bool:
-        return all(state.settled() for state in self._saves.save_states()) and not any(
-            queue.outstanding() for queue in self.queues.values()
-        )
-
     def _drop_memory(self) -> None:
         memory, self._memory = self._memory, None
         if memory is not None:
@@ -176,18 +132,20 @@ class AgentPipeline(SavePipeline):
 
     # Saves
 
-    def submit(self, plan: CapturePlan, head: Head) -> SaveState:
-        self._look_for_agent()
-        return super().submit(plan, head)
+    @property
+    def _hands_over(self) -> bool:
+        """Whether saves are handed over, or kept until it is known who publishes them."""
+        return self._link is not None or self._holding is not None
 
     def _make_queues(self, seq: int) -> None:
-        if self._link is None:
+        if not self._hands_over:
             super()._make_queues(seq)
 
     def _start(self, head: Head) -> Any:
         capturing = super()._start(head)
-        if self._link is None and not self.queues:
-            self._begin_here(head.seq)
+        with self._changing:
+            if not self._hands_over and not self.queues:
+                self._begin_here(head.seq)
         return capturing
 
     def _begin_here(self, seq: int) -> None:
@@ -214,7 +172,7 @@ class AgentPipeline(SavePipeline):
         stages: Stages,
     ) -> CaptureJob:
         with self._changing:
-            link = self._link
+            link = self._link or self._holding
             if link is None:
                 if not self.queues:
                     self._begin_here(save_state.head.seq)
@@ -222,7 +180,8 @@ class AgentPipeline(SavePipeline):
             handover = HandOver(link, save_state, plan.without_memory())
             self._handed = {seq: h for seq, h in self._handed.items() if not self._forget(h)}
             self._handed[save_state.head.seq] = handover
-            self._send_begin(link, save_state, plan, stages)
+            if self._link is not None:
+                self._send_begin(link, save_state, plan, stages)
         return CaptureJob(save_state, plan, [], handed_over=handover)
 
     @staticmethod
@@ -249,7 +208,7 @@ class AgentPipeline(SavePipeline):
         alike = last is not None and last.leaves is plan.leaves and last.boxes is plan.boxes
         if known is None or not (alike and known.head.chunk == head.chunk):
             none = np.zeros((int(plan.counts(head.chunk).sum()), 2), "<u8")
-            known = Version.build(head, plan.leaves, plan.shards(), none)
+            known = Version.build(head, plan.leaves, plan.shards(self.rank or 0), none)
         self._plan, self._structure = plan.without_memory(), known
         return known
 
@@ -270,7 +229,8 @@ class AgentPipeline(SavePipeline):
         if handover is None:
             return
         if message.kind == "captured":
-            handover.save_state.version = str(head["id"])
+            if self.rank is None:
+                handover.save_state.version = str(head["id"])
             handover.accepted.set()
         elif (name := str(head["tier"])) in handover.save_state.tiers:
             self._settle(message.kind, name, handover.save_state, head)
@@ -282,6 +242,7 @@ class AgentPipeline(SavePipeline):
             self._tier_runs[name].look_again()  # what it knows of the tier is outdated
             self.arrived(name, PendingVersion.of(save_state.head, save_state.nbytes))
             save_state.measured(name)
+            save_state.version = str(head.get("id", "")) or save_state.version
             save_state.committed(name)
         elif kind == "failed":
             error = decode_error(head["error"])
@@ -289,6 +250,8 @@ class AgentPipeline(SavePipeline):
             save_state.failed(name, error)
         elif kind == "left_out":
             save_state.leave_out(name, str(head["why"]))
+        if self._link is not None and save_state.settled():
+            self._link.send({"kind": "settled", "seq": save_state.head.seq})
 
     def brought(self, name: str, due: PendingVersion) -> None:
         super().brought(name, due)
@@ -299,62 +262,11 @@ class AgentPipeline(SavePipeline):
     # The loss of the agent
 
     def _on_lost(self) -> None:
-        """Publish in this process what the agent had, and had not made durable."""
-        with self._changing:
-            link, self._link = self._link, None
-            if link is None:
-                return
-            self._drop_memory()
-            self._try_at = time.monotonic() + TRY_AGAIN
-            handed = [h for _, h in sorted(self._handed.items()) if not h.save_state.settled()]
-            self._handed.clear()
-            try:
-                if handed or self.queues:
-                    self._begin_here(self._first_after(handed))
-                for handover in handed:
-                    self._take_back(handover)
-            except BaseException as error:
-                log.exception("saves that the agent had cannot be published")
-                for handover in handed:
-                    self._fail_all(handover.save_state, error)
-            finally:
-                link.release_orphans()
-
-    def _first_after(self, handed: Sequence[HandOver]) -> int:
-        """The number from which versions are of this process's queues: all before are looked for in faster tiers."""
-        return handed[0].seq if handed else self._seq + 1
+        """The connection is lost: what the agent had is published in another way."""
+        raise NotImplementedError
 
     def _is_durable(self, save_state: SaveState) -> bool:
         return any(save_state.done(n) for n in save_state.tiers if self._tier_runs[n].tier.traits.persistent)
-
-    def _take_back(self, handover: HandOver) -> None:
-        save_state = handover.save_state
-        self._find_committed(handover)
-        names = [name for name in save_state.tiers if not save_state.tiers[name].done()]
-        jobs = self._jobs_left(save_state, handover.plan, names) if names else []
-        for queue, job in jobs:
-            queue.put(job)
-        handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
-        handover.accepted.set()
-
-    def _jobs_left(self, save_state: SaveState, plan: CapturePlan, names: Sequence[str]) -> list[tuple[TierQueue, Job]]:
-        """The jobs for the tiers that lack a save: copies from a tier that has it, or else from its slabs."""
-        if self._is_durable(save_state):
-            due = PendingVersion.of(save_state.head, save_state.nbytes)
-            return [(self.queues[name], self._cascade.copy(name, due, save_state)) for name in names]
-        return self._jobs(save_state, plan, names, self._routes.of(plan.leaves), plan.stages)
-
-    def _find_committed(self, handover: HandOver) -> None:
-        """What the agent has committed in its last moment, without telling."""
-        save_state, version = handover.save_state, handover.version
-        for name, done in save_state.tiers.items():
-            if version is None or done.done():
-                continue
-            try:
-                if self._tier_runs[name].record(version.head.seq).version.id == version.id:
-                    self._settle("committed", name, save_state, {})
-            except TierstateError as error:
-                log.debug("%s: version %d: %s", name, version.head.seq, error)
 
     @staticmethod
     def _fail_all(save_state: SaveState, error: BaseException) -> None:
@@ -418,14 +330,14 @@ class AgentPipeline(SavePipeline):
     def close(self, timeout: float | None = None, watch: OnDrain | None = None) -> str:
         """As `SavePipeline.close`. If time runs out, the agent goes on with what it has, which is no error."""
         link, capturing = self._link, self._capturing
-        if link is None or os.getpid() != self._pid:
+        if (link is None and self._holding is None) or os.getpid() != self._pid:
             return super().close(timeout, watch)
         end = time.monotonic() + (math.inf if timeout is None else timeout)
         if capturing is not None:
             self._run_threads(capturing).end()
             while not capturing.join(DRAIN_INTERVAL) and min(end, self._end) > time.monotonic():
                 pass
-        if self._wait_settled(link, end, watch):
+        if link is not None and self._wait_settled(link, end, watch):
             text = ", ".join(self._ask("unfinished") or ())
             if text:
                 log.info("closed; the agent goes on with %s", text)
@@ -434,7 +346,9 @@ class AgentPipeline(SavePipeline):
             self._drop_memory()
             link.close()
             return ""
-        while self._link is link:  # the agent was lost: wait until its saves are taken back
+        while (
+            link is not None and self._link is link
+        ) or self._holding is not None:  # the agent was lost: until its saves are taken back
             time.sleep(DRAIN_INTERVAL)
         self._end_queues()
         return super().close(None if end == math.inf else max(0.0, end - time.monotonic()), watch)
@@ -467,19 +381,131 @@ class AgentPipeline(SavePipeline):
         super().stop()
 
 
-def uses_agent(policy: Policy, ranks: int) -> bool:
-    """Whether the saves of a Checkpointer may go to an agent.
+class AgentPipeline(HandingPipeline):
+    """Saves by way of the host's agent, or in this process where there is none.
+
+    Args:
+        policy: the tiers, the rules, and ``agent``.
+        run: the name of the run.
+        tier_runs: the run in each tier, for saves in this process.
+        arena: slabs in shared memory.
 
     Raises:
-        PolicyError: an agent is required, and several ranks save together, which an agent does not do yet.
+        PolicyError: the policy says ``agent: {mode: required}`` and cannot be handed to another process.
+        TierstateError: it says so, and no agent can be had.
     """
-    if policy.agent.mode == "off" or ranks == 1:
-        return policy.agent.mode != "off"
-    told = f"{ranks} ranks save together, which agents do not do yet: each rank publishes its part itself"
-    if policy.agent.mode == "required":
-        raise PolicyError(f"agent: {told}; write 'mode: auto' or 'mode: off'")
-    log.info("agent: %s", told)
-    return False
+
+    def __init__(self, policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> None:
+        super().__init__(policy, tier_runs, arena)
+        self._begin_agent(run)
+        self._starting: threading.Thread | None = None
+        self._try_at = 0.0
+        self._connect_or_start(wait=policy.agent.mode == "required")
+
+    def _connect_or_start(self, *, wait: bool = False) -> None:
+        """Connect to the agent, if it is there; else start one.
+
+        Args:
+            wait: return when there is one, and raise if there cannot be; training that has begun never waits.
+        """
+        try:
+            self._connect()
+        except ConnectionLost:
+            if wait:
+                start_agent(self._policy, self._path)
+                self._connect()
+            else:
+                self._start_in_background()
+        except TierstateError as error:
+            if wait:
+                raise
+            self._try_at = time.monotonic() + TRY_AGAIN
+            log.warning("saves are published by this process, since the agent refuses it: %s", error)
+
+    def _start_in_background(self) -> None:
+        self._starting = threading.Thread(target=self._start_beside, name="tierstate-agent-start", daemon=True)
+        start_thread(self._starting)
+
+    def _start_beside(self) -> None:
+        try:
+            start_agent(self._policy, self._path)
+            self._try_at = 0.0
+        except TierstateError as error:
+            self._try_at = time.monotonic() + TRY_AGAIN
+            log.warning("saves are published by this process: %s", error)
+
+    def _look_for_agent(self) -> None:
+        """Between two saves: hand the next ones over, if an agent is there by now and nothing is under way here."""
+        if self._link is not None or time.monotonic() < self._try_at or not self._is_quiet():
+            return
+        if self._starting is not None and self._starting.is_alive():
+            return
+        self._try_at = time.monotonic() + TRY_AGAIN
+        self._connect_or_start()
+
+    def _is_quiet(self) -> bool:
+        return all(state.settled() for state in self._saves.save_states()) and not any(
+            queue.outstanding() for queue in self.queues.values()
+        )
+
+    def submit(self, plan: CapturePlan, head: Head) -> SaveState:
+        self._look_for_agent()
+        return super().submit(plan, head)
+
+    def _on_lost(self) -> None:
+        """Publish in this process what the agent had, and had not made durable."""
+        with self._changing:
+            link, self._link = self._link, None
+            if link is None:
+                return
+            self._drop_memory()
+            self._try_at = time.monotonic() + TRY_AGAIN
+            handed = [h for _, h in sorted(self._handed.items()) if not h.save_state.settled()]
+            self._handed.clear()
+            try:
+                if handed or self.queues:
+                    self._begin_here(self._first_after(handed))
+                for handover in handed:
+                    self._take_back(handover)
+            except BaseException as error:
+                log.exception("saves that the agent had cannot be published")
+                for handover in handed:
+                    self._fail_all(handover.save_state, error)
+            finally:
+                link.release_orphans()
+
+    def _first_after(self, handed: Sequence[HandOver]) -> int:
+        """The number from which versions are of this process's queues: all before are looked for in faster tiers."""
+        return handed[0].seq if handed else self._seq + 1
+
+    def _take_back(self, handover: HandOver) -> None:
+        save_state = handover.save_state
+        self._find_committed(handover)
+        names = [name for name in save_state.tiers if not save_state.tiers[name].done()]
+        jobs = self._jobs_left(save_state, handover.plan, names) if names else []
+        for queue, job in jobs:
+            queue.put(job)
+        handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
+        handover.accepted.set()
+
+    def _jobs_left(self, save_state: SaveState, plan: CapturePlan, names: Sequence[str]) -> list[tuple[TierQueue, Job]]:
+        """The jobs for the tiers that lack a save: copies from a tier that has it, or else from its slabs."""
+        if self._is_durable(save_state):
+            due = PendingVersion.of(save_state.head, save_state.nbytes)
+            return [(self.queues[name], self._cascade.copy(name, due, save_state)) for name in names]
+        return self._jobs(save_state, plan, names, self._routes.of(plan.leaves), plan.stages)
+
+    def _find_committed(self, handover: HandOver) -> None:
+        """What the agent has committed in its last moment, without telling."""
+        save_state, version = handover.save_state, handover.version
+        for name, done in save_state.tiers.items():
+            if version is None or done.done():
+                continue
+            try:
+                if self._tier_runs[name].record(version.head.seq).version.id == version.id:
+                    self._settle("committed", name, save_state, {})
+            except TierstateError as error:
+                log.debug("%s: version %d: %s", name, version.head.seq, error)
 
 
 def pipeline_of(policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> SavePipeline:
@@ -502,9 +528,11 @@ def pipeline_of(policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: A
         return SavePipeline(policy, tier_runs, arena)
 
 
-def agent_refusal(tier_runs: Sequence[TierRun]) -> str:
-    """Why these tiers cannot be an agent's; empty if they can."""
+def agent_refusal(tier_runs: Sequence[TierRun], *, ranks: bool = False) -> str:
+    """Why these tiers cannot be an agent's; empty if they can. ``ranks``: whether several ranks save together."""
     for tier_run in tier_runs:
+        if ranks and tier_run.tier.traits.shared == "process" and tier_run.gpu is None:
+            return f"tiers.{tier_run.name}: if several ranks save by agents, none can have a tier of its own process"
         if tier_run.gpu is not None:
             return f"tiers.{tier_run.name}: an agent cannot keep what lies in this process's device memory"
     return ""

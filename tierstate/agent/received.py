@@ -7,6 +7,7 @@ The first tier is the agent's memory, from which a process that is started again
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,9 @@ from typing import Any
 import numpy as np
 
 from tierstate.engine.packs.slab_layout import SlabChunks
+from tierstate.engine.ranks.leader import MergedVersions
+from tierstate.engine.ranks.save import SharedPipeline, StartState
+from tierstate.engine.ranks.team import Team
 from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.pipeline import SavePipeline
 from tierstate.engine.save.publish import CascadeJob, DirectJob, UnchangedChunks
@@ -24,7 +28,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.version import Head, Version, copy_stages
-from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.memory.arena import Arena, LeasedSlab
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 
@@ -99,7 +103,8 @@ class ReportedSave(SaveState):
 
     def committed(self, tier: str) -> None:
         super().committed(tier)
-        self._report({"kind": "committed", "seq": self.head.seq, "tier": tier, "seconds": self.seconds.get(tier, 0.0)})
+        found = {"seq": self.head.seq, "tier": tier, "seconds": self.seconds.get(tier, 0.0), "id": self.version}
+        self._report({"kind": "committed", **found})
 
     def failed(self, tier: str, error: BaseException) -> None:
         super().failed(tier, error)
@@ -118,10 +123,17 @@ class IncomingSave:
         structure: its leaves and shards.
         jobs: the jobs that write from slabs.
         idle: whether the queues of all of them were idle.
+
+    Attributes:
+        hold: whether the slabs are held until `let_go`, though no job needs them: if this process dies or hangs, the
+            trainer publishes what is in them.
     """
 
     def __init__(self, save_state: SaveState, structure: Version, jobs: Sequence[DirectJob], *, idle: bool) -> None:
         self.save_state, self._structure, self._jobs, self._idle = save_state, structure, jobs, idle
+        self.hold = False
+        self._held: list[LeasedSlab] = []
+        self._lock = threading.Lock()
 
     def needless(self, digests: Array) -> Array:
         """``(chunks,)`` of bool: which chunks need not be copied if these, ``(chunks, 2)``, are their digests."""
@@ -135,7 +147,18 @@ class IncomingSave:
         for job in self._jobs:
             batch.slab.lease()
             job.feed(batch)
+        with self._lock:
+            if self.hold:
+                self._held.append(batch.slab)
+                return
         batch.slab.release()
+
+    def let_go(self) -> None:
+        """The slabs are not held any more."""
+        with self._lock:
+            self.hold, held, self._held = False, self._held, []
+        for slab in held:
+            slab.release()
 
     def unchanged(self, rows: Array, digests: Array) -> None:
         """These chunks have not changed, and were not copied."""
@@ -219,6 +242,30 @@ class ReceivingPipeline(SavePipeline):
         while any(queue.outstanding() for queue in self.queues.values()) and not give_up():
             time.sleep(LOOK_INTERVAL)
         return self.close()
+
+
+class SharedReceivingPipeline(ReceivingPipeline, SharedPipeline):
+    """Publishes the saves of a trainer that is one of several ranks, together with the agents of the others.
+
+    Args:
+        team, merged, policy, tier_runs, arena, mismatched: as for `SharedPipeline`; the team is that of the agents.
+        report: sends events to the trainer.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        merged: MergedVersions,
+        policy: Policy,
+        tier_runs: Sequence[TierRun],
+        arena: Arena,
+        mismatched: Callable[[int], None],
+        *,
+        report: Report,
+    ) -> None:
+        none = StartState(0, {})  # the trainers have agreed on numbers and cadence
+        SharedPipeline.__init__(self, team, merged, policy, tier_runs, arena, mismatched, none)
+        self._report = report
 
 
 def trainer_gone() -> CaptureError:

@@ -72,7 +72,7 @@ class Agent:
         listener: the listening socket.
 
     Attributes:
-        policy, memory: as `SessionOwner` has them.
+        policy, memory, stores: as `SessionOwner` has them.
     """
 
     def __init__(self, text: str, path: Path, listener: socket.socket) -> None:
@@ -81,11 +81,13 @@ class Agent:
         from tierstate.tiers.policy.policy import Policy
 
         from .store import VersionsInMemory, memory_limit
+        from .teams import TeamStores
 
         self.policy = Policy.parse(text, "<policy of the agent>")
         limit_this_process(self.policy.agent)
         slab_size = -(-self.policy.chunk // PAGE) * PAGE
         self.memory = VersionsInMemory(memory_limit(self.policy.agent.memory), slab_size)
+        self.stores = TeamStores()
         self._path, self._listener = path, listener
         self._begun = self._used = time.monotonic()
         self._lock = threading.Lock()

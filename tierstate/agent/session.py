@@ -12,8 +12,9 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -21,10 +22,11 @@ import numpy as np
 
 from tierstate.engine.info import TierStats
 from tierstate.engine.packs.slab_layout import SlabChunks
+from tierstate.engine.ranks.join import TeamMember
 from tierstate.engine.save.plan import retention_of, rule_retention_of
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.errors import FormatError, TierstateError
+from tierstate.manifest.errors import CaptureError, FormatError, TierstateError
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import check_run
 from tierstate.tiers.memory.arena import Arena
@@ -32,11 +34,23 @@ from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.policy.policy import Policy, open_policy_tier, wrap_policy_tier
 
 from .messages import ConnectionLost, Message, MessageSocket, decode_error, encode_error
-from .received import MEMORY, IncomingSave, ReceivingPipeline, trainer_gone, with_memory
+from .received import (
+    MEMORY,
+    IncomingSave,
+    ReceivingPipeline,
+    SharedReceivingPipeline,
+    trainer_gone,
+    with_memory,
+)
 from .shared_slabs import SharedSlabs
 from .store import VersionsInMemory, drop_run
+from .teams import TeamGreeting, TeamStores
 
 log = logging.getLogger("tierstate")
+
+
+ENDING = 3.0
+"""Seconds until a process that has closed its connection must have ended, or else lives on."""
 
 
 COPY_SLABS = 8
@@ -49,10 +63,12 @@ class SessionOwner(Protocol):
     Attributes:
         policy: the agent's policy.
         memory: the versions in memory.
+        stores: by which the ranks of a job speak.
     """
 
     policy: Policy
     memory: VersionsInMemory
+    stores: TeamStores
 
     def may_give_up(self) -> bool:
         """Whether versions that do not arrive may be left to the next process: nothing has arrived for long."""
@@ -67,12 +83,14 @@ class TrainerSession:
     Args:
         agent: the agent.
         link: the connection, after its greeting.
-        hello: the trainer's greeting: its run, what its tiers keep, and the file of its slabs.
+        hello: the trainer's greeting: its run, what its tiers keep, the file of its slabs, and its team, if several
+            ranks save together.
 
     Attributes:
         run: the name of the run.
         pid: the trainer's process.
         alive: whether the trainer is there.
+        place: where the store of its team is; None without one.
 
     Raises:
         TierstateError: a tier cannot be opened, or the greeting is not valid.
@@ -83,6 +101,11 @@ class TrainerSession:
         self.run, self.pid = check_run(str(hello.head["run"])), int(hello.head["pid"])
         self.alive = True
         self._begun = time.time()
+        self._member: TeamMember | None = None
+        self._given_up = self._bye = False
+        self._received_all = threading.Event()
+        self._trainer = os.pidfd_open(self.pid)
+        self.place: tuple[object, ...] | None = None
         self._saves: dict[int, IncomingSave] = {}
         self._structure: Version | None = None
         self._outbox: SimpleQueue[tuple[Mapping[str, Any], tuple[bytes, ...]] | None] = SimpleQueue()
@@ -90,21 +113,41 @@ class TrainerSession:
         if slab_size != agent.memory.slabs.slab_size or len(hello.descriptors) != 1:
             raise FormatError(f"slabs of {slab_size} bytes; right are {agent.memory.slabs.slab_size}, in one file")
         with ExitStack() as undo:
-            undo.callback(os.close, hello.descriptors[0])
+            undo.callback(os.close, self._trainer)
+            closing = undo.enter_context(ExitStack())
+            closing.callback(os.close, hello.descriptors[0])
             self._slabs = SharedSlabs(hello.descriptors[0], slab_size, self._slab_is_back, self._slab_is_kept)
-            undo.pop_all()
-            undo.callback(self._slabs.abandon)
+            closing.pop_all()
+            undo.callback(self._slabs.leave)
+            if (team := hello.head.get("team")) is not None:
+                self._join(TeamGreeting.decode(team), undo)
             self._pipeline = self._open(_with_keeps(agent.policy, hello.head.get("keep", {})), undo)
             self._undo = undo.pop_all()
         agent.memory.slabs.add(self._slabs)
         agent.memory.begin(self.run)
+
+    def _join(self, told: TeamGreeting, undo: ExitStack) -> None:
+        team, place = self._agent.stores.join(told)
+        if team.coordinator:
+            undo.callback(self._agent.stores.close, place)
+        self._member, self.place = TeamMember(team, patience=team.timeouts.decision), place
+        undo.callback(self._leave)
+
+    def _leave(self) -> None:
+        """Leave the team: once all others have, if this session has served; they may need what this one still says."""
+        assert self._member is not None
+        if self.alive:
+            self._member.team.close()
+        else:
+            self._member.close()
 
     def _open(self, policy: Policy, undo: ExitStack) -> ReceivingPipeline:
         policy = with_memory(policy, self._agent.memory.capacity)
         self._policy = policy
         arena = Arena(min(policy.arena.size, COPY_SLABS * policy.chunk), policy.chunk)
         undo.callback(arena.close)
-        tier_runs = []
+        tier_runs, member = [], self._member
+        tier_run_of = TierRun if member is None else member.tier_run
         for spec in policy.tiers:
             if spec.name == MEMORY:
                 tier = wrap_policy_tier(spec, self._agent.memory.tier)
@@ -112,26 +155,35 @@ class TrainerSession:
                 tier = open_policy_tier(spec, self._agent.memory.slabs)
                 undo.callback(tier.close)
             tier.name = spec.name
-            tier_runs.append(TierRun(tier, self.run, retention_of(spec), rule_retention_of(policy, spec)))
+            tier_runs.append(tier_run_of(tier, self.run, retention_of(spec), rule_retention_of(policy, spec)))
         for tier_run in tier_runs:
             tier_run.beside, tier_run.identity.beside = tier_runs, [one.identity for one in tier_runs]
             tier_run.identity.required = policy.tier(tier_run.name).initialized
+            tier_run.before_commit = self._check_is_ours
         self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
-        return ReceivingPipeline(policy, tier_runs, arena, self._tell)
+        if member is None:
+            return ReceivingPipeline(policy, tier_runs, arena, self._tell)
+        return member.begin(policy, tier_runs, arena, partial(SharedReceivingPipeline, report=self._tell))[0]
 
     def serve(self) -> None:
-        """Take in saves until the trainer is gone; then publish what it has handed over, and close the tiers."""
+        """Take in saves until the trainer is gone; then publish what it has handed over, and close the tiers.
+
+        If it lives and has broken off, as it heard nothing for too long, it publishes that itself, from slabs that it
+        then uses again.
+        """
         sender = threading.Thread(target=self._send_all, name="tierstate-agent-send", daemon=True)
         sender.start()
         watcher = threading.Thread(target=self._watch, name="tierstate-agent-watch", daemon=True)
         watcher.start()
         try:
-            self._tell({"kind": "ready", "pid": os.getpid()})
+            self._tell({"kind": "ready", "pid": os.getpid(), "place": self.place})
             self._take_all()
         finally:
+            self._given_up = self._given_up or not (self._bye or self._trainer_has_ended(ENDING))
+            self._received_all.set()
             self.alive = False
             self._link.shut()
-            self._slabs.abandon()
+            (self._slabs.leave if self._given_up else self._slabs.abandon)()
             for save in self._saves.values():
                 save.lost(trainer_gone())
             self._finish()
@@ -161,33 +213,56 @@ class TrainerSession:
 
     def _finish(self) -> None:
         try:
-            if owed := self._pipeline.deliver(self._agent.may_give_up):
+            if self._given_up:
+                log.warning("run %s: process %d goes on without this agent", self.run, self.pid)
+                self._pipeline.stop()
+                drop_run(self._agent.memory.tier, self.run)
+            elif owed := self._pipeline.deliver(self._agent.may_give_up):
                 log.warning("run %s: still owed: %s", self.run, owed)
         except BaseException as error:
             log.error("run %s: %s", self.run, error)
+        else:
+            if not self._given_up:
+                log.info("run %s: all that process %d handed over is published", self.run, self.pid)
         finally:
+            for save in self._saves.values():
+                save.let_go()
             self._undo.close()
             self._agent.memory.end(self.run)
-            log.info("run %s: all that process %d handed over is published", self.run, self.pid)
 
     def _watch(self) -> None:
         """Notice the end of the trainer also where a child of it has the socket too."""
-        with suppress(OSError):
-            descriptor = os.pidfd_open(self.pid)
-            try:
-                ending = select.poll()
-                ending.register(descriptor, select.POLLIN)
-                while self.alive and not ending.poll(1000):
-                    pass
-            finally:
-                os.close(descriptor)
-            self._link.shut()
+        while self.alive and not self._trainer_has_ended(1.0):
+            pass
+        self._link.shut()
+
+    def _trainer_has_ended(self, seconds: float) -> bool:
+        """Whether the trainer's process ends within so many seconds."""
+        ending = select.poll()
+        ending.register(self._trainer, select.POLLIN)
+        return bool(ending.poll(1000 * seconds))
+
+    def _check_is_ours(self) -> None:
+        """Before each commit: the trainer does not publish this itself, nor uses the slabs again meanwhile.
+
+        Raises:
+            CaptureError: it does.
+        """
+        if self._link.has_ended():
+            self._received_all.wait()  # it may have said good-bye
+        if self._given_up:
+            raise CaptureError("the trainer has broken off, and publishes its saves itself")
 
     # What is sent
 
     def _tell(self, event: Mapping[str, Any], *blobs: bytes) -> None:
         if event["kind"] in ("committed", "brought"):
             self._agent.progressed()
+            if self._tier_runs[event["tier"]].tier.traits.persistent and (save := self._saves.get(event["seq"])):
+                save.let_go()
+        elif event["kind"] == "failed" and self._member is not None and self.alive and not self._member.team.is_whole():
+            # Not the rank has failed but its agent, or that of another one: all trainers go on by themselves.
+            event, blobs, self._given_up = {"kind": "fatal", "error": event["error"]}, (), True
         self._outbox.put((event, blobs))
 
     def _send_all(self) -> None:
@@ -200,7 +275,8 @@ class TrainerSession:
                     self._link.shut()
 
     def _slab_is_back(self, offset: int) -> None:
-        self._tell({"kind": "back", "offset": offset})
+        if not self._given_up:  # else the trainer publishes what is in it
+            self._tell({"kind": "back", "offset": offset})
 
     def _slab_is_kept(self, offset: int) -> None:
         self._tell({"kind": "kept", "offset": offset})
@@ -217,6 +293,7 @@ class TrainerSession:
 
     def _on_bye(self, message: Message) -> None:
         """The trainer has closed its Checkpointer."""
+        self._bye = True
 
     def _on_ping(self, message: Message) -> None:
         self._tell({"kind": "pong"})
@@ -231,16 +308,19 @@ class TrainerSession:
         names, total = [str(name) for name in message.head["tiers"]], structure.nbytes
         if self._has_room(total):
             names.insert(0, MEMORY)
+        else:
+            self._tier_runs[MEMORY].withdraw(head.seq, f"{MEMORY}: there is no room for this version", left_out=True)
         stages = np.frombuffer(message.blobs[-1], "i8") if message.head.get("stages") else None
-        self._saves = {seq: save for seq, save in self._saves.items() if not save.save_state.settled()}
-        self._saves[head.seq] = self._pipeline.receive(head, structure, stages, names, total)
+        self._saves = {n: save for n, save in self._saves.items() if save.hold or not save.save_state.settled()}
+        save = self._saves[head.seq] = self._pipeline.receive(head, structure, stages, names, total)
+        save.hold = MEMORY in names
 
     def _has_room(self, nbytes: int) -> bool:
         """Make room in memory for a save, if need be by dropping the run's versions that are there."""
         memory, queue = self._agent.memory, self._pipeline.queues.get(MEMORY)
         if memory.make_room(nbytes):
             return True
-        if nbytes > memory.capacity or queue is None or queue.outstanding():
+        if nbytes > memory.capacity or queue is None or queue.outstanding() or self._member is not None:
             return False
         drop_run(memory.tier, self.run)
         self._tier_runs[MEMORY].look_again()
@@ -258,7 +338,10 @@ class TrainerSession:
         digests = _digests(message.blobs[3])
         if not len(rows) == len(at) == len(nbytes) == len(digests) or _outside(at, nbytes, self._slabs.slab_size):
             raise FormatError("chunks that do not lie in their slab")
-        self._save(message).slab(SlabChunks(slab, rows, at, nbytes, digests))
+        save = self._save(message)
+        if save.hold:
+            self._slab_is_kept(slab.offset)
+        save.slab(SlabChunks(slab, rows, at, nbytes, digests))
 
     def _on_unchanged(self, message: Message) -> None:
         self._save(message).unchanged(np.frombuffer(message.blobs[0], "i8"), _digests(message.blobs[1]))
@@ -270,6 +353,21 @@ class TrainerSession:
 
     def _on_failed(self, message: Message) -> None:
         self._save(message).lost(decode_error(message.head["error"]))
+
+    def _on_continue(self, message: Message) -> None:
+        self._pipeline.continue_from(str(message.head["version"]))
+
+    def _on_settled(self, message: Message) -> None:
+        """The trainer does not want this save back."""
+        if (save := self._saves.get(int(message.head["seq"]))) is not None:
+            save.let_go()
+
+    def _on_withdraw(self, message: Message) -> None:
+        """The trainer gives nothing to a version that other ranks save."""
+        names, why = message.head.get("tiers"), decode_error(message.head["error"])
+        for name, tier_run in self._tier_runs.items():
+            if names is None or name in (MEMORY, *names):
+                tier_run.withdraw(int(message.head["seq"]), why, left_out=bool(message.head["left_out"]))
 
     def _on_hurry(self, message: Message) -> None:
         self._pipeline.ending = True
@@ -291,6 +389,7 @@ class TrainerSession:
             "coming": lambda m: (sorted(self._pipeline.coming(str(m.head["tier"]))), ()),
             "unfinished": lambda _: (self._pipeline.under_way(), ()),
             "left_behind": lambda _: (self._pipeline.left_behind(), ()),
+            "give_up": lambda _: (self._give_up(), ()),
         }
         number = message.head["number"]
         try:
@@ -299,6 +398,12 @@ class TrainerSession:
             self._tell({"kind": "answer", "number": number, "error": encode_error(error)})
         else:
             self._tell({"kind": "answer", "number": number, "answer": answer}, *blobs)
+
+    def _give_up(self) -> bool:
+        """Publish nothing more: all ranks do it in their own processes."""
+        self._given_up = True
+        self._pipeline.stop()
+        return True
 
     def _needless(self, message: Message) -> tuple[Any, tuple[bytes, ...]]:
         found = self._save(message).needless(_digests(message.blobs[0]))

@@ -87,7 +87,7 @@ class SharedSlabs:
         self._slabs: dict[int, SharedSlab] = {}
         self._by_address: dict[int, SharedSlab] = {}
         self._out: set[int] = set()
-        self._gone = self._closed = False
+        self._gone = self._left = self._closed = False
 
     def take(self, offset: int) -> SharedSlab:
         """A slab that was handed over, with one lease.
@@ -130,7 +130,8 @@ class SharedSlabs:
             self._out.discard(slab.offset)
             gone = self._gone
             if gone:
-                self._free(slab.offset)
+                if not self._left:
+                    self._free(slab.offset)
                 self._close_if_done()
         if not gone:
             self._back(slab.offset)
@@ -147,6 +148,13 @@ class SharedSlabs:
                 self._free(start, offset - start)
                 start = offset + self.slab_size
             self._close_if_done()
+
+    def leave(self) -> None:
+        """The trainer lives and uses its slabs itself from now on: none is freed, nor told when it is back."""
+        with self.lock:
+            if not self._gone:
+                self._gone = self._left = True
+                self._close_if_done()
 
     @property
     def held(self) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from dataclasses import replace
 
 from tierstate.manifest.history.log import list_runs
-from tierstate.tiers.base import Tier
+from tierstate.tiers.base import Tier, Traits
 from tierstate.tiers.memory.host import Host
 from tierstate.tiers.memory.limits import MemoryLimits
 
@@ -25,6 +26,14 @@ def memory_limit(wanted: int) -> int:
     limits = MemoryLimits.of_process()
     there = [n for n in (limits.container, limits.total) if n is not None]
     return min([wanted, *(n // 2 for n in there)])
+
+
+class SharedHost(Host):
+    """A `Host` tier that all trainers of this host use."""
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, shared="host")
 
 
 class VersionsInMemory:
@@ -42,7 +51,7 @@ class VersionsInMemory:
     def __init__(self, capacity: int, slab_size: int) -> None:
         self.capacity = capacity
         self.slabs = AllSlabs(slab_size)
-        self.tier = Host(capacity=capacity, arena=self.slabs)
+        self.tier = SharedHost(capacity=capacity, arena=self.slabs)
         self.tier.name = MEMORY
         self.tier.copies_short = False  # trainers count on slabs that are kept, in case this process dies
         self._users: Counter[str] = Counter()

@@ -7,6 +7,7 @@ what fails. ``tests/gpu/test_under_fake.py`` runs the tests for GPUs in such pro
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import importlib.util
@@ -61,10 +62,12 @@ def _compiled(source: str, options: list[str], libraries: list[str]) -> Path:
     text = file.read_bytes() + f"{torch.__version__} {sysconfig.get_platform()} {options}".encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tierstate-tests"
     done = folder / f"{file.stem}-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if done.exists():
-        return done
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as making:
+    # One of the processes that test side by side compiles it, and the others wait.
+    with (folder / f"{file.stem}.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as making:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if done.exists():
+            return done
         made = Path(making) / done.name
         command = [compiler() or "c++", "-O1", "-std=c++20", "-fPIC", "-shared", "-w", *options, str(file)]
         ran = subprocess.run([*command, "-o", str(made), *libraries], capture_output=True, text=True, check=False)

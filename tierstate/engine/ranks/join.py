@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,9 @@ from .save import SharedPipeline, SharedTierRun, compare_policies
 from .team import Team
 
 log = logging.getLogger("tierstate")
+
+
+P = TypeVar("P", bound=SharedPipeline)
 
 
 CLOSE_TIMEOUT = 5.0
@@ -63,10 +66,11 @@ class TeamMember:
 
     Args:
         team: the ranks.
+        patience: seconds for which the coordinator waits at `close` until the others have left.
     """
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    def __init__(self, team: Team, patience: float = CLOSE_TIMEOUT) -> None:
+        self.team, self._patience = team, patience
         self._merged = MergedVersions()
         self._sharing: OwnershipPlanner | None = None
         self._pipeline: SharedPipeline | None = None
@@ -77,17 +81,24 @@ class TeamMember:
         return SharedTierRun(self.team, self._merged, tier, run, keep, rules)
 
     def begin(
-        self, policy: Policy, tier_runs: Sequence[TierRun], arena: Arena
-    ) -> tuple[SharedPipeline, OwnershipPlanner]:
+        self,
+        policy: Policy,
+        tier_runs: Sequence[TierRun],
+        arena: Arena,
+        make: Callable[..., P],
+    ) -> tuple[P, OwnershipPlanner]:
         """Make the pipeline and the ownership planner of this rank; waits for all ranks.
+
+        Args:
+            make: makes the pipeline, with the arguments of `SharedPipeline`.
 
         Raises:
             RankFailed: a rank does not answer.
         """
         sharing = OwnershipPlanner(self.team)
         self._sharing = sharing
-        self._pipeline = SharedPipeline(self.team, self._merged, policy, tier_runs, arena, sharing.forget)
-        return self._pipeline, sharing
+        self._pipeline = pipeline = make(self.team, self._merged, policy, tier_runs, arena, sharing.forget)
+        return pipeline, sharing
 
     def arrange(self, how: Callable[[int, MergeResult], MergeResult]) -> None:
         """Set what is done with the merged parts of a version before it is committed; see `MergedVersions.arrange`."""
@@ -124,7 +135,7 @@ class TeamMember:
         try:
             self.team.post("closing", b"")
             if self.team.coordinator and self._sharing is not None:
-                self.team.receive_all(dict.fromkeys(range(1, self.team.size), "closing"), timeout=CLOSE_TIMEOUT)
+                self.team.receive_all(dict.fromkeys(range(1, self.team.size), "closing"), timeout=self._patience)
         except RankFailed as error:
             log.debug("left before all others: %s", error)
         finally:

@@ -258,6 +258,7 @@ class SharedTierRun(TierRun):
             if seq in self._withdrawn:  # a vote after the withdrawal would wait for a decision of its own
                 raise RankFailed(f"this rank gives nothing to version {seq}", (self.rank,))
             self._asked = seq
+        self.before_commit()
         kept = self._group_commit.commit(record, stop)
         self.build_on(kept)
         for key in self._group_commit.unnamed:
@@ -313,6 +314,7 @@ class SharedPipeline(SavePipeline):
         merged: the merged versions, shared by the commits to all tiers.
         policy, tier_runs, arena: as for `SavePipeline`.
         mismatched: called with the number of a version whose parts did not fit together.
+        start: what the tiers hold, if all ranks know it; by default they agree on it.
 
     Raises:
         RankFailed: a rank does not answer.
@@ -326,11 +328,12 @@ class SharedPipeline(SavePipeline):
         tier_runs: Sequence[TierRun],
         arena: Arena,
         mismatched: Callable[[int], None],
+        start: StartState | None = None,
     ) -> None:
         super().__init__(policy, tier_runs, arena)
         self._team, self._merged, self._mismatched = team, merged, mismatched
         self.rank = team.rank
-        agreed = agree_on_start(team, tier_runs, self._highest)
+        agreed = start or agree_on_start(team, tier_runs, self._highest)
         self._seq, self._look = agreed.seq, False
         self._found, self._dues = agreed.last, SharedCadence(team, policy, agreed.last)
 

@@ -23,7 +23,7 @@ from tierstate.tiers.policy.models import SecretPlace
 from .heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
 from .rendezvous import rendezvous
 from .secret import agree_on_secret
-from .store import NOTHING, Store, StoreClient
+from .store import CLOSED, NOTHING, Store, StoreClient
 
 SOONEST, BUSY, POLLS = 0.0005, 4000.0, 1000.0
 """How a message is polled for: seconds between two polls at first; polls per second of all ranks together, at most, at
@@ -210,6 +210,11 @@ class Team:
         if self._secret is None:
             raise ValueError("this team was made without a secret, so its ranks make no connections to each other")
         return self._secret
+
+    @property
+    def has_secret(self) -> bool:
+        """Whether this team was made with one."""
+        return self._secret is not None
 
     def ranks_sharing(self, shared: Literal["process", "host", "site"]) -> tuple[int, ...]:
         """The ranks that see the same objects of a tier as this one does, by the tier's traits; rising."""
@@ -398,6 +403,14 @@ class Team:
             [f"gathered/{topic}/{count - 1}"]
         )  # all ranks are in this call, so all have received the last result
         return every
+
+    def is_whole(self) -> bool:
+        """Whether the store answers, no rank has left, and none was found dead."""
+        keys = [heartbeat_key(rank) for rank in range(self.size)]
+        try:
+            return not self._line.silent and CLOSED not in self._line.get(keys)
+        except RankFailed:
+            return False
 
     def close(self) -> None:
         """Leave the team. Nothing is posted or received afterwards."""

@@ -96,6 +96,7 @@ class TierRun:
         held: numbers of versions that stay although nothing keeps them: they are about to get a tag.
         authentic: whether the tier's objects are authenticated: they are sealed or encrypted.
         gpu: the `gpu` tier below its wrappers, which copies within the device bypass; None for other tiers.
+        before_commit: called when everything else of a version is written; raises if it is not to be committed.
     """
 
     rank, together = 0, False
@@ -127,6 +128,7 @@ class TierRun:
         self._indexed: tuple[Record, DigestIndex] | None = None
         self.choices = CodecChooser(tier)
         self.gpu = gpu_in(tier)
+        self.before_commit: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -362,6 +364,7 @@ class TierRun:
         self.identity.ensure()  # once more: a file system may have been unmounted while the packs were written
         base = self._newest
         self.summaries.expect(record.version.head.seq)
+        self.before_commit()
         self.log.commit(record)
         check_base(self, record, base)
 

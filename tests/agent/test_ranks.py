@@ -1,0 +1,117 @@
+"""Many ranks that save by agents: real processes, of one host and of several, which are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from support.agents import statuses, steps_in, wait_until, without_agent
+from support.processes import Gang
+from support.rank_jobs import check, state_of
+
+import tierstate as ts
+
+pytestmark = pytest.mark.slow
+
+
+def whole(place: Path, tier: str, steps: list[int], ranks: int = 2) -> None:
+    """A tier has these steps, each exact for every rank."""
+    assert steps_in(place, tier) == steps
+    with ts.Checkpointer(without_agent(place, tier), "run") as ckpt:
+        assert not ckpt.verify(deep=True).problems
+        for step in steps:
+            state = state_of(0, 0, 1)
+            ckpt.restore(state, step=step, only=["rows", "same", "step", "frozen"])
+            state["mine"].value.fill_(-1)
+            assert check(state, 0, 1) == step
+
+
+def test_ranks_of_a_host_save_by_one_agent(place: Path) -> None:
+    with Gang(2, "support.agent_ranks:save", place, 1, 4) as gang:
+        said = gang.wait()
+    assert [agent["pid"] for agent in statuses()] == [int(text.split()[1]) for text in said][:1]
+    wait_until(lambda: not statuses()[0]["sessions"], "the sessions end")
+    whole(place, "fast", [1, 2, 3, 4])
+    whole(place, "slow", [1, 2, 3, 4])
+
+
+def test_what_all_ranks_have_captured_arrives_though_all_are_killed(place: Path) -> None:
+    with Gang(2, "support.agent_ranks:wait_to_be_killed", place, 3, "5MiB/s") as gang:
+        for rank in range(2):
+            gang.hear(rank, "captured")
+        for rank in range(2):
+            gang.kill(rank)
+        gang.codes()
+    wait_until(lambda: steps_in(place, "slow") == [1, 2, 3], "all arrives")
+    whole(place, "slow", [1, 2, 3])
+    with Gang(3, "support.agent_ranks:restore", place, "5MiB/s") as gang:
+        assert [text.splitlines()[-1] for text in gang.wait()] == ["restored 3 (agent) fast slow"] * 3
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_version_of_which_one_rank_had_not_all_captured_is_nowhere(place: Path, victim: int) -> None:
+    with Gang(2, "support.agent_ranks:one_within_capture", place, victim) as gang:
+        assert gang.hear(1 - victim, "told").split()[0] in ("RankFailed", "CommitUnknown"), gang.said(1 - victim)
+        gang.codes()
+    wait_until(lambda: not statuses()[0]["sessions"], "the sessions end")
+    whole(place, "fast", [1])
+    whole(place, "slow", [1])
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3, 1.0])
+def test_ranks_go_on_without_an_agent_that_was_killed(place: Path, after: float) -> None:
+    with Gang(2, "support.agent_ranks:agents_die", place, 5, 0.3) as gang:
+        pid = int(gang.hear(0, "ready"))
+        time.sleep(after)
+        os.kill(pid, signal.SIGKILL)
+        said = gang.wait()
+    assert all("by None" in text for text in said)
+    whole(place, "fast", [1, 2, 3, 4, 5])
+    whole(place, "slow", [1, 2, 3, 4, 5])
+
+
+def of_hosts(*names: str) -> list[dict[str, str]]:
+    """What the environment of each rank has, which takes itself for one of the host with this name."""
+    return [{"TIERSTATE_HOST": name} for name in names]
+
+
+def whole_on_all_hosts(place: Path, steps: list[int]) -> None:
+    """Every tier of two hosts has these steps: each exact in the shared one."""
+    shared = f'tiers: {{slow: {{type: lustre, path: "{place}/all"}}}}'
+    with ts.Checkpointer(
+        ts.Policy.parse(f"version: 1\nchunk: 64KiB\narena: {{size: 4MiB}}\n{shared}\n"), "run"
+    ) as ckpt:
+        assert [info.step for info in ckpt.versions()] == steps
+        assert not ckpt.verify(deep=True).problems
+    for name in ("a", "b"):
+        with ts.Checkpointer(without_agent(place, name), "run") as ckpt:
+            assert [info.step for info in ckpt.versions()] == steps
+
+
+def test_ranks_of_two_hosts_are_committed_by_their_agents_though_all_are_killed(place: Path) -> None:
+    with Gang(3, "support.agent_ranks:wait_to_be_killed", place, 3, "", per_rank=of_hosts("a", "b", "b")) as gang:
+        for rank in range(3):
+            gang.hear(rank, "captured")
+        assert len(statuses()) == 2
+        for rank in range(3):
+            gang.kill(rank)
+        gang.codes()
+    wait_until(lambda: not any(agent["sessions"] for agent in statuses()), "the sessions end")
+    whole_on_all_hosts(place, [1, 2, 3])
+    with Gang(2, "support.agent_ranks:restore", place, "", per_rank=of_hosts("b", "a")) as gang:
+        assert all("restored 3 (agent)" in text for text in gang.wait())
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_ranks_of_two_hosts_go_on_without_agents_if_one_is_killed(place: Path, victim: int) -> None:
+    with Gang(3, "support.agent_ranks:agents_die", place, 5, 0.3, per_rank=of_hosts("a", "b", "b")) as gang:
+        pids = [int(gang.hear(rank, "ready")) for rank in range(3)]
+        assert pids[0] != pids[1] == pids[2]
+        time.sleep(0.5)
+        os.kill(pids[victim], signal.SIGKILL)
+        said = gang.wait()
+    assert all("by None" in text for text in said)
+    whole_on_all_hosts(place, [1, 2, 3, 4, 5])

@@ -1,0 +1,91 @@
+"""Ranks that save together by agents; each function is one rank of a `Gang`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from support.agents import hosts_policy, policy
+from support.rank_jobs import check, state_of
+
+import tierstate as ts
+
+
+def opened(place: str, **options: str) -> tuple[ts.Checkpointer, int, int]:
+    """The Checkpointer of this rank, its rank, and the number of ranks."""
+    dist.init_process_group("gloo")
+    spec = hosts_policy(Path(place)) if "TIERSTATE_HOST" in os.environ else policy(Path(place), **options)
+    ckpt = ts.Checkpointer(spec, "run", process_group=dist.group.WORLD)
+    return ckpt, dist.get_rank(), dist.get_world_size()
+
+
+def save(place: str, first: str, last: str) -> None:
+    """Save these steps, and wait for all tiers."""
+    ckpt, rank, size = opened(place)
+    with ckpt:
+        print("agent", ckpt._pipeline.agent, flush=True)  # type: ignore[attr-defined]
+        for step in range(int(first), int(last) + 1):
+            saved = ckpt.save(state_of(step, rank, size), step=step)
+        saved.wait("slow")
+        print("stored", {name: tier.saves for name, tier in ckpt.stats().tiers.items()}, flush=True)
+    print("closed", flush=True)
+    dist.destroy_process_group()
+
+
+def restore(place: str, slow: str) -> None:
+    """Restore the newest version, and say which step it is, and from which tiers."""
+    ckpt, rank, size = opened(place, slow=slow)
+    with ckpt:
+        state = state_of(0, rank, size)
+        state["mine"].value.fill_(-1)
+        ckpt.restore(state)
+        assert ckpt.restored is not None
+        print("restored", check(state, rank, size), *ckpt.restored.tiers, flush=True)
+    dist.destroy_process_group()
+
+
+def wait_to_be_killed(place: str, steps: str, slow: str) -> None:
+    """Save so many steps, one after the other, and say so when all are captured."""
+    ckpt, rank, size = opened(place, slow=slow)
+    for step in range(1, int(steps) + 1):
+        ckpt.save(state_of(step, rank, size), step=step)
+    print("captured", flush=True)
+    time.sleep(100)
+
+
+def one_within_capture(place: str, victim: str) -> None:
+    """All ranks save step 1; then one kills itself in the capture of step 2, and the others say what they are told."""
+    ckpt, rank, size = opened(place)
+    ckpt.save(state_of(1, rank, size), step=1).wait("slow")
+    print("saved", flush=True)
+    if rank == int(victim):
+        from tierstate.agent import handover
+
+        handover.HandOver.feed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    try:
+        ckpt.save(state_of(2, rank, size), step=2).wait("fast")
+        print("told nothing", flush=True)
+    except ts.TierstateError as error:
+        print("told", type(error).__name__, error, flush=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def agents_die(place: str, steps: str, pause: str) -> None:
+    """Save so many steps, during which the test kills agents; then say from where the last was committed."""
+    ckpt, rank, size = opened(place, slow="10MiB/s")
+    saves = []
+    with ckpt:
+        print("ready", ckpt._pipeline.agent, flush=True)  # type: ignore[attr-defined]
+        for step in range(1, int(steps) + 1):
+            saves.append(ckpt.save(state_of(step, rank, size), step=step))
+            time.sleep(float(pause))
+        for saved in saves:
+            saved.wait("slow", timeout=90)
+        print("by", ckpt._pipeline.agent, flush=True)  # type: ignore[attr-defined]
+    print("closed", flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,396 @@
+"""Many ranks whose saves go by way of agents: each rank hands its part to the agent of its host.
+
+The agents of all ranks commit together, as the ranks would without them; so a version is committed though all trainers
+have died, if all parts were captured. If one rank loses its agent, all ranks go on without: each keeps what it captures
+until all know of it, and then all do the same with each version.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from tierstate.engine.placement import Route
+from tierstate.engine.ranks.leader import MergedVersions, remove_record
+from tierstate.engine.ranks.save import SharedPipeline
+from tierstate.engine.ranks.team import Team
+from tierstate.engine.save.backlog import PendingVersion
+from tierstate.engine.save.capture import CaptureJob
+from tierstate.engine.save.plan import CapturePlan
+from tierstate.engine.save.publish import DirectJob, Stages
+from tierstate.engine.save.save_state import SaveState
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError
+from tierstate.tiers.concurrency import start_thread
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.policy import Policy
+
+from .handover import AgentLink, HandOver
+from .launch import start_agent
+from .messages import ConnectionLost, encode_error
+from .pipeline import HandingPipeline, agent_refusal
+from .teams import TeamGreeting
+
+log = logging.getLogger("tierstate")
+
+
+LOST = "agent-lost"
+"""What a rank announces, and under which all ranks then agree."""
+
+
+LOOKS = 100.0
+"""Looks per second, of all ranks, for the loss of another rank's agent; a rank looks once a second at most."""
+
+
+DOUBTS = 3
+"""Looks after which a failure that an agent has told counts, if no rank has lost its agent until then."""
+
+
+RECENT = 64
+"""Saves of which a rank knows what became of them."""
+
+
+Outcome: TypeAlias = Literal["committed", "failed", "redo", "copy"]
+"""What is done with a version in a tier after agents were lost: all ranks publish their parts once more, or copy them
+from a tier that has it."""
+
+
+class SharedAgentPipeline(HandingPipeline, SharedPipeline):
+    """The save pipeline of one rank's part of each save, which goes by way of an agent.
+
+    Args:
+        team, merged, policy, tier_runs, arena, mismatched: as for `SharedPipeline`.
+        run: the name of the run.
+
+    Raises:
+        RankFailed: a rank does not answer.
+        TierstateError: the policy says ``agent: {mode: required}``, and some rank has no agent; on every rank.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        merged: MergedVersions,
+        policy: Policy,
+        tier_runs: Sequence[TierRun],
+        arena: Arena,
+        mismatched: Callable[[int], None],
+        *,
+        run: str,
+    ) -> None:
+        SharedPipeline.__init__(self, team, merged, policy, tier_runs, arena, mismatched)
+        self._begin_agent(run)
+        self._recent: dict[int, SaveState] = {}
+        self._latest = 0
+        self._kept_back: list[Callable[[], None]] = []
+        self._doubtful: list[tuple[int, str, SaveState, Mapping[str, Any]]] = []
+        try:
+            self._find_agents(tier_runs)
+        except RankFailed:
+            raise
+        except TierstateError as error:
+            self._leave_agent()
+            if policy.agent.mode == "required":
+                raise
+            log.warning("all ranks publish their saves themselves, without agents: %s", error)
+
+    # The agents
+
+    def _find_agents(self, tier_runs: Sequence[TierRun]) -> None:
+        """Begin a session with the agent of this host, and find whether all ranks have one.
+
+        Raises:
+            RankFailed: a rank does not answer.
+            TierstateError: some rank has none.
+        """
+        team = self._team
+        first = team.leads("host")
+        self._by_all("agent-refused", lambda: self._refuse(tier_runs))
+        self._by_all("agent-there", lambda: self._start_here() if first else None)
+        places = self._by_all("agent-first", lambda: self._join(None) if team.coordinator else None)
+        self._by_all("agent-joined", lambda: None if team.coordinator else self._join(places[0]))
+        link = self._link
+        if link is not None:
+            watch = threading.Thread(target=self._watch_others, args=(link,), name="tierstate-agents", daemon=True)
+            start_thread(watch)
+
+    def _by_all(self, topic: str, call: Callable[[], Any]) -> list[Any]:
+        """What this returns on all ranks, by rank; if it fails on one, an error on all."""
+        said: dict[str, Any] = {}
+        mine: TierstateError | None = None
+        try:
+            said["value"] = call()
+        except TierstateError as error:
+            mine, said["error"] = error, f"{type(error).__name__}: {error}"
+        every = [json.loads(one) for one in self._team.gather(topic, json.dumps(said).encode())]
+        if mine is not None:
+            raise mine
+        if failed := [(rank, one["error"]) for rank, one in enumerate(every) if "error" in one]:
+            raise PolicyError(f"rank {failed[0][0]} has no agent: {failed[0][1]}")
+        return [one["value"] for one in every]
+
+    @staticmethod
+    def _refuse(tier_runs: Sequence[TierRun]) -> None:
+        if why := agent_refusal(tier_runs, ranks=True):
+            raise PolicyError(why)
+
+    def _start_here(self) -> None:
+        try:
+            self._replace_other_version()
+        except ConnectionLost:
+            start_agent(self._policy, self._path)
+
+    def _join(self, place: Sequence[Any] | None) -> Any:
+        """Begin the session of this rank. Returns where the store of the agents is.
+
+        Args:
+            place: where it is; None: this rank's agent makes it.
+        """
+        return self._connect(team=TeamGreeting.of(self._team, place)._asdict()).head["place"]
+
+    def _leave_agent(self) -> None:
+        with self._changing:
+            link, self._link = self._link, None
+        self._drop_memory()
+        if link is not None:
+            link.close()
+
+    def _watch_others(self, link: AgentLink) -> None:
+        """Notice that another rank has lost its agent."""
+        pause = max(1.0, self._team.size / LOOKS)
+        while not link.over.wait(pause):
+            if self._is_announced():
+                link.give_up("another rank has lost its agent")
+            else:
+                self._believe()
+
+    def _is_announced(self) -> bool:
+        try:
+            return self._team.announced(LOST)
+        except RankFailed:
+            return False  # no other rank can be heard any more: what the agent tells is all there is
+
+    def _settle(self, kind: str, name: str, save_state: SaveState, head: Mapping[str, Any]) -> None:
+        """A failure is doubted first: if another rank has lost its agent, it may be no failure of the trainers."""
+        if kind == "failed":
+            self._doubtful.append((DOUBTS, name, save_state, head))
+        else:
+            super()._settle(kind, name, save_state, head)
+
+    def _believe(self) -> None:
+        with self._changing:
+            older = [(looks - 1, name, state, head) for looks, name, state, head in self._doubtful]
+            self._doubtful = [one for one in older if one[0]]
+            for looks, name, save_state, head in older:
+                if not looks:
+                    super()._settle("failed", name, save_state, head)
+
+    # Saves
+
+    def continue_from(self, version: str) -> None:
+        super().continue_from(version)
+        with self._changing:
+            if self._link is not None:
+                self._link.send({"kind": "continue", "version": version})
+
+    def _capture_job(
+        self,
+        save_state: SaveState,
+        plan: CapturePlan,
+        names: Sequence[str],
+        routes: Mapping[str, Route],
+        stages: Stages,
+    ) -> CaptureJob:
+        with self._changing:
+            self._note(save_state.head.seq, save_state)
+            return super()._capture_job(save_state, plan, names, routes, stages)
+
+    def _note(self, seq: int, save_state: SaveState | None) -> None:
+        self._latest = max(self._latest, seq)
+        if save_state is not None:
+            self._recent[seq] = save_state
+        for old in list(self._recent)[:-RECENT]:
+            del self._recent[old]
+
+    def withdraw(
+        self, seq: int, why: BaseException | str, names: Sequence[str] | None = None, *, left_out: bool = False
+    ) -> None:
+        with self._changing:
+            self._note(seq, None)
+            error = RankFailed(why) if isinstance(why, str) else why
+            told = {"kind": "withdraw", "seq": seq, "error": encode_error(error), "left_out": left_out}
+            if self._link is not None:
+                self._link.send(told | {"tiers": None if names is None else list(names)})
+            elif self._holding is not None:
+                self._kept_back.append(lambda: super(SharedAgentPipeline, self).withdraw(seq, why, names))
+            else:
+                super().withdraw(seq, why, names, left_out=left_out)
+
+    # The loss of an agent
+
+    def _on_lost(self) -> None:
+        with self._changing:
+            link, self._link = self._link, None
+            if link is None:
+                return
+            self._holding = link
+            self._drop_memory()
+        try:
+            self._team.announce(LOST)
+            self._go_on_without()
+        except BaseException as error:
+            log.exception("saves that the agents had cannot be published")
+            with self._changing:
+                for handover in self._handed.values():
+                    self._fail_all(handover.save_state, error)
+                    handover.take_back([])
+                self._begin_here(self._latest + 1)
+        finally:
+            with self._changing:
+                self._handed.clear()
+                self._kept_back.clear()
+                self._doubtful.clear()
+                self._holding = None
+            link.release_orphans()
+
+    def _go_on_without(self) -> None:
+        """Agree with all ranks on what becomes of each version that is not in all its tiers, and do it.
+
+        Raises:
+            RankFailed: a rank does not answer.
+        """
+        with self._changing:
+            latest, saves = self._latest, dict(self._recent)
+        mine = {str(seq): self._states(save_state) for seq, save_state in saves.items()}
+        said = self._team.gather(LOST, json.dumps({"latest": latest, "saves": mine}).encode())
+        every = [json.loads(one) for one in said]
+        leaders = {name: self._team.leaders(s.tier.traits.shared) for name, s in self._tier_runs.items()}
+        lasting = [name for name, s in self._tier_runs.items() if s.tier.traits.persistent]
+        outcomes = decide(every, leaders, lasting)
+        self._remove_partial(mine, outcomes)
+        newest = max(one["latest"] for one in every)
+        again = [seq for seq, tiers in outcomes.items() if set(tiers.values()) & {"redo", "copy"}]
+        with self._changing:
+            self._begin_here(min(again, default=newest + 1))
+            for seq, handover in sorted(self._handed.items()):
+                names = list(handover.save_state.tiers)
+                self._carry_out(handover, outcomes.get(seq, {}) if seq <= latest else dict.fromkeys(names, "redo"))
+            for withdraw in self._kept_back:
+                withdraw()
+
+    def _states(self, save_state: SaveState) -> dict[str, str]:
+        """By tier: ``done``, ``failed``, ``gone`` (this rank could not publish its part again), ``record`` (this rank
+        leads, and there is a record of it), or ``open``."""
+        handover, found = self._handed.get(save_state.head.seq), {}
+        for name, outcome in save_state.tiers.items():
+            if outcome.done():
+                found[name] = "done" if save_state.done(name) else "failed"
+            elif self._tier_runs[name].leads and self._has_record(name, save_state):
+                found[name] = "record"
+            else:
+                found[name] = "open" if handover is not None and handover.is_whole else "gone"
+        return found
+
+    def _has_record(self, name: str, save_state: SaveState) -> bool:
+        tier_run, head = self._tier_runs[name], save_state.head
+        tier_run.look_again()
+        try:
+            there = tier_run.record(head.seq).version.head
+        except TierstateError as error:
+            log.debug("%s: version %d: %s", name, head.seq, error)
+            return False
+        return (there.step, there.run) == (head.step, head.run)
+
+    def _remove_partial(
+        self, mine: Mapping[str, Mapping[str, str]], outcomes: Mapping[int, Mapping[str, Outcome]]
+    ) -> None:
+        """Delete the records that this rank's agent has created of versions that not all hosts have."""
+        for seq, tiers in outcomes.items():
+            for name, outcome in tiers.items():
+                if outcome != "committed" and mine.get(str(seq), {}).get(name) == "record":
+                    tier_run = self._tier_runs[name]
+                    remove_record(tier_run.log, tier_run.record(seq), RankFailed("not all hosts have this version"))
+                    tier_run.look_again()
+
+    def _carry_out(self, handover: HandOver, outcomes: Mapping[str, Outcome]) -> None:
+        save_state = handover.save_state
+        due, again = PendingVersion.of(save_state.head, save_state.nbytes), []
+        for name in [name for name, outcome in save_state.tiers.items() if not outcome.done()]:
+            match outcomes.get(name, "failed"):
+                case "committed":
+                    self._settle("committed", name, save_state, {})
+                case "redo":
+                    again.append(name)
+                case "copy":
+                    self.queues[name].put(self._cascade.copy(name, due, save_state))
+                case _:
+                    error = RankFailed("agents were lost, and not all ranks have their part of this version any more")
+                    self.failed(name, save_state, error)
+                    save_state.failed(name, error)
+        plan = handover.plan
+        jobs = self._jobs(save_state, plan, again, self._routes.of(plan.leaves), plan.stages) if again else []
+        for queue, job in jobs:
+            queue.put(job)
+        handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
+        handover.accepted.set()
+
+
+def decide(
+    every: Sequence[Mapping[str, Any]], leaders: Mapping[str, Collection[int]], lasting: Sequence[str]
+) -> dict[int, dict[str, Outcome]]:
+    """What becomes of the versions that agents had; computed alike on all ranks.
+
+    Args:
+        every: by rank, the number of its ``latest`` save, and for the latest of its ``saves``, by number, its states
+            (`SharedAgentPipeline._states`).
+        leaders: by tier, the ranks that create its records.
+        lasting: the tiers that are persistent.
+    """
+    found: dict[int, dict[str, Outcome]] = {}
+    for seq in sorted({int(seq) for one in every for seq in one["saves"]}):
+        tiers = {name: None for one in every for name in one["saves"].get(str(seq), ())}
+        states = {
+            name: [
+                "later" if seq > one["latest"] else one["saves"].get(str(seq), {}).get(name, "gone") for one in every
+            ]
+            for name in tiers
+        }
+        there = {
+            name for name, said in states.items()
+            if "done" in said or all(said[rank] == "record" for rank in leaders[name])
+        }  # fmt: skip
+        found[seq] = {name: _outcome(name, states[name], there, lasting) for name in tiers}
+    return found
+
+
+def _outcome(name: str, states: Sequence[str], there: Collection[str], lasting: Sequence[str]) -> Outcome:
+    if name in there:
+        return "committed"
+    if "failed" in states:
+        return "failed"
+    if any(other in there for other in lasting):
+        return "copy"
+    return "failed" if "gone" in states else "redo"
+
+
+def shared_pipeline_of(
+    team: Team,
+    merged: MergedVersions,
+    policy: Policy,
+    tier_runs: Sequence[TierRun],
+    arena: Arena,
+    mismatched: Callable[[int], None],
+    *,
+    run: str,
+) -> SharedPipeline:
+    """The pipeline of one of several ranks that a policy asks for: with an agent or without. All ranks call it.
+
+    Raises:
+        RankFailed, TierstateError: as `SharedAgentPipeline`.
+    """
+    if policy.agent.mode == "off":
+        return SharedPipeline(team, merged, policy, tier_runs, arena, mismatched)
+    return SharedAgentPipeline(team, merged, policy, tier_runs, arena, mismatched, run=run)

@@ -1,0 +1,141 @@
+"""The ranks of a job in their agents: the store by which they speak there, which outlives the trainers.
+
+The agent of rank 0 has the store. Where all ranks are on one host, they all have one agent, and the store is an object
+of it; else it is served on a port, as torchrun serves the store of a job.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Self
+
+import torch.distributed
+
+from tierstate.engine.ranks.heartbeat import Timeouts
+from tierstate.engine.ranks.store import Store
+from tierstate.engine.ranks.team import Team
+from tierstate.manifest.errors import TierstateError
+from tierstate.tiers.address import own_address
+from tierstate.tiers.connections.secret import JobSecret
+
+dist: Any = torch.distributed  # its stores are not in its type hints
+
+
+CONNECTING = 30.0
+"""Seconds until the store of another host's agent must answer."""
+
+
+class Place(NamedTuple):
+    """Where a team's store is.
+
+    Attributes:
+        name: of the store, and the prefix of its keys.
+        host, port: its address; port 0: only in the agent that has it.
+    """
+
+    name: str
+    host: str = ""
+    port: int = 0
+
+
+class TeamGreeting(NamedTuple):
+    """What a trainer tells its agent of its team.
+
+    Attributes:
+        rank, hosts, timeouts: as of `Team`.
+        place: where the store is; None: this agent is to have it.
+        secret: of the job, in base64; None if the team has none.
+        authenticated: as of `JobSecret`.
+    """
+
+    rank: int
+    hosts: Sequence[int]
+    timeouts: Sequence[float]
+    place: Sequence[Any] | None = None
+    secret: str | None = None
+    authenticated: bool = True
+
+    @classmethod
+    def of(cls, team: Team, place: Sequence[Any] | None) -> Self:
+        """That of a team of trainers."""
+        timeouts = team.timeouts.timeout, team.timeouts.silence
+        if not team.has_secret:
+            return cls(team.rank, team.hosts, timeouts, place)
+        key = base64.b64encode(team.secret.reveal()).decode()
+        return cls(team.rank, team.hosts, timeouts, place, key, team.secret.authenticated)
+
+    @classmethod
+    def decode(cls, encoded: Mapping[str, Any]) -> Self:
+        """The one of a message, with its types checked."""
+        place = encoded.get("place")
+        return cls(
+            int(encoded["rank"]),
+            [int(host) for host in encoded["hosts"]],
+            [float(seconds) for seconds in encoded["timeouts"]],
+            None if place is None else Place(str(place[0]), str(place[1]), int(place[2])),
+            encoded.get("secret"),
+            bool(encoded.get("authenticated")),
+        )
+
+
+class TeamStores:
+    """The stores of the teams whose rank 0 has this agent."""
+
+    def __init__(self) -> None:
+        self._stores: dict[str, Store] = {}
+        self._lock = threading.Lock()
+
+    def open(self, hosts: Sequence[int]) -> Place:
+        """Make a store for a team. ``hosts``: as of `Team`."""
+        name = uuid.uuid4().hex
+        store, place = self._serve(name, len(set(hosts))) if len(set(hosts)) > 1 else (dist.HashStore(), Place(name))
+        with self._lock:
+            self._stores[name] = store
+        return place
+
+    @staticmethod
+    def _serve(name: str, hosts: int) -> tuple[Store, Place]:
+        address = own_address(hosts, strict=False)
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return store, Place(name, address, port)
+
+    def connect(self, place: Place) -> Store:
+        """The store at a place.
+
+        Raises:
+            TierstateError: it is in another agent, and cannot be reached.
+        """
+        with self._lock:
+            store = self._stores.get(place.name)
+        if store is None and not place.port:
+            raise TierstateError("the ranks of this host have different agents, since their environments differ")
+        try:
+            timeout = timedelta(seconds=CONNECTING)
+            found = store or dist.TCPStore(place.host, place.port, timeout=timeout, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
+            raise TierstateError(
+                f"the agent of rank 0 cannot be reached at {place.host}:{place.port}: {error}"
+            ) from None
+        return dist.PrefixStore(place.name, found)
+
+    def close(self, place: Place) -> None:
+        """Give a store up, when all of its team have left."""
+        with self._lock:
+            self._stores.pop(place.name, None)
+
+    def join(self, told: TeamGreeting) -> tuple[Team, Place]:
+        """The team of a session, and where its store is."""
+        place = self.open(told.hosts) if told.place is None else Place(*told.place)
+        secret = None
+        if told.secret is not None:
+            secret = JobSecret(base64.b64decode(told.secret), authenticated=told.authenticated)
+        size, timeouts = len(told.hosts), Timeouts(*told.timeouts)
+        team = Team(self.connect(place), told.rank, size, told.hosts, timeouts=timeouts, secret=secret)
+        return team, place
