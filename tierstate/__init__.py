@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tierstate.manifest.printable import PrintableRecords
 
 if TYPE_CHECKING:
+    from tierstate.engine.events import Event
     from tierstate.engine.info import Stats, TierStats, VersionInfo
     from tierstate.manifest.errors import (
         AccessDenied,
@@ -62,6 +63,7 @@ __all__ = [
     "Checkpointer",
     "CommitUnknown",
     "Damaged",
+    "Event",
     "FormatError",
     "Loader",
     "Lossy",
@@ -98,6 +100,7 @@ __all__ = [
 
 _MODULES = {
     "tierstate.checkpointer": ("Checkpointer", "Save"),
+    "tierstate.engine.events": ("Event",),
     "tierstate.engine.info": ("Stats", "TierStats", "VersionInfo"),
     "tierstate.providers.base": ("Provider",),
     "tierstate.providers.registry": ("register_provider",),

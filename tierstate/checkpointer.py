@@ -47,6 +47,7 @@ from tierstate.providers.tensors.devices import refusal
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.rename import Rename
 from tierstate.providers.tree.unflatten import NEW
+from tierstate.telemetry.telemetry import Telemetry
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.cudart import is_capturing
 from tierstate.tiers.places import check_places
@@ -217,6 +218,7 @@ class Checkpointer(Run):
         tier_runs = [tier_run(tier, run, retention_of(spec), rule_retention_of(policy, spec)) for tier, spec in opening]
         super().__init__(policy, run, tier_runs, arena)
         self._pickles, self._guard, sharing = pickles, Guard(), None
+        self._guard.when_waited = lambda seconds: self._events.emit("waited", seconds=seconds)
         if together is None:
             self._pipeline: SavePipeline = pipeline_of(policy, run, tier_runs, arena)
         else:
@@ -225,6 +227,7 @@ class Checkpointer(Run):
         rank = 0 if together is None else together.team.rank
         recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
         self._planner = Planner(recall, self._guard, sharing)
+        self._telemetry = Telemetry(policy.metrics, self._events, run, tier_runs, self._statistics)
 
     def _watch(self, keys: PreemptionKeys) -> Preemption:
         if self._together is not None:
@@ -310,7 +313,9 @@ class Checkpointer(Run):
             self._pipeline.keep_up(save._save_state)
             return save
         finally:
-            self._blocked.append(time.monotonic() - start)
+            seconds = time.monotonic() - start
+            self._blocked.append(seconds)
+            self._events.emit("saved", step=step, seconds=seconds)
 
     def _save_state(self, state: Any, step: int, metadata: Mapping[str, Any] | None) -> Save:
         return self._save_planned(lambda seq: self._planner.plan(state, seq), step, metadata, planned=False)
@@ -475,12 +480,18 @@ class Checkpointer(Run):
     def _restore(self, wanted: RestoreSpec, tag: str | None) -> Restored | None:
         self._check_open()
         self._guard.wait()
+        start = time.monotonic()
         with gc_paused():
             found = self._found(wanted, tag)
         if found is None:
             return None
         self.restored = VersionInfo.of(found.entry)
         self._pipeline.continue_from(self.restored.id)
+        about = {"step": self.restored.step, "seq": self.restored.seq, "version": self.restored.id}
+        tiers = ", ".join(self.restored.tiers)
+        self._events.emit(
+            "restored", nbytes=self.restored.nbytes, seconds=time.monotonic() - start, tier=tiers, **about
+        )
         log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
         return found
 
@@ -504,6 +515,9 @@ class Checkpointer(Run):
     @not_reentrant
     def stats(self) -> Stats:
         """Counters and times of this Checkpointer so far, in all and by tier."""
+        return self._statistics()
+
+    def _statistics(self) -> Stats:
         tiers = {s.name: self._tier_stats(s) for s in self._tier_runs}
         peak = self._arena.peak * self._arena.slab_size
         return Stats(self._saves, self._pipeline.skipped, tuple(self._blocked), self._guard.waited, peak, tiers)
@@ -574,6 +588,8 @@ class Checkpointer(Run):
                 closing.callback(self._together.close)
             for close in (self._arena.close, *(s.tier.close for s in self._tier_runs), self._guard.close):
                 closing.callback(close)
+            closing.callback(self._telemetry.close)
+            closing.callback(self._events.close)
             closing.callback(self._pipeline.stop)
 
     def __enter__(self) -> Self:

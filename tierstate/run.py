@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from tierstate.engine.events import Event, EventBus
 from tierstate.engine.info import VersionInfo, list_versions
 from tierstate.engine.maintain.check_chunks import Depth, VerifyReport
 from tierstate.engine.maintain.compare import compare
@@ -25,6 +26,7 @@ from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.history.diff import LeafDiff
 from tierstate.manifest.history.log import list_runs
 from tierstate.manifest.history.tags import TaggedVersion, TagTarget
+from tierstate.telemetry.event_log import read_events
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
@@ -75,10 +77,45 @@ class Run:
         self._tier_runs, self._arena = list(tier_runs), arena
         self._tags = Tags(self._tier_runs)
         self._closed = False
+        rank = next((tier_run.rank for tier_run in self._tier_runs if tier_run.together), None)
+        self._events = EventBus(run, rank)
         identities = [tier_run.identity for tier_run in self._tier_runs]
         for tier_run in self._tier_runs:
             tier_run.beside, tier_run.identity.beside = self._tier_runs, identities
             tier_run.identity.required = policy.tier(tier_run.name).initialized
+            tier_run.events = self._events
+
+    def on(self, event: str | Iterable[str], call: Callable[[Event], object]) -> Callable[[], None]:
+        """Have a function called whenever something happens to a save, a version or a tier.
+
+        It is called in a thread of its own, one event after the other, and so delays no save. What it raises is logged.
+        At `close` it is waited for, a few seconds at most.
+
+        Args:
+            event: the kind of event, such as ``"committed"``; several; or ``"*"`` for all (`ts.Event`).
+            call: gets the `ts.Event`.
+
+        Returns:
+            A function that ends this.
+
+        Raises:
+            ValueError: there is no such kind of event.
+        """
+        return self._events.subscribe(event, call)
+
+    @not_reentrant
+    def events(self, *, since: float = 0.0) -> list[Event]:
+        """The events of the run that are logged in its persistent tiers (policy ``metrics: {events: true}``), by this
+        and other processes, oldest first. What this process has not written yet is missing.
+
+        Args:
+            since: seconds since 1970; older events are left out.
+
+        Raises:
+            TierstateError: a tier cannot be read.
+        """
+        self._check_open()
+        return read_events({s.name: s.tier for s in self._tier_runs if s.tier.traits.persistent}, self.run, since)
 
     @not_reentrant
     def versions(self) -> list[VersionInfo]:

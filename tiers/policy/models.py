@@ -375,6 +375,26 @@ class RanksKeys(Frozen):
     silence: Seconds = 60.0
 
 
+class MetricsKeys(Frozen):
+    """``metrics``: what a process tells of its saves and restores to other programs.
+
+    Attributes:
+        events: whether events are logged in each persistent tier, for other processes and other days.
+        port: of HTTP, on which Prometheus finds metrics at ``/metrics``; ranks of a host add their ``LOCAL_RANK``.
+        address: on which it is served; by default of this host only.
+        textfile: a file that is written again and again for the node exporter of Prometheus; ends with ``.prom``.
+        interval: seconds between two times.
+        opentelemetry: whether metrics and spans go to OpenTelemetry, if the process has its SDK.
+    """
+
+    events: bool = False
+    port: Annotated[int, Field(ge=0, le=65535), BeforeValidator(no_bool)] | None = None
+    address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    textfile: Annotated[str, Field(pattern=r"\.prom$|\$\{")] | None = None
+    interval: Seconds = 15.0
+    opentelemetry: bool = False
+
+
 AGENT_MEMORY = 64 << 30
 
 
@@ -464,6 +484,7 @@ class PolicyKeys(Frozen):
     on_failure: OnFailureKeys = OnFailureKeys()
     preemption: PreemptionKeys | None = None
     agent: AgentKeys = AgentKeys()
+    metrics: MetricsKeys = MetricsKeys()
     seal: SecretKeys | None = None
     durable: str | None = None
     rules: tuple[RuleKeys, ...] = ()

@@ -76,6 +76,7 @@ class Policy(PolicyKeys):
         on_failure: what `save` does when earlier saves reached no persistent tier.
         preemption: what happens when a signal announces the end of the process; None if nothing does.
         agent: whether a process beside the trainers publishes what they have captured.
+        metrics: what a process tells of its saves and restores to other programs.
         seal: the keys with which records are authenticated; None: they are not.
         durable: name of the tier that `Save.wait` waits for; persistent.
         tiers: fastest first: a save enters at the first ones and is copied down to the others.

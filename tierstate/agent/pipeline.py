@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tierstate.engine.events import Event
 from tierstate.engine.info import TierStats
 from tierstate.engine.placement import Route
 from tierstate.engine.save.backlog import PendingVersion
@@ -220,6 +221,9 @@ class HandingPipeline(SavePipeline):
 
     def _apply(self, message: Message) -> None:
         head = message.head
+        if message.kind == "event":
+            self.events.publish(Event.decode(head["event"]))
+            return
         if message.kind == "brought":
             due = PendingVersion(int(head["seq"]), int(head["step"]), float(head["time"]))
             self.arrived(str(head["tier"]), due)

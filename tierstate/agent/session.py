@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tierstate.engine.events import EVERY, Event, EventBus
 from tierstate.engine.info import TierStats
 from tierstate.engine.packs.slab_layout import SlabChunks
 from tierstate.engine.ranks.join import TeamMember
@@ -29,6 +30,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CaptureError, FormatError, TierstateError
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import check_run
+from tierstate.telemetry.event_log import EventLog
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.policy.policy import Policy, open_policy_tier, wrap_policy_tier
@@ -156,7 +158,13 @@ class TrainerSession:
                 undo.callback(tier.close)
             tier.name = spec.name
             tier_runs.append(tier_run_of(tier, self.run, retention_of(spec), rule_retention_of(policy, spec)))
+        rank = None if member is None else member.team.rank
+        events = EventBus(self.run, rank)
+        events.subscribe(EVERY, self._forward)
+        self._event_log = EventLog(tier_runs, self.run) if policy.metrics.events else None
+        undo.callback(events.close)
         for tier_run in tier_runs:
+            tier_run.events = events
             tier_run.beside, tier_run.identity.beside = tier_runs, [one.identity for one in tier_runs]
             tier_run.identity.required = policy.tier(tier_run.name).initialized
             tier_run.before_commit = self._check_is_ours
@@ -273,6 +281,15 @@ class TrainerSession:
                 except (ConnectionLost, OSError) as error:
                     log.info("run %s: process %d takes no events: %s", self.run, self.pid, error)
                     self._link.shut()
+
+    def _forward(self, event: Event) -> None:
+        if event.tier == MEMORY:
+            return
+        if self.alive:
+            self._tell({"kind": "event", "event": event.encode()})
+        elif self._event_log is not None:  # otherwise the trainer logs it
+            self._event_log.event(event)
+            self._event_log.close()
 
     def _slab_is_back(self, offset: int) -> None:
         if not self._given_up:  # else the trainer publishes what is in it

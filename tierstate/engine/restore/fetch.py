@@ -500,4 +500,5 @@ class RepairWriter:
             tier_run.add_mends(self._rows[holding])
             mended[tier_run.name] = len(self._rows[holding])
             log.warning("%s: %d damaged chunks were mended", tier_run.name, len(self._rows[holding]))
+            tier_run.events.emit("mended", tier=tier_run.name, reason=f"{len(self._rows[holding])} chunks")
         return mended

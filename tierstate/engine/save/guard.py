@@ -44,6 +44,10 @@ WRAPPED_LISTS = ("optimizers", "chained_optimizers")
 """Attributes under which wrappers have several."""
 
 
+NOTICED = 0.001
+"""Seconds of a wait below which it is no event."""
+
+
 class Stepper(Protocol):
     """What `Guard.add` takes, or has inside: parameters in groups, state by parameter, and a step that changes them."""
 
@@ -87,6 +91,7 @@ class Guard:
         self._recorded = False
         self._pid = os.getpid()
         self.waited = 0.0
+        self.when_waited: Callable[[float], None] | None = None
         self.unstable: set[Path] = set()
 
     @property
@@ -194,7 +199,11 @@ class Guard:
             until(save_state)
         # After an interrupt above, the state is still being read: the next call must wait for those saves too.
         self._save_states = [save_state for save_state in self._save_states if not save_state.captured.done()]
-        self.waited += time.monotonic() - start if save_states else 0.0
+        if save_states:
+            seconds = time.monotonic() - start
+            self.waited += seconds
+            if self.when_waited is not None and seconds > NOTICED:
+                self.when_waited(seconds)
 
     def record(self) -> None:
         """A step is recorded, to be run again without Python: it cannot wait, so that nothing is captured lazily."""

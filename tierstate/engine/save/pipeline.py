@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple, Protocol, TypeAlias
 
+from tierstate.engine.events import EventBus
 from tierstate.engine.placement import (
     CadenceCount,
     LastSave,
@@ -101,6 +102,7 @@ class SavePipeline:
     def __init__(self, policy: Policy, tier_runs: Sequence[TierRun], arena: Arena) -> None:
         self._policy, self._arena = policy, arena
         self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
+        self.events = tier_runs[0].events if tier_runs else EventBus("")
         self._on_device = any(tier_run.gpu is not None for tier_run in tier_runs)
         self._pid = os.getpid()
         self._last: dict[str, LastSave | None] = {}
@@ -146,11 +148,14 @@ class SavePipeline:
             cadence.add(head.step, head.time, due=name in names, first=self._history.newest(name) is None)
         self._check_rules(plan.leaves)
         save_state = SaveState(head, plan.total, names, elsewhere)
+        about = {"step": head.step, "seq": head.seq, "nbytes": plan.total}
+        save_state.when_captured = lambda seconds: self.events.emit("captured", seconds=seconds, **about)
         if not names:
             save_state.nothing_to_do()
             return save_state
         if self._must_skip(plan):
             self.skipped += 1
+            self.events.emit("skipped", reason="the arena is full (on_full: skip)", **about)
             log.warning("step %d is not saved: the arena is full (on_full: skip)", head.step)
             save_state.skip()
             return save_state

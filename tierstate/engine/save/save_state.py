@@ -71,6 +71,7 @@ class SaveState:
         seconds: seconds from the call of `save` to the commit, by tier.
         cancelled: set to cancel the save.
         told: tiers whose failure was reported, or needs no report.
+        when_captured: called once, when the capture is complete, with the seconds since the call of `save`.
     """
 
     def __init__(self, head: Head, nbytes: int, tiers: Sequence[str], elsewhere: Mapping[str, str]) -> None:
@@ -86,6 +87,7 @@ class SaveState:
         self.seconds: dict[str, float] = {}
         self.cancelled = Latch()
         self.told: set[str] = set()
+        self.when_captured: Callable[[float], None] | None = None
         self._start = time.monotonic()
 
     def nothing_to_do(self) -> None:
@@ -111,6 +113,8 @@ class SaveState:
             self.captured.set_exception(error)
         else:
             self.captured.set_result(None)
+            if self.when_captured is not None:
+                self.when_captured(time.monotonic() - self._start)
         self.freed.set()
         self.queued.set()
 

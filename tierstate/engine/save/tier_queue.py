@@ -251,6 +251,8 @@ class TierQueue:
                 why = f"{name} lags behind, and newer saves waited for it (see `on_lag`)"
                 self.tier_run.withdraw(copy.due.seq, why, left_out=True)
                 copy.save_state.leave_out(name, why)
+            about = {"tier": name, "step": copy.due.step, "seq": copy.due.seq}
+            self.tier_run.events.emit("left_out", reason="newer saves wait", **about)
 
     def _publish(self, job: Job) -> None:
         if not self.tier_run.tier.traits.persistent:
@@ -277,7 +279,10 @@ class TierQueue:
         return due.seq not in self.tier_run.worth_bringing(marks)
 
     def _arrived(self, job: Job, record: Record) -> None:
-        name, counters = self.tier_run.name, self.counters
+        name, counters, events = self.tier_run.name, self.counters, self.tier_run.events
+        about = {"tier": name, "step": job.due.step, "seq": job.due.seq, "version": record.version.id}
+        if not self.healthy:
+            events.emit("back", **about)
         self.healthy = True
         self._retry_timer.succeeded()
         self._recall_mends()
@@ -295,27 +300,37 @@ class TierQueue:
             log.warning("step %d, which had not arrived at %s, is there now", job.due.step, name)
             self._cascade.observer.brought(self._name, job.due)
             counters.brought += 1
+            events.emit("brought", nbytes=job.stored, **about)
         else:
             job.save_state.version = job.committed or job.save_state.version
-            counters.seconds.append(job.save_state.measured(name))
+            seconds = job.save_state.measured(name)
+            counters.seconds.append(seconds)
             job.save_state.committed(name)
+            if isinstance(job, CascadeJob) and job.began is not None:
+                events.emit("cascaded", nbytes=job.stored, seconds=time.monotonic() - job.began, **about)
+            else:
+                events.emit("committed", nbytes=job.stored, seconds=seconds, **about)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        name, save_state = self.tier_run.name, job.save_state
+        name, save_state, events = self.tier_run.name, job.save_state, self.tier_run.events
+        about = {"tier": name, "step": job.due.step, "seq": job.due.seq}
         if save_state is not None:
             self.tier_run.withdraw(job.due.seq, error, left_out=isinstance(error, SaveSkipped))
             if isinstance(error, SaveSkipped):
                 self.counters.skipped += 1
                 log.warning("step %d is left out on %s: %s", save_state.head.step, name, error)
+                events.emit("left_out", reason=str(error), **about)
                 save_state.leave_out(name, str(error))
                 return
         if not (isinstance(error, NOT_THE_TIERS_FAULT) or (save_state and save_state.lost)):
-            # A failure of the tier itself, and not of the source or the capture.
-            self.healthy = False
+            self._is_away(error)
         if isinstance(error, LOOK_AGAIN_AFTER):
             self.tier_run.look_again()
         # Before the failure is reported: until then faster tiers hold the version from which it is copied later.
         owed = may_succeed_later(error) and self._owe(job)
+        kinds = (["failed"] if save_state is not None else []) + (["owed"] if owed else [])
+        for kind in kinds:
+            events.emit(kind, reason=_reason(error), **about)
         if save_state is None:
             said = "is still owed" if owed else "cannot be brought"
             log.log(logging.INFO if owed else logging.WARNING, "step %d %s to %s: %s", job.due.step, said, name, error)
@@ -332,6 +347,12 @@ class TierQueue:
         # Before a waiting caller returns and makes the next save, which may be due on this tier instead.
         self._cascade.observer.failed(self._name, save_state, error)
         save_state.failed(name, error)
+
+    def _is_away(self, error: BaseException) -> None:
+        """A failure of the tier itself, and not of the source or the capture."""
+        if self.healthy:
+            self.tier_run.events.emit("away", tier=self.tier_run.name, reason=_reason(error))
+        self.healthy = False
 
     def _owe(self, job: Job) -> bool:
         """Make a failed save a missing version. Returns whether it will be copied later."""
@@ -368,6 +389,8 @@ class TierQueue:
             # Any error of a tier: if this thread ended, every later save would wait for ever.
             log.warning("%s: old versions could not be dropped, which is tried again: %r", self.tier_run.name, error)
             return
+        for seq in decision.drop:
+            self.tier_run.events.emit("dropped", tier=self.tier_run.name, seq=seq)
         longer = (s for s, why in decision.keep.items() if why == (pinned.get(s),) and s not in self.tier_run.held)
         were, self.held = len(self.held), {s: pinned[s] for s in longer}
         if len(self.held) > MANY_HELD >= were:
@@ -376,6 +399,11 @@ class TierQueue:
 
     def _reasons(self) -> str:
         return ", ".join(sorted(set(self.held.values())))
+
+
+def _reason(error: BaseException) -> str:
+    """An error as the reason of an event."""
+    return f"{type(error).__name__}: {error}"
 
 
 class SaveObserver(Protocol):

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tierstate.engine.codecs.adaptive import CodecChooser
+from tierstate.engine.events import EventBus
 from tierstate.engine.packs.keys import PACKS, is_mend, pack_prefix, run_of
 from tierstate.engine.packs.pack import FooterRow, read_footer
 from tierstate.manifest.arrays import Array
@@ -96,6 +97,7 @@ class TierRun:
         held: numbers of versions that stay although nothing keeps them: they are about to get a tag.
         authentic: whether the tier's objects are authenticated: they are sealed or encrypted.
         gpu: the `gpu` tier below its wrappers, which copies within the device bypass; None for other tiers.
+        events: takes what happens to versions in the tier; a `Run` has one for all its tiers.
         before_commit: called when everything else of a version is written; raises if it is not to be committed.
     """
 
@@ -129,6 +131,7 @@ class TierRun:
         self.choices = CodecChooser(tier)
         self.gpu = gpu_in(tier)
         self.before_commit: Callable[[], None] = lambda: None
+        self.events = EventBus(run)
 
     @property
     def name(self) -> str:

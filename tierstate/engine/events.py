@@ -1,0 +1,210 @@
+"""Events: what happens to saves, versions and tiers, in one vocabulary, for hooks, logs and metrics.
+
+`EventBus` takes events from the threads of the engine and gives them to subscribers in a thread of its own, so that a
+slow subscriber delays no save. What a person wants to know is logged at INFO at once, as one line per save and tier.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Any, Self, TypeAlias
+
+from tierstate.manifest.errors import FormatError
+from tierstate.tiers.concurrency import start_thread
+from tierstate.tiers.units import format_size
+
+log = logging.getLogger("tierstate")
+
+
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "saved": "`save` has returned; `seconds`: for how long it has blocked the caller",
+        "captured": "every byte of a state is copied; `seconds`: since the call of `save`",
+        "skipped": "a save was not made, since the arena was full (`on_full: skip`)",
+        "waited": "a step has waited for a capture (`guard`); `seconds`: for how long",
+        "committed": "a version is in a tier; `seconds`: since the call of `save`; `nbytes`: written for it there",
+        "cascaded": "as `committed`, by a copy from a faster tier; `seconds`: of the copy",
+        "brought": "a version that had failed in a tier, or was owed to it, is there now",
+        "owed": "a version has failed in a tier, and is brought later",
+        "failed": "a version has failed in a tier; `reason`: the error",
+        "left_out": "a tier leaves a version out; `reason`: why",
+        "dropped": "retention has dropped a version from a tier",
+        "mended": "damaged chunks were written again in a tier",
+        "away": "calls of a tier fail; `reason`: the error",
+        "back": "a tier that was away has taken a version",
+        "restored": "a version was restored; `seconds`: for how long; `nbytes`: of its state",
+    }
+)
+"""What each kind of event means. More kinds may come: ignore those that are not known."""
+
+
+EVERY = "*"
+"""Subscribes to events of all kinds."""
+
+
+MAX_NUMBER = 1e12
+"""No time or duration of an event is as long, in seconds."""
+
+
+MAX_WAITING = 4096
+"""Events that wait for subscribers, at most; further ones are dropped, and their number is told."""
+
+
+CLOSE_WAIT = 5.0
+"""Seconds that `EventBus.close` waits until subscribers have taken what is waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that has happened.
+
+    Attributes:
+        kind: one of `KINDS`.
+        time: when, in seconds since 1970.
+        run: of which run.
+        tier: in which tier; empty where it is about no tier.
+        step, seq, version: of which version: its step, number, and id where it is known.
+        rank: the rank that says so, if several save together.
+        nbytes, seconds: as the kind says.
+        reason: why.
+    """
+
+    kind: str
+    time: float
+    run: str
+    tier: str = ""
+    step: int | None = None
+    seq: int | None = None
+    version: str = ""
+    rank: int | None = None
+    nbytes: int | None = None
+    seconds: float | None = None
+    reason: str = ""
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values, without what is not known."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+
+    @classmethod
+    def decode(cls, encoded: Mapping[str, Any]) -> Self:
+        """The event that `encode` has encoded, perhaps by a newer version of this package.
+
+        Raises:
+            FormatError: it is none.
+        """
+        known = {name: encoded[name] for name in cls.__slots__ if name in encoded}
+        words = all(isinstance(known.get(name, ""), str) for name in ("kind", "run", "tier", "version", "reason"))
+        numbers = {name: known[name] for name in ("time", "seconds") if name in known}
+        counts = [known[name] for name in ("step", "seq", "rank", "nbytes") if name in known]
+        sound = all(type(n) in (int, float) and 0 <= n < MAX_NUMBER for n in numbers.values())
+        if not (words and sound and {"kind", "run", "time"} <= known.keys() and all(type(n) is int for n in counts)):
+            raise FormatError(f"not an event: {str(encoded)[:100]}")
+        return cls(**known)
+
+
+Subscriber: TypeAlias = Callable[[Event], object]
+
+
+class EventBus:
+    """The events of one run in this process.
+
+    Args:
+        run: its name.
+        rank: of this process, if several save together.
+    """
+
+    def __init__(self, run: str, rank: int | None = None) -> None:
+        self._run, self.rank = run, rank
+        self._subscribers: list[tuple[str, Subscriber]] = []
+        # Put to in C: an interrupt of the training thread leaves no lock behind.
+        self._waiting: SimpleQueue[Event | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._dropped = 0
+        self._pid = os.getpid()
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """An event has happened now. ``values``: attributes of `Event`. Never raises what a subscriber does."""
+        self.publish(Event(kind, time.time(), self._run, rank=self.rank, **values))
+
+    def publish(self, event: Event) -> None:
+        """As `emit`, for an event of this or another process."""
+        if log.isEnabledFor(logging.INFO) and (text := describe(event)):
+            log.info("%s", text)
+        if not self._subscribers:
+            return
+        if self._waiting.qsize() < MAX_WAITING:
+            self._waiting.put(event)
+        else:
+            self._dropped += 1
+
+    def subscribe(self, kinds: str | Iterable[str], call: Subscriber) -> Callable[[], None]:
+        """Have a function called with each event of some kinds, in a thread of this bus, one after the other.
+
+        Args:
+            kinds: one of `KINDS`, several, or ``"*"`` for all.
+            call: what it raises is logged, and changes nothing.
+
+        Returns:
+            Ends the subscription.
+
+        Raises:
+            ValueError: there is no such kind.
+        """
+        names = [kinds] if isinstance(kinds, str) else list(kinds)
+        if wrong := [name for name in names if name != EVERY and name not in KINDS]:
+            raise ValueError(f"{wrong[0]!r} is no kind of event; known are {', '.join(KINDS)}, and {EVERY!r} for all")
+        added = [(name, call) for name in names]
+        self._subscribers = [*self._subscribers, *added]
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_all, name="tierstate-events", daemon=True)
+        start_thread(self._thread)
+
+        def end() -> None:
+            self._subscribers = [one for one in self._subscribers if one not in added]
+
+        return end
+
+    def close(self) -> None:
+        """Wait a bounded time until all subscribers have what has happened, and end the thread."""
+        if self._thread is not None and os.getpid() == self._pid and self._thread is not threading.current_thread():
+            self._waiting.put(None)
+            self._thread.join(CLOSE_WAIT)
+
+    def _run_all(self) -> None:
+        while (event := self._waiting.get()) is not None:
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                log.warning("%d events were dropped, since those who take them are too slow", dropped)
+            for kind, call in self._subscribers:
+                if kind in (EVERY, event.kind):
+                    self._call(call, event)
+
+    @staticmethod
+    def _call(call: Subscriber, event: Event) -> None:
+        try:
+            call(event)
+        except Exception:
+            log.exception("a hook for events has failed at %s", json.dumps(event.encode()))
+
+
+def describe(event: Event) -> str:
+    """The line of an event for a person; empty for those that are told elsewhere, or by another one."""
+    step, tier = event.step, event.tier
+    after = "" if event.seconds is None else f" after {event.seconds:.2f} s"
+    size = "" if event.nbytes is None else f" ({format_size(event.nbytes)} written)"
+    match event.kind:
+        case "committed" | "brought":
+            return f"run {event.run}: step {step} is on {tier}{after}{size}"
+        case "cascaded":
+            return f"run {event.run}: step {step} is on {tier}, copied in {event.seconds or 0.0:.2f} s{size}"
+        case "dropped":
+            return f"run {event.run}: version {event.seq} was dropped from {tier}"
+    return ""

@@ -1,0 +1,131 @@
+"""The log of a run's events in each of its tiers: JSON lines that another process reads on another day.
+
+A process writes its events in pieces, objects of their own, as no object can be appended to everywhere:
+``events/RUN/TIME-ID.jsonl``, with the milliseconds since 1970 of the first event. The newest `PIECES` stay.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+
+from tierstate.engine.events import Event
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
+from tierstate.manifest.errors import FormatError, TierstateError
+from tierstate.tiers.base import Range, Tier
+
+log = logging.getLogger("tierstate")
+
+
+PIECES = 64
+"""Pieces of a run that stay in a tier."""
+
+
+PIECE_EVENTS, PIECE_SECONDS = 512, 60.0
+"""A piece is written when it has so many events, or its first one is so old."""
+
+
+MAX_PIECE = 4 << 20
+"""Bytes of a piece that is read, at most."""
+
+
+WAITING = 4096
+"""Events that wait for a tier that is away, at most; then the oldest are forgotten."""
+
+
+_NAME = re.compile(r"events/([A-Za-z0-9][A-Za-z0-9._\-]*)/([0-9]{13})-[0-9a-f]{8}\.jsonl")
+
+
+class EventLog:
+    """Writes the events of one run to its persistent tiers; a rank writes to those of which it is the leader.
+
+    Args:
+        tier_runs: the run in each tier.
+        run: its name.
+    """
+
+    def __init__(self, tier_runs: Sequence[TierRun], run: str) -> None:
+        self._tiers = {s.name: s.tier for s in tier_runs if s.tier.traits.persistent and s.leads}
+        self._run = run
+        self._waiting: dict[str, list[Event]] = {name: [] for name in self._tiers}
+        self._try_at: dict[str, float] = dict.fromkeys(self._tiers, 0.0)
+
+    def event(self, event: Event) -> None:
+        """Take an event. One of a tier is logged there, all others in every tier."""
+        names = [event.tier] if event.tier in self._tiers else self._tiers if event.kind != "committed" else ()
+        for name in names:
+            self._waiting[name].append(event)
+            del self._waiting[name][:-WAITING]
+        for name in self._tiers:
+            self._write_if_due(name)
+
+    def close(self) -> None:
+        """Write what is left."""
+        for name in self._tiers:
+            if self._waiting[name]:
+                self._write(name)
+
+    def _write_if_due(self, name: str) -> None:
+        events = self._waiting[name]
+        if not events or time.monotonic() < self._try_at[name]:
+            return
+        if len(events) >= PIECE_EVENTS or time.time() - events[0].time >= PIECE_SECONDS:
+            self._write(name)
+
+    def _write(self, name: str) -> None:
+        tier, events = self._tiers[name], self._waiting[name]
+        text = "".join(json.dumps(event.encode(), separators=(",", ":")) + "\n" for event in events)
+        key = f"events/{self._run}/{int(1000 * events[0].time):013d}-{uuid.uuid4().hex[:8]}.jsonl"
+        try:
+            tier.put(key, as_buffer(text.encode()))
+            tier.discard(sorted(_pieces(tier, self._run))[:-PIECES])
+        except TierstateError as error:
+            self._try_at[name] = time.monotonic() + PIECE_SECONDS
+            log.debug("%s: events are logged there later: %s", name, error)
+        else:
+            self._waiting[name] = []
+
+
+def _pieces(tier: Tier, run: str) -> Iterator[str]:
+    return (key for key in tier.list(f"events/{run}/") if _NAME.fullmatch(key))
+
+
+def read_events(tiers: Mapping[str, Tier], run: str, since: float = 0.0) -> list[Event]:
+    """The events of a run that are logged in some tiers, each once, in the order of their times.
+
+    Args:
+        tiers: by name.
+        since: seconds since 1970; older events are left out.
+
+    Raises:
+        TierstateError: a tier cannot be read.
+    """
+    found: dict[Event, None] = {}
+    for name, tier in tiers.items():
+        for key in sorted(_pieces(tier, run)):
+            for event in _read(name, tier, key):
+                if event.time >= since:
+                    found[event] = None
+    return sorted(found, key=lambda event: event.time)
+
+
+def _read(name: str, tier: Tier, key: str) -> Iterator[Event]:
+    nbytes = tier.size(key)
+    if nbytes > MAX_PIECE:
+        log.warning("%s: %s is left out: %d bytes, where at most %d are right", name, key, nbytes, MAX_PIECE)
+        return
+    out = empty_buffer(nbytes)
+    tier.read(key, [Range(0, out)])
+    for line in to_bytes(out).splitlines():
+        try:
+            said = json.loads(line)
+            if not isinstance(said, dict):
+                raise FormatError("not a mapping")
+            yield Event.decode(said)
+        except (ValueError, RecursionError, FormatError) as error:
+            log.debug("%s: a line of %s is left out: %s", name, key, error)

@@ -1,0 +1,85 @@
+"""Starts for one Checkpointer what the policy's ``metrics`` asks for, and ends it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from tierstate.engine.events import EVERY, EventBus
+from tierstate.engine.info import Stats
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.errors import TierstateError
+from tierstate.tiers.policy.models import MetricsKeys
+
+from .event_log import EventLog
+from .metrics import Recorder, Sink, Watch
+
+log = logging.getLogger("tierstate")
+
+
+class Telemetry:
+    """What one run tells of itself in this process.
+
+    Args:
+        keys: of the policy.
+        events: of the run.
+        tier_runs: the run in each tier.
+        stats: returns the statistics.
+
+    Raises:
+        PolicyError: a package that is needed is not installed.
+    """
+
+    def __init__(
+        self, keys: MetricsKeys, events: EventBus, run: str, tier_runs: Sequence[TierRun], stats: Callable[[], Stats]
+    ) -> None:
+        self._events, self._stats = events, stats
+        self._common = {"run": run, "rank": "" if events.rank is None else str(events.rank)}
+        self._closing = ExitStack()
+        try:
+            if keys.port is not None or keys.textfile is not None:
+                self._start_prometheus(keys)
+            if keys.opentelemetry:
+                self._start_opentelemetry()
+            if keys.events:
+                written = EventLog(tier_runs, run)
+                self._closing.callback(written.close)
+                events.subscribe(EVERY, written.event)
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def _watch(self, sink: Sink) -> Watch:
+        watch = Watch(Recorder(sink, self._common), self._statistics)
+        self._events.subscribe(EVERY, watch.event)
+        return watch
+
+    def _statistics(self) -> Stats | None:
+        try:
+            return self._stats()
+        except TierstateError as error:  # it is closed meanwhile
+            log.debug("there are no statistics: %s", error)
+            return None
+
+    def _start_prometheus(self, keys: MetricsKeys) -> None:
+        from .prometheus import TextFile, serve, sink_of_process
+
+        sink = sink_of_process()
+        self._closing.callback(sink.watch(self._watch(sink).look))
+        if keys.port is not None:
+            serve(sink, keys.address, keys.port)
+        if keys.textfile is not None:
+            self._closing.callback(TextFile(sink, keys.textfile, keys.interval).close)
+
+    def _start_opentelemetry(self) -> None:
+        from .opentelemetry import OpenTelemetrySink
+
+        sink = OpenTelemetrySink()
+        watch = self._watch(sink)
+        self._events.subscribe(EVERY, sink.event)
+        self._events.subscribe(("committed", "cascaded", "failed"), lambda _: watch.look())
+
+    def close(self) -> None:
+        """Write what is left, and end. Called when no more events come, and before the tiers are closed."""
+        self._closing.close()
