@@ -235,6 +235,44 @@ def test_a_memory_with_room_for_one_version_has_the_newest(place: Path) -> None:
             assert ckpt.restored.tiers[0] == "(agent)"
 
 
+def test_slabs_are_let_go_though_no_persistent_tier_gets_the_save(place: Path) -> None:
+    text = (
+        "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\nagent: {mode: required, idle: 60s, memory: 8MiB}\n"
+        "tiers:\n  ram: {type: host, keep: {last: 1}}\n"
+        f'  disk: {{type: nvme, path: "{place}/disk", every: 100000}}\n'
+    )
+    over = threading.Event()
+    busy = [threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(over.is_set, True)]) for _ in range(2)]
+    for thread in busy:
+        thread.start()
+    try:
+        with ts.Checkpointer(ts.Policy.parse(text), "run") as ckpt:
+            for step in range(20):
+                ckpt.save(state_of(step), step=step).wait("ram")
+            wait_until(lambda: statuses()[0]["sessions"][0]["held"] < 8 << 20, "the slabs are let go", seconds=20)
+    finally:
+        over.set()
+
+
+def test_close_waits_until_what_a_lost_agent_had_is_taken_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = AgentPipeline._find_committed
+
+    def slow(self: AgentPipeline, handed: handover.HandOver) -> None:
+        time.sleep(0.3)  # as a tier that answers slowly
+        found(self, handed)
+
+    monkeypatch.setattr(AgentPipeline, "_find_committed", slow)
+    ckpt = ts.Checkpointer(policy(place, slow="1MiB/s"), "run")
+    for step in (1, 2, 3):
+        ckpt.save(state_of(step, mib=0.5), step=step)
+    agent = statuses()[0]["pid"]
+    killer = threading.Timer(0.3, os.kill, (agent, signal.SIGKILL))
+    killer.start()
+    ckpt.close()
+    killer.join()
+    assert steps_in(place, "slow") == [1, 2, 3]
+
+
 def test_each_save_is_taken_back_with_its_own_leaves(place: Path) -> None:
     with ts.Checkpointer(policy(place, slow="1MiB/s"), "run") as ckpt:
         states = [state_of(step) | {f"more{step}": torch.full((step * 1000,), float(step))} for step in (1, 2, 3)]

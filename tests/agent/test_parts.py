@@ -26,7 +26,7 @@ from support.agents import load, policy, same, state_of, statuses, steps_in, wai
 
 import tierstate as ts
 from tierstate.agent.handover import AgentLink, HandOver
-from tierstate.agent.launch import agent_name
+from tierstate.agent.launch import agent_name, greet
 from tierstate.agent.memory_tier import AgentMemory, serve_memory
 from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
 from tierstate.agent.received import encode_keep
@@ -41,11 +41,11 @@ from tierstate.engine.save.plan import CapturePlan, CaptureSource
 from tierstate.engine.save.save_state import SaveState
 from tierstate.manifest import errors
 from tierstate.manifest.boxes import Box
-from tierstate.manifest.errors import FormatError, PolicyError
+from tierstate.manifest.errors import FormatError, PolicyError, TierstateError
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.base import Tier
-from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.memory.arena import PAGE, Arena
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.testing import TierContract
 
@@ -322,6 +322,64 @@ def test_a_process_of_another_user_is_refused(place: Path, agents: Path) -> None
 )
 def test_what_a_tier_keeps_comes_to_the_agent_as_it_is(keep: KeepKeys) -> None:
     assert KeepKeys.model_validate(json.loads(json.dumps(encode_keep(keep)))) == keep
+
+
+def test_refused_greetings_leave_no_descriptors(place: Path) -> None:
+    with ts.Checkpointer(policy(place), "run") as ckpt:
+        path, pid = ckpt._pipeline._path, statuses()[0]["pid"]  # type: ignore[attr-defined]
+
+        def descriptors() -> int:
+            return len(os.listdir(f"/proc/{pid}/fd"))
+
+        def greeted() -> None:
+            for hello in ({"kind": "save", "run": "x", "slab_size": 1}, {"kind": "status"}, {"kind": "nothing"}):
+                with suppress(TierstateError):
+                    greet(path, hello, (0,))[0].close()
+
+        greeted()
+        before = descriptors()
+        for _ in range(10):
+            greeted()
+        wait_until(lambda: descriptors() <= before + 1, "refused connections are closed", seconds=20)
+
+
+def test_a_slab_that_comes_while_a_save_is_taken_back_is_no_loss() -> None:
+    for _ in range(50):
+        arena = Arena(16 * PAGE, PAGE, shared=True)
+        here, there = pair()
+        link = AgentLink(here, arena, lambda _: None, lambda: None, 0)
+        head = Head("run", 1, 1, 0.0, "", PAGE, "xxh3-128")
+        handed = HandOver(link, SaveState(head, 0, ["t"], {}), None)  # type: ignore[arg-type]
+        link._end(ConnectionLost("planted"))
+
+        def feed(handed: HandOver = handed, arena: Arena = arena) -> None:
+            for _ in range(8):
+                empty = np.zeros(0, "i8")
+                handed.feed(SlabChunks(arena.acquire(), empty, empty, empty, np.zeros((0, 2), "u8")))
+
+        capture = threading.Thread(target=feed)
+        capture.start()
+        told: list[object] = []
+        assert handed.is_whole
+        handed.take_back([Told(told)])  # type: ignore[list-item]
+        capture.join()
+        assert not any(isinstance(one, BaseException) for one in told)
+        assert len(told) == 8
+        here.close()
+        there.close()
+        arena.close()
+
+
+class Told:
+    """A job that notes what it is fed with."""
+
+    def __init__(self, into: list[object]) -> None:
+        self._into = into
+
+    def feed(self, item: object) -> None:
+        self._into.append(item)
+        if isinstance(item, SlabChunks):
+            item.slab.release()
 
 
 def test_slabs_that_were_given_back_are_not_published_again() -> None:

@@ -61,7 +61,17 @@ def test_a_version_of_which_one_rank_had_not_all_captured_is_nowhere(place: Path
     whole(place, "slow", [1])
 
 
-@pytest.mark.parametrize("after", [0.0, 0.3, 1.0])
+def test_if_one_rank_has_another_agent_none_has_one(place: Path) -> None:
+    differ = [{"AWS_PROFILE": "one"}, {"AWS_PROFILE": "other"}]
+    with Gang(2, "support.agent_ranks:save_without", place, 1, 3, per_rank=differ) as gang:
+        said = gang.wait()
+    assert all("agent None" in text and "without agents" in text for text in said)
+    whole(place, "slow", [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "after", [0.3, pytest.param(0.0, marks=pytest.mark.soak), pytest.param(1.0, marks=pytest.mark.soak)]
+)
 def test_ranks_go_on_without_an_agent_that_was_killed(place: Path, after: float) -> None:
     with Gang(2, "support.agent_ranks:agents_die", place, 5, 0.3) as gang:
         pid = int(gang.hear(0, "ready"))

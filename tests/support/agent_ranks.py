@@ -18,6 +18,8 @@ import tierstate as ts
 def opened(place: str, **options: str) -> tuple[ts.Checkpointer, int, int]:
     """The Checkpointer of this rank, its rank, and the number of ranks."""
     dist.init_process_group("gloo")
+    if "AGENT" in os.environ:
+        options["agent"] = os.environ["AGENT"]
     spec = hosts_policy(Path(place)) if "TIERSTATE_HOST" in os.environ else policy(Path(place), **options)
     ckpt = ts.Checkpointer(spec, "run", process_group=dist.group.WORLD)
     return ckpt, dist.get_rank(), dist.get_world_size()
@@ -34,6 +36,12 @@ def save(place: str, first: str, last: str) -> None:
         print("stored", {name: tier.saves for name, tier in ckpt.stats().tiers.items()}, flush=True)
     print("closed", flush=True)
     dist.destroy_process_group()
+
+
+def save_without(place: str, first: str, last: str) -> None:
+    """As `save`, where an agent is wished for and cannot be had by all."""
+    os.environ["AGENT"] = "mode: auto, idle: 60s, memory: 256MiB"
+    save(place, first, last)
 
 
 def restore(place: str, slow: str) -> None:

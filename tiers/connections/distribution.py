@@ -78,6 +78,12 @@ def user_of(wire: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(data)[1])
 
 
+def process_of(wire: socket.socket) -> int:
+    """The number of the process at the other end of a Unix socket when it was connected, as the kernel has it."""
+    data = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[0])
+
+
 class SecretServer:
     """Gives a secret to processes of this user on this host, over a Unix socket, until `close`.
 

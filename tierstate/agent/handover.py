@@ -144,18 +144,27 @@ class AgentLink:
             log.warning("the agent does not give its saves up: %s", error)
         self._end(ConnectionLost(why))
 
+    def leave(self) -> None:
+        """End the connection, of which nothing was used: the slabs stay this process's alone."""
+        self._closing = True
+        self._end(ConnectionLost("this process does not use its agent"))
+        self._join()
+
     def close(self) -> None:
         """End the connection: nothing more is handed over. What was handed over is the agent's alone from now on."""
         self._closing = True
         self.send({"kind": "bye"})
         self._end(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join()
+        self._join()
         with self._lock:
             given, self._orphans = self._orphans, []
         for loan in given:
             loan.slab.give_away()  # the agent goes on with them
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join()
 
     def _receive_all(self) -> None:
         try:
@@ -208,6 +217,8 @@ class AgentLink:
             self.over.set()
             self._orphans += self._lent.values()
             self._lent = {}
+        if not self._closing or error is not None:
+            self._link.send_at_once({"kind": "leave"})
         self._link.shut()
         if not self._closing:
             log.warning("the agent is lost, so this process publishes its saves itself: %s", error)
@@ -298,8 +309,8 @@ class HandOver(SlabReceiver):
     @property
     def is_whole(self) -> bool:
         """Whether this process still has everything that was handed over; known once the agent is lost."""
-        orphans = self.link.orphans
         with self._lock:
+            orphans = self.link.orphans
             return all(loan is None or loan in orphans for _, loan in self._items)
 
     def take_back(self, jobs: Sequence[DirectJob]) -> None:
@@ -307,8 +318,8 @@ class HandOver(SlabReceiver):
 
         If the agent had given a part back, which may hold something else by now, they get an error.
         """
-        orphans = self.link.orphans
         with self._lock:
+            orphans = self.link.orphans  # within the lock: a capture may be handing one more over
             self._jobs = list(jobs)
             if any(loan is not None and loan not in orphans for _, loan in self._items):
                 self._outcome = None

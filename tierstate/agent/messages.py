@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 
 from tierstate.manifest import errors
 from tierstate.manifest.errors import RankFailed, TierError, TierstateError, TierUnavailable
-from tierstate.tiers.connections.distribution import short_path, user_of
+from tierstate.tiers.connections.distribution import process_of, short_path, user_of
 
 PROTOCOL = 1
 """Number of the protocol; processes that speak another one are refused."""
@@ -68,12 +68,16 @@ class MessageSocket:
 
     Args:
         wire: the connected socket.
+
+    Attributes:
+        peer: number of the process at the other end, as the kernel says.
     """
 
     def __init__(self, wire: socket.socket) -> None:
         # Of the kernel and not of Python, where a limit for sending is one for receiving too.
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(SEND_TIMEOUT, 0))
         self._wire = wire
+        self.peer = process_of(wire)
         self._sending = threading.Lock()
 
     @classmethod
@@ -121,6 +125,17 @@ class MessageSocket:
                         self._wire.sendall(part)
             except OSError as error:
                 raise ConnectionLost(f"a message could not be sent: {error}") from error
+
+    def send_at_once(self, head: Mapping[str, Any]) -> None:
+        """Send a short message if that is possible without waiting; else it is not sent."""
+        text = json.dumps(head, separators=(",", ":")).encode()
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            with suppress(OSError):
+                self._wire.send(_COUNT.pack(1) + _LENGTH.pack(len(text)) + text, socket.MSG_DONTWAIT)
+        finally:
+            self._sending.release()
 
     def receive(self) -> Message:
         """Wait for the next message.

@@ -11,7 +11,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,14 @@ from tierstate.engine.events import Event
 from tierstate.engine.info import TierStats
 from tierstate.engine.placement import Route
 from tierstate.engine.save.backlog import PendingVersion
-from tierstate.engine.save.capture import CaptureJob
-from tierstate.engine.save.pipeline import DRAIN_INTERVAL, OnDrain, SavePipeline
+from tierstate.engine.save.capture import CaptureJob, CaptureThread
+from tierstate.engine.save.pipeline import DRAIN_INTERVAL, INTERRUPT_GRACE, OnDrain, SavePipeline
 from tierstate.engine.save.plan import CapturePlan
 from tierstate.engine.save.publish import DirectJob, Job, Stages
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import PolicyError, TierstateError
+from tierstate.manifest.errors import PolicyError, TierstateError, TierUnavailable
 from tierstate.manifest.format.version import Head, Version
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.memory.arena import Arena
@@ -62,6 +63,7 @@ class HandingPipeline(SavePipeline):
         self._structure: Version | None = None
         self._sent_structure: Version | None = None
         self._plan: CapturePlan | None = None
+        self._stopped = False
         self._holding: AgentLink | None = None
         """The lost connection, as long as it is not known what becomes of the saves that went over it."""
         self._handed: dict[int, HandOver] = {}
@@ -221,6 +223,8 @@ class HandingPipeline(SavePipeline):
 
     def _apply(self, message: Message) -> None:
         head = message.head
+        if self._link is None:
+            return  # it is lost: what becomes of its saves is decided otherwise
         if message.kind == "event":
             self.events.publish(Event.decode(head["event"]))
             return
@@ -254,7 +258,8 @@ class HandingPipeline(SavePipeline):
             save_state.failed(name, error)
         elif kind == "left_out":
             save_state.leave_out(name, str(head["why"]))
-        if self._link is not None and save_state.settled():
+        if self._link is not None and all(done.done() for done in save_state.tiers.values()):
+            # Not `settled`: the capture thread may still be about to say that all is captured.
             self._link.send({"kind": "settled", "seq": save_state.head.seq})
 
     def brought(self, name: str, due: PendingVersion) -> None:
@@ -268,6 +273,28 @@ class HandingPipeline(SavePipeline):
     def _on_lost(self) -> None:
         """The connection is lost: what the agent had is published in another way."""
         raise NotImplementedError
+
+    def _publish_here(self, handover: HandOver, make: Callable[[], Sequence[tuple[TierQueue, Job]]]) -> bool:
+        """Publish in this process what was handed over. Returns whether that is possible; else the save has failed.
+
+        Args:
+            make: returns the jobs; what it raises is why the save fails.
+        """
+        jobs: Sequence[tuple[TierQueue, Job]] = []
+        failure: BaseException | None = None
+        try:
+            if self._stopped:
+                raise TierUnavailable("the Checkpointer is closed")
+            jobs = make()
+        except BaseException as error:
+            failure = error
+            log.exception("step %d, which the agent had, cannot be published", handover.save_state.head.step)
+            self._fail_all(handover.save_state, error)
+        for queue, job in jobs:
+            queue.put(job)
+        handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
+        handover.accepted.set()
+        return failure is None
 
     def _is_durable(self, save_state: SaveState) -> bool:
         return any(save_state.done(n) for n in save_state.tiers if self._tier_runs[n].tier.traits.persistent)
@@ -338,9 +365,7 @@ class HandingPipeline(SavePipeline):
             return super().close(timeout, watch)
         end = time.monotonic() + (math.inf if timeout is None else timeout)
         if capturing is not None:
-            self._run_threads(capturing).end()
-            while not capturing.join(DRAIN_INTERVAL) and min(end, self._end) > time.monotonic():
-                pass
+            self._end_captures(capturing, link, end)
         if link is not None and self._wait_settled(link, end, watch):
             text = ", ".join(self._ask("unfinished") or ())
             if text:
@@ -350,12 +375,35 @@ class HandingPipeline(SavePipeline):
             self._drop_memory()
             link.close()
             return ""
-        while (
-            link is not None and self._link is link
-        ) or self._holding is not None:  # the agent was lost: until its saves are taken back
+        # The agent was lost: until its saves are taken back.
+        while (link is not None and self._link is link) or self._holding is not None:
+            if min(end, self._end) <= time.monotonic():
+                raise TierUnavailable(f"closed while the saves of a lost agent are taken back: {super().unfinished()}")
             time.sleep(DRAIN_INTERVAL)
-        self._end_queues()
+        with self._changing:
+            self._end_queues()
         return super().close(None if end == math.inf else max(0.0, end - time.monotonic()), watch)
+
+    def _end_captures(self, capturing: CaptureThread, link: AgentLink | None, end: float) -> None:
+        """Wait until the agent has all of all saves.
+
+        Raises:
+            TierUnavailable: time is over before that; the agent goes on with what it has whole.
+        """
+        self._run_threads(capturing).end()
+        while not (whole := capturing.join(DRAIN_INTERVAL)) and min(end, self._end) > time.monotonic():
+            pass
+        if whole or link is None or link.over.is_set():
+            return
+        late = self.unfinished()
+        self._saves.cancel()
+        self._arena.wake()
+        capturing.join(INTERRUPT_GRACE)
+        with self._changing:
+            self._link, self._capturing = None, None
+        self._drop_memory()
+        link.close()
+        raise TierUnavailable(f"closed while still under way: {late}")
 
     def _wait_settled(self, link: AgentLink, end: float, watch: OnDrain | None) -> bool:
         """Wait until every tier has all saves, or time is over. Returns whether the agent lives."""
@@ -372,12 +420,16 @@ class HandingPipeline(SavePipeline):
         return not link.over.is_set()
 
     def stop(self) -> None:
+        self._stopped = True
+        grace = time.monotonic() + INTERRUPT_GRACE
+        while self._holding is not None and os.getpid() == self._pid and time.monotonic() < grace:
+            time.sleep(DRAIN_INTERVAL)
         if (link := self._link) is not None and os.getpid() == self._pid:
             self._saves.cancel()
             self._arena.wake()
             if self._capturing is not None:
                 self._run_threads(self._capturing).end()
-                self._capturing.join(5.0)
+                self._capturing.join(INTERRUPT_GRACE)
                 self._capturing = None
             self._link = None
             self._drop_memory()
@@ -467,33 +519,24 @@ class AgentPipeline(HandingPipeline):
             handed = [h for _, h in sorted(self._handed.items()) if not h.save_state.settled()]
             self._handed.clear()
             try:
-                if handed or self.queues:
+                if (handed or self.queues) and not self._stopped:
                     self._begin_here(self._first_after(handed))
-                for handover in handed:
-                    self._take_back(handover)
-            except BaseException as error:
-                log.exception("saves that the agent had cannot be published")
-                for handover in handed:
-                    self._fail_all(handover.save_state, error)
             finally:
+                for handover in handed:
+                    self._publish_here(handover, partial(self._jobs_left, handover))
                 link.release_orphans()
 
     def _first_after(self, handed: Sequence[HandOver]) -> int:
         """The number from which versions are of this process's queues: all before are looked for in faster tiers."""
         return handed[0].seq if handed else self._seq + 1
 
-    def _take_back(self, handover: HandOver) -> None:
-        save_state = handover.save_state
+    def _jobs_left(self, handover: HandOver) -> list[tuple[TierQueue, Job]]:
+        """The jobs for the tiers that lack a save: copies from a tier that has it, or else from its slabs."""
+        save_state, plan = handover.save_state, handover.plan
         self._find_committed(handover)
         names = [name for name in save_state.tiers if not save_state.tiers[name].done()]
-        jobs = self._jobs_left(save_state, handover.plan, names) if names else []
-        for queue, job in jobs:
-            queue.put(job)
-        handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
-        handover.accepted.set()
-
-    def _jobs_left(self, save_state: SaveState, plan: CapturePlan, names: Sequence[str]) -> list[tuple[TierQueue, Job]]:
-        """The jobs for the tiers that lack a save: copies from a tier that has it, or else from its slabs."""
+        if not names:
+            return []
         if self._is_durable(save_state):
             due = PendingVersion.of(save_state.head, save_state.nbytes)
             return [(self.queues[name], self._cascade.copy(name, due, save_state)) for name in names]

@@ -138,13 +138,14 @@ class Agent:
         return self._stopping or self._retired or self.may_give_up()
 
     def _greet(self, wire: socket.socket) -> None:
-        from .messages import ConnectionLost, MessageSocket
+        from .messages import ConnectionLost, Message, MessageSocket
 
         if user_of(wire) != os.geteuid():
             log.warning("a process of user %d was refused", user_of(wire))
             wire.close()
             return
         link = MessageSocket(wire)
+        hello = Message({})
         try:
             link.limit(10.0)
             hello = link.receive()
@@ -156,6 +157,8 @@ class Agent:
         except Exception:
             log.exception("a connection was given up")
         finally:
+            for descriptor in hello.descriptors:
+                os.close(descriptor)
             link.close()
             self.progressed()
 

@@ -51,8 +51,9 @@ from .teams import TeamGreeting, TeamStores
 log = logging.getLogger("tierstate")
 
 
-ENDING = 3.0
-"""Seconds until a process that has closed its connection must have ended, or else lives on."""
+ENDING = 60.0
+"""Seconds until a process that has closed its connection without a word must have ended, or else lives on. Its last
+descriptors may take long to close; until it is known, nothing of it is committed."""
 
 
 COPY_SLABS = 8
@@ -100,13 +101,12 @@ class TrainerSession:
 
     def __init__(self, agent: SessionOwner, link: MessageSocket, hello: Message) -> None:
         self._agent, self._link = agent, link
-        self.run, self.pid = check_run(str(hello.head["run"])), int(hello.head["pid"])
+        self.run, self.pid = check_run(str(hello.head["run"])), link.peer
         self.alive = True
         self._begun = time.time()
         self._member: TeamMember | None = None
         self._given_up = self._bye = False
         self._received_all = threading.Event()
-        self._trainer = os.pidfd_open(self.pid)
         self.place: tuple[object, ...] | None = None
         self._saves: dict[int, IncomingSave] = {}
         self._structure: Version | None = None
@@ -115,11 +115,14 @@ class TrainerSession:
         if slab_size != agent.memory.slabs.slab_size or len(hello.descriptors) != 1:
             raise FormatError(f"slabs of {slab_size} bytes; right are {agent.memory.slabs.slab_size}, in one file")
         with ExitStack() as undo:
+            self._trainer = os.pidfd_open(self.pid)
             undo.callback(os.close, self._trainer)
-            closing = undo.enter_context(ExitStack())
-            closing.callback(os.close, hello.descriptors[0])
-            self._slabs = SharedSlabs(hello.descriptors[0], slab_size, self._slab_is_back, self._slab_is_kept)
-            closing.pop_all()
+            descriptor = os.dup(hello.descriptors[0])
+            try:
+                self._slabs = SharedSlabs(descriptor, slab_size, self._slab_is_back, self._slab_is_kept)
+            except BaseException:
+                os.close(descriptor)
+                raise
             undo.callback(self._slabs.leave)
             if (team := hello.head.get("team")) is not None:
                 self._join(TeamGreeting.decode(team), undo)
@@ -201,6 +204,7 @@ class TrainerSession:
     def end_if_done(self) -> None:
         """End the connection if everything that was handed over is published: the trainer goes on by itself."""
         if self.alive and not self._pipeline.under_way():
+            self._given_up = True  # nothing is left to do, and the trainer's slabs are its own
             self._link.shut()
 
     def _take_all(self) -> None:
@@ -236,6 +240,7 @@ class TrainerSession:
             for save in self._saves.values():
                 save.let_go()
             self._undo.close()
+            self._agent.memory.slabs.forget_closed()
             self._agent.memory.end(self.run)
 
     def _watch(self) -> None:
@@ -302,15 +307,21 @@ class TrainerSession:
 
     def _take(self, message: Message) -> bool:
         """Take one message. Returns whether it was the last one."""
+        for descriptor in message.descriptors:
+            os.close(descriptor)
         takes: Callable[[Message], object] | None = getattr(self, f"_on_{message.kind}", None)
         if takes is None:
             raise FormatError(f"a message of unknown kind {message.kind!r:.40}")
         takes(message)
-        return message.kind == "bye"
+        return message.kind in ("bye", "leave")
 
     def _on_bye(self, message: Message) -> None:
         """The trainer has closed its Checkpointer."""
         self._bye = True
+
+    def _on_leave(self, message: Message) -> None:
+        """The trainer lives, and goes on without this agent."""
+        self._given_up = True
 
     def _on_ping(self, message: Message) -> None:
         self._tell({"kind": "pong"})
@@ -350,12 +361,12 @@ class TrainerSession:
             raise FormatError(f"version {message.head.get('seq')} was not begun") from None
 
     def _on_slab(self, message: Message) -> None:
-        slab = self._slabs.take(int(message.head["offset"]))
+        save = self._save(message)
         rows, at, nbytes = (np.frombuffer(blob, "i8") for blob in message.blobs[:3])
         digests = _digests(message.blobs[3])
         if not len(rows) == len(at) == len(nbytes) == len(digests) or _outside(at, nbytes, self._slabs.slab_size):
             raise FormatError("chunks that do not lie in their slab")
-        save = self._save(message)
+        slab = self._slabs.take(int(message.head["offset"]))
         if save.hold:
             self._slab_is_kept(slab.offset)
         save.slab(SlabChunks(slab, rows, at, nbytes, digests))

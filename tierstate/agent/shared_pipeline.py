@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from tierstate.engine.placement import Route
@@ -20,8 +21,9 @@ from tierstate.engine.ranks.team import Team
 from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.capture import CaptureJob
 from tierstate.engine.save.plan import CapturePlan
-from tierstate.engine.save.publish import DirectJob, Stages
+from tierstate.engine.save.publish import Job, Stages
 from tierstate.engine.save.save_state import SaveState
+from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError
 from tierstate.tiers.concurrency import start_thread
@@ -47,6 +49,10 @@ LOOKS = 100.0
 
 DOUBTS = 3
 """Looks after which a failure that an agent has told counts, if no rank has lost its agent until then."""
+
+
+GONE = "agents were lost, and not all ranks have their part of this version any more"
+"""Why a version fails that cannot be published without agents."""
 
 
 RECENT = 64
@@ -156,7 +162,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             link, self._link = self._link, None
         self._drop_memory()
         if link is not None:
-            link.close()
+            link.leave()
 
     def _watch_others(self, link: AgentLink) -> None:
         """Notice that another rank has lost its agent."""
@@ -182,6 +188,8 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     def _believe(self) -> None:
         with self._changing:
+            if self._link is None:
+                return
             older = [(looks - 1, name, state, head) for looks, name, state, head in self._doubtful]
             self._doubtful = [one for one in older if one[0]]
             for looks, name, save_state, head in older:
@@ -225,7 +233,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             if self._link is not None:
                 self._link.send(told | {"tiers": None if names is None else list(names)})
             elif self._holding is not None:
-                self._kept_back.append(lambda: super(SharedAgentPipeline, self).withdraw(seq, why, names))
+                self._kept_back.append(lambda: SharedPipeline.withdraw(self, seq, why, names, left_out=left_out))
             else:
                 super().withdraw(seq, why, names, left_out=left_out)
 
@@ -233,31 +241,32 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     def _on_lost(self) -> None:
         with self._changing:
-            link, self._link = self._link, None
-            if link is None:
+            if (link := self._link) is None:
                 return
-            self._holding = link
+            self._holding, self._link = link, None
+            self._doubtful.clear()
             self._drop_memory()
         try:
             self._team.announce(LOST)
-            self._go_on_without()
+            outcomes, again = self._agree()
+            with self._changing:
+                if not self._stopped:
+                    self._begin_here(again)
+                self._carry_out_all(outcomes, None)
         except BaseException as error:
             log.exception("saves that the agents had cannot be published")
             with self._changing:
-                for handover in self._handed.values():
-                    self._fail_all(handover.save_state, error)
-                    handover.take_back([])
-                self._begin_here(self._latest + 1)
+                if not self._stopped and not self.queues:
+                    self._begin_here(self._latest + 1)
+                self._carry_out_all({}, error)
         finally:
-            with self._changing:
-                self._handed.clear()
-                self._kept_back.clear()
-                self._doubtful.clear()
-                self._holding = None
             link.release_orphans()
 
-    def _go_on_without(self) -> None:
-        """Agree with all ranks on what becomes of each version that is not in all its tiers, and do it.
+    def _agree(self) -> tuple[dict[int, dict[str, Outcome]], int]:
+        """Agree with all ranks on what becomes of each version that is not in all its tiers.
+
+        Returns:
+            The outcomes, and the number of the first version that this process publishes.
 
         Raises:
             RankFailed: a rank does not answer.
@@ -265,7 +274,8 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         with self._changing:
             latest, saves = self._latest, dict(self._recent)
         mine = {str(seq): self._states(save_state) for seq, save_state in saves.items()}
-        said = self._team.gather(LOST, json.dumps({"latest": latest, "saves": mine}).encode())
+        text = json.dumps({"latest": latest, "saves": mine})
+        said = self._team.gather(LOST, text.encode(), stop=lambda: self._stopped)
         every = [json.loads(one) for one in said]
         leaders = {name: self._team.leaders(s.tier.traits.shared) for name, s in self._tier_runs.items()}
         lasting = [name for name, s in self._tier_runs.items() if s.tier.traits.persistent]
@@ -273,13 +283,28 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         self._remove_partial(mine, outcomes)
         newest = max(one["latest"] for one in every)
         again = [seq for seq, tiers in outcomes.items() if set(tiers.values()) & {"redo", "copy"}]
-        with self._changing:
-            self._begin_here(min(again, default=newest + 1))
-            for seq, handover in sorted(self._handed.items()):
-                names = list(handover.save_state.tiers)
-                self._carry_out(handover, outcomes.get(seq, {}) if seq <= latest else dict.fromkeys(names, "redo"))
-            for withdraw in self._kept_back:
-                withdraw()
+        return outcomes, min(again, default=newest + 1)
+
+    def _carry_out_all(self, outcomes: Mapping[int, Mapping[str, Outcome]], error: BaseException | None) -> None:
+        """Do with everything that this rank holds what was agreed; called with the lock, after which nothing is held.
+
+        Args:
+            error: why nothing was agreed.
+        """
+        while self._handed:
+            seq = min(self._handed)
+            handover = self._handed.pop(seq)
+            anew: dict[str, Outcome] = dict.fromkeys(handover.save_state.tiers, "redo")
+            if not self._publish_here(handover, partial(self._jobs_of, handover, outcomes.get(seq, anew), error)):
+                SharedPipeline.withdraw(self, seq, error or RankFailed("this rank could not publish its part again"))
+        for seq, tiers in outcomes.items():
+            if failed := [name for name, outcome in tiers.items() if outcome == "failed"]:
+                # Also of versions that this rank, or another one, has still to save.
+                SharedPipeline.withdraw(self, seq, RankFailed(GONE), failed)
+        for withdraw in self._kept_back:
+            withdraw()
+        self._kept_back.clear()
+        self._holding = None
 
     def _states(self, save_state: SaveState) -> dict[str, str]:
         """By tier: ``done``, ``failed``, ``gone`` (this rank could not publish its part again), ``record`` (this rank
@@ -311,31 +336,43 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         for seq, tiers in outcomes.items():
             for name, outcome in tiers.items():
                 if outcome != "committed" and mine.get(str(seq), {}).get(name) == "record":
-                    tier_run = self._tier_runs[name]
-                    remove_record(tier_run.log, tier_run.record(seq), RankFailed("not all hosts have this version"))
-                    tier_run.look_again()
+                    self._remove_record(name, seq)
 
-    def _carry_out(self, handover: HandOver, outcomes: Mapping[str, Outcome]) -> None:
-        save_state = handover.save_state
-        due, again = PendingVersion.of(save_state.head, save_state.nbytes), []
+    def _remove_record(self, name: str, seq: int) -> None:
+        tier_run = self._tier_runs[name]
+        try:
+            remove_record(tier_run.log, tier_run.record(seq), RankFailed("not all hosts have this version"))
+        except TierstateError as error:
+            log.warning("%s: the record of version %d, which not all hosts have, stays: %s", name, seq, error)
+        tier_run.look_again()
+
+    def _jobs_of(
+        self, handover: HandOver, outcomes: Mapping[str, Outcome], error: BaseException | None
+    ) -> list[tuple[TierQueue, Job]]:
+        """The jobs for the tiers that lack a version, after the outcomes that need none have been told.
+
+        Raises:
+            BaseException: ``error``, if a tier lacks it.
+        """
+        save_state, plan = handover.save_state, handover.plan
+        due = PendingVersion.of(save_state.head, save_state.nbytes)
+        copies, again = list[str](), list[str]()
         for name in [name for name, outcome in save_state.tiers.items() if not outcome.done()]:
-            match outcomes.get(name, "failed"):
-                case "committed":
-                    self._settle("committed", name, save_state, {})
-                case "redo":
-                    again.append(name)
-                case "copy":
-                    self.queues[name].put(self._cascade.copy(name, due, save_state))
-                case _:
-                    error = RankFailed("agents were lost, and not all ranks have their part of this version any more")
-                    self.failed(name, save_state, error)
-                    save_state.failed(name, error)
-        plan = handover.plan
+            outcome = outcomes.get(name, "failed")
+            if error is not None:
+                whole = self._tier_runs[name].whole  # then a record is that of all ranks
+                outcome = "committed" if whole and self._has_record(name, save_state) else "redo"
+            if outcome == "committed":
+                super()._settle("committed", name, save_state, {})
+            elif error is not None:
+                raise error
+            elif outcome == "failed":
+                self.failed(name, save_state, RankFailed(GONE))
+                save_state.failed(name, RankFailed(GONE))
+            else:
+                (again if outcome == "redo" else copies).append(name)
         jobs = self._jobs(save_state, plan, again, self._routes.of(plan.leaves), plan.stages) if again else []
-        for queue, job in jobs:
-            queue.put(job)
-        handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
-        handover.accepted.set()
+        return [*jobs, *((self.queues[name], self._cascade.copy(name, due, save_state)) for name in copies)]
 
 
 def decide(

@@ -157,6 +157,12 @@ class SharedSlabs:
                 self._close_if_done()
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the trainer is gone and nothing of its file is out."""
+        with self.lock:
+            return self._closed
+
+    @property
     def held(self) -> int:
         """Bytes of the slabs that are out."""
         with self.lock:
@@ -196,10 +202,10 @@ class AllSlabs:
         with self._lock:
             self._files.append(slabs)
 
-    def remove(self, slabs: SharedSlabs) -> None:
-        """The trainer's file is closed, and nothing of it is out."""
+    def forget_closed(self) -> None:
+        """Forget the files that are closed, of which nothing is out."""
         with self._lock:
-            self._files.remove(slabs)
+            self._files = [slabs for slabs in self._files if not slabs.is_closed]
 
     def keep(self, buffer: Buffer) -> int:
         """Take the slab with this buffer for longer. Returns the bytes that this keeps in addition."""

@@ -345,11 +345,14 @@ class SharedPipeline(SavePipeline):
 
     def arrived(self, name: str, due: PendingVersion) -> None:
         super().arrived(name, due)
-        if (
-            self._team.coordinator
-            and not self._rules_checked
-            and (newest := self._tier_runs[name].newest()) is not None
-        ):
+        if not self._team.coordinator or self._rules_checked:
+            return
+        try:
+            newest = self._tier_runs[name].newest()
+        except TierstateError as error:
+            log.debug("%s: whether all rules match a leaf is looked at later: %s", name, error)
+            return
+        if newest is not None:
             super()._check_rules(newest.version.leaves)
 
     def _last_of(self, name: str) -> LastSave | None:

@@ -1,0 +1,83 @@
+"""The log of events in tiers: read by another process, bounded, and no failure of a save."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpointer_worlds import policy, tier
+
+import tierstate as ts
+from tierstate.engine.events import Event
+from tierstate.telemetry import event_log
+from tierstate.telemetry.event_log import EventLog, read_events
+from tierstate.tiers.memory.host import Memory
+
+
+def world(place: Path) -> ts.Policy:
+    return policy(
+        {"host": tier("host", place), "nvme": tier("nvme", place), "lustre": tier("lustre", place)},
+        metrics={"events": True},
+    )
+
+
+def save(place: Path, *steps: int) -> None:
+    with ts.Checkpointer(world(place), "run") as ckpt:
+        for step in steps:
+            ckpt.save({"w": torch.full((1000,), float(step))}, step).wait("lustre")
+
+
+def test_every_tier_has_its_events_and_those_of_the_process(place: Path) -> None:
+    save(place, 1, 2)
+    save(place, 3)
+    for name in ("nvme", "lustre"):
+        pieces = sorted((place / name / "events" / "run").iterdir())
+        assert len(pieces) == 2
+        said = [json.loads(line) for piece in pieces for line in piece.read_text().splitlines()]
+        assert {event["tier"] for event in said if "tier" in event and event["kind"] != "restored"} == {name}
+        assert [event["step"] for event in said if event["kind"] == "saved"] == [1, 2, 3]
+    with ts.Checkpointer(world(place), "run") as ckpt:
+        found = ckpt.events()
+        assert found == sorted(found, key=lambda event: event.time)
+        assert [event.step for event in found if event.kind == "saved"] == [1, 2, 3]
+        assert [event.step for event in found if event.tier == "lustre"] == [1, 2, 3]
+        later = ckpt.events(since=found[-1].time)
+        assert later == [event for event in found if event.time >= found[-1].time]
+
+
+def test_only_the_newest_pieces_stay_and_what_is_no_event_is_left_out() -> None:
+    store, written = Memory(), []
+    store.name = "store"
+
+    class One:
+        name, tier, leads = "store", store, True
+
+    for number in range(event_log.PIECES + 5):
+        log = EventLog([], "run")
+        log._tiers, log._waiting, log._try_at = {"store": store}, {"store": []}, {"store": 0.0}
+        event = Event("saved", 1000.0 + number, "run", step=number)
+        log.event(event)
+        log.close()
+        written.append(event)
+    assert read_events({"store": store}, "run") == written[5:]
+    keys = list(store.list("events/"))
+    assert len(keys) == event_log.PIECES
+    store.put(
+        "events/run/0000000000001-00000000.jsonl",
+        torch.frombuffer(bytearray(b'{"kind": 1}\nno\n[]\n\n'), dtype=torch.uint8),
+    )
+    store.put("events/run/other.txt", torch.zeros(3, dtype=torch.uint8))
+    assert read_events({"store": store}, "run") == written[5:]
+
+
+def test_a_tier_that_takes_no_events_loses_no_save(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "PIECE_EVENTS", 1)
+    (place / "nvme").mkdir(mode=0o700)
+    (place / "nvme" / "events").write_text("in the way")
+    save(place, 1, 2)
+    with ts.Checkpointer(world(place), "run") as ckpt:
+        assert [info.step for info in ckpt.versions()] == [1, 2]
+    assert os.path.isfile(place / "nvme" / "events")

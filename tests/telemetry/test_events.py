@@ -1,0 +1,164 @@
+"""Events: what happens to saves and tiers is told, once, to hooks that cannot hurt the training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpointer_worlds import policy, tier
+
+import tierstate as ts
+from tierstate.engine import events as events_module
+from tierstate.engine.events import EVERY, KINDS, Event, EventBus
+from tierstate.manifest.errors import FormatError
+
+
+def world(place: Path, **keys: Any) -> ts.Policy:
+    """Two directories, of which the first keeps two versions."""
+    return policy({"nvme": tier("nvme", place, keep={"last": 2}), "lustre": tier("lustre", place)}, **keys)
+
+
+def told(found: list[Event], kind: str) -> list[tuple[str, int | None]]:
+    return [(event.tier, event.step) for event in found if event.kind == kind]
+
+
+def test_what_becomes_of_each_save_is_told_once(place: Path) -> None:
+    found: list[Event] = []
+    state = {"w": torch.randn(1000)}
+    with ts.Checkpointer(world(place), "run") as ckpt:
+        ckpt.on("*", found.append)
+        for step in range(4):
+            state["w"] += 1
+            ckpt.save(state, step).wait("lustre")
+        ckpt.restore(state)
+    counts = Counter(event.kind for event in found)
+    assert counts == {"saved": 4, "captured": 4, "committed": 4, "cascaded": 4, "dropped": 2, "restored": 1}
+    assert told(found, "committed") == [("nvme", step) for step in range(4)]
+    assert told(found, "cascaded") == [("lustre", step) for step in range(4)]
+    committed = [event for event in found if event.kind == "committed"]
+    assert all(event.run == "run" and event.version and event.nbytes and event.seconds for event in committed)
+    assert committed[0].time <= committed[-1].time <= time.time()
+    assert all(event.nbytes == 4000 for event in found if event.kind == "captured")
+
+
+def test_a_tier_that_goes_away_and_comes_back(place: Path) -> None:
+    found: list[Event] = []
+    state = {"w": torch.randn(1000)}
+    there, gone = place / "lustre", place / "gone"
+    with ts.Checkpointer(world(place), "run") as ckpt:
+        ckpt.on(("away", "back", "failed", "owed", "brought"), found.append)
+        ckpt.save(state, 0).wait("lustre")
+        there.rename(gone)
+        there.write_text("not a folder")
+        with pytest.raises(ts.TierstateError):
+            ckpt.save(state, 1).wait("lustre")
+        there.unlink()
+        gone.rename(there)
+        ckpt.save(state, 2).wait("lustre")
+        end = time.monotonic() + 30
+        while not told(found, "brought") and time.monotonic() < end:
+            time.sleep(0.05)
+    assert told(found, "away") == [("lustre", None)]
+    assert told(found, "failed") == [("lustre", 1)]
+    assert told(found, "owed")[:1] == [("lustre", 1)]
+    assert told(found, "back")[0][0] == "lustre"
+    assert told(found, "brought") == [("lustre", 1)]
+    assert all(event.reason for event in found if event.kind in ("away", "failed", "owed"))
+
+
+def test_hooks_get_their_kinds_until_they_are_ended_and_what_they_raise_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bus, one, all_of_them = EventBus("run"), list[str](), list[str]()
+
+    def fails(event: Event) -> None:
+        raise ValueError(f"planted at {event.kind}")
+
+    end = bus.subscribe("saved", lambda event: one.append(event.kind))
+    bus.subscribe(EVERY, fails)
+    bus.subscribe(EVERY, lambda event: all_of_them.append(event.kind))
+    bus.emit("saved", step=1)
+    bus.emit("restored", step=1)
+    while len(all_of_them) < 2:
+        time.sleep(0.01)
+    end()
+    bus.emit("saved", step=2)
+    bus.close()
+    assert one == ["saved"]
+    assert all_of_them == ["saved", "restored", "saved"]
+    assert caplog.text.count("a hook for events has failed") == 3
+    with pytest.raises(ValueError, match="'commited' is no kind of event; known are saved, captured"):
+        bus.subscribe("commited", fails)
+
+
+def test_a_slow_hook_delays_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(events_module, "MAX_WAITING", 10)
+    monkeypatch.setattr(events_module, "CLOSE_WAIT", 0.1)
+    bus, gate, found = EventBus("run"), threading.Event(), list[int | None]()
+
+    def slow(event: Event) -> None:
+        gate.wait(30)
+        found.append(event.step)
+
+    bus.subscribe(EVERY, slow)
+    for step in range(100):
+        bus.emit("saved", step=step)
+    bus.close()  # it does not wait for ever
+    assert found == []
+    gate.set()
+    end = time.monotonic() + 30
+    while len(found) < 10 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert found[:10] in ([*range(10)], [*range(10)])
+    assert "events were dropped, since those who take them are too slow" in caplog.text
+
+
+def test_a_line_for_a_person_once_per_save_and_tier(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tierstate")
+    with ts.Checkpointer(world(place), "run") as ckpt:
+        ckpt.save({"w": torch.ones(1000)}, 7).wait("lustre")
+    lines = [record.getMessage() for record in caplog.records if "step 7 is on" in record.getMessage()]
+    assert len(lines) == 2
+    assert lines[0].startswith("run run: step 7 is on nvme after ")
+    assert lines[1].startswith("run run: step 7 is on lustre, copied in ")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+EVENTS = st.builds(
+    Event,
+    st.sampled_from(list(KINDS)),
+    st.floats(0, 1e11),
+    st.text(max_size=5),
+    st.text(max_size=5),
+    st.none() | st.integers(0, 1 << 40),
+    st.none() | st.integers(0, 1 << 40),
+    reason=st.text(max_size=20),
+    seconds=st.none() | st.floats(0, 1e6),
+)
+
+
+@given(EVENTS)
+def test_an_event_comes_back_as_it_was(event: Event) -> None:
+    assert Event.decode(event.encode() | {"unknown": 1}) == event
+
+
+@given(st.dictionaries(st.sampled_from([*Event.__slots__, "other"]), JSON))
+def test_any_values_are_an_event_or_an_error(encoded: dict[str, Any]) -> None:
+    try:
+        found = Event.decode(encoded)
+    except FormatError:
+        return
+    assert isinstance(hash(found), int)
+    assert found.time >= 0

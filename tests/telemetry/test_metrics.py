@@ -1,0 +1,136 @@
+"""Metrics: what Prometheus and OpenTelemetry get is what has happened."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpointer_worlds import policy, tier
+
+import tierstate as ts
+from tierstate.telemetry.metrics import METRICS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def world(place: Path, **metrics: object) -> ts.Policy:
+    return policy({"nvme": tier("nvme", place, keep={"last": 2}), "lustre": tier("lustre", place)}, metrics=metrics)
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """By name and tier, the values of a text in the format of Prometheus."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            if "le" not in one.labels and one.labels.get("run") == "metrics-run":
+                found[one.name, one.labels.get("tier", "")] = one.value
+    return found
+
+
+def save_some(ckpt: ts.Checkpointer) -> dict[str, torch.Tensor]:
+    state = {"w": torch.randn(1000)}
+    for step in (1, 2, 3):
+        state["w"] += 1
+        ckpt.save(state, step).wait("lustre")
+    ckpt.restore(state)
+    return state
+
+
+def test_prometheus_gets_what_has_happened(place: Path) -> None:
+    from tierstate.telemetry import prometheus
+
+    file = place / "run.prom"
+    with ts.Checkpointer(world(place, port=0, textfile=str(file), interval="100s"), "metrics-run") as ckpt:
+        save_some(ckpt)
+        time.sleep(0.2)
+        (port,) = prometheus._served
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            served = samples(answer.read().decode())
+        assert served["tierstate_lag_steps", "nvme"] == 0
+        assert served["tierstate_tier_healthy", "lustre"] == 1
+        assert served["tierstate_newest_version_step", "lustre"] == 3
+    found = samples(file.read_text())
+    assert found["tierstate_saves_total", ""] == 3
+    assert found["tierstate_save_blocked_seconds_count", ""] == 3
+    assert found["tierstate_commits_total", "nvme"] == found["tierstate_commits_total", "lustre"] == 3
+    assert found["tierstate_state_bytes_total", "nvme"] == 12_000
+    assert found["tierstate_written_bytes_total", "nvme"] >= 12_000
+    assert found["tierstate_copy_seconds_count", "lustre"] == 3
+    assert found["tierstate_dropped_total", "nvme"] == 1
+    assert found["tierstate_restored_bytes_total", ""] == 4000
+    assert ("tierstate_failures_total", "nvme") not in found
+
+
+def test_a_port_that_is_taken_costs_a_warning_only(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with ts.Checkpointer(world(place, port=port), "metrics-run") as ckpt:
+            ckpt.save({"w": torch.ones(3)}, 1).wait()
+    assert f"metrics are not served at 127.0.0.1:{port}" in caplog.text
+
+
+def test_opentelemetry_gets_metrics_and_spans(place: Path) -> None:
+    """In a process of its own, since providers are set once per process."""
+    program = f"""
+import json, torch
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+reader, spans = InMemoryMetricReader(), InMemorySpanExporter()
+metrics.set_meter_provider(MeterProvider([reader]))
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(spans))
+trace.set_tracer_provider(provider)
+import tierstate as ts
+text = '''version: 1
+arena: {{size: 4MiB}}
+metrics: {{opentelemetry: true}}
+tiers: {{nvme: {{type: nvme, path: "{place}/nvme"}}}}
+'''
+with ts.Checkpointer(ts.Policy.parse(text), "run") as ckpt:
+    for step in (1, 2):
+        ckpt.save({{"w": torch.ones(1000)}}, step).wait()
+points = {{}}
+for resource in reader.get_metrics_data().resource_metrics:
+    for scope in resource.scope_metrics:
+        for metric in scope.metrics:
+            for point in metric.data.data_points:
+                points[metric.name] = getattr(point, "value", getattr(point, "count", None))
+named = [(span.name, span.attributes.get("tierstate.step"), span.end_time >= span.start_time)
+         for span in spans.get_finished_spans()]
+print(json.dumps([points, named]))
+"""
+    import json
+
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=os.environ)
+    assert ran.returncode == 0, ran.stderr
+    points, spans = json.loads(ran.stdout.splitlines()[-1])
+    assert points["tierstate_saves_total"] == 2
+    assert points["tierstate_save_blocked_seconds"] == 2
+    assert points["tierstate_commits_total"] == 2
+    assert [list(one) for one in spans if one[0] == "tierstate.commit"] == [
+        ["tierstate.commit", 1, True], ["tierstate.commit", 2, True],
+    ]  # fmt: skip
+    assert {one[0] for one in spans} == {"tierstate.save", "tierstate.capture", "tierstate.commit"}
+
+
+def test_names_follow_the_conventions() -> None:
+    for metric in METRICS:
+        assert metric.name.startswith("tierstate_")
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        if metric.unit:
+            assert metric.unit in metric.name.split("_")
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
