@@ -14,11 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import policy, tier
+from support.given_tiers import handed
 
 import tierstate as ts
 from tierstate.engine import events as events_module
 from tierstate.engine.events import EVERY, KINDS, Event, EventBus
+from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import FormatError
+from tierstate.tiers.base import ObjectWriter
+from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.wrappers.base import Wrapping
 
 
 def world(place: Path, **keys: Any) -> ts.Policy:
@@ -49,28 +54,43 @@ def test_what_becomes_of_each_save_is_told_once(place: Path) -> None:
     assert all(event.nbytes == 4000 for event in found if event.kind == "captured")
 
 
+class Away(Wrapping):
+    """A tier that can be away."""
+
+    away = False
+
+    def put(self, key: str, data: Buffer) -> None:
+        if self.away:
+            raise ts.TierUnavailable("planted", tier=self.name, key=key)
+        super().put(key, data)
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        if self.away:
+            raise ts.TierUnavailable("planted", tier=self.name, key=key)
+        return super().writer(key, size_hint)
+
+
 def test_a_tier_that_goes_away_and_comes_back(place: Path) -> None:
     found: list[Event] = []
-    state = {"w": torch.randn(1000)}
-    there, gone = place / "lustre", place / "gone"
-    with ts.Checkpointer(world(place), "run") as ckpt:
-        ckpt.on(("away", "back", "failed", "owed", "brought"), found.append)
-        ckpt.save(state, 0).wait("lustre")
-        there.rename(gone)
-        there.write_text("not a folder")
-        with pytest.raises(ts.TierstateError):
-            ckpt.save(state, 1).wait("lustre")
-        there.unlink()
-        gone.rename(there)
-        ckpt.save(state, 2).wait("lustre")
-        end = time.monotonic() + 30
-        while not told(found, "brought") and time.monotonic() < end:
-            time.sleep(0.05)
-    assert told(found, "away") == [("lustre", None)]
-    assert told(found, "failed") == [("lustre", 1)]
-    assert told(found, "owed")[:1] == [("lustre", 1)]
-    assert told(found, "back")[0][0] == "lustre"
-    assert told(found, "brought") == [("lustre", 1)]
+    state, slow = {"w": torch.randn(1000)}, Away(Memory())
+    with handed(slow) as (keys,):
+        spec = policy({"nvme": tier("nvme", place), "slow": keys})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.on(("away", "back", "failed", "owed", "brought"), found.append)
+            ckpt.save(state, 0).wait("slow")
+            slow.away = True
+            with pytest.raises(ts.TierUnavailable):
+                ckpt.save(state, 1).wait("slow")
+            slow.away = False
+            ckpt.save(state, 2).wait("slow")
+            end = time.monotonic() + 30
+            while not told(found, "brought") and time.monotonic() < end:
+                time.sleep(0.05)
+    assert told(found, "away") == [("slow", None)]
+    assert told(found, "failed") == [("slow", 1)]
+    assert told(found, "owed")[:1] == [("slow", 1)]
+    assert told(found, "back")[0][0] == "slow"
+    assert told(found, "brought") == [("slow", 1)]
     assert all(event.reason for event in found if event.kind in ("away", "failed", "owed"))
 
 
@@ -140,7 +160,7 @@ EVENTS = st.builds(
     Event,
     st.sampled_from(list(KINDS)),
     st.floats(0, 1e11),
-    st.text(max_size=5),
+    st.text(min_size=1, max_size=5),
     st.text(max_size=5),
     st.none() | st.integers(0, 1 << 40),
     st.none() | st.integers(0, 1 << 40),

@@ -96,6 +96,7 @@ provider.add_span_processor(SimpleSpanProcessor(spans))
 trace.set_tracer_provider(provider)
 import tierstate as ts
 text = '''version: 1
+chunk: 64KiB
 arena: {{size: 4MiB}}
 metrics: {{opentelemetry: true}}
 tiers: {{nvme: {{type: nvme, path: "{place}/nvme"}}}}

@@ -1,0 +1,102 @@
+"""Experiment trackers get the events of a run as numbers: ``to_wandb(ckpt)``, ``to_mlflow(ckpt)``, ``to_tensorboard``.
+
+Each is a hook (`Checkpointer.on`), called in a thread of its own. Versions as artifacts are in `wandb` and `mlflow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tierstate.engine.events import EVERY, Event
+
+if TYPE_CHECKING:
+    from tierstate.run import Run
+
+__all__ = ["to_mlflow", "to_tensorboard", "to_wandb"]
+
+
+def values_of(event: Event) -> Mapping[str, float]:
+    """The numbers of an event, by the names under which trackers show them; empty if it has none for them."""
+    where = f"tierstate/{event.tier}" if event.tier and event.kind != "restored" else "tierstate"
+    match event.kind:
+        case "saved":
+            return {f"{where}/blocked_seconds": event.seconds or 0.0}
+        case "waited":
+            return {f"{where}/guard_wait_seconds": event.seconds or 0.0}
+        case "committed" | "cascaded" | "brought":
+            found = {f"{where}/written_bytes": float(event.nbytes or 0)}
+            if event.seconds is not None:
+                found[f"{where}/{'copy' if event.kind == 'cascaded' else 'committed'}_seconds"] = event.seconds
+            return found
+        case "failed" | "left_out" | "owed":
+            return {f"{where}/{event.kind}": 1.0}
+        case "restored":
+            return {f"{where}/restore_seconds": event.seconds or 0.0}
+    return {}
+
+
+def _subscribe(ckpt: Run, log: Callable[[str, float, int | None], object]) -> Callable[[], None]:
+    def call(event: Event) -> None:
+        for name, value in values_of(event).items():
+            log(name, value, event.step)
+
+    return ckpt.on(EVERY, call)
+
+
+def to_wandb(ckpt: Run, run: Any = None) -> Callable[[], None]:
+    """Log to Weights & Biases. The step is a value of its own, ``tierstate/step``, since events come later than the
+    training's own steps, and W&B takes none back.
+
+    Args:
+        run: by default the current run.
+
+    Returns:
+        A function that ends this.
+
+    Raises:
+        RuntimeError: there is no run.
+    """
+    import wandb
+
+    run = wandb.run if run is None else run
+    if run is None:
+        raise RuntimeError("there is no W&B run to log to: call wandb.init() before, or give run=")
+    run.define_metric("tierstate/step")
+    run.define_metric("tierstate/*", step_metric="tierstate/step")
+    return _subscribe(ckpt, lambda name, value, step: run.log({name: value, "tierstate/step": step}))
+
+
+def to_mlflow(ckpt: Run, run_id: str | None = None) -> Callable[[], None]:
+    """Log to MLflow.
+
+    Args:
+        run_id: by default that of the active run.
+
+    Returns:
+        A function that ends this.
+
+    Raises:
+        RuntimeError: there is no active run.
+    """
+    import mlflow
+
+    if run_id is None:
+        active = mlflow.active_run()
+        if active is None:
+            raise RuntimeError("there is no active MLflow run: call mlflow.start_run() before, or give run_id=")
+        run_id = active.info.run_id
+    client = mlflow.MlflowClient()
+    return _subscribe(ckpt, lambda name, value, step: client.log_metric(run_id, name, value, step=step or 0))
+
+
+def to_tensorboard(ckpt: Run, writer: Any) -> Callable[[], None]:
+    """Log to TensorBoard.
+
+    Args:
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
+
+    Returns:
+        A function that ends this.
+    """
+    return _subscribe(ckpt, lambda name, value, step: writer.add_scalar(name, value, step))
