@@ -612,3 +612,15 @@ class Checkpointer(Run):
             self.close()
         except TierstateError as failure:
             log.error("at exit: %s", failure)
+
+
+def open_quietly(
+    policy: Policy | str | os.PathLike[str], run: str, *, allow_pickle: Sequence[str] = ()
+) -> Checkpointer:
+    """A `Checkpointer` for a process that looks at a run, or changes it by a command, and does not train: no agent is
+    started, and signals are left alone.
+
+    Raises: as `Checkpointer`.
+    """
+    policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+    return Checkpointer(policy.quiet(), run, allow_pickle=allow_pickle, preemption=False)

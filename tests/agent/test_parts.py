@@ -230,6 +230,8 @@ def test_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pid = statuses()[0]["pid"]
     assert "ends" in run("agent", "stop", "--wait")
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "it ends")
+    assert "slow" in run("ls", "-p", str(file), "-r", "run")
+    assert statuses() == [], "a command that only looks starts no agent"
 
 
 @pytest.mark.slow

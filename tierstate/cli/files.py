@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tierstate.checkpointer import Checkpointer
+from tierstate.checkpointer import open_quietly
 from tierstate.engine.progress import byte_progress
 from tierstate.engine.restore.restore import OnDamage
 from tierstate.files.reader import MAX_STEP
@@ -44,7 +44,7 @@ def restore(
     """
     if to.exists() and not force:
         raise TierstateError(f"{to} exists; name another file, or say --force to replace it")
-    with Checkpointer(policy, run, allow_pickle=allow_pickle or ()) as ckpt:
+    with open_quietly(policy, run, allow_pickle=allow_pickle or ()) as ckpt:
         damage: OnDamage = "older" if older else "raise"
         state = ckpt.load(step=step, version=version, tag=tag, only=only, on_damage=damage, allow_lossy=allow_lossy)
         _save_whole(state, to)
@@ -74,7 +74,7 @@ def export(
     """
     from tierstate.files.export import export as write
 
-    with Checkpointer(policy, run) as ckpt, byte_progress("exporting", shown=not as_json) as progress:
+    with open_quietly(policy, run) as ckpt, byte_progress("exporting", shown=not as_json) as progress:
         found = write(
             ckpt,
             to,
@@ -112,7 +112,7 @@ def import_file(
     """
     from tierstate.files.importing import import_version
 
-    with Checkpointer(policy, run) as ckpt, byte_progress("importing", shown=not as_json) as progress:
+    with open_quietly(policy, run) as ckpt, byte_progress("importing", shown=not as_json) as progress:
         info = import_version(ckpt, source, step=step, under=under, skip_values=skip_values, progress=progress)
     output.show_imported(info, source, as_json)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tierstate.checkpointer import Checkpointer
+from tierstate.checkpointer import open_quietly
 from tierstate.engine.progress import byte_progress
 from tierstate.manifest.errors import NotFound
 from tierstate.tiers.policy.policy import Policy
@@ -30,7 +30,7 @@ def doctor(
     --apply. With it nothing is deleted but damaged records that were made again. Safe to interrupt and to run again.
     Exit status 1 if something is wrong and was not repaired.
     """
-    with Checkpointer(policy, run) as ckpt, byte_progress("reading", shown=not as_json) as progress:
+    with open_quietly(policy, run) as ckpt, byte_progress("reading", shown=not as_json) as progress:
         report = ckpt.doctor(apply=apply, progress=progress)
         names = [tier.name for tier in ckpt.policy.tiers]
         if not (report.versions or report.unknown) and report.ok:
@@ -52,7 +52,7 @@ def rebuild(
 
     `tierstate doctor` does this and more, over all tiers. Exit status 1 if a record cannot be made.
     """
-    with Checkpointer(policy, run) as ckpt:
+    with open_quietly(policy, run) as ckpt:
         found = ckpt.rebuild(tier, partial=partial, dry_run=dry_run)
         if not (found.packs or found.versions or found.unknown or ckpt.versions()):
             raise NotFound(f"run {run!r} has neither records nor packs in {tier}")
@@ -84,7 +84,7 @@ def verify(
     reads = data or deep or mend or sample is not None
     spec = Policy.load(policy)
     spec = spec.trusting(trusted_key) if trusted_key else spec
-    with Checkpointer(spec, run) as ckpt, byte_progress("verifying", shown=reads and not as_json) as progress:
+    with open_quietly(spec, run) as ckpt, byte_progress("verifying", shown=reads and not as_json) as progress:
         report = ckpt.verify(data=data, sample=share, seed=seed, deep=deep, mend=mend, progress=progress)
         if not report.versions and report.ok:
             raise no_versions(ckpt)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tierstate.checkpointer import Checkpointer
+from tierstate.checkpointer import open_quietly
 from tierstate.engine.progress import byte_progress, status_line
 from tierstate.manifest.errors import NotFound, TierUnavailable
 from tierstate.run import runs_of
@@ -30,7 +30,7 @@ def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False)
     if run is None:
         output.show_runs(_runs(Policy.load(policy), as_json), as_json)
         return
-    with Checkpointer(policy, run) as ckpt:
+    with open_quietly(policy, run) as ckpt:
         versions = ckpt.versions()
         hung = {name: tier.hung for name, tier in ckpt.stats().tiers.items() if tier.hung}
         for name, trouble in hung.items():
@@ -62,7 +62,7 @@ def show(
 
     By default the newest. Reads records only.
     """
-    with Checkpointer(policy, run) as ckpt:
+    with open_quietly(policy, run) as ckpt:
         info = ckpt.info(step=step, version=version, tag=tag)
         output.show_leaves(info, ckpt.located(version=info.id, only=only), depth, as_json)
 
@@ -78,7 +78,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two versions leaf by leaf; exit 1 if they differ."""
-    with Checkpointer(policy, run) as ckpt, byte_progress("comparing", shown=values and not as_json) as progress:
+    with open_quietly(policy, run) as ckpt, byte_progress("comparing", shown=values and not as_json) as progress:
         found = ckpt.diff(old, new, values=values, only=only, progress=progress)
     output.show_diff(found, values, as_json)
     raise typer.Exit(0 if all(leaf.change == "same" for leaf in found) else 1)
@@ -99,7 +99,7 @@ def copy(
 
     By default the newest. Every chunk is verified. Say --to or --into.
     """
-    with Checkpointer(policy, run) as ckpt, byte_progress("copying", shown=not as_json) as progress:
+    with open_quietly(policy, run) as ckpt, byte_progress("copying", shown=not as_json) as progress:
         found = ckpt.copy(step=step, version=version, to=to, into=into, run=into_run, progress=progress)
     output.show_copied(found, to or str(into), as_json)
 
@@ -123,7 +123,7 @@ def tag_version(
         raise ValueError(f"--delete {delete} takes a name back, and {name} is one to give: one at a time")
     if name is None and not (step is None and version is None):
         raise ValueError("say a name for that version")
-    with Checkpointer(policy, run) as ckpt:
+    with open_quietly(policy, run) as ckpt:
         if delete is not None:
             ckpt.untag(delete)
         if name is None:
@@ -143,7 +143,7 @@ def fork_run(
     as_json: Json = False,
 ) -> None:
     """Begin a new run with a version of this one, whose data it shares."""
-    with Checkpointer(policy, run) as ckpt:
+    with open_quietly(policy, run) as ckpt:
         output.show_fork(ckpt.fork(new_run, step, version=version, tag=tag), run, as_json)
 
 
@@ -168,7 +168,7 @@ def remove(
     """
     if sum(one is not None for one in (step, version, seq)) != 1:
         raise ValueError("say which version to remove: --step, --version or --seq")
-    with Checkpointer(policy, run) as ckpt:
+    with open_quietly(policy, run) as ckpt:
         report = ckpt.remove(step=step, version=version, seq=seq, tier=tier, force=force, dry_run=dry_run)
     output.show_removed(report, force, as_json)
     raise typer.Exit(0 if report.ok or (dry_run and force and not any(t.reasons for t in report.tiers)) else 1)
@@ -187,7 +187,7 @@ def prune(
     Exit status 1 if a tier could not be pruned.
     """
     seconds = 0.0 if grace.strip() == "0" else parse_seconds(grace)
-    with Checkpointer(policy, run) as ckpt, status_line(shown=not as_json) as on_step:
+    with open_quietly(policy, run) as ckpt, status_line(shown=not as_json) as on_step:
         report = ckpt.prune(dry_run=dry_run, grace=seconds, progress=on_step)
     if report.ok and not any(t.keep or t.drop or t.packs or t.young or t.ageless for t in report.tiers):
         raise NotFound(f"run {run!r} has nothing in {', '.join(t.name for t in ckpt.policy.tiers)}")

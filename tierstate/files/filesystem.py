@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from fsspec.utils import stringify_path
 
-from tierstate.checkpointer import Checkpointer
+from tierstate.checkpointer import Checkpointer, open_quietly
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.store.catalog import ID_LENGTH, VersionCopies
 from tierstate.manifest.errors import AccessDenied, NotFound, TierstateError, Unreadable
@@ -313,7 +313,7 @@ class TierstateFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _ckpt(self, address: Address) -> Checkpointer:
         key = (address.policy, address.run)
         if key not in self._opened:
-            self._opened[key] = Checkpointer(address.policy, address.run, preemption=False)
+            self._opened[key] = open_quietly(address.policy, address.run)
         return self._opened[key]
 
     def _list(self, address: Address, path: str) -> Iterator[dict[str, Any]]:
@@ -350,7 +350,7 @@ class TierstateFileSystem(AbstractFileSystem):  # type: ignore[misc]
             if (ckpt := self._opened.get((address.policy, address.run))) is not None:
                 infos = ckpt.versions()
             else:  # closed again: there may be many runs
-                with Checkpointer(address.policy, address.run, preemption=False) as once:
+                with open_quietly(address.policy, address.run) as once:
                     infos = once.versions()
         newest = {info.step: info.id for info in infos}
         for info in infos:

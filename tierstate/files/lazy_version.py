@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from tierstate.checkpointer import Checkpointer
+from tierstate.checkpointer import open_quietly
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import StateMismatch
 from tierstate.manifest.format.leaf import STORAGE, Spec
@@ -80,7 +80,7 @@ def open_zero_version(
         FormatError: as `whole_parameters`.
         TierstateError: as a restore.
     """
-    with Checkpointer(policy, run, preemption=False) as ckpt:
+    with open_quietly(policy, run) as ckpt:
         found = ckpt._find(step, version, tag).version
         reader = RangeReader(lambda: ckpt._find(None, found.id, None), ckpt._arena, ChunkCache())
         state, what = lazy_state(reader), f"step {found.head.step} of run {run!r}"
