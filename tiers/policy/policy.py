@@ -31,7 +31,7 @@ from tierstate.tiers.wrappers.retry import Retried
 from tierstate.tiers.wrappers.seal import Sealed
 
 from .errors import unknown_name, validate_keys
-from .models import AgentKeys, KeepKeys, PolicyKeys, SecretKeys, TierKeys, keys_of, options_of
+from .models import AgentKeys, KeepKeys, MetricsKeys, PolicyKeys, SecretKeys, TierKeys, keys_of, options_of
 from .yaml import MAX_POLICY_BYTES, KeyPath, PolicyErrors, escape_variables, expand_variables, read_yaml, show_value
 
 log = logging.getLogger("tierstate")
@@ -220,8 +220,8 @@ class Policy(PolicyKeys):
         return self.model_copy(update={"seal": seal, "tiers": tiers})
 
     def quiet(self) -> Self:
-        """The policy for a process that looks at runs and does not train: without an agent."""
-        return self.model_copy(update={"agent": AgentKeys()})
+        """The policy for a process that looks at runs and does not train: without an agent and metrics."""
+        return self.model_copy(update={"agent": AgentKeys(), "metrics": MetricsKeys()})
 
     def tier(self, name: str) -> TierPolicy:
         """The tier of that name.

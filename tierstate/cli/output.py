@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tierstate.cluster.check import TierFinding
 from tierstate.copy import CopyResult
+from tierstate.engine.events import Event
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.maintain.adopt import MarkerResult
 from tierstate.engine.maintain.check_chunks import Problem, VerifyReport
@@ -664,6 +665,24 @@ def _peer_row(member: Member, said: dict[str, Any] | TierUnavailable) -> tuple[o
         return member.place, member.domain, "", "", "", f"does not answer: {said}"
     capacity = "-" if said["capacity"] is None else rough_size(said["capacity"])
     return member.place, member.domain, said["objects"], rough_size(said["used"]), capacity, f"runs, pid {said['pid']}"
+
+
+def show_events(events: Sequence[Event], as_json: bool) -> None:
+    """Events of a run, oldest first."""
+    if as_json:
+        print_json([event.encode() for event in events])
+        return
+    table(["time", "event", ">step", "tier", ">seconds", ">bytes", "reason"], [_event_row(event) for event in events])
+    if not events:
+        say("no events are logged; 'metrics: {events: true}' in the policy logs them")
+
+
+def _event_row(event: Event) -> tuple[object, ...]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+    seconds = "" if event.seconds is None else f"{event.seconds:.3f}"
+    size = "" if event.nbytes is None else rough_size(event.nbytes)
+    step = "" if event.step is None else event.step
+    return when, event.kind, step, event.tier, seconds, size, event.reason
 
 
 def show_agents(agents: Sequence[Mapping[str, Any]], as_json: bool) -> None:

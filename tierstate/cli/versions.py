@@ -1,13 +1,15 @@
-"""The commands about versions: ls, show, diff, copy, tag, fork, rm and prune."""
+"""The commands about versions: ls, show, events, diff, copy, tag, fork, rm and prune."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tierstate.checkpointer import open_quietly
+from tierstate.engine.events import KINDS
 from tierstate.engine.progress import byte_progress, status_line
 from tierstate.manifest.errors import NotFound, TierUnavailable
 from tierstate.run import runs_of
@@ -65,6 +67,23 @@ def show(
     with open_quietly(policy, run) as ckpt:
         info = ckpt.info(step=step, version=version, tag=tag)
         output.show_leaves(info, ckpt.located(version=info.id, only=only), depth, as_json)
+
+
+@app.command()
+def events(
+    policy: PolicyFile,
+    run: Run,
+    since: Annotated[str, typer.Option(help="Only events of the last so long, as in 2h.")] = "",
+    kind: Annotated[list[str] | None, typer.Option(help="Only events of this kind; may be given again.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what has happened to the saves of a run, as logged in its tiers (policy: metrics: {events: true})."""
+    start = time.time() - parse_seconds(since) if since else 0.0
+    if wrong := [name for name in kind or () if name not in KINDS]:
+        raise ValueError(f"--kind {wrong[0]}: right are {', '.join(KINDS)}")
+    with open_quietly(policy, run) as ckpt:
+        found = [event for event in ckpt.events(since=start) if not kind or event.kind in kind]
+    output.show_events(found, as_json)
 
 
 @app.command()
