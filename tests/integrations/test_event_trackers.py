@@ -50,6 +50,7 @@ def test_tensorboard(place: Path) -> None:
     }
 
 
+@pytest.mark.filterwarnings("ignore")  # of what mlflow uses
 def test_mlflow(place: Path, tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
