@@ -10,8 +10,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -53,6 +53,9 @@ from tierstate.tiers.memory.cudart import is_capturing
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.models import PreemptionKeys
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
+from tierstate.tiers.trace import begin as begin_trace
+from tierstate.tiers.trace import begin_by_environment, span
+from tierstate.tiers.trace import end as end_trace
 
 from .copy import CopyResult, copy
 from .not_reentrant import not_reentrant, refuse_inside
@@ -188,6 +191,7 @@ class Checkpointer(Run):
         allow_pickle: Sequence[str] = (),
         preemption: PreemptionWish = None,
     ) -> None:
+        begin_by_environment()
         policy = policy if isinstance(policy, Policy) else Policy.load(policy)
         check_run(run)  # before any tier is opened
         signals = keys_of(preemption, policy.preemption)
@@ -205,6 +209,26 @@ class Checkpointer(Run):
         self.restored: VersionInfo | None = None
         """The version of the last `restore` or `load`."""
         atexit.register(self._at_exit)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Trace what all threads of this process do for saves and restores in the block, to a file.
+
+        Chrome (``chrome://tracing``) and https://ui.perfetto.dev show it. At the end of the block, saves that are under
+        way are not waited for. The variable ``TIERSTATE_TRACE`` traces a whole process.
+
+        Args:
+            path: of the file, which is made anew.
+
+        Raises:
+            RuntimeError: this process is being traced already.
+            OSError: the file cannot be written.
+        """
+        begin_trace(path)
+        try:
+            yield
+        finally:
+            end_trace()
 
     def _begin(self, policy: Policy, run: str, pickles: Callable[[Path], bool]) -> None:
         for tier in policy.tiers:
@@ -308,17 +332,24 @@ class Checkpointer(Run):
                 "save was called while a CUDA graph is being captured, and a graph cannot save: call it after the "
                 "capture. Nothing was saved, and the capture goes on"
             )
-        save = self._save_state(state, step, metadata)
-        try:
-            self._pipeline.keep_up(save._save_state)
-            return save
-        finally:
-            seconds = time.monotonic() - start
-            self._blocked.append(seconds)
-            self._events.emit("saved", step=step, seconds=seconds)
+        with span("save", step=step):
+            save = self._save_state(state, step, metadata)
+            try:
+                self._pipeline.keep_up(save._save_state)
+                return save
+            finally:
+                seconds = time.monotonic() - start
+                self._blocked.append(seconds)
+                self._events.emit("saved", step=step, seq=save.seq, seconds=seconds)
 
     def _save_state(self, state: Any, step: int, metadata: Mapping[str, Any] | None) -> Save:
-        return self._save_planned(lambda seq: self._planner.plan(state, seq), step, metadata, planned=False)
+        return self._save_planned(lambda seq: self._plan(state, seq), step, metadata, planned=False)
+
+    def _plan(self, state: Any, seq: int) -> CapturePlan:
+        with span("plan") as traced:
+            plan = self._planner.plan(state, seq)
+            traced.also(leaves=len(plan.leaves), bytes=plan.total)
+        return plan
 
     def _save_planned(
         self, plan: Callable[[int], CapturePlan], step: int, metadata: Mapping[str, Any] | None, *, planned: bool = True
@@ -481,7 +512,7 @@ class Checkpointer(Run):
         self._check_open()
         self._guard.wait()
         start = time.monotonic()
-        with gc_paused():
+        with gc_paused(), span("restore"):
             found = self._found(wanted, tag)
         if found is None:
             return None

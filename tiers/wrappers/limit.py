@@ -11,6 +11,7 @@ from tierstate.manifest.chunk import Buffer, spans
 from tierstate.manifest.errors import TierError
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier, Traits
 from tierstate.tiers.latch import Latch
+from tierstate.tiers.trace import span
 from tierstate.tiers.units import rough_size
 
 from .base import Wrapping, WrappingWriter
@@ -136,7 +137,11 @@ class Limited(Wrapping):
             nbytes -= turn
 
     def _wait(self, seconds: float) -> None:
-        if seconds and self._closed.wait(seconds):
+        if not seconds:
+            return
+        with span("wait for the limit", tier=self.name):
+            over = self._closed.wait(seconds)
+        if over:
             raise TierError(f"{self.name}: was closed while a call waited for its turn", tier=self.name)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier, layers
+from tierstate.tiers.trace import span
 
 from .base import Wrapping, WrappingWriter
 
@@ -127,11 +128,12 @@ class Measured(Wrapping):
     def metered(self, operation: str, nbytes: int = 0) -> Iterator[None]:
         """Count the block as one call that moves ``nbytes`` bytes."""
         start, failed = time.monotonic(), True
-        try:
-            yield
-            failed = False
-        finally:
-            self._meters[operation].add(time.monotonic() - start, nbytes, failed=failed)
+        with span(operation, tier=self.name, bytes=nbytes):
+            try:
+                yield
+                failed = False
+            finally:
+                self._meters[operation].add(time.monotonic() - start, nbytes, failed=failed)
 
     def put(self, key: str, data: Buffer) -> None:
         with self.metered("put", data.numel()):

@@ -16,6 +16,7 @@ from tierstate.manifest.errors import AlreadyExists, NotFound, TierstateError
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier
 from tierstate.tiers.latch import Latch
+from tierstate.tiers.trace import span
 
 from .base import Wrapping, WrappingWriter
 from .breaker import Hung
@@ -115,7 +116,9 @@ class Retried(Wrapping):
                     raise
                 pause = CALL_BACKOFF.pause(attempt)
                 log.info("%s: %s: retry %d of %d in %.2f s: %s", self.name, what, attempt, self.retries, pause, error)
-                if self._closed.wait(pause):
+                with span("wait for a retry", tier=self.name, call=what):
+                    over = self._closed.wait(pause)
+                if over:
                     raise
         return call()
 

@@ -13,6 +13,7 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.format.layout import DeltaBase
 from tierstate.tiers.concurrency import Task, WorkerPool
 from tierstate.tiers.memory.arena import LeasedSlab
+from tierstate.tiers.trace import span
 
 T = TypeVar("T")
 
@@ -141,7 +142,9 @@ def workers_here() -> int:
 def _encoded(work: EncodeCall, slab: LeasedSlab | None) -> Encoded:
     """Encode a chunk; the result is copied out of the slab if needed, so that the slab can be released."""
     try:
-        found = work()
+        with span("encode") as traced:
+            found = work()
+            traced.also(codec=found.codec, bytes=len(found.stored))
         if slab is not None and _within(found.stored, slab.buffer):
             return found._replace(stored=found.stored.clone())
         return found

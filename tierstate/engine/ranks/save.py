@@ -31,6 +31,7 @@ from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy, TierPolicy
+from tierstate.tiers.trace import span
 
 from .commit import GroupCommit
 from .leader import MergedVersions
@@ -259,7 +260,8 @@ class SharedTierRun(TierRun):
                 raise RankFailed(f"this rank gives nothing to version {seq}", (self.rank,))
             self._asked = seq
         self.before_commit()
-        kept = self._group_commit.commit(record, stop)
+        with span("commit with all ranks", tier=self.name, step=record.version.head.step, rank=self.rank):
+            kept = self._group_commit.commit(record, stop)
         self.build_on(kept)
         for key in self._group_commit.unnamed:
             self.distrust(key)  # retention deletes it, since no record names it

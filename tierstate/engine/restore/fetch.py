@@ -38,6 +38,7 @@ from tierstate.manifest.format.version import Version
 from tierstate.tiers.base import IoAlignment, Range
 from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.memory.arena import Arena, Slab, map_pages
+from tierstate.tiers.trace import span
 
 from .read_plan import Extent, ReadPlan, StoredChunk, plan_reads
 from .scatter import ScatterTargets
@@ -264,7 +265,8 @@ class Fetch:
         row, layout = spot.rows[0], run.reads.layout
         try:
             if failure is None:
-                raw = self._fallback.sound(run.holding, row, layout.codecs[spot.codec], stored)
+                with span("verify", bytes=len(stored)):
+                    raw = self._fallback.sound(run.holding, row, layout.codecs[spot.codec], stored)
                 if raw is not None:
                     return raw
             elif not isinstance(failure, Damaged):

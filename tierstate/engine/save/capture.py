@@ -35,6 +35,7 @@ from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena, Slab
 from tierstate.tiers.memory.cudart import relaxed_capture
 from tierstate.tiers.memory.numa import running_on
+from tierstate.tiers.trace import span
 
 from .plan import CapturePlan, LastCapture
 from .publish import CascadeJob, DirectJob, Job, SlabReceiver, UnchangedChunks
@@ -266,7 +267,8 @@ class Capture:
                         raise CaptureError("the save was cancelled")
                     # Under the lock, so that slabs are acquired in the order of the slabfuls. Otherwise deadlock: a
                     # file writer may hold the slab of a later slabful and wait for an earlier one that gets no slab.
-                    slab = self._arena.acquire(self._stopped)
+                    with span("wait for a slab"):
+                        slab = self._arena.acquire(self._stopped)
                 self._copy(slabful, slab)
         except BaseException as error:
             self._failures.append(error)
@@ -279,9 +281,10 @@ class Capture:
             slabful = self._without_unchanged(slabful)
             base, at = slab.buffer.data_ptr(), slabful.at
             address = self._plan.address[slabful.source] + slabful.start
-            for to, start, nbytes in zip(at.tolist(), address.tolist(), slabful.nbytes.tolist(), strict=True):
-                # memmove: a copy by memoryview would hold the GIL, and torch would start more threads.
-                memmove(base + to, start, nbytes)
+            with span("copy", bytes=int(slabful.nbytes.sum())):
+                for to, start, nbytes in zip(at.tolist(), address.tolist(), slabful.nbytes.tolist(), strict=True):
+                    # memmove: a copy by memoryview would hold the GIL, and torch would start more threads.
+                    memmove(base + to, start, nbytes)
         except BaseException:
             slab.release()
             raise
@@ -318,7 +321,8 @@ class Capture:
     def _give(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> None:
         """Digest the chunks in a slab, then dispatch it. Releases the slab on an error."""
         try:
-            digests = self._finish(slab, rows, at, nbytes)
+            with span("digest", bytes=int(nbytes.sum())):
+                digests = self._finish(slab, rows, at, nbytes)
             self._digests[rows] = digests
         except BaseException:
             slab.release()
@@ -439,7 +443,8 @@ class CaptureThread:
         outcome: Version | BaseException
         try:
             # Threads that copy and digest are started in it, and run on the same CPUs.
-            with running_on(self._arena.node if work.plan.fences else None), relaxed_capture():
+            node, step = self._arena.node if work.plan.fences else None, work.save_state.head.step
+            with running_on(node), relaxed_capture(), span("capture", step=step, bytes=work.plan.total):
                 captured = self._capture(work, before)
         except BaseException as error:
             outcome = _told(error)

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from tierstate.providers.base import Provider
 from tierstate.providers.sharded.shards import ShardsProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of
 from tierstate.tiers.latch import Completion
+from tierstate.tiers.trace import span
 
 from .graph_steps import (
     Memory,
@@ -195,8 +197,9 @@ class Guard:
         if os.getpid() != self._pid:
             return  # a forked child: the threads that capture are the parent's
         save_states, start = self._save_states, time.monotonic()
-        for save_state in save_states:
-            until(save_state)
+        with span("wait of a step") if save_states else nullcontext():
+            for save_state in save_states:
+                until(save_state)
         # After an interrupt above, the state is still being read: the next call must wait for those saves too.
         self._save_states = [save_state for save_state in self._save_states if not save_state.captured.done()]
         if save_states:

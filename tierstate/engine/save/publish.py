@@ -45,6 +45,7 @@ from tierstate.manifest.format.version import Head, Version, copy_stages
 from tierstate.manifest.history.log import RACE_RETRIES
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena, LeasedSlab
+from tierstate.tiers.trace import span
 
 from .backlog import PendingVersion
 from .encode import ChunkEncoder, DeltaBases, VersionChunk
@@ -242,6 +243,10 @@ class TierWrite:
 
     def commit(self, version: Version, stop: Stop | None = None) -> Record:
         """Make packs durable, then create the record; see `TierRun.publish`."""
+        with span("commit", tier=self.tier_run.name, step=version.head.step):
+            return self._commit(version, stop)
+
+    def _commit(self, version: Version, stop: Stop | None) -> Record:
         self._coding.workers.finish()
         # A pack of one rank's part does not get the version: it is not the whole one, which `rebuild` looks for.
         self._packs.close(*([] if self.tier_run.together and stop is not None else [version.data]))

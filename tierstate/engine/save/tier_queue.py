@@ -23,6 +23,7 @@ from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
+from tierstate.tiers.trace import span
 
 from .backlog import MAX_WAITING, Backlog, PendingVersion, RetryTimer, held_versions, missed_versions
 from .publish import LOOK_AGAIN_AFTER, NOT_THE_TIERS_FAULT, CascadeJob, DirectJob, Job, drop_frames, may_succeed_later
@@ -262,7 +263,10 @@ class TierQueue:
             if job.save_state is None and self._needless(job.due):
                 self._retry_timer.succeeded()
                 return
-            record = job.run()
+            what = "cascade" if isinstance(job, CascadeJob) else "publish"
+            with span(what, tier=self._name, step=job.due.step) as traced:
+                record = job.run()
+                traced.also(bytes=job.stored)
         except BaseException as error:
             self._fail(job, error)
         else:

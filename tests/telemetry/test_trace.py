@@ -1,0 +1,146 @@
+"""A trace: whole JSON, spans that nest, readable after a kill, and a stall that was planted is found in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpointer_worlds import policy, scratch, tier
+
+import tierstate as ts
+from tierstate.tiers import trace
+
+Event = dict[str, Any]
+
+
+def spans(path: Path) -> list[Event]:
+    """The spans of a trace."""
+    return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+
+
+def check_nesting(found: list[Event]) -> None:
+    """Within a thread, two spans are one within the other, or apart."""
+    threads: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in found:
+        threads[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for times in threads.values():
+        open_ends: list[float] = []
+        for start, end in sorted(times, key=lambda one: (one[0], -one[1])):
+            while open_ends and open_ends[-1] <= start + 0.2:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1] + 0.2
+            open_ends.append(end)
+
+
+def test_a_save_and_a_restore(place: Path) -> None:
+    state = {f"w{i}": torch.randn(10_000) for i in range(4)}
+    spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place, codec="small")})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with ckpt.trace(place / "trace.json"):
+            with pytest.raises(RuntimeError, match=r"being traced already, to .*trace\.json"), ckpt.trace("other"):
+                pass
+            ckpt.save(state, 7).wait("lustre")
+            ckpt.restore(state)
+        ckpt.save(state, 8)  # not traced any more
+    found = spans(place / "trace.json")
+    names = {event["name"] for event in found}
+    assert names >= {"save", "plan", "capture", "copy", "digest", "publish", "cascade", "commit", "encode", "restore"}
+    assert {event["args"]["step"] for event in found if event["name"] in ("save", "publish", "cascade")} == {7}
+    assert {event["args"]["tier"] for event in found if event["name"] == "read"} >= {"nvme"}
+    assert sum(event["args"]["bytes"] for event in found if event["name"] == "digest") == 160_000
+    check_nesting(found)
+    whole = json.loads((place / "trace.json").read_text())
+    named = {event["tid"] for event in whole if event["name"] == "thread_name"}
+    assert {event["tid"] for event in found} == named
+
+
+@given(st.recursive(st.just([]), lambda inner: st.lists(inner, max_size=4), max_leaves=20))
+def test_spans_nest(tree: list[Any]) -> None:
+    def run(node: list[Any]) -> int:
+        with trace.span("node", children=len(node)) as one:
+            count = 1 + sum(map(run, node))
+            one.also(count=count)
+        return count
+
+    with scratch() as place:
+        trace.begin(place / "trace.json")
+        try:
+            count = run(tree)
+        finally:
+            trace.end()
+        found = spans(place / "trace.json")
+    assert len(found) == count
+    assert found[-1]["args"] == {"children": len(tree), "count": count}
+    check_nesting(found)
+
+
+def test_an_error_is_in_the_span_and_goes_on(place: Path) -> None:
+    trace.begin(place / "trace.json")
+    try:
+        with pytest.raises(ValueError, match="planted"), trace.span("work", tier="t"):
+            raise ValueError("planted")
+    finally:
+        trace.end()
+    assert spans(place / "trace.json")[0]["args"] == {"tier": "t", "error": "ValueError: planted"}
+
+
+def test_without_a_trace_a_span_is_nothing() -> None:
+    assert trace.span("work", bytes=1) is trace.span("other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
+def test_a_process_is_traced_by_its_environment(place: Path, killed: bool) -> None:
+    program = f"""
+import os, signal, time, torch, tierstate as ts
+with ts.Checkpointer(ts.Policy.default("{place}/tier"), "run") as ckpt:
+    ckpt.save({{"w": torch.ones(1000)}}, 1).wait()
+    if os.fork() == 0:
+        ckpt.restore({{"w": torch.ones(1000)}}) if False else os._exit(0)
+    os.wait()
+    time.sleep(0.5)
+    if {killed}:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    env = os.environ | {"TIERSTATE_TRACE": f"{place}/trace-{{rank}}.json", "RANK": "3"}
+    ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == (-signal.SIGKILL if killed else 0), ran.stderr
+    text = (place / "trace-3.json").read_text()
+    found = json.loads(text if not killed else text.rstrip().rstrip(",") + "]")
+    assert {"save", "publish"} <= {event["name"] for event in found}
+    assert {event["pid"] for event in found} == {found[0]["pid"]}
+
+
+def longest(found: list[Event]) -> tuple[str, str]:
+    """Name and tier of the spans without spans within them that took the most time together."""
+    inner: dict[tuple[str, str], float] = defaultdict(float)
+    for event in found:
+        within = [
+            other for other in found
+            if other is not event and other["tid"] == event["tid"]
+            and event["ts"] <= other["ts"] and other["ts"] + other["dur"] <= event["ts"] + event["dur"]
+        ]  # fmt: skip
+        if not within:
+            inner[event["name"], event["args"].get("tier", "")] += event["dur"]
+    return max(inner, key=lambda key: inner[key])
+
+
+def test_a_slow_tier_is_found(place: Path) -> None:
+    state = {"w": torch.randn(60_000)}
+    spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place, bandwidth="1MiB/s")})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with ckpt.trace(place / "trace.json"):
+            for step in (1, 2):
+                state["w"] += 1
+                ckpt.save(state, step).wait("lustre")
+        assert longest(spans(place / "trace.json")) == ("wait for the limit", "lustre")

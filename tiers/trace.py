@@ -1,0 +1,174 @@
+"""A trace of what the threads of this process do for saves and restores, in the format of Chrome and Perfetto.
+
+``with span("digest", bytes=n):`` around work that is worth a look; without a trace under way it costs a few tenths of a
+microsecond. Events go to a file as JSON lines within one array, which viewers also read if its end is missing, as after
+a kill: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from .concurrency import start_thread
+
+MAX_EVENTS = 2_000_000
+"""Events of one trace, at most; viewers do not take more."""
+
+
+_tracer: Tracer | None = None
+
+
+class Tracer:
+    """Writes the events of this process to a file until it is closed.
+
+    Args:
+        path: of the file, which is made anew.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = self.path.open("w", encoding="utf-8")
+        self._file.write("[\n")
+        self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._threads: set[int] = set()
+        self._left = MAX_EVENTS
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._write_all, name="tierstate-trace", daemon=True)
+        start_thread(self._thread)
+        self._put({"name": "process_name", "ph": "M", "args": {"name": f"tierstate, process {self._pid}"}})
+
+    def add(self, name: str, start: float, end: float, values: dict[str, Any]) -> None:
+        """A span has ended in this thread. Times are of `time.perf_counter`."""
+        if self._left <= 0 or os.getpid() != self._pid:
+            return
+        self._left -= 1
+        thread = threading.get_native_id()
+        if thread not in self._threads:
+            self._threads.add(thread)
+            named = {"name": threading.current_thread().name}
+            self._put({"name": "thread_name", "ph": "M", "tid": thread, "args": named})
+        event = {"name": name, "ph": "X", "ts": round(1e6 * start, 1), "dur": round(1e6 * (end - start), 1)}
+        self._put({**event, "tid": thread, "cat": "tierstate", "args": values})
+
+    def _put(self, event: dict[str, Any]) -> None:
+        self._queue.put({"pid": self._pid, **event})
+
+    def _write_all(self) -> None:
+        comma = ""
+        while (event := self._queue.get()) is not None:
+            self._file.write(f"{comma}{json.dumps(event, separators=(',', ':'), default=str)}")
+            comma = ",\n"
+            if self._queue.empty():
+                self._file.flush()
+        self._file.write("\n]\n")
+        self._file.close()
+
+    def close(self) -> None:
+        """Write what is left."""
+        if os.getpid() == self._pid and self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+
+class Span:
+    """A block that becomes one event; `also` adds numbers that are known only within it."""
+
+    __slots__ = ("_name", "_start", "_values")
+
+    def __init__(self, name: str, values: dict[str, Any]) -> None:
+        self._name, self._values, self._start = name, values, 0.0
+
+    def also(self, **values: Any) -> None:
+        """Add values."""
+        self._values.update(values)
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._values["error"] = f"{type(error).__name__}: {error}"[:200]
+        if (tracer := _tracer) is not None:
+            tracer.add(self._name, self._start, time.perf_counter(), self._values)
+
+
+class NoSpan:
+    """What `span` returns where nothing is traced."""
+
+    __slots__ = ()
+
+    def also(self, **values: Any) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_NONE = NoSpan()
+
+
+def span(name: str, **values: Any) -> Span | NoSpan:
+    """A block of work of this thread, as an event of the trace.
+
+    Args:
+        values: numbers and names by which a person understands it: ``step``, ``tier``, ``bytes``.
+    """
+    return _NONE if _tracer is None else Span(name, values)
+
+
+def traced(name: str, start: float, **values: Any) -> None:
+    """As `span`, for work that has ended and began at this time of `time.perf_counter`."""
+    if (tracer := _tracer) is not None:
+        tracer.add(name, start, time.perf_counter(), values)
+
+
+def begin(path: str | os.PathLike[str]) -> Tracer:
+    """Trace this process from now on, to a file.
+
+    Raises:
+        RuntimeError: it is being traced already.
+        OSError: the file cannot be written.
+    """
+    global _tracer
+    if _tracer is not None:
+        raise RuntimeError(f"this process is being traced already, to {_tracer.path}")
+    _tracer = Tracer(path)
+    return _tracer
+
+
+def end() -> None:
+    """End the trace, if there is one: its file is whole then."""
+    global _tracer
+    tracer, _tracer = _tracer, None
+    if tracer is not None:
+        tracer.close()
+
+
+def begin_by_environment() -> None:
+    """Trace to the file that ``TIERSTATE_TRACE`` names, until this process ends; ``{rank}`` and ``{pid}`` in the name
+    are replaced. Does nothing without it, and where a trace is under way."""
+    name = os.environ.get(VARIABLE, "")
+    if name and _tracer is None:
+        rank = os.environ.get("RANK", "0")
+        begin(name.replace("{rank}", rank).replace("{pid}", str(os.getpid())))
+        atexit.register(end)
+
+
+VARIABLE = "TIERSTATE_TRACE"
