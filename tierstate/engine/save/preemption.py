@@ -28,6 +28,10 @@ from tierstate.tiers.policy.yaml import PolicyErrors
 log = logging.getLogger("tierstate")
 
 
+RAISE_INTERVAL = 0.25
+"""Seconds until a signal whose handler has not run is raised again."""
+
+
 LOOK_INTERVAL = 0.02
 """Seconds between two looks at the saves under way, once a signal has come."""
 
@@ -65,6 +69,7 @@ class Preemption:
     Attributes:
         over: nothing more is done for a signal: the previous handler may be called.
         polled: whether the program has read `preempted`.
+        heard: whether the handler has run since then.
 
     Raises:
         PolicyError: signals cannot be handled here; the message says why.
@@ -75,7 +80,7 @@ class Preemption:
         self._numbers = [signal.Signals[name] for name in keys.signals]
         self._signal: signal.Signals | None = None
         self._began: float | None = None
-        self.over = self.polled = self._closing = self._raised = False
+        self.over = self.polled = self.heard = self._closing = self._raised = False
         self._wake = threading.Lock()  # not a `Latch`, whose waits wake up again and again
         self._wake.acquire()
         self._thread = threading.Thread(target=self._run, name="tierstate-preemption", daemon=True)
@@ -114,7 +119,17 @@ class Preemption:
             self.over = True
             if not self._closing and self._signal is not None:
                 self._raised = True
-                signal.pthread_kill(_main_thread(), self._signal)  # whose handler calls the previous one
+                self._raise_again(self._signal)
+
+    def _raise_again(self, number: signal.Signals) -> None:
+        """Raise the signal once more in the main thread, whose handler calls the previous one.
+
+        Again and again until it has run: a signal that comes just before the thread goes to sleep does not end that
+        sleep, and Python runs the handler after it.
+        """
+        while not self.heard and not self._closing:
+            signal.pthread_kill(_main_thread(), number)
+            time.sleep(RAISE_INTERVAL)
 
     def _finish(self, why: str) -> None:
         """Wait until the saves are finished, or the grace is over."""
@@ -166,6 +181,8 @@ class _Handler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         watching = self.watching if os.getpid() == self._pid else ()  # a forked child has no saves of its own
         under_way = [one for one in watching if not one.over]
+        for one in watching:
+            one.heard = one.heard or one.over
         for one in under_way:
             one.note(number)
         if not under_way:

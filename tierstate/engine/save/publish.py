@@ -6,6 +6,7 @@ from the slabs of a capture that is still running, a `CascadeJob` copies from th
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -54,6 +55,8 @@ from .save_state import SaveState, Skipped
 
 MIN_DEDUPLICATED = 1024
 """Bytes of the shortest chunk for which duplicates within one save are looked for."""
+
+log = logging.getLogger("tierstate")
 
 
 LONG_SAVE = 12 * 3600.0
@@ -604,7 +607,19 @@ class CascadeJob:
         if not records:
             raise self._nowhere(errors, coming)
         version = records[0][1].version
-        return [(tier_run, record) for tier_run, record in records if self._is_same(record.version, version)]
+        same = [(tier_run, record) for tier_run, record in records if self._is_same(record.version, version)]
+        if len(same) < len(records) and self._tier_run.together and self.save_state is not None:
+            # One is this rank's part as it gave it, another was cut out of the whole version, in which chunks that
+            # several ranks gave count once. Cut out of their records, all have the same rows.
+            same = [(tier_run, self._part(whole)) for tier_run, _ in records if (whole := self._whole(tier_run))]
+        return same or records[:1]
+
+    def _whole(self, tier_run: TierRun) -> Record | None:
+        try:
+            return tier_run.log.read(self.due.seq)
+        except TierstateError as error:
+            log.debug("%s: version %d is not copied from there: %s", tier_run.name, self.due.seq, error)
+            return None
 
     def _part(self, record: Record) -> Record:
         """The part of the record that this rank copies."""
