@@ -123,10 +123,14 @@ def _import_seconds() -> float:
 def agent_memory() -> int:
     """Bytes of the agents' own memory: what is resident without shared pages."""
     from tierstate.agent.launch import agents_of_user, ask_agent
+    from tierstate.manifest.errors import TierstateError
 
     found = 0
     for path in agents_of_user():
-        pid = ask_agent(path, "status").head["status"]["pid"]
+        try:
+            pid = ask_agent(path, "status").head["status"]["pid"]
+        except TierstateError:
+            continue  # its socket is all that is left of it
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         found += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
     return found

@@ -25,7 +25,7 @@ from tierstate.engine.save.publish import Job, Stages
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError
+from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError, TierUnavailable
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
@@ -88,13 +88,12 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         run: str,
     ) -> None:
         SharedPipeline.__init__(self, team, merged, policy, tier_runs, arena, mismatched)
-        self._begin_agent(run)
         self._recent: dict[int, SaveState] = {}
         self._latest = 0
         self._kept_back: list[Callable[[], None]] = []
         self._doubtful: list[tuple[int, str, SaveState, Mapping[str, Any]]] = []
         try:
-            self._find_agents(tier_runs)
+            self._find_agents(tier_runs, run)
         except RankFailed:
             raise
         except TierstateError as error:
@@ -105,7 +104,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     # The agents
 
-    def _find_agents(self, tier_runs: Sequence[TierRun]) -> None:
+    def _find_agents(self, tier_runs: Sequence[TierRun], run: str) -> None:
         """Begin a session with the agent of this host, and find whether all ranks have one.
 
         Raises:
@@ -114,7 +113,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         """
         team = self._team
         first = team.leads("host")
-        self._by_all("agent-refused", lambda: self._refuse(tier_runs))
+        self._by_all("agent-refused", lambda: self._prepare(tier_runs, run))
         self._by_all("agent-there", lambda: self._start_here() if first else None)
         places = self._by_all("agent-first", lambda: self._join(None) if team.coordinator else None)
         self._by_all("agent-joined", lambda: None if team.coordinator else self._join(places[0]))
@@ -129,8 +128,9 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         mine: TierstateError | None = None
         try:
             said["value"] = call()
-        except TierstateError as error:
-            mine, said["error"] = error, f"{type(error).__name__}: {error}"
+        except Exception as error:  # any error: the other ranks wait for an answer
+            mine = error if isinstance(error, TierstateError) else TierUnavailable(f"no agent can be had: {error!r}")
+            said["error"] = f"{type(mine).__name__}: {mine}"
         every = [json.loads(one) for one in self._team.gather(topic, json.dumps(said).encode())]
         if mine is not None:
             raise mine
@@ -138,8 +138,8 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             raise PolicyError(f"rank {failed[0][0]} has no agent: {failed[0][1]}")
         return [one["value"] for one in every]
 
-    @staticmethod
-    def _refuse(tier_runs: Sequence[TierRun]) -> None:
+    def _prepare(self, tier_runs: Sequence[TierRun], run: str) -> None:
+        self._begin_agent(run)
         if why := agent_refusal(tier_runs, ranks=True):
             raise PolicyError(why)
 
