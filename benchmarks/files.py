@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _CACHES = Path("/proc/sys/vm/drop_caches")
@@ -24,11 +25,13 @@ def census(path: Path) -> tuple[int, int]:
 
 
 def sync_tree(path: Path) -> None:
-    """Make files and folders durable, and the name of the path itself."""
+    """Make files and folders durable, and the name of the path itself. What is removed meanwhile needs no sync."""
     for file in files_below(path):
-        _sync(file)
+        with suppress(FileNotFoundError):
+            _sync(file)
     for folder, _, _ in os.walk(path):
-        _sync(Path(folder))
+        with suppress(FileNotFoundError):
+            _sync(Path(folder))
     _sync(path.parent)
 
 

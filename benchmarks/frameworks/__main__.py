@@ -93,7 +93,11 @@ def main() -> int:
         for number in range(args.rounds):
             for name in args.only:
                 for who in WHO if number % 2 else WHO[::-1]:
-                    took = round_of(name, who, root, args.size)
+                    try:
+                        took = round_of(name, who, root, args.size)
+                    except subprocess.CalledProcessError as error:
+                        say(f"round {number + 1}: {name}, {who}: {error}; it does not count")
+                        continue
                     found[name][who].append(took)
                     say(f"round {number + 1}: {name}, {who}: {', '.join(f'{k} {took[k]:.3f}' for k in FIGURES)}")
     finally:
@@ -107,6 +111,9 @@ def report(found: dict[str, dict[str, list[dict[str, float]]]]) -> str:
     """A table: two rows for each framework, and the ratios."""
     rows = []
     for name, both in found.items():
+        if not all(both.values()):
+            rows.append([f"{JOBS[name].title} {_version(name)}", *["no round ended well"] * len(FIGURES)])
+            continue
         medians = {who: [statistics.median(one[k] for one in both[who]) for k in FIGURES] for who in WHO}
         for who in WHO:
             spans = [f"{statistics.median(all_):.2f} ({min(all_):.2f}–{max(all_):.2f})"

@@ -18,8 +18,8 @@ from benchmarks.files import sync_tree
 from benchmarks.state import fingerprint, tensors
 
 WIDTH = 2048
-EVERY, STEPS = 10, 29
-"""A save every so many steps, of so many: two saves, of which the first one warms up."""
+EVERY, STEPS = 25, 74
+"""A save every so many steps, of so many: two saves, the first to warm up, and time until the last is durable."""
 
 LAYER_BYTES = 3 * 4 * WIDTH * (WIDTH + 1)
 """Of a layer's weight and bias, each with two moments of AdamW, in float32."""
