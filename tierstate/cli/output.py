@@ -20,6 +20,7 @@ from tierstate.copy import CopyResult
 from tierstate.engine.events import Event
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.maintain.adopt import MarkerResult
+from tierstate.engine.maintain.bisect import Bisection
 from tierstate.engine.maintain.check_chunks import Problem, VerifyReport
 from tierstate.engine.maintain.doctor import DoctorReport, Repair
 from tierstate.engine.maintain.leaf_locations import LeafLocation, TierShare, subtotals
@@ -665,6 +666,44 @@ def _peer_row(member: Member, said: dict[str, Any] | TierUnavailable) -> tuple[o
         return member.place, member.domain, "", "", "", f"does not answer: {said}"
     capacity = "-" if said["capacity"] is None else rough_size(said["capacity"])
     return member.place, member.domain, said["objects"], rough_size(said["used"]), capacity, f"runs, pid {said['pid']}"
+
+
+def show_bisection(found: Bisection, as_json: bool) -> None:
+    """What a bisection has found."""
+    if as_json:
+        looks = [{"step": look.version.step, "id": look.version.id, "holds": look.holds} for look in found.looks]
+        ends = {name: v and {"step": v.step, "seq": v.seq, "id": v.id, "time": v.time}
+                for name, v in (("first", found.first), ("before", found.before))}  # fmt: skip
+        print_json({**ends, "looks": looks})
+    elif found.first is None:
+        say("it does not hold for the newest version")
+    else:
+        before = f"; not yet at step {found.before.step}" if found.before is not None else ", the oldest version"
+        say(f"first at step {found.first.step} (version {found.first.id[:12]}, {when(found.first.time)}){before}")
+
+
+def show_status(run: str, tiers: Sequence[Mapping[str, Any]], under_way: Sequence[str], as_json: bool) -> None:
+    """How a run stands in each tier."""
+    if as_json:
+        print_json({"run": run, "tiers": list(tiers), "under_way": list(under_way)})
+        return
+    head = ["tier", ">newest step", "saved", ">steps behind", ">versions", ">missing", ">unreadable", "trouble"]
+    table(head, [_status_row(tier) for tier in tiers])
+    for text in under_way:
+        say(f"an agent has under way: {text}")
+
+
+def _rough_age(seconds: float) -> str:
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _status_row(tier: Mapping[str, Any]) -> tuple[object, ...]:
+    saved = "" if tier["saved"] is None else f"{when(tier['saved'])}, {_rough_age(time.time() - tier['saved'])} ago"
+    step, behind = ("–" if tier[key] is None else tier[key] for key in ("step", "behind"))
+    return tier["tier"], step, saved, behind, tier["versions"], tier["missing"], tier["unreadable"], tier["trouble"]
 
 
 def show_events(events: Sequence[Event], as_json: bool) -> None:
