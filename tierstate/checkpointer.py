@@ -47,7 +47,7 @@ from tierstate.providers.tensors.devices import refusal
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.rename import Rename
 from tierstate.providers.tree.unflatten import NEW
-from tierstate.telemetry.telemetry import Telemetry
+from tierstate.telemetry.telemetry import Telemetry, check_packages
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.cudart import is_capturing
 from tierstate.tiers.places import check_places
@@ -235,6 +235,7 @@ class Checkpointer(Run):
             # Before `_at_exit` is registered: it then runs before h5py undoes its own set-up at exit, without which the
             # saves that are finished there would fail, or crash the interpreter.
             format_of(tier.format)
+        check_packages(policy.metrics)
         together = self._together
         arena = Arena(policy.arena.size, policy.chunk, shared=policy.agent.mode != "off")
         tier_run = TierRun if together is None else together.tier_run

@@ -128,6 +128,22 @@ print(json.dumps([points, named]))
     assert {one[0] for one in spans} == {"tierstate.save", "tierstate.capture", "tierstate.commit"}
 
 
+@pytest.mark.parametrize(
+    ("metrics", "package"),
+    [({"port": 0}, "prometheus_client"), ({"opentelemetry": True}, "opentelemetry")],
+)
+def test_what_is_not_installed_is_told_before_anything_is_opened(
+    place: Path, metrics: dict[str, object], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierstate.telemetry import prometheus
+
+    monkeypatch.setattr(prometheus, "_sink", None)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ts.PolicyError, match=r"is not installed; install tierstate\["):
+        ts.Checkpointer(world(place, **metrics), "metrics-run")
+    assert not (place / "nvme").exists()
+
+
 def test_names_follow_the_conventions() -> None:
     for metric in METRICS:
         assert metric.name.startswith("tierstate_")

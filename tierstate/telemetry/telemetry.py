@@ -18,6 +18,22 @@ from .metrics import Recorder, Sink, Watch
 log = logging.getLogger("tierstate")
 
 
+def check_packages(keys: MetricsKeys) -> None:
+    """Check that what the policy asks for is installed, before anything is opened.
+
+    Raises:
+        PolicyError: it is not.
+    """
+    if keys.port is not None or keys.textfile is not None:
+        from .prometheus import sink_of_process
+
+        sink_of_process()
+    if keys.opentelemetry:
+        from .opentelemetry import OpenTelemetrySink
+
+        OpenTelemetrySink()
+
+
 class Telemetry:
     """What one run tells of itself in this process.
 
