@@ -1,4 +1,5 @@
-"""The commands ``bisect`` and ``status``: since when something is wrong, and how the run stands now."""
+"""The commands ``bisect``, ``status`` and ``explain``: since when something is wrong, how the run stands, what took
+long."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from tierstate.engine.info import VersionInfo
 from tierstate.engine.maintain.bisect import bisect as find_first
 from tierstate.engine.maintain.bisect import has_nonfinite
 from tierstate.manifest.errors import StateMismatch, TierstateError
+from tierstate.telemetry.explain import explain as explain_save
 
 from . import output
 from .options import Json, PolicyFile, Run, no_versions
@@ -123,6 +125,27 @@ def status(policy: PolicyFile, run: Run, as_json: Json = False) -> None:
         tiers = [_tier_status(tier.name, versions, hung, failures) for tier in ckpt.policy.tiers]
     output.show_status(run, tiers, _under_way(run), as_json)
     raise typer.Exit(1 if hung or any(version.unreadable for version in versions) else 0)
+
+
+@app.command()
+def explain(
+    policy: PolicyFile,
+    run: Run,
+    step: Annotated[int, typer.Option(help="The step of the save.")],
+    as_json: Json = False,
+) -> None:
+    """Say where the time of one save went, what waited, and what of the policy would change it.
+
+    From the events that are logged in the tiers (policy: metrics: {events: true}).
+    """
+    with open_quietly(policy, run) as ckpt:
+        events = ckpt.events()
+    lines = explain_save(events, step)
+    if as_json:
+        output.print_json([event.encode() for event in events if event.step == step])
+        return
+    for line in lines:
+        output.say(line)
 
 
 def _tier_status(
