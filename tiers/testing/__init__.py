@@ -6,7 +6,7 @@ A test of ten lines is enough; it needs pytest and hypothesis (``pip install pyt
 
     class TestMyTier(TierContract):
         def make(self, tmp_path):
-            return MyTier(path=tmp_path)
+            return MyTier(place=tmp_path)
 
         def reopen(self, tier):  # optional: another handle on the same place
             return MyTier(path=tier.path)

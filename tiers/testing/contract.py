@@ -25,7 +25,7 @@ class TierContract:
 
     def make(self, tmp_path: Path) -> Tier:
         """Return a tier on an empty place; called once per test."""
-        raise NotImplementedError("say how your tier is made: def make(self, tmp_path): return MyTier(path=tmp_path)")
+        raise NotImplementedError("say how your tier is made: def make(self, tmp_path): return MyTier(place=tmp_path)")
 
     def reopen(self, tier: Tier) -> Tier | None:
         """Return another handle on the same place, as another process would have it; None if that is not possible."""
