@@ -73,6 +73,22 @@ def test_only_the_newest_pieces_stay_and_what_is_no_event_is_left_out() -> None:
     assert read_events({"store": store}, "run") == written[5:]
 
 
+def test_a_tier_that_hangs_is_not_waited_for_and_gets_its_events_later() -> None:
+    class Hanging(Memory):
+        trouble = "hangs since 10:00:00: put"
+
+    store = Hanging()
+    log = EventLog([], "run")
+    log._tiers, log._waiting, log._try_at = {"store": store}, {"store": []}, {"store": 0.0}
+    log.event(Event("saved", 1000.0, "run", step=1))
+    log.event(Event("committed", 1000.0, "run", tier="memory of a process", step=1))
+    log.close()
+    assert list(store.list("")) == []
+    Hanging.trouble = ""
+    log.close()
+    assert [event.kind for event in read_events({"store": store}, "run")] == ["saved"]
+
+
 def test_a_tier_that_takes_no_events_loses_no_save(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "PIECE_EVENTS", 1)
     (place / "nvme").mkdir(mode=0o700)

@@ -176,7 +176,9 @@ def _failures(ckpt: Checkpointer) -> dict[str, str]:
         return {}
     for event in events:
         if event.kind in ("failed", "away"):
-            found[event.tier] = f"step {event.step} has failed: {event.reason}" if event.step else event.reason
+            found[event.tier] = (
+                f"step {event.step} has failed: {event.reason}" if event.step is not None else event.reason
+            )
         elif event.kind in ("committed", "cascaded", "brought", "back"):
             found.pop(event.tier, None)
     return found

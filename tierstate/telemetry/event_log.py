@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tierstate.engine.events import Event
 from tierstate.engine.store.run_in_tier import TierRun
@@ -56,8 +56,10 @@ class EventLog:
         self._try_at: dict[str, float] = dict.fromkeys(self._tiers, 0.0)
 
     def event(self, event: Event) -> None:
-        """Take an event. One of a tier is logged there, all others in every tier."""
-        names = [event.tier] if event.tier in self._tiers else self._tiers if event.kind != "committed" else ()
+        """Take an event. One of a tier is logged there, one of the process in every tier."""
+        names: Iterable[str] = [event.tier] if event.tier in self._tiers else ()
+        if not event.tier or event.kind == "restored":
+            names = self._tiers
         for name in names:
             self._waiting[name].append(event)
             del self._waiting[name][:-WAITING]
@@ -79,6 +81,8 @@ class EventLog:
 
     def _write(self, name: str) -> None:
         tier, events = self._tiers[name], self._waiting[name]
+        if tier.trouble:
+            return  # it hangs, and `close` is not to wait for it once more
         text = "".join(json.dumps(event.encode(), separators=(",", ":")) + "\n" for event in events)
         key = f"events/{self._run}/{int(1000 * events[0].time):013d}-{uuid.uuid4().hex[:8]}.jsonl"
         try:
