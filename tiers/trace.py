@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
 from .concurrency import start_thread
+
+log = logging.getLogger("tierstate")
+
 
 MAX_EVENTS = 2_000_000
 """Events of one trace, at most; viewers do not take more."""
@@ -42,7 +47,7 @@ class Tracer:
         self._file.write("[\n")
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._threads: set[int] = set()
-        self._left = MAX_EVENTS
+        self._left, self._failed = MAX_EVENTS, False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._write_all, name="tierstate-trace", daemon=True)
         start_thread(self._thread)
@@ -50,7 +55,7 @@ class Tracer:
 
     def add(self, name: str, start: float, end: float, values: dict[str, Any]) -> None:
         """A span has ended in this thread. Times are of `time.perf_counter`."""
-        if self._left <= 0 or os.getpid() != self._pid:
+        if self._failed or self._left <= 0 or os.getpid() != self._pid:
             return
         self._left -= 1
         thread = threading.get_native_id()
@@ -66,13 +71,21 @@ class Tracer:
 
     def _write_all(self) -> None:
         comma = ""
-        while (event := self._queue.get()) is not None:
-            self._file.write(f"{comma}{json.dumps(event, separators=(',', ':'), default=str)}")
-            comma = ",\n"
-            if self._queue.empty():
-                self._file.flush()
-        self._file.write("\n]\n")
-        self._file.close()
+        try:
+            while (event := self._queue.get()) is not None:
+                self._file.write(f"{comma}{json.dumps(event, separators=(',', ':'), default=str)}")
+                comma = ",\n"
+                if self._queue.empty():
+                    self._file.flush()
+            self._file.write("\n]\n")
+            self._file.close()
+        except OSError as error:
+            self._failed = True
+            log.warning("%s: the trace ends here: %s", self.path, error)
+            with suppress(OSError):
+                self._file.close()
+            while not self._queue.empty():
+                self._queue.get()
 
     def close(self) -> None:
         """Write what is left."""

@@ -196,16 +196,18 @@ class Checkpointer(Run):
         check_run(run)  # before any tier is opened
         signals = keys_of(preemption, policy.preemption)
         self._together = join_team(process_group, run, policy)
+        self._blocked: deque[float] = deque(maxlen=HISTORY)
+        self._saves = 0
+        self._pid = os.getpid()
+        self._telemetry: Telemetry | None = None
         try:
             self._begin(policy, run, allowed_pickles(policy, [check_glob(p) for p in allow_pickle]))
             self._preemption = None if signals is None else self._watch(signals)
         except BaseException:
             if self._together is not None:
                 self._together.close()  # the other ranks wait for this rank
+            self._end_telemetry()
             raise
-        self._blocked: deque[float] = deque(maxlen=HISTORY)
-        self._saves = 0
-        self._pid = os.getpid()
         self.restored: VersionInfo | None = None
         """The version of the last `restore` or `load`."""
         atexit.register(self._at_exit)
@@ -620,9 +622,13 @@ class Checkpointer(Run):
                 closing.callback(self._together.close)
             for close in (self._arena.close, *(s.tier.close for s in self._tier_runs), self._guard.close):
                 closing.callback(close)
-            closing.callback(self._telemetry.close)
+            closing.callback(self._end_telemetry)
             closing.callback(self._events.close)
             closing.callback(self._pipeline.stop)
+
+    def _end_telemetry(self) -> None:
+        if self._telemetry is not None:
+            self._telemetry.close()
 
     def __enter__(self) -> Self:
         return self

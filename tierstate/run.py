@@ -112,7 +112,7 @@ class Run:
             since: seconds since 1970; older events are left out.
 
         Raises:
-            TierstateError: a tier cannot be read.
+            TierstateError: no tier can be read; one of several is passed over with a warning.
         """
         self._check_open()
         return read_events({s.name: s.tier for s in self._tier_runs if s.tier.traits.persistent}, self.run, since)

@@ -74,6 +74,10 @@ def test_wandb(place: Path, tmp_path: Path) -> None:
             return lambda: (ckpt._events.close(), end())
 
         save(place, begin)
+        for step in range(3):
+            run.log({"loss": 1.0}, step=step)  # W&B's steps are the training's
+        assert run.step <= 3
+        assert run.summary["loss"] == 1.0
         assert run.summary["tierstate/step"] == 2
         assert run.summary["tierstate/lustre/written_bytes"] >= 0
 

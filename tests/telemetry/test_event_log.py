@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,13 +49,14 @@ def test_every_tier_has_its_events_and_those_of_the_process(place: Path) -> None
         assert later == [event for event in found if event.time >= found[-1].time]
 
 
-def test_only_the_newest_pieces_stay_and_what_is_no_event_is_left_out() -> None:
+def test_only_the_newest_pieces_stay_and_what_is_no_event_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store, written = Memory(), []
     store.name = "store"
 
     class One:
         name, tier, leads = "store", store, True
 
+    monkeypatch.setattr(event_log, "PIECES", 64)
     for number in range(event_log.PIECES + 5):
         log = EventLog([], "run")
         log._tiers, log._waiting, log._try_at = {"store": store}, {"store": []}, {"store": 0.0}
@@ -71,6 +73,34 @@ def test_only_the_newest_pieces_stay_and_what_is_no_event_is_left_out() -> None:
     )
     store.put("events/run/other.txt", torch.zeros(3, dtype=torch.uint8))
     assert read_events({"store": store}, "run") == written[5:]
+
+
+def test_what_fails_in_one_tier_is_logged_in_the_others_and_one_that_cannot_be_read_is_passed_over() -> None:
+    class Broken(Memory):
+        def list(self, prefix: str) -> Iterator[str]:
+            raise ts.TierUnavailable("planted")
+
+    good, broken = Memory(), Broken()
+    log = EventLog([], "run")
+    log._tiers, log._try_at = {"good": good, "broken": broken}, {"good": 0.0, "broken": 0.0}
+    log._waiting = {"good": [], "broken": []}
+    log.event(Event("failed", 1000.0, "run", "broken", 1, 1, reason="planted"))
+    log.close()
+    assert [event.tier for event in read_events({"broken": broken, "good": good}, "run")] == ["broken"]
+    with pytest.raises(ts.TierUnavailable):
+        read_events({"broken": broken}, "run")
+
+
+def test_no_more_is_read_than_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_READ", 200)
+    store = Memory()
+    for number in range(10):
+        text = json.dumps(Event("saved", float(number), "run", step=number).encode()).encode()
+        key = f"events/run/{number:013d}-00000000.jsonl"
+        store.put(key, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    found = read_events({"store": store}, "run")
+    assert 0 < len(found) < 10
+    assert found[-1].step == 9
 
 
 def test_a_tier_that_hangs_is_not_waited_for_and_gets_its_events_later() -> None:

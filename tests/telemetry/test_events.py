@@ -141,6 +141,28 @@ def test_a_slow_hook_delays_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert "events were dropped, since those who take them are too slow" in caplog.text
 
 
+def test_a_slow_hook_takes_nothing_from_the_log(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "CLOSE_WAIT", 1.0)
+    over = threading.Event()
+    spec = world(place, metrics={"events": True})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.on("*", lambda _: over.wait(60))
+        for step in range(5):
+            ckpt.save({"w": torch.full((1000,), float(step))}, step).wait("lustre")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert [event.step for event in ckpt.events() if event.kind == "cascaded"] == [*range(5)]
+    over.set()
+
+
+def test_a_save_that_goes_nowhere_is_not_captured(place: Path) -> None:
+    found: list[Event] = []
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place, every=3)}), "run") as ckpt:
+        ckpt.on("captured", found.append)
+        for step in range(7):
+            ckpt.save({"w": torch.ones(10)}, step)
+    assert [event.step for event in found] == [0, 3, 6]
+
+
 def test_a_line_for_a_person_once_per_save_and_tier(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierstate")
     with ts.Checkpointer(world(place), "run") as ckpt:

@@ -14,7 +14,8 @@ import torch
 from support.checkpointer_worlds import policy, tier
 
 import tierstate as ts
-from tierstate.telemetry.metrics import METRICS
+from tierstate.engine.events import Event
+from tierstate.telemetry.metrics import METRICS, Metric, Recorder, Watch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -45,6 +46,8 @@ def save_some(ckpt: ts.Checkpointer) -> dict[str, torch.Tensor]:
 
 
 def test_prometheus_gets_what_has_happened(place: Path) -> None:
+    from prometheus_client import generate_latest
+
     from tierstate.telemetry import prometheus
 
     file = place / "run.prom"
@@ -58,6 +61,10 @@ def test_prometheus_gets_what_has_happened(place: Path) -> None:
         assert served["tierstate_tier_healthy", "lustre"] == 1
         assert served["tierstate_newest_version_step", "lustre"] == 3
     found = samples(file.read_text())
+    assert found["tierstate_newest_version_step", "nvme"] == 3
+    later = samples(generate_latest(prometheus.sink_of_process().registry).decode())
+    assert not [name for name, _ in later if name.startswith(("tierstate_lag", "tierstate_newest", "tierstate_tier"))]
+    assert later["tierstate_saves_total", ""] == 3
     assert found["tierstate_saves_total", ""] == 3
     assert found["tierstate_save_blocked_seconds_count", ""] == 3
     assert found["tierstate_commits_total", "nvme"] == found["tierstate_commits_total", "lustre"] == 3
@@ -126,6 +133,40 @@ print(json.dumps([points, named]))
         ["tierstate.commit", 1, True], ["tierstate.commit", 2, True],
     ]  # fmt: skip
     assert {one[0] for one in spans} == {"tierstate.save", "tierstate.capture", "tierstate.commit"}
+
+
+def test_a_checkpointer_that_cannot_be_made_leaves_no_metrics(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prometheus_client import generate_latest
+
+    from tierstate.telemetry import prometheus
+
+    def fails(self: object, keys: object) -> None:
+        raise ts.PolicyError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ts.Checkpointer, "_watch", fails)
+        with pytest.raises(ts.PolicyError, match="planted"):
+            ts.Checkpointer(world(place, port=0), "metrics-run", preemption=True)
+    generate_latest(prometheus.sink_of_process().registry)
+    with ts.Checkpointer(world(place, port=0), "metrics-run") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 1).wait()
+
+
+def test_the_newest_version_is_the_newest_though_an_older_one_comes_later() -> None:
+    put: dict[str, float] = {}
+
+    class Noted:
+        def add(self, metric: Metric, value: float, labels: dict[str, str]) -> None:
+            pass
+
+        def put(self, metric: Metric, value: float, labels: dict[str, str]) -> None:
+            put[metric.name] = value
+
+    watch = Watch(Recorder(Noted(), {}), lambda: None)  # type: ignore[arg-type]
+    watch.event(Event("committed", 9000.0, "run", "nvme", 3, 3, saved=3000.0, raw=5))
+    watch.event(Event("brought", 9001.0, "run", "nvme", 2, 2, saved=2000.0, raw=5))
+    watch.look()
+    assert put == {"tierstate_newest_version_step": 3, "tierstate_newest_version_timestamp_seconds": 3000.0}
 
 
 @pytest.mark.parametrize(

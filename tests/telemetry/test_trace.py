@@ -133,3 +133,18 @@ def test_a_slow_tier_is_found(place: Path) -> None:
     (copy,) = [event for event in found if event["name"] == "cascade"]
     end = copy["ts"] + copy["dur"]
     assert all(copy["ts"] <= event["ts"] and event["ts"] + event["dur"] <= end for event in waits)
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace.begin("/dev/full")
+    try:
+        for number in range(20_000):
+            with trace.span("work", number=number):
+                pass
+    finally:
+        tracer = trace._tracer
+        trace.end()
+    assert "/dev/full: the trace ends here" in caplog.text
+    assert tracer is not None
+    assert tracer._queue.qsize() < 20_000
+    assert tracer._failed

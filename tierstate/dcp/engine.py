@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,10 +89,12 @@ class DcpEngine:
                 newest = self._pipeline.newest_step()
                 step = 0 if newest is None else newest + 1
             checked_step(step)
+            start = time.monotonic()
             save = self.checkpointer._save_planned(lambda seq: self._plans.plan(seq, plan, planner), step, metadata)
         # DCP tells of the failure of this save; in other tiers it is logged. So no later save tells of it again.
         save._save_state.told |= set(save.tiers)
         save.wait_captured()
+        self.checkpointer._events.emit("saved", step=step, seq=save.seq, seconds=time.monotonic() - start)
         self._pipeline.keep_up(save._save_state)
         return save
 

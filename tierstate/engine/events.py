@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias
 
@@ -62,6 +62,10 @@ CLOSE_WAIT = 5.0
 """Seconds that `EventBus.close` waits until subscribers have taken what is waiting."""
 
 
+TICK = 10.0
+"""Seconds without an event after which metrics and logs are brought up to date."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something that has happened.
@@ -75,6 +79,8 @@ class Event:
         rank: the rank that says so, if several save together.
         nbytes, seconds: as the kind says.
         reason: why.
+        saved: when the version was saved, in seconds since 1970.
+        raw: bytes of its state.
     """
 
     kind: str
@@ -88,6 +94,8 @@ class Event:
     nbytes: int | None = None
     seconds: float | None = None
     reason: str = ""
+    saved: float | None = None
+    raw: int | None = None
 
     def encode(self) -> dict[str, Any]:
         """As JSON values, without what is not known."""
@@ -102,15 +110,80 @@ class Event:
         """
         known = {name: encoded[name] for name in cls.__slots__ if name in encoded}
         words = all(isinstance(known.get(name, ""), str) for name in ("kind", "run", "tier", "version", "reason"))
-        numbers = {name: known[name] for name in ("time", "seconds") if name in known}
-        counts = [known[name] for name in ("step", "seq", "rank", "nbytes") if name in known]
+        numbers = {name: known[name] for name in ("time", "seconds", "saved") if name in known}
+        counts = [known[name] for name in ("step", "seq", "rank", "nbytes", "raw") if name in known]
         sound = all(type(n) in (int, float) and 0 <= n < MAX_NUMBER for n in numbers.values())
-        if not (words and sound and {"kind", "run", "time"} <= known.keys() and all(type(n) is int for n in counts)):
+        if not (
+            words
+            and sound
+            and {"kind", "run", "time"} <= known.keys()
+            and all(type(n) is int and abs(n) < 1 << 63 for n in counts)
+        ):
             raise FormatError(f"not an event: {str(encoded)[:100]}")
         return cls(**known)
 
 
 Subscriber: TypeAlias = Callable[[Event], object]
+
+
+class _Lane:
+    """A thread that gives events to its subscribers, one after the other."""
+
+    def __init__(self, name: str, tick: Callable[[], object] | None = None) -> None:
+        self.subscribers: list[tuple[str, Subscriber]] = []
+        self._name, self._tick = name, tick
+        # Put to in C: an interrupt of the training thread leaves no lock behind.
+        self._waiting: SimpleQueue[Event | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._dropped, self._pid = 0, os.getpid()
+
+    def put(self, event: Event) -> None:
+        """Have an event given to the subscribers."""
+        if not self.subscribers:
+            return
+        if self._waiting.qsize() < MAX_WAITING:
+            self._waiting.put(event)
+        else:
+            self._dropped += 1
+
+    def start(self) -> None:
+        """Start the thread, unless it is."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        start_thread(self._thread)
+
+    def close(self) -> None:
+        """Wait a bounded time until all that has happened is given, and end the thread."""
+        thread = self._thread
+        if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
+            return
+        self._waiting.put(None)
+        thread.join(CLOSE_WAIT)
+        if thread.is_alive():
+            log.warning("closed while %d events still wait for those who take them", self._waiting.qsize())
+
+    def _run(self) -> None:
+        while True:
+            try:
+                event = self._waiting.get(timeout=TICK if self._tick is not None else None)
+            except Empty:
+                self._guarded(lambda _: self._tick and self._tick(), None)
+                continue
+            if event is None:
+                return
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                log.warning("%d events were dropped, since those who take them are too slow", dropped)
+            for kind, call in self.subscribers:
+                if kind in (EVERY, event.kind):
+                    self._guarded(call, event)
+
+    @staticmethod
+    def _guarded(call: Callable[[Any], object], event: Event | None) -> None:
+        try:
+            call(event)
+        except Exception:
+            log.exception("a hook for events has failed at %s", "-" if event is None else json.dumps(event.encode()))
 
 
 class EventBus:
@@ -119,16 +192,20 @@ class EventBus:
     Args:
         run: its name.
         rank: of this process, if several save together.
+
+    Attributes:
+        ticks: called every `TICK` seconds in the thread of those who subscribe ``apart``.
     """
 
     def __init__(self, run: str, rank: int | None = None) -> None:
         self._run, self.rank = run, rank
-        self._subscribers: list[tuple[str, Subscriber]] = []
-        # Put to in C: an interrupt of the training thread leaves no lock behind.
-        self._waiting: SimpleQueue[Event | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._dropped = 0
-        self._pid = os.getpid()
+        self.ticks: list[Callable[[], object]] = []
+        self._hooks = _Lane("tierstate-events")
+        self._apart = _Lane("tierstate-metrics", self._on_tick)
+
+    def _on_tick(self) -> None:
+        for tick in list(self.ticks):
+            tick()
 
     def emit(self, kind: str, **values: Any) -> None:
         """An event has happened now. ``values``: attributes of `Event`. Never raises what a subscriber does."""
@@ -138,19 +215,16 @@ class EventBus:
         """As `emit`, for an event of this or another process."""
         if log.isEnabledFor(logging.INFO) and (text := describe(event)):
             log.info("%s", text)
-        if not self._subscribers:
-            return
-        if self._waiting.qsize() < MAX_WAITING:
-            self._waiting.put(event)
-        else:
-            self._dropped += 1
+        self._apart.put(event)
+        self._hooks.put(event)
 
-    def subscribe(self, kinds: str | Iterable[str], call: Subscriber) -> Callable[[], None]:
+    def subscribe(self, kinds: str | Iterable[str], call: Subscriber, *, apart: bool = False) -> Callable[[], None]:
         """Have a function called with each event of some kinds, in a thread of this bus, one after the other.
 
         Args:
             kinds: one of `KINDS`, several, or ``"*"`` for all.
             call: what it raises is logged, and changes nothing.
+            apart: in another thread than the hooks of users, which may be slow.
 
         Returns:
             Ends the subscription.
@@ -161,38 +235,19 @@ class EventBus:
         names = [kinds] if isinstance(kinds, str) else list(kinds)
         if wrong := [name for name in names if name != EVERY and name not in KINDS]:
             raise ValueError(f"{wrong[0]!r} is no kind of event; known are {', '.join(KINDS)}, and {EVERY!r} for all")
-        added = [(name, call) for name in names]
-        self._subscribers = [*self._subscribers, *added]
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run_all, name="tierstate-events", daemon=True)
-        start_thread(self._thread)
+        lane, added = self._apart if apart else self._hooks, [(name, call) for name in names]
+        lane.subscribers = [*lane.subscribers, *added]
+        lane.start()
 
         def end() -> None:
-            self._subscribers = [one for one in self._subscribers if one not in added]
+            lane.subscribers = [one for one in lane.subscribers if one not in added]
 
         return end
 
     def close(self) -> None:
-        """Wait a bounded time until all subscribers have what has happened, and end the thread."""
-        if self._thread is not None and os.getpid() == self._pid and self._thread is not threading.current_thread():
-            self._waiting.put(None)
-            self._thread.join(CLOSE_WAIT)
-
-    def _run_all(self) -> None:
-        while (event := self._waiting.get()) is not None:
-            dropped, self._dropped = self._dropped, 0
-            if dropped:
-                log.warning("%d events were dropped, since those who take them are too slow", dropped)
-            for kind, call in self._subscribers:
-                if kind in (EVERY, event.kind):
-                    self._call(call, event)
-
-    @staticmethod
-    def _call(call: Subscriber, event: Event) -> None:
-        try:
-            call(event)
-        except Exception:
-            log.exception("a hook for events has failed at %s", json.dumps(event.encode()))
+        """Wait a bounded time until all subscribers have what has happened, and end the threads."""
+        self._apart.close()
+        self._hooks.close()
 
 
 def describe(event: Event) -> str:

@@ -36,17 +36,17 @@ def values_of(event: Event) -> Mapping[str, float]:
     return {}
 
 
-def _subscribe(ckpt: Run, log: Callable[[str, float, int | None], object]) -> Callable[[], None]:
+def _subscribe(ckpt: Run, log: Callable[[Mapping[str, float], int | None], object]) -> Callable[[], None]:
     def call(event: Event) -> None:
-        for name, value in values_of(event).items():
-            log(name, value, event.step)
+        if values := values_of(event):
+            log(values, event.step)
 
     return ckpt.on(EVERY, call)
 
 
 def to_wandb(ckpt: Run, run: Any = None) -> Callable[[], None]:
-    """Log to Weights & Biases. The step is a value of its own, ``tierstate/step``, since events come later than the
-    training's own steps, and W&B takes none back.
+    """Log to Weights & Biases. The step is a value of its own, ``tierstate/step``, and W&B's is left to the training:
+    the values go with what it logs next.
 
     Args:
         run: by default the current run.
@@ -64,7 +64,7 @@ def to_wandb(ckpt: Run, run: Any = None) -> Callable[[], None]:
         raise RuntimeError("there is no W&B run to log to: call wandb.init() before, or give run=")
     run.define_metric("tierstate/step")
     run.define_metric("tierstate/*", step_metric="tierstate/step")
-    return _subscribe(ckpt, lambda name, value, step: run.log({name: value, "tierstate/step": step}))
+    return _subscribe(ckpt, lambda values, step: run.log({**values, "tierstate/step": step}, commit=False))
 
 
 def to_mlflow(ckpt: Run, run_id: str | None = None) -> Callable[[], None]:
@@ -87,7 +87,12 @@ def to_mlflow(ckpt: Run, run_id: str | None = None) -> Callable[[], None]:
             raise RuntimeError("there is no active MLflow run: call mlflow.start_run() before, or give run_id=")
         run_id = active.info.run_id
     client = mlflow.MlflowClient()
-    return _subscribe(ckpt, lambda name, value, step: client.log_metric(run_id, name, value, step=step or 0))
+
+    def log(values: Mapping[str, float], step: int | None) -> None:
+        for name, value in values.items():
+            client.log_metric(run_id, name, value, step=step or 0)
+
+    return _subscribe(ckpt, log)
 
 
 def to_tensorboard(ckpt: Run, writer: Any) -> Callable[[], None]:
@@ -99,4 +104,9 @@ def to_tensorboard(ckpt: Run, writer: Any) -> Callable[[], None]:
     Returns:
         A function that ends this.
     """
-    return _subscribe(ckpt, lambda name, value, step: writer.add_scalar(name, value, step))
+
+    def log(values: Mapping[str, float], step: int | None) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return _subscribe(ckpt, log)

@@ -22,16 +22,20 @@ from tierstate.tiers.base import Range, Tier
 log = logging.getLogger("tierstate")
 
 
-PIECES = 64
-"""Pieces of a run that stay in a tier."""
+PIECES = 1440
+"""Pieces of a run that stay in a tier: of a day, if there is one a minute."""
+
+
+EVERYWHERE = ("failed", "away", "owed", "left_out", "restored")
+"""Kinds of events that are logged in every tier."""
 
 
 PIECE_EVENTS, PIECE_SECONDS = 512, 60.0
 """A piece is written when it has so many events, or its first one is so old."""
 
 
-MAX_PIECE = 4 << 20
-"""Bytes of a piece that is read, at most."""
+MAX_PIECE, MAX_READ = 4 << 20, 64 << 20
+"""Bytes of a piece, and of all pieces of a tier, that are read, at most: of the newest ones."""
 
 
 WAITING = 4096
@@ -56,13 +60,18 @@ class EventLog:
         self._try_at: dict[str, float] = dict.fromkeys(self._tiers, 0.0)
 
     def event(self, event: Event) -> None:
-        """Take an event. One of a tier is logged there, one of the process in every tier."""
+        """Take an event. One of a tier is logged there, and in every tier if it may be of no use there, as the tier
+        fails; one of the process in every tier."""
         names: Iterable[str] = [event.tier] if event.tier in self._tiers else ()
-        if not event.tier or event.kind == "restored":
+        if not event.tier or event.kind in EVERYWHERE:
             names = self._tiers
         for name in names:
             self._waiting[name].append(event)
             del self._waiting[name][:-WAITING]
+        self.tick()
+
+    def tick(self) -> None:
+        """Write what is due."""
         for name in self._tiers:
             self._write_if_due(name)
 
@@ -87,12 +96,15 @@ class EventLog:
         key = f"events/{self._run}/{int(1000 * events[0].time):013d}-{uuid.uuid4().hex[:8]}.jsonl"
         try:
             tier.put(key, as_buffer(text.encode()))
-            tier.discard(sorted(_pieces(tier, self._run))[:-PIECES])
         except TierstateError as error:
             self._try_at[name] = time.monotonic() + PIECE_SECONDS
             log.debug("%s: events are logged there later: %s", name, error)
-        else:
-            self._waiting[name] = []
+            return
+        self._waiting[name] = []
+        try:
+            tier.discard(sorted(_pieces(tier, self._run))[:-PIECES])
+        except TierstateError as error:
+            log.debug("%s: old events stay there: %s", name, error)
 
 
 def _pieces(tier: Tier, run: str) -> Iterator[str]:
@@ -107,19 +119,35 @@ def read_events(tiers: Mapping[str, Tier], run: str, since: float = 0.0) -> list
         since: seconds since 1970; older events are left out.
 
     Raises:
-        TierstateError: a tier cannot be read.
+        TierstateError: no tier can be read; one of several is passed over with a warning.
     """
     found: dict[Event, None] = {}
+    failed: list[TierstateError] = []
     for name, tier in tiers.items():
-        for key in sorted(_pieces(tier, run)):
-            for event in _read(name, tier, key):
-                if event.time >= since:
-                    found[event] = None
+        try:
+            some = [event for event in _logged(name, tier, run) if event.time >= since]
+        except TierstateError as error:
+            log.warning("%s: its log of events cannot be read: %s", name, error)
+            failed.append(error)
+        else:
+            found |= dict.fromkeys(some)
+    if failed and len(failed) == len(tiers):
+        raise failed[0]
     return sorted(found, key=lambda event: event.time)
 
 
-def _read(name: str, tier: Tier, key: str) -> Iterator[Event]:
-    nbytes = tier.size(key)
+def _logged(name: str, tier: Tier, run: str) -> Iterator[Event]:
+    left = MAX_READ
+    for key in sorted(_pieces(tier, run), reverse=True)[:PIECES]:
+        nbytes = tier.size(key)
+        left -= nbytes
+        if left < 0:
+            log.warning("%s: events before %s are left out: there are too many", name, key)
+            return
+        yield from _read(name, tier, key, nbytes)
+
+
+def _read(name: str, tier: Tier, key: str, nbytes: int) -> Iterator[Event]:
     if nbytes > MAX_PIECE:
         log.warning("%s: %s is left out: %d bytes, where at most %d are right", name, key, nbytes, MAX_PIECE)
         return

@@ -6,7 +6,6 @@ the same names. The sinks that take the values are in `prometheus` and `opentele
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -94,14 +93,12 @@ class Recorder:
 
     def __init__(self, sink: Sink, common: Mapping[str, str]) -> None:
         self._sink, self._common = sink, dict(common)
-        self._sizes: dict[int, int] = {}
 
     def event(self, event: Event) -> None:
         """Count an event."""
         match event.kind:
             case "captured":
                 self._add("save_captured_seconds", event.seconds or 0.0)
-                self._note(event)
             case "committed" | "cascaded" | "brought":
                 self._arrived(event)
             case "failed":
@@ -125,17 +122,11 @@ class Recorder:
                 self._add("restore_seconds", seconds)
                 self._add("restored_bytes_total", event.nbytes or 0)
 
-    def _note(self, event: Event) -> None:
-        if event.seq is not None:
-            self._sizes[event.seq] = event.nbytes or 0
-            for old in list(self._sizes)[:-256]:
-                del self._sizes[old]
-
     def _arrived(self, event: Event) -> None:
         tier = event.tier
         self._add("commits_total", 1, tier=tier)
         self._add("written_bytes_total", event.nbytes or 0, tier=tier)
-        self._add("state_bytes_total", self._sizes.get(event.seq or -1, 0), tier=tier)
+        self._add("state_bytes_total", event.raw or 0, tier=tier)
         if event.kind == "brought":
             self._add("brought_total", 1, tier=tier)
         elif event.seconds is not None:
@@ -176,25 +167,19 @@ class Watch:
 
     def __init__(self, recorder: Recorder, stats: Callable[[], Stats | None]) -> None:
         self._recorder, self._stats = recorder, stats
-        self._steps: dict[str, tuple[int, float]] = {}
-        self._saved: dict[int, float] = {}
+        self._newest: dict[str, tuple[int, int, float]] = {}
 
     def event(self, event: Event) -> None:
         """Take an event."""
         self._recorder.event(event)
-        if event.kind == "captured" and event.seq is not None:
-            self._saved[event.seq] = event.time - (event.seconds or 0.0)
-            for old in list(self._saved)[:-256]:
-                del self._saved[old]
-        if event.kind in ("committed", "cascaded", "brought") and event.step is not None:
-            when = self._saved.get(event.seq or -1, time.time())
-            if when >= self._steps.get(event.tier, (0, 0.0))[1]:
-                self._steps[event.tier] = event.step, when
+        if event.kind in ("committed", "cascaded", "brought") and event.step is not None and event.saved is not None:
+            found = (event.seq or 0, event.step, event.saved)
+            self._newest[event.tier] = max(found, self._newest.get(event.tier, found))
 
     def look(self) -> None:
         """Bring the gauges up to date."""
         stats = self._stats()
         if stats is not None:
             self._recorder.statistics(stats)
-        for tier, (step, when) in list(self._steps.items()):
+        for tier, (_, step, when) in list(self._newest.items()):
             self._recorder.newest(tier, step, when)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tierstate.engine.events import Event
 from tierstate.manifest.errors import PolicyError
 
-from .metrics import METRICS, Metric
+from .metrics import BUCKETS, METRICS, Metric
 
 _SPANS = {
     "saved": "tierstate.save",
@@ -38,7 +39,7 @@ class OpenTelemetrySink:
         self._trace, self._tracer = trace, trace.get_tracer("tierstate")
         makers: dict[str, Any] = {
             "counter": meter.create_counter,
-            "histogram": meter.create_histogram,
+            "histogram": partial(meter.create_histogram, explicit_bucket_boundaries_advisory=BUCKETS),
             "gauge": meter.create_gauge,
         }
         self._instruments: dict[str, Any] = {

@@ -47,12 +47,16 @@ class PrometheusSink:
             made = makers[metric.kind](metric.name, metric.text, (*COMMON, *metric.labels), registry=None, **more)
             self._metrics[metric.name] = made
         self._looks: list[Callable[[], None]] = []
+        self._put: set[tuple[str, tuple[str, ...]]] = set()
         self.registry.register(self)
 
     def collect(self) -> Iterable[Any]:
         """Called by `prometheus_client` at each scrape."""
         for look in list(self._looks):
-            look()
+            try:
+                look()
+            except Exception:  # of one run: the values of the others are of use
+                log.exception("the statistics of a run cannot be had")
         for made in self._metrics.values():
             yield from made.collect()
 
@@ -66,6 +70,15 @@ class PrometheusSink:
 
     def put(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
         self._metrics[metric.name].labels(**labels).set(value)
+        self._put.add((metric.name, tuple(labels[name] for name in (*COMMON, *metric.labels))))
+
+    def forget(self, common: Mapping[str, str]) -> None:
+        """Remove the gauges of a run that is closed: they would say for ever what was true in the end."""
+        mine = tuple(common[name] for name in COMMON)
+        for name, values in [one for one in self._put if one[1][: len(COMMON)] == mine]:
+            self._put.discard((name, values))
+            with suppress(KeyError):
+                self._metrics[name].remove(*values)
 
     def watch(self, look: Callable[[], None]) -> Callable[[], None]:
         """Have this called before each scrape. Returns what ends that."""
@@ -120,11 +133,14 @@ class TextFile:
 
     Args:
         sink: has them.
-        path: of the file; must end with ``.prom`` for the node exporter to read it.
+        path: of the file; must end with ``.prom`` for the node exporter to read it. Ranks of a host after the first
+            have their ``LOCAL_RANK`` before that.
         interval: seconds between two times.
     """
 
     def __init__(self, sink: PrometheusSink, path: str, interval: float) -> None:
+        if (local := os.environ.get("LOCAL_RANK", "0")) != "0":
+            path = f"{path.removesuffix('.prom')}-{local}.prom"
         self._sink, self._path, self._interval = sink, path, interval
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tierstate-metrics", daemon=True)
@@ -136,7 +152,7 @@ class TextFile:
 
         try:
             write_to_textfile(self._path, self._sink.registry)
-        except OSError as error:
+        except Exception as error:  # no save fails for its metrics
             log.warning("metrics cannot be written to %s: %s", self._path, error)
 
     def _run(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -10,12 +11,17 @@ from tierstate.engine.events import EVERY, EventBus
 from tierstate.engine.info import Stats
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import TierstateError
+from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.policy.models import MetricsKeys
 
 from .event_log import EventLog
 from .metrics import Recorder, Sink, Watch
 
 log = logging.getLogger("tierstate")
+
+
+CLOSE_WAIT = 15.0
+"""Seconds that `Telemetry.close` waits."""
 
 
 def check_packages(keys: MetricsKeys) -> None:
@@ -61,14 +67,15 @@ class Telemetry:
             if keys.events:
                 written = EventLog(tier_runs, run)
                 self._closing.callback(written.close)
-                events.subscribe(EVERY, written.event)
+                events.subscribe(EVERY, written.event, apart=True)
+                events.ticks.append(written.tick)
         except BaseException:
             self._closing.close()
             raise
 
     def _watch(self, sink: Sink) -> Watch:
         watch = Watch(Recorder(sink, self._common), self._statistics)
-        self._events.subscribe(EVERY, watch.event)
+        self._events.subscribe(EVERY, watch.event, apart=True)
         return watch
 
     def _statistics(self) -> Stats | None:
@@ -82,6 +89,7 @@ class Telemetry:
         from .prometheus import TextFile, serve, sink_of_process
 
         sink = sink_of_process()
+        self._closing.callback(sink.forget, self._common)
         self._closing.callback(sink.watch(self._watch(sink).look))
         if keys.port is not None:
             serve(sink, keys.address, keys.port)
@@ -93,9 +101,18 @@ class Telemetry:
 
         sink = OpenTelemetrySink()
         watch = self._watch(sink)
-        self._events.subscribe(EVERY, sink.event)
-        self._events.subscribe(("committed", "cascaded", "failed"), lambda _: watch.look())
+        changing = ("committed", "cascaded", "brought", "failed", "owed", "away", "back", "dropped")
+        self._events.subscribe(EVERY, sink.event, apart=True)
+        self._events.subscribe(changing, lambda _: watch.look(), apart=True)
+        self._events.ticks.append(watch.look)
 
     def close(self) -> None:
-        """Write what is left, and end. Called when no more events come, and before the tiers are closed."""
-        self._closing.close()
+        """Write what is left, and end. Called when no more events come, and before the tiers are closed.
+
+        A tier that hangs is waited for a bounded time: what was to be logged there is lost, and no save is.
+        """
+        closing = threading.Thread(target=self._closing.close, name="tierstate-metrics-close", daemon=True)
+        start_thread(closing)
+        closing.join(CLOSE_WAIT)
+        if closing.is_alive():
+            log.warning("the last events and metrics are not written: a tier or a file system does not answer")

@@ -148,11 +148,11 @@ class SavePipeline:
             cadence.add(head.step, head.time, due=name in names, first=self._history.newest(name) is None)
         self._check_rules(plan.leaves)
         save_state = SaveState(head, plan.total, names, elsewhere)
-        about = {"step": head.step, "seq": head.seq, "nbytes": plan.total}
-        save_state.when_captured = lambda seconds: self.events.emit("captured", seconds=seconds, **about)
         if not names:
             save_state.nothing_to_do()
             return save_state
+        about = {"step": head.step, "seq": head.seq, "nbytes": plan.total}
+        save_state.when_captured = lambda seconds: self.events.emit("captured", seconds=seconds, **about)
         if self._must_skip(plan):
             self.skipped += 1
             self.events.emit("skipped", reason="the arena is full (on_full: skip)", **about)

@@ -127,7 +127,7 @@ class Preemption:
         Again and again until it has run: a signal that comes just before the thread goes to sleep does not end that
         sleep, and Python runs the handler after it.
         """
-        while not self.heard and not self._closing:
+        while not self.heard and not self._closing and _handlers[number].is_set():
             signal.pthread_kill(_main_thread(), number)
             time.sleep(RAISE_INTERVAL)
 

@@ -611,7 +611,8 @@ class CascadeJob:
         if len(same) < len(records) and self._tier_run.together and self.save_state is not None:
             # One is this rank's part as it gave it, another was cut out of the whole version, in which chunks that
             # several ranks gave count once. Cut out of their records, all have the same rows.
-            same = [(tier_run, self._part(whole)) for tier_run, _ in records if (whole := self._whole(tier_run))]
+            cut = [(tier_run, self._part(whole)) for tier_run, _ in records if (whole := self._whole(tier_run))]
+            same = [(tier_run, part) for tier_run, part in cut if self._is_same(part.version, cut[0][1].version)]
         return same or records[:1]
 
     def _whole(self, tier_run: TierRun) -> Record | None:

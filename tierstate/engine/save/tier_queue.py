@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from tierstate.engine.placement import LastSave, Routes
 from tierstate.engine.store.run_in_tier import TierRun
@@ -284,7 +284,8 @@ class TierQueue:
 
     def _arrived(self, job: Job, record: Record) -> None:
         name, counters, events = self.tier_run.name, self.counters, self.tier_run.events
-        about = {"tier": name, "step": job.due.step, "seq": job.due.seq, "version": record.version.id}
+        about: dict[str, Any] = {"tier": name, "step": job.due.step, "seq": job.due.seq, "version": record.version.id}
+        about |= {"saved": job.due.time, "raw": record.version.nbytes}
         if not self.healthy:
             events.emit("back", **about)
         self.healthy = True
