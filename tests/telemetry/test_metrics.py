@@ -53,10 +53,11 @@ def test_prometheus_gets_what_has_happened(place: Path) -> None:
     file = place / "run.prom"
     with ts.Checkpointer(world(place, port=0, textfile=str(file), interval="100s"), "metrics-run") as ckpt:
         save_some(ckpt)
-        time.sleep(0.2)
         (port,) = prometheus._served
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-            served = samples(answer.read().decode())
+        served, end = {}, time.monotonic() + 60
+        while served.get(("tierstate_newest_version_step", "lustre")) != 3 and time.monotonic() < end:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                served = samples(answer.read().decode())
         assert served["tierstate_lag_steps", "nvme"] == 0
         assert served["tierstate_tier_healthy", "lustre"] == 1
         assert served["tierstate_newest_version_step", "lustre"] == 3
