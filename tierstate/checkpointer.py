@@ -19,7 +19,8 @@ from typing import Any, Self
 
 import torch
 
-from tierstate.agent.pipeline import HandingPipeline, pipeline_of
+from tierstate.agent.handing import HandingPipeline
+from tierstate.agent.pipeline import pipeline_of
 from tierstate.agent.shared_pipeline import shared_pipeline_of
 from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.engine.maintain.prune import PendingSaves
@@ -526,7 +527,7 @@ class Checkpointer(Run):
         self._events.emit(
             "restored", nbytes=self.restored.nbytes, seconds=time.monotonic() - start, tier=tiers, **about
         )
-        log.info("restored step %d of run %s from %s", self.restored.step, self.run, ", ".join(self.restored.tiers))
+        log.info("restored step %d of run %s from %s", self.restored.step, self.run, tiers)
         return found
 
     def _found(self, wanted: RestoreSpec, tag: str | None) -> Restored | None:

@@ -74,14 +74,18 @@ def short_path(path: Path) -> Iterator[str]:
 
 def user_of(wire: socket.socket) -> int:
     """The user id of the process at the other end of a Unix socket, as the kernel has it."""
-    data = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(data)[1])
+    return _peer(wire)[1]
 
 
 def process_of(wire: socket.socket) -> int:
     """The number of the process at the other end of a Unix socket when it was connected, as the kernel has it."""
-    data = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(data)[0])
+    return _peer(wire)[0]
+
+
+def _peer(wire: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a Unix socket."""
+    pid, user, group = _CREDENTIALS.unpack(wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user, group
 
 
 class SecretServer:

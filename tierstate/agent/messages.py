@@ -113,9 +113,7 @@ class MessageSocket:
             ConnectionLost: it could not be sent whole.
         """
         views = [memoryview(blob).cast("B") for blob in blobs]
-        text = json.dumps(head, separators=(",", ":")).encode()
-        lengths = [len(text), *map(len, views)]
-        first = _COUNT.pack(len(lengths)) + b"".join(map(_LENGTH.pack, lengths)) + text
+        first = _first_part(head, list(map(len, views)))
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with self._sending:
             try:
@@ -128,12 +126,11 @@ class MessageSocket:
 
     def send_at_once(self, head: Mapping[str, Any]) -> None:
         """Send a short message if that is possible without waiting; else it is not sent."""
-        text = json.dumps(head, separators=(",", ":")).encode()
         if not self._sending.acquire(blocking=False):
             return
         try:
             with suppress(OSError):
-                self._wire.send(_COUNT.pack(1) + _LENGTH.pack(len(text)) + text, socket.MSG_DONTWAIT)
+                self._wire.send(_first_part(head, ()), socket.MSG_DONTWAIT)
         finally:
             self._sending.release()
 
@@ -197,6 +194,13 @@ class MessageSocket:
         """End the connection and free its descriptor. Called when no other thread uses it."""
         self.shut()
         self._wire.close()
+
+
+def _first_part(head: Mapping[str, Any], blobs: Sequence[int]) -> bytes:
+    """A message up to its blobs, of which these are the lengths."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    lengths = [len(text), *blobs]
+    return _COUNT.pack(len(lengths)) + b"".join(map(_LENGTH.pack, lengths)) + text
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 
 from tierstate.engine.packs.slab_layout import SlabChunks
-from tierstate.engine.ranks.leader import MergedVersions
-from tierstate.engine.ranks.save import SharedPipeline, StartState
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save import RankParts, SharedPipeline, StartState
 from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.pipeline import SavePipeline
 from tierstate.engine.save.publish import CascadeJob, DirectJob, UnchangedChunks
@@ -248,23 +246,12 @@ class SharedReceivingPipeline(ReceivingPipeline, SharedPipeline):
     """Publishes the saves of a trainer that is one of several ranks, together with the agents of the others.
 
     Args:
-        team, merged, policy, tier_runs, arena, mismatched: as for `SharedPipeline`; the team is that of the agents.
+        parts: as for `SharedPipeline`; the team is that of the agents.
         report: sends events to the trainer.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        merged: MergedVersions,
-        policy: Policy,
-        tier_runs: Sequence[TierRun],
-        arena: Arena,
-        mismatched: Callable[[int], None],
-        *,
-        report: Report,
-    ) -> None:
-        none = StartState(0, {})  # the trainers have agreed on numbers and cadence
-        SharedPipeline.__init__(self, team, merged, policy, tier_runs, arena, mismatched, none)
+    def __init__(self, parts: RankParts, *, report: Report) -> None:
+        SharedPipeline.__init__(self, parts, StartState(0, {}))  # the trainers have agreed on numbers and cadence
         self._report = report
 
 

@@ -14,26 +14,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from tierstate.engine.placement import Route
-from tierstate.engine.ranks.leader import MergedVersions, remove_record
-from tierstate.engine.ranks.save import SharedPipeline
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.leader import remove_record
+from tierstate.engine.ranks.save import RankParts, SharedPipeline
 from tierstate.engine.save.backlog import PendingVersion
-from tierstate.engine.save.capture import CaptureJob
-from tierstate.engine.save.plan import CapturePlan
-from tierstate.engine.save.publish import Job, Stages
+from tierstate.engine.save.publish import Job
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError, TierUnavailable
 from tierstate.tiers.concurrency import start_thread
-from tierstate.tiers.memory.arena import Arena
-from tierstate.tiers.policy.policy import Policy
 
+from .handing import HandingPipeline
 from .handover import AgentLink, HandOver
 from .launch import start_agent
 from .messages import ConnectionLost, encode_error
-from .pipeline import HandingPipeline, agent_refusal
+from .pipeline import agent_refusal
 from .teams import TeamGreeting
 
 log = logging.getLogger("tierstate")
@@ -68,7 +63,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
     """The save pipeline of one rank's part of each save, which goes by way of an agent.
 
     Args:
-        team, merged, policy, tier_runs, arena, mismatched: as for `SharedPipeline`.
+        parts: as for `SharedPipeline`.
         run: the name of the run.
 
     Raises:
@@ -76,29 +71,19 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         TierstateError: the policy says ``agent: {mode: required}``, and some rank has no agent; on every rank.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        merged: MergedVersions,
-        policy: Policy,
-        tier_runs: Sequence[TierRun],
-        arena: Arena,
-        mismatched: Callable[[int], None],
-        *,
-        run: str,
-    ) -> None:
-        SharedPipeline.__init__(self, team, merged, policy, tier_runs, arena, mismatched)
+    def __init__(self, parts: RankParts, *, run: str) -> None:
+        SharedPipeline.__init__(self, parts)
         self._recent: dict[int, SaveState] = {}
         self._latest = 0
         self._kept_back: list[Callable[[], None]] = []
         self._doubtful: list[tuple[int, str, SaveState, Mapping[str, Any]]] = []
         try:
-            self._find_agents(tier_runs, run)
+            self._find_agents(parts.tier_runs, run)
         except RankFailed:
             raise
         except TierstateError as error:
             self._leave_agent()
-            if policy.agent.mode == "required":
+            if parts.policy.agent.mode == "required":
                 raise
             log.warning("all ranks publish their saves themselves, without agents: %s", error)
 
@@ -204,30 +189,19 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             if self._link is not None:
                 self._link.send({"kind": "continue", "version": version})
 
-    def _capture_job(
-        self,
-        save_state: SaveState,
-        plan: CapturePlan,
-        names: Sequence[str],
-        routes: Mapping[str, Route],
-        stages: Stages,
-    ) -> CaptureJob:
+    def _note_sent(self, save_state: SaveState) -> None:
+        super()._note_sent(save_state)
         with self._changing:
-            self._note(save_state.head.seq, save_state)
-            return super()._capture_job(save_state, plan, names, routes, stages)
-
-    def _note(self, seq: int, save_state: SaveState | None) -> None:
-        self._latest = max(self._latest, seq)
-        if save_state is not None:
-            self._recent[seq] = save_state
-        for old in list(self._recent)[:-RECENT]:
-            del self._recent[old]
+            self._latest = max(self._latest, save_state.head.seq)
+            self._recent[save_state.head.seq] = save_state
+            for old in list(self._recent)[:-RECENT]:
+                del self._recent[old]
 
     def withdraw(
         self, seq: int, why: BaseException | str, names: Sequence[str] | None = None, *, left_out: bool = False
     ) -> None:
         with self._changing:
-            self._note(seq, None)
+            self._latest = max(self._latest, seq)
             error = RankFailed(why) if isinstance(why, str) else why
             told = {"kind": "withdraw", "seq": seq, "error": encode_error(error), "left_out": left_out}
             if self._link is not None:
@@ -413,21 +387,10 @@ def _outcome(name: str, states: Sequence[str], there: Collection[str], lasting: 
     return "failed" if "gone" in states else "redo"
 
 
-def shared_pipeline_of(
-    team: Team,
-    merged: MergedVersions,
-    policy: Policy,
-    tier_runs: Sequence[TierRun],
-    arena: Arena,
-    mismatched: Callable[[int], None],
-    *,
-    run: str,
-) -> SharedPipeline:
+def shared_pipeline_of(parts: RankParts, *, run: str) -> SharedPipeline:
     """The pipeline of one of several ranks that a policy asks for: with an agent or without. All ranks call it.
 
     Raises:
         RankFailed, TierstateError: as `SharedAgentPipeline`.
     """
-    if policy.agent.mode == "off":
-        return SharedPipeline(team, merged, policy, tier_runs, arena, mismatched)
-    return SharedAgentPipeline(team, merged, policy, tier_runs, arena, mismatched, run=run)
+    return SharedPipeline(parts) if parts.policy.agent.mode == "off" else SharedAgentPipeline(parts, run=run)

@@ -42,6 +42,12 @@ class Place(NamedTuple):
     host: str = ""
     port: int = 0
 
+    @classmethod
+    def decode(cls, encoded: Sequence[Any]) -> Self:
+        """The one of a message, with its types checked."""
+        name, host, port = encoded
+        return cls(str(name), str(host), int(port))
+
 
 class TeamGreeting(NamedTuple):
     """What a trainer tells its agent of its team.
@@ -56,13 +62,14 @@ class TeamGreeting(NamedTuple):
     rank: int
     hosts: Sequence[int]
     timeouts: Sequence[float]
-    place: Sequence[Any] | None = None
+    place: Place | None = None
     secret: str | None = None
     authenticated: bool = True
 
     @classmethod
-    def of(cls, team: Team, place: Sequence[Any] | None) -> Self:
-        """That of a team of trainers."""
+    def of(cls, team: Team, told: Sequence[Any] | None) -> Self:
+        """That of a team of trainers. ``told``: the place, as an agent has told it."""
+        place = None if told is None else Place.decode(told)
         timeouts = team.timeouts.timeout, team.timeouts.silence
         if not team.has_secret:
             return cls(team.rank, team.hosts, timeouts, place)
@@ -77,7 +84,7 @@ class TeamGreeting(NamedTuple):
             int(encoded["rank"]),
             [int(host) for host in encoded["hosts"]],
             [float(seconds) for seconds in encoded["timeouts"]],
-            None if place is None else Place(str(place[0]), str(place[1]), int(place[2])),
+            None if place is None else Place.decode(place),
             encoded.get("secret"),
             bool(encoded.get("authenticated")),
         )
@@ -92,8 +99,8 @@ class TeamStores:
 
     def open(self, hosts: Sequence[int]) -> Place:
         """Make a store for a team. ``hosts``: as of `Team`."""
-        name = uuid.uuid4().hex
-        store, place = self._serve(name, len(set(hosts))) if len(set(hosts)) > 1 else (dist.HashStore(), Place(name))
+        name, count = uuid.uuid4().hex, len(set(hosts))
+        store, place = self._serve(name, count) if count > 1 else (dist.HashStore(), Place(name))
         with self._lock:
             self._stores[name] = store
         return place
@@ -132,7 +139,7 @@ class TeamStores:
 
     def join(self, told: TeamGreeting) -> tuple[Team, Place]:
         """The team of a session, and where its store is."""
-        place = self.open(told.hosts) if told.place is None else Place(*told.place)
+        place = told.place or self.open(told.hosts)
         secret = None
         if told.secret is not None:
             secret = JobSecret(base64.b64decode(told.secret), authenticated=told.authenticated)

@@ -22,7 +22,7 @@ from tierstate.tiers.policy.policy import Policy
 from .heartbeat import Timeouts
 from .leader import MergedVersions
 from .ownership import OwnershipPlanner
-from .save import SharedPipeline, SharedTierRun, compare_policies
+from .save import RankParts, SharedPipeline, SharedTierRun, compare_policies
 from .team import Team
 
 log = logging.getLogger("tierstate")
@@ -81,23 +81,20 @@ class TeamMember:
         return SharedTierRun(self.team, self._merged, tier, run, keep, rules)
 
     def begin(
-        self,
-        policy: Policy,
-        tier_runs: Sequence[TierRun],
-        arena: Arena,
-        make: Callable[..., P],
+        self, policy: Policy, tier_runs: Sequence[TierRun], arena: Arena, make: Callable[[RankParts], P]
     ) -> tuple[P, OwnershipPlanner]:
         """Make the pipeline and the ownership planner of this rank; waits for all ranks.
 
         Args:
-            make: makes the pipeline, with the arguments of `SharedPipeline`.
+            make: makes the pipeline.
 
         Raises:
             RankFailed: a rank does not answer.
         """
         sharing = OwnershipPlanner(self.team)
         self._sharing = sharing
-        self._pipeline = pipeline = make(self.team, self._merged, policy, tier_runs, arena, sharing.forget)
+        pipeline = make(RankParts(self.team, self._merged, policy, tier_runs, arena, sharing.forget))
+        self._pipeline = pipeline
         return pipeline, sharing
 
     def arrange(self, how: Callable[[int, MergeResult], MergeResult]) -> None:

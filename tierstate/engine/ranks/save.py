@@ -308,36 +308,42 @@ def _note(seqs: dict[int, None], seq: int) -> None:
         del seqs[next(iter(seqs))]
 
 
-class SharedPipeline(SavePipeline):
-    """The save pipeline of one rank's part of each save. Version numbers and due tiers are the same on all ranks.
+class RankParts(NamedTuple):
+    """Of what the save pipeline of one rank is made.
 
-    Args:
+    Attributes:
         team: the ranks; all of them create their pipelines together.
         merged: the merged versions, shared by the commits to all tiers.
         policy, tier_runs, arena: as for `SavePipeline`.
         mismatched: called with the number of a version whose parts did not fit together.
+    """
+
+    team: Team
+    merged: MergedVersions
+    policy: Policy
+    tier_runs: Sequence[TierRun]
+    arena: Arena
+    mismatched: Callable[[int], None]
+
+
+class SharedPipeline(SavePipeline):
+    """The save pipeline of one rank's part of each save. Version numbers and due tiers are the same on all ranks.
+
+    Args:
+        parts: of what it is made.
         start: what the tiers hold, if all ranks know it; by default they agree on it.
 
     Raises:
         RankFailed: a rank does not answer.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        merged: MergedVersions,
-        policy: Policy,
-        tier_runs: Sequence[TierRun],
-        arena: Arena,
-        mismatched: Callable[[int], None],
-        start: StartState | None = None,
-    ) -> None:
-        super().__init__(policy, tier_runs, arena)
-        self._team, self._merged, self._mismatched = team, merged, mismatched
-        self.rank = team.rank
-        agreed = start or agree_on_start(team, tier_runs, self._highest)
+    def __init__(self, parts: RankParts, start: StartState | None = None) -> None:
+        super().__init__(parts.policy, parts.tier_runs, parts.arena)
+        self._team, self._merged, self._mismatched = parts.team, parts.merged, parts.mismatched
+        self.rank = parts.team.rank
+        agreed = start or agree_on_start(parts.team, parts.tier_runs, self._highest)
         self._seq, self._look = agreed.seq, False
-        self._found, self._dues = agreed.last, SharedCadence(team, policy, agreed.last)
+        self._found, self._dues = agreed.last, SharedCadence(parts.team, parts.policy, agreed.last)
 
     def _after(self, highest: int) -> int:
         return highest + 1  # no clock: all ranks must get the same number without asking each other
