@@ -163,7 +163,7 @@ def main() -> int:
                 subprocess.run([sys.executable, "-m", "tierstate", "agent", "stop", "--wait"], check=True, cwd=HOUSE)
     finally:
         shutil.rmtree(root)
-    rows = [[way, *(_spread([one[k] for one in found[way]]) for k in FIGURES)] for way in WAYS]
+    rows = [[way, *(spread([one[k] for one in found[way]]) for k in FIGURES)] for way in WAYS]
     ratios = [
         statistics.median(a[k] / b[k] for a, b in zip(found[WAYS[0]], found[WAYS[1]], strict=True)) for k in FIGURES
     ]
@@ -175,8 +175,10 @@ def main() -> int:
     return 0
 
 
-def _spread(numbers: list[float]) -> str:
-    return f"{statistics.median(numbers):.3f} ({min(numbers):.3f}–{max(numbers):.3f})"
+def spread(numbers: list[float], digits: int = 3) -> str:
+    """Median, least and most."""
+    middle, least, most = (f"{n:.{digits}f}" for n in (statistics.median(numbers), min(numbers), max(numbers)))
+    return f"{middle} ({least}–{most})"
 
 
 if __name__ == "__main__":

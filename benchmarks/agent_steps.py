@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 
 import tierstate as ts
-from benchmarks.agent import WAYS, policy, state_of
+from benchmarks.agent import WAYS, policy, spread, state_of
 from benchmarks.machine import facts
 from benchmarks.rounds import HOUSE, say
 from benchmarks.tables import table
@@ -105,16 +104,12 @@ def main() -> int:
     finally:
         shutil.rmtree(root)
     rows = [
-        [f"every {every}", codec, *(_spread(found[every, codec, way]) for way in WAYS)]
+        [f"every {every}", codec, *(spread(found[every, codec, way], 0) for way in WAYS)]
         for every, codec in itertools.product((1, 5), ("raw", "small"))
     ]
     print(f"{args.steps} steps, {args.size >> 20} MiB, medians of {args.rounds} (least–most):\n")
     print(table(f"save | codec | {WAYS[0]}: longer by, % | {WAYS[1]}: longer by, %", rows))
     return 0
-
-
-def _spread(numbers: list[float]) -> str:
-    return f"{statistics.median(numbers):.0f} ({min(numbers):.0f}–{max(numbers):.0f})"
 
 
 if __name__ == "__main__":

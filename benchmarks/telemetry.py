@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import tierstate as ts
-from benchmarks.agent import state_of
+from benchmarks.agent import spread, state_of
 from benchmarks.machine import facts
 from benchmarks.rounds import say
 from benchmarks.tables import table
@@ -72,15 +72,11 @@ def main() -> int:
                         say(f"round {number + 1}: {way}: blocked {blocked:.4f}, durable {durable:.4f}")
     finally:
         shutil.rmtree(root)
-    rows = [[way, *(_spread([one[k] for one in found[way]]) for k in FIGURES)] for way in WAYS]
+    rows = [[way, *(spread([one[k] for one in found[way]]) for k in FIGURES)] for way in WAYS]
     ratios = [statistics.median(b[k] / a[k] for a, b in zip(*found.values(), strict=True)) for k in FIGURES]
     print(f"{args.size / 2**30:.2f} GiB, medians of {args.rounds} (least–most):\n")
     print(table("watched by | blocked, s | durable, s", [*rows, ["ratio", *(f"{ratio:.3f}" for ratio in ratios)]]))
     return 0
-
-
-def _spread(numbers: list[float]) -> str:
-    return f"{statistics.median(numbers):.3f} ({min(numbers):.3f}–{max(numbers):.3f})"
 
 
 if __name__ == "__main__":

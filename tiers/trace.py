@@ -24,6 +24,10 @@ from .concurrency import start_thread
 log = logging.getLogger("tierstate")
 
 
+VARIABLE = "TIERSTATE_TRACE"
+"""Names the file to which a whole process is traced."""
+
+
 MAX_EVENTS = 2_000_000
 """Events of one trace, at most; viewers do not take more."""
 
@@ -146,12 +150,6 @@ def span(name: str, **values: Any) -> Span | NoSpan:
     return _NONE if _tracer is None else Span(name, values)
 
 
-def traced(name: str, start: float, **values: Any) -> None:
-    """As `span`, for work that has ended and began at this time of `time.perf_counter`."""
-    if (tracer := _tracer) is not None:
-        tracer.add(name, start, time.perf_counter(), values)
-
-
 def begin(path: str | os.PathLike[str]) -> Tracer:
     """Trace this process from now on, to a file.
 
@@ -182,6 +180,3 @@ def begin_by_environment() -> None:
         rank = os.environ.get("RANK", "0")
         begin(name.replace("{rank}", rank).replace("{pid}", str(os.getpid())))
         atexit.register(end)
-
-
-VARIABLE = "TIERSTATE_TRACE"

@@ -9,7 +9,7 @@ A test of ten lines is enough; it needs pytest and hypothesis (``pip install pyt
             return MyTier(place=tmp_path)
 
         def reopen(self, tier):  # optional: another handle on the same place
-            return MyTier(path=tier.path)
+            return MyTier(place=tier.place)
 
 One of its tests is `TierMachine`, a stateful test: it compares any history of calls with a dict. It needs hypothesis
 only::

@@ -717,11 +717,10 @@ def show_events(events: Sequence[Event], as_json: bool) -> None:
 
 
 def _event_row(event: Event) -> tuple[object, ...]:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
     seconds = "" if event.seconds is None else f"{event.seconds:.3f}"
     size = "" if event.nbytes is None else rough_size(event.nbytes)
     step = "" if event.step is None else event.step
-    return when, event.kind, step, event.tier, seconds, size, event.reason
+    return when(event.time), event.kind, step, event.tier, seconds, size, event.reason
 
 
 def show_agents(agents: Sequence[Mapping[str, Any]], as_json: bool) -> None:

@@ -129,9 +129,10 @@ Subscriber: TypeAlias = Callable[[Event], object]
 class _Lane:
     """A thread that gives events to its subscribers, one after the other."""
 
-    def __init__(self, name: str, tick: Callable[[], object] | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.subscribers: list[tuple[str, Subscriber]] = []
-        self._name, self._tick = name, tick
+        self.ticks: list[Callable[[], object]] = []
+        self._name = name
         # Put to in C: an interrupt of the training thread leaves no lock behind.
         self._waiting: SimpleQueue[Event | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -165,9 +166,10 @@ class _Lane:
     def _run(self) -> None:
         while True:
             try:
-                event = self._waiting.get(timeout=TICK if self._tick is not None else None)
+                event = self._waiting.get(timeout=TICK)
             except Empty:
-                self._guarded(lambda _: self._tick and self._tick(), None)
+                for tick in list(self.ticks):
+                    self._guarded(tick)
                 continue
             if event is None:
                 return
@@ -179,11 +181,11 @@ class _Lane:
                     self._guarded(call, event)
 
     @staticmethod
-    def _guarded(call: Callable[[Any], object], event: Event | None) -> None:
+    def _guarded(call: Callable[..., object], *events: Event) -> None:
         try:
-            call(event)
+            call(*events)
         except Exception:
-            log.exception("a hook for events has failed at %s", "-" if event is None else json.dumps(event.encode()))
+            log.exception("a hook for events has failed at %s", json.dumps([event.encode() for event in events]))
 
 
 class EventBus:
@@ -192,20 +194,16 @@ class EventBus:
     Args:
         run: its name.
         rank: of this process, if several save together.
-
-    Attributes:
-        ticks: called every `TICK` seconds in the thread of those who subscribe ``apart``.
     """
 
     def __init__(self, run: str, rank: int | None = None) -> None:
         self._run, self.rank = run, rank
-        self.ticks: list[Callable[[], object]] = []
-        self._hooks = _Lane("tierstate-events")
-        self._apart = _Lane("tierstate-metrics", self._on_tick)
+        self._hooks, self._apart = _Lane("tierstate-events"), _Lane("tierstate-metrics")
 
-    def _on_tick(self) -> None:
-        for tick in list(self.ticks):
-            tick()
+    @property
+    def ticks(self) -> list[Callable[[], object]]:
+        """Called after `TICK` seconds without an event, in the thread of those who subscribe ``apart``."""
+        return self._apart.ticks
 
     def emit(self, kind: str, **values: Any) -> None:
         """An event has happened now. ``values``: attributes of `Event`. Never raises what a subscriber does."""

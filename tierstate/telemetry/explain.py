@@ -57,7 +57,7 @@ def _tiers(events: Sequence[Event], about: Sequence[Event]) -> Iterator[str]:
         after = event.time - began
         match event.kind:
             case "committed":
-                yield f"{event.tier}: there after {event.seconds or after:.3f} s{_rate(event, event.time - began)}"
+                yield f"{event.tier}: there after {event.seconds or after:.3f} s{_rate(event, after)}"
                 ready = event.time
             case "cascaded" | "brought":
                 took = event.seconds or 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from tierstate.engine.events import Event
@@ -36,7 +36,7 @@ class OpenTelemetrySink:
                 "metrics: opentelemetry: opentelemetry-api is not installed; install tierstate[opentelemetry]"
             ) from None
         meter = metrics.get_meter("tierstate")
-        self._trace, self._tracer = trace, trace.get_tracer("tierstate")
+        self._tracer = trace.get_tracer("tierstate")
         makers: dict[str, Any] = {
             "counter": meter.create_counter,
             "histogram": partial(meter.create_histogram, explicit_bucket_boundaries_advisory=BUCKETS),
@@ -63,6 +63,13 @@ class OpenTelemetrySink:
         end = int(1e9 * event.time)
         span = self._tracer.start_span(name, start_time=end - int(1e9 * event.seconds), attributes=values)
         span.end(end)
+
+
+@cache
+def sink_of_process() -> OpenTelemetrySink:
+    """The sink that all Checkpointers of this process share: an instrument is made once. Raises PolicyError as
+    `OpenTelemetrySink`."""
+    return OpenTelemetrySink()
 
 
 def _unit(metric: Metric) -> str:

@@ -35,9 +35,9 @@ def check_packages(keys: MetricsKeys) -> None:
 
         sink_of_process()
     if keys.opentelemetry:
-        from .opentelemetry import OpenTelemetrySink
+        from .opentelemetry import sink_of_process as instruments
 
-        OpenTelemetrySink()
+        instruments()
 
 
 class Telemetry:
@@ -97,9 +97,9 @@ class Telemetry:
             self._closing.callback(TextFile(sink, keys.textfile, keys.interval).close)
 
     def _start_opentelemetry(self) -> None:
-        from .opentelemetry import OpenTelemetrySink
+        from .opentelemetry import sink_of_process
 
-        sink = OpenTelemetrySink()
+        sink = sink_of_process()
         watch = self._watch(sink)
         changing = ("committed", "cascaded", "brought", "failed", "owed", "away", "back", "dropped")
         self._events.subscribe(EVERY, sink.event, apart=True)

@@ -252,8 +252,7 @@ class TierQueue:
                 why = f"{name} lags behind, and newer saves waited for it (see `on_lag`)"
                 self.tier_run.withdraw(copy.due.seq, why, left_out=True)
                 copy.save_state.leave_out(name, why)
-            about = {"tier": name, "step": copy.due.step, "seq": copy.due.seq}
-            self.tier_run.events.emit("left_out", reason="newer saves wait", **about)
+            self._emit("left_out", copy.due, reason="newer saves wait")
 
     def _publish(self, job: Job) -> None:
         if not self.tier_run.tier.traits.persistent:
@@ -283,11 +282,10 @@ class TierQueue:
         return due.seq not in self.tier_run.worth_bringing(marks)
 
     def _arrived(self, job: Job, record: Record) -> None:
-        name, counters, events = self.tier_run.name, self.counters, self.tier_run.events
-        about: dict[str, Any] = {"tier": name, "step": job.due.step, "seq": job.due.seq, "version": record.version.id}
-        about |= {"saved": job.due.time, "raw": record.version.nbytes}
+        name, counters = self.tier_run.name, self.counters
+        about: dict[str, Any] = {"version": record.version.id, "saved": job.due.time, "raw": record.version.nbytes}
         if not self.healthy:
-            events.emit("back", **about)
+            self._emit("back", job.due, **about)
         self.healthy = True
         self._retry_timer.succeeded()
         self._recall_mends()
@@ -305,26 +303,26 @@ class TierQueue:
             log.warning("step %d, which had not arrived at %s, is there now", job.due.step, name)
             self._cascade.observer.brought(self._name, job.due)
             counters.brought += 1
-            events.emit("brought", nbytes=job.stored, **about)
+            self._emit("brought", job.due, nbytes=job.stored, **about)
         else:
             job.save_state.version = job.committed or job.save_state.version
             seconds = job.save_state.measured(name)
             counters.seconds.append(seconds)
             job.save_state.committed(name)
             if isinstance(job, CascadeJob) and job.began is not None:
-                events.emit("cascaded", nbytes=job.stored, seconds=time.monotonic() - job.began, **about)
+                took = time.monotonic() - job.began
+                self._emit("cascaded", job.due, nbytes=job.stored, seconds=took, **about)
             else:
-                events.emit("committed", nbytes=job.stored, seconds=seconds, **about)
+                self._emit("committed", job.due, nbytes=job.stored, seconds=seconds, **about)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        name, save_state, events = self.tier_run.name, job.save_state, self.tier_run.events
-        about = {"tier": name, "step": job.due.step, "seq": job.due.seq}
+        name, save_state = self.tier_run.name, job.save_state
         if save_state is not None:
             self.tier_run.withdraw(job.due.seq, error, left_out=isinstance(error, SaveSkipped))
             if isinstance(error, SaveSkipped):
                 self.counters.skipped += 1
                 log.warning("step %d is left out on %s: %s", save_state.head.step, name, error)
-                events.emit("left_out", reason=str(error), **about)
+                self._emit("left_out", job.due, reason=str(error))
                 save_state.leave_out(name, str(error))
                 return
         if not (isinstance(error, NOT_THE_TIERS_FAULT) or (save_state and save_state.lost)):
@@ -333,9 +331,8 @@ class TierQueue:
             self.tier_run.look_again()
         # Before the failure is reported: until then faster tiers hold the version from which it is copied later.
         owed = may_succeed_later(error) and self._owe(job)
-        kinds = (["failed"] if save_state is not None else []) + (["owed"] if owed else [])
-        for kind in kinds:
-            events.emit(kind, reason=_reason(error), **about)
+        for kind in (["failed"] if save_state is not None else []) + (["owed"] if owed else []):
+            self._emit(kind, job.due, reason=_reason(error))
         if save_state is None:
             said = "is still owed" if owed else "cannot be brought"
             log.log(logging.INFO if owed else logging.WARNING, "step %d %s to %s: %s", job.due.step, said, name, error)
@@ -352,6 +349,10 @@ class TierQueue:
         # Before a waiting caller returns and makes the next save, which may be due on this tier instead.
         self._cascade.observer.failed(self._name, save_state, error)
         save_state.failed(name, error)
+
+    def _emit(self, kind: str, due: PendingVersion, **values: Any) -> None:
+        """An event of a version in this tier."""
+        self.tier_run.events.emit(kind, tier=self.tier_run.name, step=due.step, seq=due.seq, **values)
 
     def _is_away(self, error: BaseException) -> None:
         """A failure of the tier itself, and not of the source or the capture."""
