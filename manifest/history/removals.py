@@ -2,7 +2,8 @@
 
 A removed version may still have all of its chunks in packs that other versions share, and a copy of its tables in one
 of them. Without a mark ``rebuild``, ``doctor`` and the cascade would take it for lost. A mark is the key
-``removed/<run>/<seq>-<id>``; numbers are never used again, so it never means another version.
+``removed/<run>/<seq>-<id>``; numbers are never used again, so it never means another version. The object says what
+retention knew of the version, because older versions were dropped on account of it (`removed_entries`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import suppress
+from typing import Any
 
-from tierstate.manifest.chunk import as_buffer
-from tierstate.manifest.errors import AlreadyExists
+from tierstate.manifest.chunk import as_buffer, to_bytes
+from tierstate.manifest.errors import AlreadyExists, NotFound
+from tierstate.manifest.format.version import Head
 
 from .log import KeyValueStore, check_run
+from .retention import RetentionEntry
+
+MAX_MARK_BYTES = 64 << 10
+"""A longer mark is not read: no program writes one."""
 
 _MARK = re.compile(r"([0-9]{12})-([0-9a-f]{1,64})")
 
@@ -24,16 +32,23 @@ def removal_key(run: str, seq: int, id: str) -> str:
     return f"removed/{check_run(run)}/{seq:012d}-{id or '0'}"
 
 
-def mark_removed(tier: KeyValueStore, run: str, seq: int, id: str) -> None:
+def mark_removed(tier: KeyValueStore, run: str, seq: int, id: str, head: Head | None = None) -> None:
     """Mark a version as removed from a tier; once more is no error.
+
+    Args:
+        head: the version's head, if a record of it could be read.
 
     Raises:
         TierError: the tier could not be written to.
     """
-    try:
-        tier.put(removal_key(run, seq, id), as_buffer(json.dumps({"time": time.time()}).encode()))
-    except AlreadyExists:
-        return
+    mark: dict[str, Any] = {"time": time.time()}
+    if head is not None:
+        mark["version"] = {"step": head.step, "time": head.time, "metadata": dict(head.metadata)}
+    data = json.dumps(mark).encode()
+    if head is not None and len(data) > MAX_MARK_BYTES:
+        data = json.dumps(mark | {"version": mark["version"] | {"metadata": {}}}).encode()
+    with suppress(AlreadyExists):
+        tier.put(removal_key(run, seq, id), as_buffer(data))
 
 
 def is_removed(tier: KeyValueStore, run: str, seq: int) -> bool:
@@ -57,3 +72,33 @@ def removed_seqs(tier: KeyValueStore, run: str) -> set[int]:
     """
     prefix = f"removed/{check_run(run)}/"
     return {int(m[1]) for key in tier.list(prefix) if (m := _MARK.fullmatch(key.removeprefix(prefix)))}
+
+
+def removed_entries(tier: KeyValueStore, run: str) -> list[RetentionEntry]:
+    """What retention knew of the versions that were removed from a tier.
+
+    Of a version whose record could not be read, only the number is known: it counts for ``last`` and for no other rule.
+
+    Raises:
+        Unauthentic: the tier's objects are sealed, and a mark is not.
+        TierError: the tier could not be read.
+    """
+    prefix, found = f"removed/{check_run(run)}/", []
+    for key in tier.list(prefix):
+        if m := _MARK.fullmatch(key.removeprefix(prefix)):
+            with suppress(NotFound):  # copied back meanwhile
+                data = to_bytes(tier.get(key)) if tier.size(key) <= MAX_MARK_BYTES else b""
+                found.append(_entry(int(m[1]), data))
+    return found
+
+
+def _entry(seq: int, mark: bytes) -> RetentionEntry:
+    # A negative step is in no window of ``every`` that a version is in.
+    unknown = RetentionEntry(seq, -1 - seq)
+    try:
+        match json.loads(mark):
+            case {"version": {"step": int(step), "time": int() | float() as saved, "metadata": dict(metadata)}}:
+                return RetentionEntry(seq, step, float(saved), metadata)
+    except (ValueError, RecursionError):
+        return unknown
+    return unknown

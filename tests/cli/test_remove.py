@@ -77,6 +77,43 @@ def test_a_version_whose_record_cannot_be_read(call: Call, policy: Path) -> None
     assert difference(state(2), torch.load(to, weights_only=True)) == ""
 
 
+def keeping(keep: str) -> str:
+    return f"version: 1\ndurable: a\ntiers:\n  a: {{type: nvme, path: %s, keep: {keep}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("keep", "left", "gone"),
+    [
+        ("{last: 2}", [3, 4], 3),
+        ("{every: 2}", [1, 2, 4], 2),
+        ("{best: {metric: loss, mode: max, count: 2}}", [2, 4], 2),
+    ],
+)
+def test_what_retention_had_dropped_stays_dropped(tmp_path: Path, keep: str, left: list[int], gone: int) -> None:
+    """It was killed before it could delete the packs: each has a copy of its version's tables."""
+    everything, some = (ts.Policy.parse(keeping(terms) % (tmp_path / "a")) for terms in ("{all: true}", keep))
+    state = {"a": torch.zeros(3 << 10), "b": torch.zeros(3 << 10)}
+    with ts.Checkpointer(everything, "gpt") as ckpt:
+        for step, loss in ((1, 1.0), (2, 9.0), (3, 2.0), (4, 5.0)):
+            state["a"].fill_(step)
+            ckpt.save(state, step=step, metadata={"loss": loss}).wait()
+    with ts.Checkpointer(some, "gpt") as ckpt:
+        (plan,) = ckpt.prune(dry_run=True).tiers
+        versions = {version.step: version.seq for version in ckpt.versions()}
+        assert set(plan.keep) == {versions[step] for step in left}
+    for seq in plan.drop:
+        next((tmp_path / "a/versions/gpt").glob(f"{seq:012d}*")).unlink()
+    with ts.Checkpointer(some, "gpt") as ckpt:
+        assert ckpt.remove(step=gone).ok
+        rest = [step for step in left if step != gone]
+        assert [ckpt.rebuild("a").versions, ckpt.doctor(apply=True).repairs] == [[], []]
+        assert [version.step for version in ckpt.versions()] == rest
+        # What is lost comes back, also what is older than what was removed.
+        next((tmp_path / "a/versions/gpt").glob(f"{ckpt.versions()[0].seq:012d}*")).unlink()
+        assert [repair.kind for repair in ckpt.doctor(apply=True).repairs] == ["rebuild"]
+        assert [version.step for version in ckpt.versions()] == rest
+
+
 @pytest.mark.slow
 @given(whole_shapes, st.integers(0, 9), st.booleans())
 def test_all_others_are_as_they_were(shape: Shape, number: int, forced: bool) -> None:

@@ -436,7 +436,7 @@ class _Diagnosis:
     def _kept(self, view: _TierView, heads: Sequence[Head]) -> set[int]:
         marks = [RetentionEntry(head.seq, head.step, head.time, head.metadata) for head in heads]
         try:
-            return view.tier_run.worth_bringing(marks)
+            return view.tier_run.worth_repairing(marks)
         except TierstateError as error:
             self._report.unreachable[view.name] = str(error)
             return set()

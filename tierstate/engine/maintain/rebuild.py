@@ -132,7 +132,7 @@ class _Rebuilder:
         self._report.packs, self._report.unread = contents.packs, contents.unread
         versions = self._versions(contents, readable)
         heads = [these[0].head for these in versions.values()]
-        kept = self._tier_run.worth_bringing(
+        kept = self._tier_run.worth_repairing(
             [RetentionEntry(head.seq, head.step, head.time, head.metadata) for head in heads]
         )
         for seq in sorted(kept | damaged.keys(), reverse=True):

@@ -164,7 +164,8 @@ class _Removal:
         tier_run = next(tier_run for tier_run in self._tier_runs if tier_run.name == found.tier)
         found.packs, log = {}, tier_run.log
         try:
-            mark_removed(tier_run.tier, tier_run.run, self._seq, self._one.version.id if self._one else "")
+            id, head = (self._one.version.id, self._one.version.head) if self._one else ("", None)
+            mark_removed(tier_run.tier, tier_run.run, self._seq, id, head)
             generations = log.generations().get(self._seq, [])
             packs = self._packs(tier_run, generations)
             log.forget(self._seq, generations)

@@ -222,13 +222,18 @@ class Retention:
         for seq in seqs:
             del self._known[seq]
 
-    def worth_bringing(self, marks: Collection[RetentionEntry]) -> set[int]:
-        """The numbers, of versions that are not in the tier yet, that retention would keep there."""
+    def worth_bringing(self, marks: Collection[RetentionEntry], gone: Collection[RetentionEntry] = ()) -> set[int]:
+        """The numbers, of versions that are not in the tier yet, that retention would keep there.
+
+        Args:
+            gone: versions that are no longer there, beside which they are judged as if these were.
+        """
         seqs = {mark.seq for mark in marks}
         if self._terms:
             with self._lock:
                 self._learn()
-                coming = [mark._replace(groups=self._groups.names) for mark in marks]
+                beside = [mark for mark in gone if mark.seq not in self._known]
+                coming = [mark._replace(groups=self._groups.names) for mark in (*marks, *beside)]
                 seqs -= set(self._decide([*self._marks(), *coming], (), None, self._keep, self._rules).drop)
         return seqs
 

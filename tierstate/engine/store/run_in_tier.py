@@ -24,7 +24,7 @@ from tierstate.manifest.format.marker import names_tiers
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.log import Log, commit_id
-from tierstate.manifest.history.removals import is_removed, removed_seqs
+from tierstate.manifest.history.removals import is_removed, removed_entries, removed_seqs
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.gpu import gpu_in
@@ -416,3 +416,13 @@ class TierRun:
         removed by hand."""
         gone = removed_seqs(self.tier, self.run) if marks else ()
         return self.retention.worth_bringing([mark for mark in marks if mark.seq not in gone])
+
+    def worth_repairing(self, marks: Collection[RetentionEntry]) -> set[int]:
+        """The numbers, of versions that were in the tier, that the policy has not dropped there.
+
+        Versions that were removed by hand count beside those that are there: what was dropped on account of them must
+        not come back because they were removed later.
+        """
+        gone = removed_entries(self.tier, self.run) if marks else ()
+        lost = {mark.seq for mark in gone}
+        return self.retention.worth_bringing([mark for mark in marks if mark.seq not in lost], gone)
