@@ -22,6 +22,7 @@
     ├── RankFailed         another rank of the job died, failed, or did not answer in time (.ranks)
     │   └── SaveSkipped        a rank skips this save because its arena is full, so all ranks skip it
     ├── CaptureError       a state could not be copied out
+    ├── StateAlarm         what was saved has NaN, stands still or jumps, and the policy says that this is raised
     ├── Reentered          a call from within another one of the same thread, as by a signal handler
     └── Unsafe             pickle (or a lossy encoding) was found where it was not allowed
         └── Unauthentic        an object that was not written with a key of the policy (also Damaged and FormatError)
@@ -148,6 +149,10 @@ class RankFailed(TierstateError):
 
 class CaptureError(TierstateError):
     """A state could not be copied out: a value of no known type, or a value that could not be read."""
+
+
+class StateAlarm(TierstateError):
+    """A version was saved whose statistics are alarming, and the policy says ``alarms: {action: raise}``."""
 
 
 class Reentered(TierstateError):

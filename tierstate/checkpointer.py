@@ -22,6 +22,7 @@ import torch
 from tierstate.agent.handing import HandingPipeline
 from tierstate.agent.pipeline import pipeline_of
 from tierstate.agent.shared_pipeline import shared_pipeline_of
+from tierstate.engine.events import EVERY
 from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.engine.maintain.prune import PendingSaves
 from tierstate.engine.packs.formats import format_of
@@ -48,6 +49,7 @@ from tierstate.providers.tensors.devices import refusal
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.rename import Rename
 from tierstate.providers.tree.unflatten import NEW
+from tierstate.telemetry.alarm_tags import AlarmTags
 from tierstate.telemetry.telemetry import Telemetry, check_packages
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.cudart import is_capturing
@@ -255,6 +257,11 @@ class Checkpointer(Run):
         rank = 0 if together is None else together.team.rank
         recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
         self._planner = Planner(recall, self._guard, sharing)
+        if policy.statistics and policy.alarms.action == "tag":
+            tagging = AlarmTags(
+                self._tags, [tier_run.name for tier_run in tier_runs if tier_run.tier.traits.persistent]
+            )
+            self._events.subscribe(EVERY, tagging.event)
         self._telemetry = Telemetry(policy.metrics, self._events, run, tier_runs, self._statistics)
 
     def _watch(self, keys: PreemptionKeys) -> Preemption:
@@ -327,6 +334,8 @@ class Checkpointer(Run):
             TierstateError: an earlier save reached no persistent tier; raised once, and this save was not made. Or a
                 tier fails and would be further behind than its ``max_lag``; this save goes on in the other tiers. With
                 ``on_failure: {action: warn}`` both are logged for a while.
+            StateAlarm: the statistics of an earlier save are alarming (``alarms: {action: raise}``); raised once, and
+                this save was not made.
             Reentered: called by a signal handler that has interrupted a call of a `Checkpointer`.
         """
         start = time.monotonic()
@@ -336,6 +345,7 @@ class Checkpointer(Run):
                 "save was called while a CUDA graph is being captured, and a graph cannot save: call it after the "
                 "capture. Nothing was saved, and the capture goes on"
             )
+        self._pipeline.alarms.tell()
         with span("save", step=step):
             save = self._save_state(state, step, metadata)
             try:
@@ -612,6 +622,7 @@ class Checkpointer(Run):
                     last.callback(preemption.close_ends)
                 self._release()
         raise_failures(error, self._pipeline.failures(), owed)
+        self._pipeline.alarms.tell()
 
     def _drain(self, timeout: float | None) -> str:
         with drain_progress() as progress:

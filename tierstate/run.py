@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tierstate.engine.events import Event, EventBus
@@ -11,6 +11,13 @@ from tierstate.engine.maintain.check_chunks import Depth, VerifyReport
 from tierstate.engine.maintain.compare import compare
 from tierstate.engine.maintain.doctor import DoctorReport, doctor
 from tierstate.engine.maintain.fork import fork
+from tierstate.engine.maintain.leaf_history import (
+    LayerHistory,
+    VersionHistory,
+    layer_history,
+    leaf_history,
+    read_versions,
+)
 from tierstate.engine.maintain.leaf_locations import LeafLocation, locate_leaves
 from tierstate.engine.maintain.prune import PendingSaves, PruneReport, PruneRun
 from tierstate.engine.maintain.rebuild import RebuildReport, rebuild
@@ -24,6 +31,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.history.diff import LeafDiff
+from tierstate.manifest.history.leaf_statistics import LeafStatistics, leaf_statistics
 from tierstate.manifest.history.log import list_runs
 from tierstate.manifest.history.tags import TaggedVersion, TagTarget
 from tierstate.telemetry.event_log import read_events
@@ -142,6 +150,51 @@ class Run:
             NotFound: there is no such version.
         """
         return list(self._find(step, version, tag).version.leaves)
+
+    @not_reentrant
+    def statistics(
+        self,
+        *,
+        step: int | None = None,
+        version: str | None = None,
+        tag: str | None = None,
+        only: Sequence[str] = (),
+    ) -> Mapping[str, LeafStatistics]:
+        """Count of NaN and infinities, range and norm of each leaf of a version by its path, by default of the newest.
+
+        Empty if it was saved without ``statistics: true``. Reads a record, and no chunks.
+
+        Args:
+            only: globs of leaf paths; by default all leaves whose elements are numbers.
+
+        Raises:
+            NotFound: there is no such version.
+        """
+        return leaf_statistics(self._find(step, version, tag).version, only)
+
+    @not_reentrant
+    def history(self, only: Sequence[str] = (), *, last: int = 0) -> list[VersionHistory]:
+        """The statistics of leaves over the versions of the run, oldest first, and which share of each has changed.
+
+        Args:
+            only: globs of leaf paths; by default all leaves.
+            last: only so many of the newest versions; 0 for all.
+        """
+        # One more, with which the first is compared.
+        found = list(leaf_history(read_versions(self._catalog(), last=last and last + 1), only))
+        return found[-last:]
+
+    @not_reentrant
+    def layers(self, only: Sequence[str] = (), *, seqs: Collection[int] | None = None, last: int = 0) -> LayerHistory:
+        """Norms, NaN and changes of layers over the versions of the run.
+
+        Args:
+            only: globs of leaf paths; by default all leaves.
+            seqs: only versions of these numbers.
+            last: only so many of the newest versions; 0 for all.
+        """
+        found = layer_history(read_versions(self._catalog(), seqs, last and last + 1), only)
+        return found.newest(last) if last else found
 
     @not_reentrant
     def located(

@@ -25,6 +25,7 @@ from tierstate.manifest.errors import FormatError
 
 from . import table as col
 from .leaf import Leaf, LeafTable
+from .statistics import ChunkStatistics
 
 MAX_SEQ = 10**12 - 1
 """Largest sequence number: what fits the twelve digits of a record's key."""
@@ -147,6 +148,7 @@ class Version:
         boxes: for each shard its box in the leaf's global index space.
         chunk_end: ``(shards,)``: index after the shard's last chunk.
         digests: ``(chunks, 2)`` of uint64: each chunk's digest.
+        statistics: what is known of each chunk's elements; None if the save made no statistics.
     """
 
     head: Head
@@ -156,10 +158,16 @@ class Version:
     boxes: Boxes
     chunk_end: Array
     digests: Array
+    statistics: ChunkStatistics | None = None
 
     @classmethod
     def build(
-        cls, head: Head, leaves: Sequence[Leaf] | LeafTable, shards: Sequence[ShardRow] | Shards, digests: Array
+        cls,
+        head: Head,
+        leaves: Sequence[Leaf] | LeafTable,
+        shards: Sequence[ShardRow] | Shards,
+        digests: Array,
+        statistics: ChunkStatistics | None = None,
     ) -> Version:
         """A version from rows. Shards are in ascending order of leaves, digests in the order of shards and chunks.
 
@@ -178,12 +186,13 @@ class Version:
             table.boxes,
             np.cumsum(-(-nbytes // head.chunk), dtype="<u8"),
             np.ascontiguousarray(digests, "<u8").reshape(-1, 2),
+            statistics,
         )
         version.__dict__.update(catalog=catalog, shard_nbytes=nbytes)
         version._check_digests()
         return version
 
-    def again(self, head: Head, digests: Array) -> Version:
+    def again(self, head: Head, digests: Array, statistics: ChunkStatistics | None = None) -> Version:
         """A later version with the same leaves and shards, which are not checked again.
 
         Raises:
@@ -194,7 +203,8 @@ class Version:
             raise FormatError(
                 f"{WHAT}: {len(digests)} digests of chunks of {head.chunk} bytes do not fit the one before"
             )
-        version = dataclasses.replace(self, head=head, digests=np.ascontiguousarray(digests, "<u8"))
+        digests = np.ascontiguousarray(digests, "<u8")
+        version = dataclasses.replace(self, head=head, digests=digests, statistics=statistics)
         of_this_one = ("data", "id", *(f.name for f in dataclasses.fields(self)))
         version.__dict__.update({k: v for k, v in self.__dict__.items() if k not in of_this_one})
         return version
@@ -307,7 +317,8 @@ class Version:
 def _encode(version: Version) -> bytes:
     names, columns = version.tables
     head = {**version.head.encode(), **names, "requires": []}
-    return col.encode_table(head, {**columns, "chunk.digest": version.digests.reshape(-1)})
+    more = version.statistics.encode() if version.statistics is not None else {}
+    return col.encode_table(head, {**columns, "chunk.digest": version.digests.reshape(-1), **more})
 
 
 def _decode(data: memoryview) -> Version:
@@ -326,6 +337,7 @@ def _decode(data: memoryview) -> Version:
         decode_boxes(columns, catalog, columns["shard.leaf"]),
         check_rising(col.column(columns, "shard.chunk", "<u8", WHAT, count), WHAT),
         digests.reshape(-1, 2),
+        ChunkStatistics.decode(columns, len(digests) // 2, WHAT),
     )
     version.__dict__["catalog"] = catalog
     return version

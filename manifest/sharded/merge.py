@@ -22,6 +22,7 @@ from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, StateMismatch, format_ranks
 from tierstate.manifest.format.layout import Layout, LayoutBuilder
 from tierstate.manifest.format.leaf import METADATA, STRIDES, TIED, Leaf, LeafTable, Spec
+from tierstate.manifest.format.statistics import joined_statistics
 from tierstate.manifest.format.version import Head, Shards, Version
 from tierstate.manifest.reshard.coverage import check_complete
 
@@ -260,12 +261,16 @@ def merge_parts(parts: Sequence[Version], *, parent: str = "", ranks: Sequence[i
     every = _concat(ordered, union)
     kept, twin = _distinct(every)
     _check_copies(every, twin, union.catalog)
-    rows, digests = _gather(every, kept)
+    chunks = expand_runs(every.start[kept], every.chunks[kept])
+    rows = np.full(len(every.digests), -1, "i8")
+    rows[chunks] = np.arange(len(chunks))
+    statistics = joined_statistics([p.statistics for p in ordered])
     # A rank that holds only copies may have a part without shards; it still counts as a participant.
     world = max(len(parts), len(np.unique(every.shards.rank)))
     head = dataclasses.replace(ordered[0].head, world=world, parent=parent)
     shards = Shards(every.shards.leaf[kept], every.shards.rank[kept], every.shards.boxes[kept])
-    version = Version.build(head, union.catalog, shards, digests)
+    known = statistics and statistics.rows(chunks)
+    version = Version.build(head, union.catalog, shards, every.digests[chunks], known)
     check_complete(version)
     ends = np.cumsum([len(p.digests) for p in ordered]).tolist()
     cut = [rows[end - len(p.digests) : end] for end, p in zip(ends, ordered, strict=True)]
@@ -376,11 +381,3 @@ def _remedy(kind: str) -> str:
     if kind in ONE_OWNER:
         return ""
     return "; a value that each rank has its own of is wrapped as ts.PerRank(value)"
-
-
-def _gather(every: _AllShards, kept: Array) -> tuple[Array, Array]:
-    """For each chunk of all parts its row in the whole version, or -1; and the digests of the whole version."""
-    chunks = expand_runs(every.start[kept], every.chunks[kept])
-    rows = np.full(len(every.digests), -1, "i8")
-    rows[chunks] = np.arange(len(chunks))
-    return rows, every.digests[chunks]

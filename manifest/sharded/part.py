@@ -19,6 +19,7 @@ from tierstate.manifest.format import table as col
 from tierstate.manifest.format.layout import Layout, LayoutBuilder
 from tierstate.manifest.format.leaf import LeafTable
 from tierstate.manifest.format.record import Record, decode_sections, encode_sections
+from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, Shards, Version, check_features, decode_boxes
 
 WHAT = "part"
@@ -41,7 +42,8 @@ def part_of(record: Record, rank: int) -> Record:
     mine = version.shard_rank == rank
     shards = Shards(version.shard_leaf[mine], version.shard_rank[mine], version.boxes[np.flatnonzero(mine)])
     rows = np.flatnonzero(mine[version.chunk_shard])
-    part = Version.build(version.head, version.catalog, shards, version.digests[rows])
+    statistics = version.statistics and version.statistics.rows(rows)
+    part = Version.build(version.head, version.catalog, shards, version.digests[rows], statistics)
     draft = LayoutBuilder(len(rows))
     layout, here = record.layout, np.flatnonzero(record.layout.present[rows])
     draft.put_like(here, layout, rows[here])
@@ -68,6 +70,7 @@ def encode_part(record: Record) -> bytes:
             "shard.rank": version.shard_rank,
             "shard.box": version.boxes.to_numbers(),
             "chunk.digest": version.digests.reshape(-1),
+            **(version.statistics.encode() if version.statistics is not None else {}),
             **places,
         },
     )
@@ -105,7 +108,8 @@ class PartReader:
         if len(digests) % 2:
             raise FormatError(f"{WHAT}: half a digest is left over")
         shards = Shards(leaf, rank, decode_boxes(columns, catalog, leaf))
-        version = Version.build(Head.decode(head, WHAT), catalog, shards, digests)
+        statistics = ChunkStatistics.decode(columns, len(digests) // 2, WHAT)
+        version = Version.build(Head.decode(head, WHAT), catalog, shards, digests, statistics)
         return Record(version, Layout.of(head, columns, version), _checked(col.json_field(head, "commit", dict, WHAT)))
 
     def _catalog(self, pieces: memoryview, ends: Array) -> LeafTable:

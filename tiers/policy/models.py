@@ -395,6 +395,23 @@ class MetricsKeys(Frozen):
     opentelemetry: bool = False
 
 
+class AlarmsKeys(Frozen):
+    """``alarms``: what the statistics of a save are watched for, and what is done then. Needs ``statistics: true``.
+
+    Attributes:
+        action: ``warn`` logs it; ``raise`` raises it at the next save as well, or at the end; ``tag`` gives the version
+            the tag ``alarm-step-<step>``. The version is saved in any case.
+        nonfinite: whether NaN and infinities that enter a leaf are told.
+        frozen: whether floats that have changed in each save, and no longer do, are told.
+        jump: the norm of a leaf is told if it is so many times that of the save before, or that part; None: never.
+    """
+
+    action: Literal["off", "warn", "raise", "tag"] = "warn"
+    nonfinite: bool = True
+    frozen: bool = True
+    jump: Annotated[float, Field(gt=1, allow_inf_nan=False), BeforeValidator(no_bool)] | None = 10.0
+
+
 AGENT_MEMORY = 64 << 30
 
 
@@ -485,6 +502,8 @@ class PolicyKeys(Frozen):
     preemption: PreemptionKeys | None = None
     agent: AgentKeys = AgentKeys()
     metrics: MetricsKeys = MetricsKeys()
+    statistics: bool = False
+    alarms: AlarmsKeys = AlarmsKeys()
     seal: SecretKeys | None = None
     durable: str | None = None
     rules: tuple[RuleKeys, ...] = ()

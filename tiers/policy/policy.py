@@ -77,6 +77,8 @@ class Policy(PolicyKeys):
         preemption: what happens when a signal announces the end of the process; None if nothing does.
         agent: whether a process beside the trainers publishes what they have captured.
         metrics: what a process tells of its saves and restores to other programs.
+        statistics: whether versions have statistics of their leaves: NaN, infinities, range, norm.
+        alarms: what the statistics are watched for, and what is done then.
         seal: the keys with which records are authenticated; None: they are not.
         durable: name of the tier that `Save.wait` waits for; persistent.
         tiers: fastest first: a save enters at the first ones and is copied down to the others.
@@ -126,6 +128,11 @@ class Policy(PolicyKeys):
         if keys:
             _check_arena(keys, findings)
             _check_digest(keys, findings)
+            if "alarms" in data and not keys.statistics and keys.alarms.action != "off":
+                findings.add(
+                    ("alarms",),
+                    "watch the statistics of saves, which the policy does not ask for; write 'statistics: true'",
+                )
         _check_key_texts(document.get("seal"), ("seal",), findings)
         for tier in tiers:
             _check_encrypt(tier, document, findings)

@@ -302,7 +302,8 @@ class HandOver(SlabReceiver):
         elif isinstance(item, Version):
             self.version = item
             digests = np.ascontiguousarray(item.digests)
-            link.send({"kind": "captured", "seq": seq, "parent": item.head.parent}, digests)
+            known = () if item.statistics is None else item.statistics.encode().values()
+            link.send({"kind": "captured", "seq": seq, "parent": item.head.parent}, digests, *known)
         else:
             link.send({"kind": "failed", "seq": seq, "error": encode_error(item)})
 

@@ -25,6 +25,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, Version, copy_stages
 from tierstate.tiers.memory.arena import Arena, LeasedSlab
 from tierstate.tiers.policy.models import KeepKeys
@@ -163,9 +164,9 @@ class IncomingSave:
         for job in self._jobs:
             job.feed(UnchangedChunks(rows, digests))
 
-    def captured(self, parent: str, digests: Array) -> Version:
+    def captured(self, parent: str, digests: Array, statistics: ChunkStatistics | None) -> Version:
         """All of it has been handed over. Returns the version."""
-        version = self._structure.again(replace(self.save_state.head, parent=parent), digests)
+        version = self._structure.again(replace(self.save_state.head, parent=parent), digests, statistics)
         self._end(version, None)
         return version
 

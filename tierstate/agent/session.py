@@ -28,6 +28,7 @@ from tierstate.engine.save.plan import retention_of, rule_retention_of
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CaptureError, FormatError, TierstateError
+from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import check_run
 from tierstate.telemetry.event_log import EventLog
@@ -376,7 +377,9 @@ class TrainerSession:
 
     def _on_captured(self, message: Message) -> None:
         save = self._save(message)
-        version = save.captured(str(message.head["parent"]), _digests(message.blobs[0]))
+        digests, columns = _digests(message.blobs[0]), message.blobs[1:]
+        statistics = ChunkStatistics.of_blobs(columns, len(digests)) if columns else None
+        version = save.captured(str(message.head["parent"]), digests, statistics)
         self._tell({"kind": "captured", "seq": version.head.seq, "id": version.id})
 
     def _on_failed(self, message: Message) -> None:

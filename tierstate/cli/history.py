@@ -1,5 +1,5 @@
-"""The commands ``bisect``, ``status`` and ``explain``: since when something is wrong, how the run stands, what took
-long."""
+"""The commands ``log``, ``bisect``, ``status`` and ``explain``: the history of a model, since when something is wrong,
+how the run stands, what took long."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from tierstate.checkpointer import Checkpointer, open_quietly
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.maintain.bisect import bisect as find_first
 from tierstate.engine.maintain.bisect import has_nonfinite
+from tierstate.engine.maintain.leaf_history import VersionHistory
 from tierstate.manifest.errors import StateMismatch, TierstateError
 from tierstate.telemetry.explain import explain as explain_save
 
@@ -34,6 +36,51 @@ RECENT = 3600.0
 
 
 Holds = Callable[[VersionInfo], bool | None]
+
+
+@app.command()
+def log(
+    policy: PolicyFile,
+    run: Run,
+    leaf: Annotated[list[str] | None, typer.Option(help="Leaves that match, a line each, as in 'model.**'.")] = None,
+    last: Annotated[int, typer.Option(min=0, help="Only so many of the newest versions; 0: all.")] = 0,
+    drift: Annotated[
+        bool,
+        typer.Option("--drift", help="By how much values differ from the version before: reads both. With --leaf."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the history of a model: what changed from version to version, NaN, norms; of the whole, or leaf by leaf.
+
+    NaN, range and norms are there for versions that were saved with statistics: true.
+    """
+    if drift and not leaf:
+        raise ValueError("--drift reads all values of the leaves: say which by --leaf, as in --leaf 'model.**'")
+    with open_quietly(policy, run) as ckpt:
+        if leaf:
+            versions = ckpt.history(leaf, last=last)
+            drifts = _drifts(ckpt, versions, leaf) if drift else None
+            output.show_leaf_history(versions, drifts, as_json)
+            found = bool(versions)
+        else:
+            layers = ckpt.layers(last=last)
+            output.show_layer_history(layers, as_json)
+            found = bool(layers.seqs)
+        if not found:
+            raise no_versions(ckpt)
+
+
+def _drifts(ckpt: Checkpointer, versions: list[VersionHistory], leaf: list[str]) -> dict[tuple[int, str], float]:
+    """By number and path: the rms of the differences from the version before, as a part of the rms of the values."""
+    found: dict[tuple[int, str], float] = {}
+    for old, new in pairwise(versions):
+        for diff in ckpt.diff(old.step, new.step, values=True, only=leaf):
+            before = old.statistics.get(diff.name)
+            if diff.change == "same":
+                found[new.seq, diff.name] = 0.0
+            elif diff.numbers is not None and diff.numbers.rms is not None and before is not None and before.rms:
+                found[new.seq, diff.name] = diff.numbers.rms / before.rms
+    return found
 
 
 @app.command()
@@ -89,6 +136,8 @@ def _held(ckpt: Checkpointer, text: str) -> Holds:
 
     def holds(version: VersionInfo) -> bool | None:
         try:
+            if what == "nonfinite" and (found := _nonfinite(ckpt, version, glob)) is not None:
+                return found
             if what == "missing":
                 return not ckpt.located(version=version.id, only=[glob])
             return has_nonfinite(ckpt.load(version=version.id, only=[glob], allow_lossy=True))
@@ -96,6 +145,15 @@ def _held(ckpt: Checkpointer, text: str) -> Holds:
             return what == "missing"
 
     return holds
+
+
+def _nonfinite(ckpt: Checkpointer, version: VersionInfo, glob: str) -> bool | None:
+    """Whether leaves have NaN or infinities, by their statistics; None if these do not say it."""
+    known = ckpt.statistics(version=version.id, only=[glob])
+    if not all(one.finite for one in known.values()):
+        return True
+    leaves = [one.leaf for one in ckpt.located(version=version.id, only=[glob]) if one.leaf is not None]
+    return False if all(leaf.name in known for leaf in leaves if leaf.spec.nbytes) else None
 
 
 def _command(policy: str, run: str, cmd: str) -> Holds:

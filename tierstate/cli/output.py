@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+
 from tierstate.cluster.check import TierFinding
 from tierstate.copy import CopyResult
 from tierstate.engine.events import Event
@@ -23,6 +25,7 @@ from tierstate.engine.maintain.adopt import MarkerResult
 from tierstate.engine.maintain.bisect import Bisection
 from tierstate.engine.maintain.check_chunks import Problem, VerifyReport
 from tierstate.engine.maintain.doctor import DoctorReport, Repair
+from tierstate.engine.maintain.leaf_history import LayerHistory, VersionHistory
 from tierstate.engine.maintain.leaf_locations import LeafLocation, TierShare, subtotals
 from tierstate.engine.maintain.prune import PruneReport, TierPrune
 from tierstate.engine.maintain.rebuild import RebuildReport
@@ -53,6 +56,9 @@ _LIVE_COLUMNS = ["tier", "", "lasts", "races", ">put, list ms", ">write/s", ">re
 
 
 _UNREAD_SHOWN = 5
+
+
+_LAYERS_SHOWN = 3
 
 
 def print_json(value: Any) -> None:
@@ -680,6 +686,81 @@ def show_bisection(found: Bisection, as_json: bool) -> None:
     else:
         before = f"; not yet at step {found.before.step}" if found.before is not None else ", the oldest version"
         say(f"first at step {found.first.step} (version {found.first.id[:12]}, {when(found.first.time)}){before}")
+
+
+def show_leaf_history(
+    versions: Sequence[VersionHistory], drifts: Mapping[tuple[int, str], float] | None, as_json: bool
+) -> None:
+    """Statistics of leaves over versions; ``drifts``: by number and path, where they were asked for."""
+    rows = [_leaf_row(version, name, drifts) for version in versions for name in _names_of(version)]
+    if as_json:
+        print_json(rows)
+        return
+    columns = ["step", "leaf", ">NaN", ">infinite", ">min", ">max", ">rms", ">norm", ">changed"]
+    keys = ["step", "leaf", "nan", "infinite", "min", "max", "rms", "norm", "changed"]
+    if drifts is not None:
+        columns, keys = [*columns, ">drift"], [*keys, "drift"]
+    table(columns, [[_number(row[key], share=key in ("changed", "drift")) for key in keys] for row in rows])
+
+
+def _names_of(version: VersionHistory) -> Sequence[str]:
+    return list(dict.fromkeys((*version.statistics, *version.changed)))
+
+
+def _leaf_row(
+    version: VersionHistory, name: str, drifts: Mapping[tuple[int, str], float] | None
+) -> Mapping[str, object]:
+    known = version.statistics.get(name)
+    row: dict[str, object] = {"seq": version.seq, "step": version.step, "id": version.id, "leaf": name}
+    for key in ("count", "nan", "infinite", "min", "max", "rms", "norm"):
+        row[key] = getattr(known, key, None)
+    row["changed"] = version.changed.get(name)
+    return row if drifts is None else row | {"drift": drifts.get((version.seq, name))}
+
+
+def _number(value: object, *, share: bool = False) -> object:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{100 * value:.3g}%" if share else f"{value:.5g}"
+    return value
+
+
+def show_layer_history(layers: LayerHistory, as_json: bool) -> None:
+    """How a model has changed from version to version: a line each, with the layers that are not
+    finite, or else the one whose norm has changed most."""
+    rows = list(_layer_rows(layers))
+    if as_json:
+        print_json(rows)
+        return
+    keys = ["step", "changed", "nonfinite", "norm", "norm_change", "layer"]
+    shares = {"changed", "norm_change"}
+    columns = [">step", ">changed", ">not finite", ">norm", ">norm changed", "layer"]
+    table(columns, [[_number(row[key], share=key in shares) for key in keys] for row in rows])
+
+
+def _layer_rows(layers: LayerHistory) -> Iterator[Mapping[str, object]]:
+    changes = layers.norm_change
+    for at, (seq, step) in enumerate(zip(layers.seqs, layers.steps, strict=True)):
+        nonfinite, norm, changed = layers.nonfinite[:, at], layers.norm[:, at], layers.changed[:, at]
+        nbytes = layers.nbytes[:, at] * (changed == changed)
+        known, moved = nonfinite >= 0, changes[:, at] == changes[:, at]
+        most = int(np.nanargmax(changes[:, at])) if moved.any() else None
+        bad = [layers.layers[i] for i in np.flatnonzero(nonfinite > 0).tolist()]
+        yield {
+            "seq": seq,
+            "step": step,
+            "changed": float(np.nansum(changed * nbytes) / nbytes.sum()) if nbytes.any() else None,
+            "nonfinite": int(nonfinite[known].sum()) if known.any() else None,
+            "norm": float(np.sqrt(np.nansum(norm**2))) if known.any() else None,
+            "norm_change": None if most is None else float(changes[most, at]),
+            "layer": _some(bad) if bad else "-" if most is None else layers.layers[most],
+        }
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _LAYERS_SHOWN
+    return ", ".join(names[:_LAYERS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def show_status(run: str, tiers: Sequence[Mapping[str, Any]], under_way: Sequence[str], as_json: bool) -> None:

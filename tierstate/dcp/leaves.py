@@ -173,7 +173,8 @@ def in_state_order(merged: MergeResult, reference: Sequence[Path]) -> MergeResul
     digests[moved] = version.digests
     shards = Shards(leaf[order].astype("<u4"), version.shard_rank[order], version.boxes[order])
     rows = tuple(np.where(there < 0, -1, moved[there]) if len(there) else there for there in merged.rows)
-    return MergeResult(Version.build(version.head, leaves, shards, digests), rows)
+    statistics = version.statistics and version.statistics.rows(np.argsort(moved))
+    return MergeResult(Version.build(version.head, leaves, shards, digests, statistics), rows)
 
 
 def _numbers(old: Array, count: int) -> Array:

@@ -40,6 +40,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "mended": "damaged chunks were written again in a tier",
         "away": "calls of a tier fail; `reason`: the error",
         "back": "a tier that was away has taken a version",
+        "alarm": "the statistics of a version are alarming (`alarms`); `reason`: the kind, and which leaves",
         "restored": "a version was restored; `seconds`: for how long; `nbytes`: of its state",
     }
 )

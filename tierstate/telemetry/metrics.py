@@ -47,6 +47,7 @@ METRICS = (
     Metric("tierstate_guard_wait_seconds_total", "counter", "seconds", "for which steps have waited for captures"),
     Metric("tierstate_saves_total", "counter", "", "calls of save"),
     Metric("tierstate_saves_skipped_total", "counter", "", "saves that were not made, as the arena was full"),
+    Metric("tierstate_alarms_total", "counter", "", "alarms of the statistics of leaves"),
     Metric("tierstate_commits_total", "counter", "", "versions that have arrived in a tier", _TIER),
     Metric("tierstate_brought_total", "counter", "", "of those, the ones that were owed before", _TIER),
     Metric("tierstate_failures_total", "counter", "", "versions that have failed in a tier", ("tier", "error")),
@@ -118,6 +119,8 @@ class Recorder:
                 self._add("guard_wait_seconds_total", seconds)
             case "skipped":
                 self._add("saves_skipped_total", 1)
+            case "alarm":
+                self._add("alarms_total", 1)
             case "restored":
                 self._add("restore_seconds", seconds)
                 self._add("restored_bytes_total", event.nbytes or 0)

@@ -37,6 +37,7 @@ from tierstate.tiers.memory.cudart import relaxed_capture
 from tierstate.tiers.memory.numa import running_on
 from tierstate.tiers.trace import span
 
+from .chunk_statistics import ElementTypes, StatisticsWorker
 from .plan import CapturePlan, LastCapture
 from .publish import CascadeJob, DirectJob, Job, SlabReceiver, UnchangedChunks
 from .save_state import QueuedCopies, SaveState
@@ -87,6 +88,7 @@ class Capture:
         outlet: receives the results.
         before: returns the digests of the last save, or None; called once, before most of the state is copied.
         staging: where short tensors of devices are gathered; kept by the caller from save to save.
+        statistics: finds out what is in the chunks, beside the capture.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Capture:
         outlet: CaptureSink,
         before: Callable[[], LastCapture | None] = lambda: None,
         staging: DeviceStaging | None = None,
+        statistics: StatisticsWorker | None = None,
     ) -> None:
         self._plan, self._chunk, self._arena = plan, chunk, arena
+        self._statistics = statistics
         self._digest, self._outlet = digest, outlet
         counts = plan.counts(chunk)
         self._first = np.cumsum(counts) - counts
@@ -299,6 +303,8 @@ class Capture:
             return slabful
         rows = self._rows(slabful)[kept]
         self._outlet.kept(rows, self._digests[rows])
+        if self._statistics is not None:
+            self._statistics.keep(rows)
         return slabful.without(kept)
 
     def _rows(self, slabful: SlabPlan) -> Array:
@@ -327,7 +333,10 @@ class Capture:
         except BaseException:
             slab.release()
             raise
-        self._outlet.dispatch(SlabChunks(slab, rows, at, nbytes, digests))
+        batch = SlabChunks(slab, rows, at, nbytes, digests)
+        if self._statistics is not None:
+            self._statistics.take(batch)
+        self._outlet.dispatch(batch)
 
     def _finish(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> Array:
         memory, digests = view(slab.buffer), []
@@ -384,10 +393,18 @@ class CaptureThread:
         arena: gives the slabs.
         ended: called when the last save is captured.
         rank: the rank of this process, if several ranks save together; None if this process saves the whole state.
+        watch: called with each version that was captured, which then has statistics of its leaves; None: no statistics.
     """
 
-    def __init__(self, arena: Arena, ended: Callable[[], None], rank: int | None = None) -> None:
-        self._arena, self._ended, self._rank = arena, ended, rank
+    def __init__(
+        self,
+        arena: Arena,
+        ended: Callable[[], None],
+        rank: int | None = None,
+        watch: Callable[[Version], object] | None = None,
+    ) -> None:
+        self._arena, self._ended, self._rank, self._watch = arena, ended, rank, watch
+        self._types: tuple[CapturePlan, ElementTypes] | None = None
         self.parent = ""
         self._last_capture: LastCapture | None = None
         self._version: Version | None = None
@@ -441,12 +458,15 @@ class CaptureThread:
 
     def _save(self, work: CaptureJob, before: Before) -> None:
         outcome: Version | BaseException
+        statistics = self._statistics(work)
         try:
             # Threads that copy and digest are started in it, and run on the same CPUs.
             node, step = self._arena.node if work.plan.fences else None, work.save_state.head.step
             with running_on(node), relaxed_capture(), span("capture", step=step, bytes=work.plan.total):
-                captured = self._capture(work, before)
+                captured = self._capture(work, before, statistics)
         except BaseException as error:
+            if statistics is not None:
+                statistics.end()
             outcome = _told(error)
             work.save_state.capture_ended(outcome)
         else:
@@ -454,6 +474,8 @@ class CaptureThread:
                 work.save_state.capture_ended(None)
             else:
                 work.save_state.queued.set()  # steps may go on: the state is copied, and only not handed over yet
+            if statistics is not None:
+                captured = dataclasses.replace(captured, statistics=statistics.end())
             outcome = self._describe(work, captured)
         work.save_state.lost = isinstance(outcome, BaseException)
         for receiver in work.receivers():
@@ -461,7 +483,17 @@ class CaptureThread:
         if not work.save_state.captured.done():
             work.save_state.capture_ended(None)
 
-    def _capture(self, work: CaptureJob, before: Before) -> LastCapture:
+    def _statistics(self, work: CaptureJob) -> StatisticsWorker | None:
+        """What finds out the statistics of this save's chunks; None if they are not asked for."""
+        if self._watch is None:
+            return None
+        plan, chunk, last = work.plan, work.save_state.head.chunk, self._last_capture
+        known = self._types
+        if known is None or known[0].leaves is not plan.leaves or len(known[1].codes) != int(plan.counts(chunk).sum()):
+            known = self._types = plan.without_memory(), ElementTypes(plan.leaves, plan.row_leaves(chunk))
+        return StatisticsWorker(known[1], last.statistics if last is not None and last.fits(plan.nbytes) else None)
+
+    def _capture(self, work: CaptureJob, before: Before, statistics: StatisticsWorker | None) -> LastCapture:
         receivers, save_state = work.receivers(), work.save_state
 
         def dispatch(batch: SlabChunks) -> None:
@@ -477,16 +509,18 @@ class CaptureThread:
         freed = partial(save_state.capture_ended, None) if work.snapped else save_state.freed.set
         outlet = CaptureSink(dispatch, keep, freed, save_state.copies_queued, save_state.cancelled.is_set)
         digest = digest_function(save_state.head.digest)
-        return Capture(work.plan, save_state.head.chunk, self._arena, digest, outlet, before, self._staging).run()
+        chunk, staging = save_state.head.chunk, self._staging
+        return Capture(work.plan, chunk, self._arena, digest, outlet, before, staging, statistics).run()
 
     def _describe(self, work: CaptureJob, captured: LastCapture) -> Version | BaseException:
         """The version that was captured, or the error why there is none."""
         plan, head, last = work.plan, dataclasses.replace(work.save_state.head, parent=self.parent), self._version
         try:
             if last is not None and _alike(last, plan, head.chunk):
-                version = last.again(head, captured.digests)
+                version = last.again(head, captured.digests, captured.statistics)
             else:
-                version = Version.build(head, plan.leaves, plan.shards(self._rank or 0), captured.digests)
+                shards = plan.shards(self._rank or 0)
+                version = Version.build(head, plan.leaves, shards, captured.digests, captured.statistics)
                 if self._rank is None:
                     check_complete(version)
             encoded = version.id  # computing the id encodes the version, which may fail
@@ -495,6 +529,8 @@ class CaptureThread:
         self._version, self._last_capture = version, captured
         if self._rank is None:
             self.parent = encoded
+        if self._watch is not None:
+            self._watch(version)
         return version
 
 

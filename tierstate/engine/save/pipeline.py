@@ -29,12 +29,13 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.format.leaf import Leaf
-from tierstate.manifest.format.version import Head
+from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import next_seq
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy
 
+from .alarms import LeafAlarms
 from .backlog import PendingVersion
 from .capture import CaptureJob, CaptureThread
 from .plan import CapturePlan
@@ -111,6 +112,7 @@ class SavePipeline:
         self._cascade = Cascade(policy, tier_runs, self._saves, arena, self)
         self._history, self._bounds = SaveHistory(), dict[str, LagBound]()
         self.on_failure = FailurePolicy(policy.on_failure)
+        self.alarms = LeafAlarms(policy.alarms)
         self._seq, self._look = 0, True
         self._parent = ""
         self._rules_checked = False
@@ -282,10 +284,20 @@ class SavePipeline:
                 if (last := self._last_of(name)) is not None:
                     self._history.arrived(name, PendingVersion(-1, *last))
             self._make_queues(head.seq)
-            capturing = CaptureThread(self._arena, self._end_queues, self.rank)
+            watch = self._watch if self._policy.statistics else None
+            capturing = CaptureThread(self._arena, self._end_queues, self.rank, watch)
             capturing.parent = self._parent
             self._capturing = capturing
         return self._run_threads(self._capturing)
+
+    def _watch(self, version: Version) -> None:
+        """Look at the statistics of a version that was captured."""
+        try:
+            for alarm in self.alarms.look(version):
+                log.warning("step %d: %s", alarm.step, alarm.text)
+                self.events.emit("alarm", step=alarm.step, seq=alarm.seq, reason=f"{alarm.kind}: {alarm.text}")
+        except Exception:  # the version is saved, whatever is wrong with looking at it
+            log.exception("the statistics of step %d were not looked at", version.head.step)
 
     def _make_queues(self, seq: int) -> None:
         """Make the tiers' queues, before the first version of this process, which has this number."""

@@ -24,6 +24,7 @@ from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, Chunk
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf, Path, matches_any
+from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, ShardRow
 from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
 from tierstate.manifest.sharded.ownership import ONE_OWNER
@@ -205,12 +206,14 @@ class LastCapture:
         digests: ``(chunks, 2)`` of uint64.
         samples: ``(chunks,)`` of uint64: for big chunks the hash of a sample of the bytes; else 0.
         likely: ``(chunks,)`` of bool: which need not be copied if they have not changed.
+        statistics: what is known of the chunks' elements; None if that is not asked for.
     """
 
     nbytes: Array
     digests: Array
     samples: Array
     likely: Array
+    statistics: ChunkStatistics | None = None
 
     @classmethod
     def nothing(cls, nbytes: Array, chunks: int) -> LastCapture:
