@@ -24,6 +24,7 @@ from tierstate.agent.pipeline import pipeline_of
 from tierstate.agent.shared_pipeline import shared_pipeline_of
 from tierstate.engine.events import EVERY
 from tierstate.engine.info import Stats, TierStats, VersionInfo
+from tierstate.engine.maintain.alarm_tags import AlarmTags
 from tierstate.engine.maintain.prune import PendingSaves
 from tierstate.engine.packs.formats import format_of
 from tierstate.engine.placement import lossy_rules
@@ -49,7 +50,6 @@ from tierstate.providers.tensors.devices import refusal
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.rename import Rename
 from tierstate.providers.tree.unflatten import NEW
-from tierstate.telemetry.alarm_tags import AlarmTags
 from tierstate.telemetry.telemetry import Telemetry, check_packages
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.cudart import is_capturing

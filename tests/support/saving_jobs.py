@@ -25,14 +25,14 @@ def _say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def save(folder: str) -> None:
+def save(folder: str, statistics: str = "") -> None:
     """A model that all hold, and a shard that each has alone; five saves, one after another."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    with ts.Checkpointer(_spec(folder), "run", dist.group.WORLD) as ckpt:
+    with ts.Checkpointer(_spec(folder, statistics=bool(statistics)), "run", dist.group.WORLD) as ckpt:
         for step in range(5):
             model(torch.ones(1, 64)).sum().backward()
             optimizer.step()

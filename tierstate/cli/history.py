@@ -58,9 +58,9 @@ def log(
         raise ValueError("--drift reads all values of the leaves: say which by --leaf, as in --leaf 'model.**'")
     with open_quietly(policy, run) as ckpt:
         if leaf:
-            versions = ckpt.history(leaf, last=last)
+            versions = ckpt.history(leaf, last=last and last + 1)
             drifts = _drifts(ckpt, versions, leaf) if drift else None
-            output.show_leaf_history(versions, drifts, as_json)
+            output.show_leaf_history(versions[-last:], drifts, as_json)
             found = bool(versions)
         else:
             layers = ckpt.layers(last=last)

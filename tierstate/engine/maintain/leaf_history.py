@@ -54,6 +54,7 @@ class LayerHistory:
         nonfinite: ``(layers, versions)``: how many elements are NaN or infinite; -1 where it is not known.
         changed: ``(layers, versions)``: share of bytes in chunks that are not as in the version before; NaN where that
             is not known.
+        norm_change: ``(layers, versions)``: by which part of itself the norm differs from that of the version before.
     """
 
     layers: Sequence[str]
@@ -63,19 +64,12 @@ class LayerHistory:
     norm: Array
     nonfinite: Array
     changed: Array
-
-    @property
-    def norm_change(self) -> Array:
-        """``(layers, versions)``: by which part of itself the norm differs from that of the version before."""
-        found = np.full(self.norm.shape, np.nan)
-        with np.errstate(all="ignore"):
-            found[:, 1:] = np.abs(self.norm[:, 1:] - self.norm[:, :-1]) / self.norm[:, :-1]
-        return found
+    norm_change: Array
 
     def newest(self, count: int) -> LayerHistory:
         """The same of the newest versions only."""
         at = slice(max(0, len(self.seqs) - count), None)
-        tables = (self.nbytes, self.norm, self.nonfinite, self.changed)
+        tables = (self.nbytes, self.norm, self.nonfinite, self.changed, self.norm_change)
         return LayerHistory(self.layers, self.seqs[at], self.steps[at], *(table[:, at] for table in tables))
 
 
@@ -152,7 +146,10 @@ def layer_history(versions: Iterator[VersionCopies], only: Sequence[str] = ()) -
         for table, column in zip(filled, values, strict=True):
             table[: len(column), at] = column
     nbytes, norm, nonfinite, changed = filled
-    return LayerHistory(list(rows), seqs, steps, nbytes.astype("i8"), norm, nonfinite.astype("i8"), changed)
+    change = np.full(norm.shape, np.nan)
+    with np.errstate(all="ignore"):
+        change[:, 1:] = np.abs(norm[:, 1:] - norm[:, :-1]) / norm[:, :-1]
+    return LayerHistory(list(rows), seqs, steps, nbytes.astype("i8"), norm, nonfinite.astype("i8"), changed, change)
 
 
 def _layers(version: Version, only: Sequence[str], rows: dict[str, int]) -> Array:

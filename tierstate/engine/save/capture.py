@@ -32,7 +32,7 @@ from tierstate.manifest.format.version import Version
 from tierstate.manifest.reshard.coverage import check_complete
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.latch import Latch
-from tierstate.tiers.memory.arena import Arena, Slab
+from tierstate.tiers.memory.arena import RESERVED_SLABS, Arena, Slab
 from tierstate.tiers.memory.cudart import relaxed_capture
 from tierstate.tiers.memory.numa import running_on
 from tierstate.tiers.trace import span
@@ -458,15 +458,16 @@ class CaptureThread:
 
     def _save(self, work: CaptureJob, before: Before) -> None:
         outcome: Version | BaseException
-        statistics = self._statistics(work)
+        statistics: StatisticsWorker | None = None
         try:
+            statistics = self._statistics(work)
             # Threads that copy and digest are started in it, and run on the same CPUs.
             node, step = self._arena.node if work.plan.fences else None, work.save_state.head.step
             with running_on(node), relaxed_capture(), span("capture", step=step, bytes=work.plan.total):
                 captured = self._capture(work, before, statistics)
         except BaseException as error:
             if statistics is not None:
-                statistics.end()
+                statistics.abandon()
             outcome = _told(error)
             work.save_state.capture_ended(outcome)
         else:
@@ -491,7 +492,10 @@ class CaptureThread:
         known = self._types
         if known is None or known[0].leaves is not plan.leaves or len(known[1].codes) != int(plan.counts(chunk).sum()):
             known = self._types = plan.without_memory(), ElementTypes(plan.leaves, plan.row_leaves(chunk))
-        return StatisticsWorker(known[1], last.statistics if last is not None and last.fits(plan.nbytes) else None)
+        before = last.statistics if last is not None and last.fits(plan.nbytes) else None
+        # Counted so that the capture always has a slab to go on with.
+        room = max(0, (self._arena.slots - RESERVED_SLABS) // 2 - 1)
+        return StatisticsWorker(known[1], before, room)
 
     def _capture(self, work: CaptureJob, before: Before, statistics: StatisticsWorker | None) -> LastCapture:
         receivers, save_state = work.receivers(), work.save_state

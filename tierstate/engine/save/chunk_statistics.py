@@ -2,13 +2,14 @@
 
 NaN, infinities and the range come from comparing floats as integers: without the sign bit, their bits rise with their
 magnitude. That is two passes of NumPy's SIMD maximum for any float type, and a NaN costs nothing as long as there is
-none. Squares are summed as float32, in rows short enough that the sum stays exact to a millionth; where float32 would
+none. Squares are summed as float32, in rows short enough that the sum is exact to some millionths; where float32 would
 overflow or lose small squares, and where an element is not finite, the chunk is read again as float64.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -21,6 +22,7 @@ import torch
 from tierstate.engine.packs.slab_layout import BLOCK, SlabChunks
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import view
+from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import LOSSY, Leaf
 from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.tiers.concurrency import start_thread
@@ -31,6 +33,10 @@ log = logging.getLogger("tierstate")
 
 ALONE = 256 << 10
 """Chunks of this many bytes or more are read one by one; shorter ones together, since each call of NumPy costs time."""
+
+
+MOST_THREADS = 4
+"""Threads for the chunks of one save, at most; never more than half of the cores."""
 
 
 ROW = 8192
@@ -303,30 +309,34 @@ def _rows(kind: ElementType, nan: Array, infinite: Array, low: Array, high: Arra
 
 
 class StatisticsWorker:
-    """Computes the statistics of what a capture puts into slabs, by a thread that does not keep the caller of `save`.
+    """Computes the statistics of what a capture puts into slabs, by threads of its own that begin after the capture.
+
+    Only where the arena might run out of slabs they begin earlier: the copying threads, for which the caller of `save`
+    waits, then share the cores with them.
 
     Args:
         types: how to read the chunks.
         before: the statistics of the last capture with the same chunks, for those that are not copied again.
+        room: slabs that may wait for the end of the capture.
     """
 
-    def __init__(self, types: ElementTypes, before: ChunkStatistics | None) -> None:
-        self._types, self._before = types, before
+    def __init__(self, types: ElementTypes, before: ChunkStatistics | None, room: int) -> None:
+        self._types, self._before, self._room = types, before, room
         self._found = ChunkStatistics.unknown(len(types.codes))
         self._queue: SimpleQueue[SlabChunks | None] = SimpleQueue()
-        self._failure: BaseException | None = None
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._failures: list[BaseException] = []
+        self._lock, self._waiting = threading.Lock(), 0
+        self._threads: list[threading.Thread] = []
 
     def take(self, batch: SlabChunks) -> None:
         """Have the chunks of a slab looked at; leases it until that is done. Called from several threads."""
         if (self._types.codes[batch.rows] >= 0).any():
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="tierstate-statistics", daemon=True)
-                    start_thread(self._thread)
             batch.slab.lease()
             self._queue.put(batch)
+            with self._lock:
+                self._waiting += 1
+                if self._waiting > self._room:
+                    self._start()
 
     def keep(self, rows: Array) -> None:
         """These chunks are as in the last capture."""
@@ -335,21 +345,45 @@ class StatisticsWorker:
 
     def end(self) -> ChunkStatistics | None:
         """Wait for the statistics of all chunks; None, and a warning, if they could not be computed."""
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join()
-        if self._failure is None:
+        if self._waiting:
+            self._finish()
+        for thread in self._threads:
+            thread.join()
+        if not self._failures:
             return self._found
-        log.warning("a version has no statistics: %r", self._failure)
+        log.warning("a version has no statistics: %r", self._failures[0])
         return None
+
+    def abandon(self) -> None:
+        """The capture has failed: release the slabs."""
+        self._failures.append(CaptureError("the capture has failed"))
+        self._finish()
+
+    def _start(self) -> None:
+        if self._threads:
+            return
+        for _ in range(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2))):
+            thread = threading.Thread(target=self._run, name="tierstate-statistics", daemon=True)
+            try:
+                start_thread(thread)
+            except RuntimeError:  # no more threads can be started: those that are must do, or else this one
+                break
+            self._threads.append(thread)
+
+    def _finish(self) -> None:
+        self._start()
+        for _ in self._threads or (None,):
+            self._queue.put(None)
+        if not self._threads:
+            self._run()
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
             try:
-                if self._failure is None:
+                if not self._failures:
                     self._look(batch)
             except BaseException as error:
-                self._failure = error
+                self._failures.append(error)
             finally:
                 batch.slab.release()
 

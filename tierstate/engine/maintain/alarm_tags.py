@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tierstate.engine.events import Event
-from tierstate.engine.maintain.tags import Tags
 from tierstate.manifest.history.tags import TagTarget
+
+from .tags import Tags
 
 
 class AlarmTags:
