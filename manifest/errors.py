@@ -31,9 +31,10 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import ClassVar, Protocol
 
 
 def format_ranks(ranks: Iterable[int], most: int = 16) -> str:
@@ -207,8 +208,14 @@ _DEVICE_FAILURE = "AcceleratorError"
 read: as an error of the version it would make a restore go on to an older one, which would fail in the same way."""
 
 
-@contextmanager
-def untrusted(what: str, *, named: bool = True) -> Iterator[None]:
+class Named(Protocol):
+    """What has a name for messages, which is made only if it is needed: a leaf."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class untrusted(ContextDecorator):
     """Read, or use, what lies in a tier or in another program's file, and may have been made up to do harm.
 
     Whatever the block raises becomes an error of this package that begins with ``what``, so that a caller that goes on
@@ -216,7 +223,8 @@ def untrusted(what: str, *, named: bool = True) -> Iterator[None]:
     OverflowError, RecursionError, NumPy's own subclasses of MemoryError, whose constructors take no text.
 
     Args:
-        what: what is read: a leaf, a version, a file.
+        what: what is read: a leaf, a version, a file. A class and not a generator, and names only where they are
+            needed: it is entered for every leaf of a restore.
         named: also errors of this package get the name, where their classes allow it.
 
     Raises:
@@ -225,20 +233,30 @@ def untrusted(what: str, *, named: bool = True) -> Iterator[None]:
         FormatError: any other error that is none of this package's.
         TierstateError: errors of this package stay what they are.
     """
-    try:
-        yield
-    except _NAMED as error:
-        if not named:
-            raise
-        sort = next(kind for kind in _NAMED if isinstance(error, kind))
-        raise sort(f"{what}: {error}") from error
-    except TierstateError:
-        raise
-    except Exception as error:
+
+    __slots__ = ("_named", "_what")
+
+    def __init__(self, what: str | Named, *, named: bool = True) -> None:
+        self._what, self._named = what, named
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and (other := self._translated(error)) is not None:
+            raise other from error
+
+    def _translated(self, error: Exception) -> TierstateError | None:
+        """The error to raise in place of another one; None if that one stays."""
+        what = self._what if isinstance(self._what, str) else self._what.name
+        if isinstance(error, _NAMED) and self._named:
+            return next(kind for kind in _NAMED if isinstance(error, kind))(f"{what}: {error}")
+        if isinstance(error, TierstateError):
+            return None
         text = f"{type(error).__name__}: {error}"[:500]
         refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
         if refused or any(words in text for words in _NO_MEMORY):
-            raise OutOfMemory(f"{what}: {error}"[:500]) from error
-        if type(error).__name__ == _DEVICE_FAILURE:
-            raise
-        raise FormatError(f"{what}: {text}") from error
+            return OutOfMemory(f"{what}: {error}"[:500])
+        return None if type(error).__name__ == _DEVICE_FAILURE else FormatError(f"{what}: {text}")

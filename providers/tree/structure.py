@@ -145,7 +145,7 @@ def build_container(node: VersionNode, items: dict[Any, Any]) -> Any:
     """
     kind, attrs = node.kind, node.leaf.spec.attrs
     if FORM in attrs:
-        with untrusted(node.leaf.name):
+        with untrusted(node.leaf):
             return build_form(kind, attrs, items, len(items) == len(node.children))
     if kind == "odict":
         state = OrderedDict(items)
@@ -198,7 +198,7 @@ def check_known_classes(
     """
     created = created or place is None or place.stateful is not None
     if (created or not node.kind) and CLASS in node.leaf.spec.attrs and wanted(node):
-        with untrusted(node.leaf.name):
+        with untrusted(node.leaf):
             check_classes(node.leaf.spec.attrs)
     for mark, below in node.children.items():
         known = place.children.get(mark) if place is not None else None

@@ -111,14 +111,14 @@ class Target:
             copy_value(source, kept)
         for i in sorted(self._chosen - self._given):
             if i in self._ties:
-                with untrusted(self._leaves[i].name, named=False):
+                with untrusted(self._leaves[i], named=False):
                     self._values[i] = self._tie(i, self._ties[i])
         state = self._assemble(self._root, self._place)
         self._backups.clear()
         return state
 
     def _done(self, index: int, provider: Provider) -> Any:
-        with untrusted(self._leaves[index].name):
+        with untrusted(self._leaves[index]):
             return provider.done()
 
     def _tie(self, index: int, tie: TiedLeaf) -> Any:
@@ -165,7 +165,7 @@ class Target:
         if not node.kind:
             return self._values.get(node.index)
         items = {child.key: self._create(child) for child in node.children.values() if self._wanted(child)}
-        with untrusted(node.leaf.name, named=False):
+        with untrusted(node.leaf, named=False):
             return build_container(node, items)
 
     def _wanted(self, node: VersionNode) -> bool:

@@ -84,7 +84,7 @@ def read_ties(leaves: Sequence[Leaf], index: Mapping[str, int]) -> dict[int, Tie
     ties = {}
     for i, leaf in enumerate(leaves):
         if leaf.spec.kind == TIED:
-            with untrusted(leaf.name):
+            with untrusted(leaf):
                 ties[i] = _read(leaf.spec, leaves, index)
     return ties
 

@@ -59,7 +59,7 @@ class NewValues:
             FormatError: the leaf's spec is not valid.
             OutOfMemory: there is not enough memory.
         """
-        with untrusted(leaf.name):
+        with untrusted(leaf):
             own = self._own(index, leaf)
             if own is not None:
                 return own.receiver(leaf.spec)
@@ -131,7 +131,7 @@ def _receiver(at: StateNode | None, leaf: Leaf, spec: Spec) -> Provider | None:
     """The provider that receives a leaf of this spec in place of the value at a node; None if there is no value."""
     if at is None or at.provider is None:
         return None
-    with untrusted(leaf.name):
+    with untrusted(leaf):
         return at.provider.receiver(spec)
 
 
@@ -274,7 +274,7 @@ def _needed(ties: Mapping[int, TiedLeaf], chosen: set[int]) -> set[int]:
 
 
 def _provider_class(leaf: Leaf, registry: Registry, allow_pickle: PickleAllowed) -> type[Provider]:
-    with untrusted(leaf.name):
+    with untrusted(leaf):
         cls = registry.by_kind(leaf.spec.kind)
     if cls.unsafe and not allow_pickle(leaf.path):
         what = leaf.spec.attrs.get("type", leaf.spec.kind)
