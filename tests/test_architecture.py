@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "tiers.private_file": ("tiers.trusted_path",),
     "tiers.trusted_path": (),
     "tiers.peer": ("tiers.posix",),
-    "tiers.policy": ("tiers.posix", "manifest.format"),
+    "tiers.policy": ("tiers.posix", "manifest.history"),
     "tiers.testing": ("tiers.wrappers",),
     "engine.packs": ("tiers.wrappers", "manifest.history"),
     "engine.codecs": ("engine.packs", "tiers.wrappers"),

@@ -171,28 +171,34 @@ def _positive_size(value: object) -> int:
     return size
 
 
-def _schema(description: str, pattern: str, kind: str = "integer") -> WithJsonSchema:
+def _schema(title: str, description: str, pattern: str, kind: str = "integer") -> WithJsonSchema:
     number: dict[str, Any] = {"type": kind, "exclusiveMinimum": 0}
     text: dict[str, Any] = {"type": "string", "pattern": rf"^\s*(?:{pattern})\s*$|\$\{{"}
-    return WithJsonSchema({"description": description, "anyOf": [number, text]})
+    return WithJsonSchema({"title": title, "description": description, "anyOf": [number, text]})
 
 
-Size: TypeAlias = Annotated[int, BeforeValidator(_positive_size), _schema("bytes, as in 16MiB", _SIZE.pattern)]
+Size: TypeAlias = Annotated[
+    int, BeforeValidator(_positive_size), _schema("size", "bytes, as in `16MiB`", _SIZE.pattern)
+]
 """Bytes, at least one. In a policy a whole number, or text with a unit."""
 
 
-Rate: TypeAlias = Annotated[int, BeforeValidator(parse_rate), _schema("bytes/s, as in 500MiB/s", f"{_SIZE.pattern}/s")]
+Rate: TypeAlias = Annotated[
+    int, BeforeValidator(parse_rate), _schema("rate", "bytes per second, as in `500MiB/s`", f"{_SIZE.pattern}/s")
+]
 """Bytes per second, at least one. In a policy a whole number, or text such as ``500MiB/s``."""
 
 
 Times: TypeAlias = Annotated[
-    float, BeforeValidator(parse_times), _schema("times per second, as in 100/s", _TIMES.pattern, "number")
+    float,
+    BeforeValidator(parse_times),
+    _schema("rate of calls", "times per second, as in `100/s`", _TIMES.pattern, "number"),
 ]
 """Times per second, more than zero. In a policy a number, or text such as ``100/s`` or ``600/min``."""
 
 
 Seconds: TypeAlias = Annotated[
-    float, BeforeValidator(parse_seconds), _schema("a time, as in 30min", _DURATION.pattern, "number")
+    float, BeforeValidator(parse_seconds), _schema("duration", "a time, as in `30min`", _DURATION.pattern, "number")
 ]
 """Seconds, more than zero. In a policy a number, or text such as ``30min``."""
 

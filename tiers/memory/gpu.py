@@ -63,10 +63,10 @@ class Gpu(InMemoryTier):
     stream of its own, and has ended before memory is returned or reused.
 
     Args:
-        capacity: bytes of the device's memory that it may use; None for no limit. A save is a whole copy of the state,
-            and while it is written the previous one still exists.
-        device: ``cuda`` is the current device of the thread that saves first, ``cuda:1`` a certain one. ``cpu`` runs
-            the same code in host memory, to test a policy.
+        capacity: memory of the device that it may use, per process, as in ``40GiB``; without it, no limit. A save is a
+            whole copy of the state, and while it is written the previous one still exists.
+        device: ``cuda`` is the current device of the thread that saves first; or a certain one, as in ``cuda:1``.
+            ``cpu`` runs the same code in host memory, to try a policy out.
     """
 
     def __init__(self, *, capacity: Size | None = None, device: Device = "cuda") -> None:

@@ -254,7 +254,7 @@ class Host(InMemoryTier):
     no thread reads it. If this process uses CUDA, all memory is pinned: slabs by the arena, copies by torch.
 
     Args:
-        capacity: bytes it may hold; a kept slab counts whole; None for no limit.
+        capacity: bytes it may hold, as in ``8GiB``; a kept slab counts whole. Without it, no limit.
         arena: the engine's arena; None if buffers come from elsewhere.
 
     Attributes:
@@ -328,7 +328,7 @@ class Memory(InMemoryTier):
     """Keeps copies in memory, which are lost when the process ends.
 
     Args:
-        capacity: bytes it may hold; None for as many as there is memory.
+        capacity: bytes it may hold, as in ``1GiB``; without it, as many as there is memory.
     """
 
     def __init__(self, *, capacity: Size | None = None) -> None:

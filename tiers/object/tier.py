@@ -122,7 +122,9 @@ def _protocols() -> Collection[str]:
 
 
 ObjectUrl: TypeAlias = Annotated[
-    str, AfterValidator(check_url), WithJsonSchema({"type": "string", "pattern": r"^[A-Za-z0-9+.]+://.|\$\{"})
+    str,
+    AfterValidator(check_url),
+    WithJsonSchema({"title": "URL", "type": "string", "pattern": r"^[A-Za-z0-9+.]+://.|\$\{"}),
 ]
 """A URL of `ObjectStore`: a policy that has another one is refused when it is loaded."""
 
@@ -137,16 +139,19 @@ class ObjectStore(Tier):
     so. On a store whose single writes are not atomic, readers may see part of an object.
 
     Args:
-        url: protocol, bucket and prefix; the bucket must exist.
-        options: arguments of fsspec's file system, as in ``{endpoint_url: ..., key: ..., secret: ...}``; never printed.
-        capacity: total bytes of the objects; None for no limit.
-        checksum: S3 only: the checksum sent with every body, by which the store rejects bodies damaged in transit.
-            ``auto`` probes which ones the store verifies, and prefers crc32 to md5.
-        deadline: S3: seconds that one operation may take with all its attempts. Others: seconds without progress after
-            which a call is given up.
-        orphan_age: S3 only: an unfinished multipart upload older than this many seconds is aborted as a leftover of a
-            dead writer.
-        mode, group: ``file://`` only: as for `tierstate.tiers.posix.directory.Nvme`.
+        url: protocol, bucket and prefix, as in ``s3://bucket/ckpt``; the bucket must exist.
+        options: arguments of fsspec's file system for that protocol, as in ``{endpoint_url: "https://s3.site.org"}``;
+            never printed.
+        capacity: total bytes of the objects, as in ``20TiB``; without it, no limit.
+        checksum: ``s3://`` only: what is sent with every body, so that the store refuses one that was damaged on its
+            way. ``auto`` tries at opening which of them the store verifies, and takes crc32 (2 GB/s per core), else md5
+            (0.6 GB/s), else none, and says so in the tier's notes.
+        deadline: ``s3://``: how long one request is tried, with all its attempts, before the tier counts as
+            unavailable. Others: a call from which nothing has come for so long is given up; as in ``5min``.
+        orphan_age: ``s3://`` only: an upload in parts that was begun so long ago and has not ended is a dead writer's,
+            and is aborted when the tier is first written to; longer than any object takes, as in ``2d``.
+        mode: ``file://`` only: of files, as for `nvme`, as in ``"0640"``.
+        group: ``file://`` only: of files and folders, as for `nvme`, as in ``physics``.
 
     Raises:
         ValueError: the URL is not valid, its protocol is not known, or keys are given that are of another protocol.

@@ -54,15 +54,19 @@ class Peer(Tier):
     """The memory of this host and of its peers, as one tier. The module's text has the guarantees.
 
     Args:
-        capacity: bytes of this host's memory, for its own objects and copies of others'; None for as many as tmpfs has.
-        copies: number of other hosts that keep each object.
-        domain: failure domain of this host, such as the name of its rack or switch; empty if it shares none.
-        exchange: bytes per second that this process sends to other hosts, at most; None for no limit.
-        port: port of this host's keeper; 0 for any free one.
-        path: folder of this host's memory, on tmpfs; None for one below ``/dev/shm`` for this user. Jobs that run on
-            the same hosts at the same time need different ones.
-        idle: seconds without use after which a keeper frees its memory and ends.
-        deadline: timeout in seconds for a message of up to 4 MiB from or to another host.
+        capacity: memory of this host, for its own objects and for copies of others', over all processes, as in
+            ``64GiB``; without it, what tmpfs takes.
+        copies: how many other hosts keep each object, as in ``2``; 0 for none.
+        domain: the failure domain, what is lost together with this host, such as the name of its rack, as in
+            ``"${RACK}"``: copies go to hosts of other domains first. Empty if it shares none.
+        exchange: bytes per second that this process sends to other hosts at most, as in ``500MiB/s``; without it, no
+            limit.
+        port: where this host's keeper listens, as in ``7777``; 0 for any port that is free.
+        path: folder of this host's memory, on tmpfs, as in ``/dev/shm/second-job``; without it, one of this user below
+            ``/dev/shm``. Jobs that run on one host at the same time need one each.
+        idle: a keeper (the server process of this host's memory) that has not been used for so long gives its memory
+            back and ends, as in ``4h``; 400 days at most.
+        deadline: another host that does not take or send 4 MiB in so long counts as unavailable, as in ``1min``.
     """
 
     persistent: ClassVar[bool] = False

@@ -35,6 +35,7 @@ from tierstate.tiers.base import Tier
 from tierstate.tiers.keys import SecretKey, parse_key, read_key
 from tierstate.tiers.units import DURATION_PATTERN, Rate, Seconds, Size, Times, format_size, parse_seconds
 
+from .descriptions import key_descriptions
 from .yaml import show_value
 
 MIN_CHUNK_SIZE = 4096
@@ -73,9 +74,7 @@ Count: TypeAlias = Annotated[int, Field(ge=1), BeforeValidator(no_bool)]
 Within: TypeAlias = Annotated[
     Seconds,
     BeforeValidator(_has_unit),
-    WithJsonSchema(
-        {"description": "a time, as in 2d", "type": "string", "pattern": rf"^\s*(?:{DURATION_PATTERN})\s*$|\$\{{"}
-    ),
+    WithJsonSchema({"title": "duration", "type": "string", "pattern": rf"^\s*(?:{DURATION_PATTERN})\s*$|\$\{{"}),
 ]
 
 
@@ -87,10 +86,13 @@ class Frozen(BaseModel):
 
 
 class BestKeys(Frozen):
-    """``best``: the best versions by a number in their metadata.
+    """``best``: the best versions by a number in the metadata of `save`.
+
+    Of equal ones the newer counts as better. A version without that number, or with NaN or infinity, is never among
+    them.
 
     Attributes:
-        metric: the number's name; dots lead into nested mappings.
+        metric: the number's name; dots lead into nested mappings, as in ``eval.loss``.
         mode: ``min`` if less is better, ``max`` if more is better.
         count: how many versions to keep.
     """
@@ -105,11 +107,11 @@ class KeepKeys(Frozen):
 
     Attributes:
         last: keeps the newest so many versions.
-        every: keeps the first version at or after each multiple of so many steps.
-        within: keeps the versions of the last so many seconds.
-        best: keeps the best versions by a metric.
-        tags: keeps the versions that have a tag; None means yes on a tier that survives the host, else no.
-        all: keeps every version.
+        every: keeps the first version at or after each multiple of so many steps, as in ``1000``.
+        within: keeps what was saved in so much time before the newest version, as in ``2d``.
+        best: keeps the best versions by a number in their metadata, as in ``{metric: eval.loss, mode: min, count: 2}``.
+        tags: keeps the versions that have a tag. Without it, yes on a tier that survives the host, else no.
+        all: keeps every version; the same as no ``keep``.
     """
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
@@ -165,7 +167,7 @@ Every: TypeAlias = Annotated[
     BeforeValidator(_parse_every),
     WithJsonSchema(
         {
-            "description": "steps, or a time as in 30min",
+            "title": "steps or duration",
             "anyOf": [
                 {"type": "integer", "minimum": 1},
                 {"type": "string", "pattern": rf"^\s*(?:[0-9]+|{DURATION_PATTERN})\s*$|\$\{{"},
@@ -180,8 +182,8 @@ class MaxLagKeys(Frozen):
     """``max_lag``: how far the newest version in a tier may be behind the newest save; `save` waits before it is more.
 
     Attributes:
-        steps: at most so many steps; 0: every save that returns is in the tier.
-        seconds: at most so many seconds between the two saves.
+        steps: at most so many steps, as in ``200``. 0: every save that returns is in the tier.
+        seconds: at most so much time between the two saves, as in ``5min``.
     """
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
@@ -197,11 +199,14 @@ class MaxLagKeys(Frozen):
 
 
 class OnFailureKeys(Frozen):
-    """``on_failure``: what `save` does when earlier saves reached no tier that survives the host.
+    """``on_failure``: what `save` does when an earlier save reached no tier that survives the host, or when a tier that
+    fails would be further behind than its ``max_lag``.
 
     Attributes:
-        action: ``raise`` raises the error of each such save once; ``warn`` logs it, and the training goes on.
-        unprotected: with ``warn``: seconds without a save that reached such a tier, after which errors are raised.
+        action: ``raise``: the next `save` raises the error, once for each such save, and is not made itself. ``warn``:
+            it is logged, and the training goes on.
+        unprotected: with ``warn``: when no tier that survives the host has taken a save for so long, errors are raised
+            as with ``raise``; as in ``2h``.
     """
 
     action: Literal["raise", "warn"] = "raise"
@@ -217,11 +222,9 @@ def _check_key(key: SecretStr) -> SecretStr:
     return key
 
 
-def _texts(what: str) -> WithJsonSchema:
-    text = {"type": "string"}
-    return WithJsonSchema(
-        {"description": what, "anyOf": [text, {"type": "array", "items": text, "minItems": 1}]}, mode="validation"
-    )
+_TEXTS = WithJsonSchema(
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}, mode="validation"
+)
 
 
 class SecretKeys(Frozen):
@@ -230,8 +233,9 @@ class SecretKeys(Frozen):
     The first key is used for what is written; with each of them what is stored can be read.
 
     Attributes:
-        key: keys in hexadecimal or base64, each as a variable: ``${NAME}``.
-        file: paths of files with one key each, which only their owner can read.
+        key: the variable that has a key in hexadecimal or base64, as in ``"${CHECKPOINT_KEY}"``, or a list of them.
+        file: the path of a file with one key, which only its owner can read, as in ``/etc/ckpt.key``, or a list of
+            them.
     """
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
@@ -239,12 +243,12 @@ class SecretKeys(Frozen):
     key: Annotated[
         tuple[Annotated[SecretStr, AfterValidator(_check_key)], ...],
         BeforeValidator(_one_or_more),
-        _texts("a variable that has a key, as in ${CHECKPOINT_KEY}, or a list"),
+        _TEXTS,
     ] = ()
     file: Annotated[
         tuple[Annotated[str, BeforeValidator(_no_tilde)], ...],
         BeforeValidator(_one_or_more),
-        _texts("the path of a file with a key, or a list"),
+        _TEXTS,
     ] = ()
 
     @model_validator(mode="after")
@@ -263,11 +267,12 @@ class SecretKeys(Frozen):
 
 
 class ArenaKeys(Frozen):
-    """``arena``: the host memory into which saves copy the state.
+    """``arena``: the host memory into which saves copy the state, for each process.
 
     Attributes:
-        size: bytes.
-        on_full: what a save does while the arena is full: ``block`` waits for room; ``skip`` leaves the save out.
+        size: its size, as in ``8GiB``; two chunks at least. It does not grow, and is pinned once the process uses CUDA.
+        on_full: what a save does that finds the arena full: ``block`` waits for room; ``skip`` leaves the save out, and
+            counts that.
     """
 
     size: Size = ARENA_SIZE
@@ -291,8 +296,8 @@ class PreemptionKeys(Frozen):
     """``preemption``: what happens when a signal announces the end of the process.
 
     Attributes:
-        signals: names of the signals.
-        grace: seconds from the signal until the process is killed.
+        signals: names of the signals that announce it, as in ``[SIGTERM]``.
+        grace: time from the signal until the process is killed, as in ``2min``.
     """
 
     signals: Annotated[tuple[Annotated[str, AfterValidator(_check_signal)], ...], Field(min_length=1)] = (
@@ -306,8 +311,9 @@ class SecretPlace(Frozen):
     """``ranks.trust: {file: …}`` or ``{env: …}``: where the job's secret is; one of the two.
 
     Attributes:
-        file: path of a file of this user's alone (mode 0600) with the secret, which every host sees.
-        env: name of an environment variable with the secret.
+        file: path of a file with the secret, which every host sees, as in ``/home/me/job.secret``. It must be of this
+            user, with mode 0600 and no link, in folders that nobody else can change.
+        env: name of an environment variable with the secret, as in ``JOB_SECRET``.
     """
 
     file: Path | None = None
@@ -337,7 +343,6 @@ Trust: TypeAlias = Annotated[
     BeforeValidator(_parse_trust),
     WithJsonSchema(
         {
-            "description": "what proves that a connection is of this job",
             "anyOf": [
                 {"enum": ["auto", "network"]},
                 {"type": "string", "pattern": r"\$\{"},
@@ -363,11 +368,15 @@ class RanksKeys(Frozen):
     """``ranks``: how the ranks of a job trust each other, and how long they wait for each other.
 
     Attributes:
-        trust: what proves that a connection is of the job: ``auto``, a secret from the launcher's environment or one
-            that the ranks hand to each other safely; a file or a variable with the secret; or ``network``: nothing,
-            whoever reaches the network between the hosts can read and change what ranks send.
-        timeout: seconds that a rank may be behind the others before their save fails.
-        silence: seconds without a heartbeat after which a rank counts as dead.
+        trust: what proves that a connection is of the job: a secret of at least 32 characters that all ranks have, in a
+            file, as in ``{file: /home/me/job.secret}``, or in a variable, ``{env: NAME}``. ``auto``: that of
+            `TIERSTATE_JOB_SECRET` or of the file that `TIERSTATE_JOB_SECRET_FILE` names, else one that a rank draws and
+            hands to the others, over a Unix socket where all are on one host, by MUNGE where the hosts have it; several
+            hosts without any are refused. ``network``: nothing; whoever reaches the network between the hosts can read
+            and change what ranks send.
+        timeout: how far behind the others a rank may be, as in ``10min``; beyond that their save fails on all ranks.
+        silence: how long a rank may give no heartbeat until it counts as dead, as in ``2min``, which fails the saves
+            that wait for it. In jobs so large that heartbeats are rarer, four times the interval between two.
     """
 
     trust: Trust = "auto"
@@ -380,10 +389,12 @@ class MetricsKeys(Frozen):
 
     Attributes:
         events: whether events are logged in each persistent tier, for other processes and other days.
-        port: of HTTP, on which Prometheus finds metrics at ``/metrics``; ranks of a host add their ``LOCAL_RANK``.
-        address: on which it is served; by default of this host only.
-        textfile: a file that is written again and again for the node exporter of Prometheus; ends with ``.prom``.
-        interval: seconds between two times.
+        port: port of HTTP on which Prometheus finds metrics at ``/metrics``, as in ``9464``; ranks of a host add their
+            ``LOCAL_RANK``. Without it, none is opened.
+        address: address on which they are served, as in ``0.0.0.0``; by default only this host can reach it.
+        textfile: a file that is written again and again for the node exporter of Prometheus, as in
+            ``/var/lib/node_exporter/run.prom``; its name ends with ``.prom``.
+        interval: time between two writes of that file, as in ``1min``.
         opentelemetry: whether metrics and spans go to OpenTelemetry, if the process has its SDK.
     """
 
@@ -419,12 +430,15 @@ class AgentKeys(Frozen):
     """``agent``: a process of this host that publishes what trainers have captured, and outlives them.
 
     Attributes:
-        mode: ``auto`` uses one, and saves in the trainer's process where it cannot be had; ``required`` raises then.
-        memory: bytes of captured versions that it keeps at most, of all runs; half of this host's memory at most.
-        idle: seconds without a trainer and without work after which it ends.
-        nice: by how much its priority is lowered, 0 to 19.
+        mode: ``auto`` uses one, and saves in the trainer's process where it cannot be had; ``required`` raises then. Of
+            several ranks that save together all have one or none.
+        memory: captured versions that it keeps in memory at most, of all runs, as in ``128GiB``; half of the host's or
+            container's memory at most.
+        idle: it ends after so long without a trainer and without work, as in ``1h``; after so long without progress it
+            leaves what does not arrive to the next process.
+        nice: by how much its priority is lowered, 0 to 19, as in ``10``.
         ionice: ``idle``: its transfers wait for all others of this host.
-        cpus: the CPUs that it runs on, as in ``0-3,8``; None for all.
+        cpus: the CPUs that it runs on, as in ``0-3,8``; without it, all.
     """
 
     mode: Literal["off", "auto", "required"] = "off"
@@ -441,12 +455,15 @@ class RuleKeys(Frozen):
     For each key the first rule counts that matches a leaf and has the key. None means: this rule does not have the key.
 
     Attributes:
-        match: glob over leaf paths.
-        tiers: names of the tiers that get the leaves.
-        codec: how their chunks are encoded.
-        pickle: whether an object of an unknown type may be pickled.
-        lossy: how floating-point tensors are saved with fewer bits, in every tier.
-        keep: the retention of these leaves, on every tier, in place of the tier's own ``keep``.
+        match: pattern of leaf paths as printed, with dots, as in ``optimizer.**``. ``*``, ``?``, ``[...]`` stay within
+            one key, ``**`` is any number of keys, ``"a.b"`` is that very key.
+        tiers: names of the tiers that get these leaves, as in ``[host, nvme]``; without it, every tier.
+        codec: how their chunks are encoded; without it, in the tier's own codec.
+        pickle: whether an object of no known type may be pickled here; without it, no.
+        lossy: saves floating-point tensors with fewer bits, in every tier; a restore must allow that. Without it, all
+            bits are saved.
+        keep: in which versions these leaves stay, on every tier, in place of the tier's own ``keep``; as in
+            ``{last: 2}``.
     """
 
     match: Annotated[str, AfterValidator(check_glob)]
@@ -461,19 +478,31 @@ class TierKeys(Frozen):
     """The keys that every tier has, whatever its type.
 
     Attributes:
-        type: name of the tier's class in the entry points.
-        every: steps or time between two saves to this tier; None for every save.
-        keep: the retention of this tier.
-        codec: how chunks are encoded in this tier.
-        format: the file format of packs in this tier.
-        bandwidth: most bytes per second that this process reads and writes; None for no limit.
-        operations: most calls per second; None for no limit.
-        retries: how often a call is repeated after a transient error.
-        initialized: whether the tier must have a marker, which ``tierstate init`` writes once: without it, it counts as
-            not mounted.
-        on_lag: if several saves wait to be copied to this tier: ``queue`` copies all of them, ``skip`` only the newest.
-        max_lag: how far the newest version in this tier may be behind the newest save; None for no bound.
-        encrypt: the keys with which this tier is encrypted; True: keys that are made of the policy's ``seal``.
+        type: what kind of place it is, as in ``nvme``: one of those below, or one that another package brings.
+        every: which saves go there. A number: the first save at or after each multiple of so many steps, as in ``100``.
+            A time, ``30min``: the first save so long after the last one. The first save of a run always goes. Without
+            it, every save.
+        keep: which versions stay, as in ``{last: 3, every: 1000}``; without it, all.
+        codec: how chunks are encoded on this tier, without loss.
+        format: what kind of file a pack is. Files of the last two hold whole leaves as raw bytes, so ``codec`` must be
+            ``raw`` there; a rule's codec counts for what such files cannot express and what lies in native packs
+            beside.
+        bandwidth: bytes per second that this process reads and writes there at most, both counted together, as in
+            ``500MiB/s``; without it, no limit.
+        operations: calls per second of this process at most, as in ``100/s``: one for each put, read, list, size and
+            delete, and for the opening, each piece and the closing of an object that is written piece by piece. Without
+            it, no limit.
+        retries: how often a call that failed for a moment (no answer, a broken connection, an I/O error) is tried
+            again, as in ``3``, after a pause of anything up to 0.2 s, 0.4 s, … 20 s, drawn at random; 100 at most.
+        on_lag: when several saves wait to be copied there: ``queue`` copies all, oldest first (64 wait at most);
+            ``skip`` leaves out those that are older than the newest that can be copied.
+        initialized: whether the tier must have its marker, which ``tierstate init`` writes once: without it the tier
+            counts as not mounted, and nothing is written there. Where a policy has one persistent tier only, nothing
+            else could tell an empty mount point from a first run.
+        max_lag: how far the newest version in this tier may be behind a save when that returns, as in ``{steps: 200}``;
+            `save` waits rather than fall further behind. Without it, no bound.
+        encrypt: whether the tier is encrypted: ``true`` with keys made of those of ``seal``, or with keys of its own,
+            as in ``{file: /etc/ckpt.key}``. Only tiers that survive the host, with ``format: native``.
     """
 
     type: str
@@ -491,7 +520,31 @@ class TierKeys(Frozen):
 
 
 class PolicyKeys(Frozen):
-    """The top-level keys of a policy, except ``tiers``; see `tierstate.tiers.policy.policy.Policy`."""
+    """The top-level keys of a policy, except ``tiers``; see `tierstate.tiers.policy.policy.Policy`.
+
+    Attributes:
+        version: version of this format.
+        chunk: length of a chunk, as in ``32MiB``: what is digested, reused, moved and verified as a whole. A multiple
+            of 16 bytes, from 4 KiB to 1 GiB.
+        digest: what chunks are named by. ``xxh3-128`` finds accidents; ``blake3``, which needs the package `blake3` and
+            is the default with ``seal``, and ``sha256``, which is slower, also forgery.
+        arena: the host memory into which saves copy the state, as in ``{size: 8GiB, on_full: block}``.
+        ranks: how the ranks of a job trust each other, and how long they wait for each other, as in ``{timeout:
+            10min}``.
+        on_failure: what `save` does when earlier saves reached no tier that survives the host, as in ``{action:
+            warn}``.
+        preemption: what happens when a signal announces the end of the process, as in ``{grace: 2min}``. Without it, no
+            signal is handled.
+        agent: a process of this host that publishes what trainers have captured, and outlives them, as in
+            ``{mode: auto}``.
+        metrics: what a process tells of its saves and restores to other programs, as in ``{events: true}``.
+        seal: keys with which records, tags and marks are authenticated, as in ``{file: /etc/ckpt.key}``: what was not
+            written with one of them is refused. The first key seals, all are trusted. Without it, nothing is sealed.
+        durable: the tier that `save.wait()` waits for, as in ``nvme``; it must survive the host, so a policy has at
+            least one tier that does. Without it, the first one that does.
+        rules: exceptions for some leaves, in the order in which they are tried, as in
+            ``[{match: optimizer.**, tiers: [host, nvme]}]``.
+    """
 
     version: Annotated[Literal[1], BeforeValidator(no_bool)] = 1
     chunk: Annotated[Size, AfterValidator(_check_chunk)] = CHUNK_SIZE
@@ -517,11 +570,12 @@ def keys_of(tier: type[Tier]) -> type[TierKeys]:
         TypeError: a parameter has the name of a common key, or an annotation that pydantic cannot validate.
     """
     where = f"{tier.__module__}.{tier.__qualname__}"
+    meanings = key_descriptions(tier)
     try:
         hints = get_type_hints(tier.__init__, include_extras=True)
         fields = {
             # The prefix keeps an option such as `copy` or `schema` from hiding a method of the model.
-            f"{_OPTION}{p.name}": (_checked(hints.get(p.name, Any)), _field(p))
+            f"{_OPTION}{p.name}": (_checked(hints.get(p.name, Any)), _field(p, meanings.get(p.name)))
             for p in inspect.signature(tier.__init__).parameters.values()
             if p.kind is p.KEYWORD_ONLY and p.name != "arena"
         }
@@ -549,14 +603,14 @@ def _is_option(field: str) -> bool:
     return field.startswith(_OPTION)
 
 
-def _field(parameter: inspect.Parameter) -> Any:
+def _field(parameter: inspect.Parameter, meaning: str | None) -> Any:
     default = parameter.default
     if default is parameter.empty:
-        return Field(alias=parameter.name)
+        return Field(alias=parameter.name, description=meaning)
     if default is None or isinstance(default, (bool, int, float, str)):
-        return Field(default, alias=parameter.name)
+        return Field(default, alias=parameter.name, description=meaning)
     # A default that JSON does not know is kept out of the schema.
-    return Field(default_factory=lambda: default, alias=parameter.name)
+    return Field(default_factory=lambda: default, alias=parameter.name, description=meaning)
 
 
 def _checked(annotation: Any) -> Any:

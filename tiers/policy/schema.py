@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -10,27 +11,33 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
 from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.history.retention import format_duration
 from tierstate.tiers.registry import known_tiers, tier_class
+from tierstate.tiers.units import format_size
 
+from .descriptions import example_in, key_descriptions, model_description
 from .models import PolicyKeys, TierKeys, keys_of
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def policy_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a whole policy file, with the options of every tier type installed here.
+def policy_schema(types: Sequence[str] | None = None) -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a whole policy file, with a description of each key, which editors show.
 
     A tier type whose class cannot be loaded, since a package is missing, has only the keys that every tier has.
+
+    Args:
+        types: the tier types, whose options it has; by default all that are installed here.
     """
     schema = _schema(PolicyKeys)
     defs: dict[str, Any] = schema.setdefault("$defs", {})
-    types = known_tiers()
+    types = list(known_tiers() if types is None else types)
     for name in types:
         tier = _tier_schema(name)
         defs.update(tier.pop("$defs", {}))
         defs[f"tier-{name}"] = tier
     schema["properties"]["tiers"] = {
-        "description": "fastest first",
+        "description": "the tiers by name, fastest first: the order in which versions are copied to slower ones",
         "type": "object",
         "minProperties": 1,
         "additionalProperties": {
@@ -59,15 +66,43 @@ class _Unread(TierKeys, extra="allow"):
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    return model.model_json_schema(schema_generator=_WithVariables)
+    return model.model_json_schema(schema_generator=_ForPolicies)
 
 
 def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "string", "pattern": r"\$\{"}]}
 
 
-class _WithVariables(GenerateJsonSchema):
-    """Allows the text of a variable, ``${NAME}``, in place of a number, a boolean or a word."""
+_SHOWN: dict[str | None, Callable[[Any], Any]] = {
+    "size": format_size,
+    "duration": format_duration,
+    "mode of files": "{:04o}".format,
+}
+"""How a default is written in a policy file, by the title of its type."""
+
+
+def _show_default(key: dict[str, Any]) -> None:
+    default = key.pop("default", None)
+    # Without a value a key is left out of a file, and the keys of a mapping say their own defaults.
+    if default is not None and not isinstance(default, dict):
+        key["default"] = _SHOWN.get(key.get("title"), lambda value: value)(default)
+
+
+class _ForPolicies(GenerateJsonSchema):
+    """Describes each key as the docstrings do. A variable, ``${NAME}``, may be in place of a number, boolean or word."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:
+        found, cls = super().model_schema(schema), schema["cls"]
+        meanings = key_descriptions(cls)
+        for name, key in found.get("properties", {}).items():
+            if text := meanings.get(name) or key.get("description"):
+                key.update(description=text, **example_in(text))
+            _show_default(key)
+        found.pop("title", None)
+        return {**found, "description": model_description(cls)}
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # a title would only repeat the key
 
     def int_schema(self, schema: core_schema.IntSchema) -> dict[str, Any]:
         return _or_variable(super().int_schema(schema))

@@ -523,12 +523,16 @@ class Nvme(Deadline):
     See `Directory` for what it does, and `Deadline` for what happens when the disk hangs.
 
     Args:
-        path: the folder.
-        capacity: total bytes of its objects; None for no limit but the disk.
-        io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
-        mode: of files, as chmod takes it, as in ``"0640"``; folders have ``x`` as well wherever it has ``r``.
-        group: of files and folders: a name or number; None for the one that the system gives.
-        deadline: seconds without progress after which a call is given up, as when the disk is dead.
+        path: the folder, as in ``/local/ckpt``; the first save makes it.
+        capacity: total bytes of its objects, as in ``1TiB``; without it, no limit but the disk.
+        io: what moves objects of 1 MiB and more: ``uring`` (io_uring, past the page cache), ``threads`` (past it, too)
+            or ``buffered`` (through it). ``auto`` takes the first of them that works there.
+        mode: of files, as chmod takes it, whatever the umask is, as in ``"0640"``; folders have ``x`` as well wherever
+            it has ``r``.
+        group: of files and folders: a name or number, as in ``physics``; this user must be in it. Without it, the one
+            that the system gives.
+        deadline: a call from which nothing has come for so long is given up, and the tier left out until it is back;
+            as in ``5min``.
 
     Raises:
         ValueError: a mode that cannot be meant, or a group that this user is not in.

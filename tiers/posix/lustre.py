@@ -127,14 +127,19 @@ class Lustre(Deadline):
     compared with a real Lustre; the whole class was not tested on one yet.
 
     Args:
-        path: the folder.
-        capacity: total bytes of its objects; None for no limit but the quota.
-        stripe_count: storage targets per file; 0 for the site's default, -1 for all of them.
-        stripe_size: bytes of one stripe, a multiple of 64 KiB; None for the site's default.
-        pool: the pool of targets to use; None for the site's default.
-        io: what moves long objects: `auto`, `uring` (io_uring), `threads`, or `buffered` (through the page cache).
-        mode, group: as for `Nvme`.
-        deadline: seconds without progress after which a call is given up, as when a server is dead.
+        path: the folder, as in ``/lustre/proj/ckpt``; the first save makes it.
+        capacity: total bytes of its objects, as in ``50TiB``; without it, no limit but the quota.
+        stripe_count: storage targets per file, as in ``8``; 0 for the site's default, -1 for all of them.
+        stripe_size: length of one stripe, a multiple of 64 KiB, as in ``16MiB``; without it, the site's default.
+        pool: the pool of targets to use, as in ``flash``; without it, the site's default.
+        io: what moves objects of 1 MiB and more: ``uring`` (io_uring, past the page cache), ``threads`` (past it, too)
+            or ``buffered`` (through it). ``auto`` takes the first of them that works there.
+        mode: of files, as chmod takes it, whatever the umask is, as in ``"0640"``; folders have ``x`` as well wherever
+            it has ``r``.
+        group: of files and folders: a name or number, as in ``physics``; this user must be in it. Without it, the one
+            that the system gives.
+        deadline: a call from which nothing has come for so long, as when a server is dead, is given up, and the tier
+            left out until it is back; as in ``5min``.
 
     Raises:
         ValueError: a stripe count, size or pool that no Lustre takes, or a mode or group that cannot be.

@@ -105,7 +105,7 @@ FileMode: TypeAlias = Annotated[
     BeforeValidator(parse_mode),
     WithJsonSchema(
         {
-            "description": "a mode of files as chmod takes it, as in '0640'",
+            "title": "mode of files",
             "anyOf": [
                 {"type": "integer", "minimum": 0o600, "maximum": 0o3777},
                 {"type": "string", "pattern": r"^\s*(?:0o)?[0-7]{3,5}\s*$|\$\{"},
@@ -121,7 +121,7 @@ Group: TypeAlias = Annotated[
     BeforeValidator(find_group),
     WithJsonSchema(
         {
-            "description": "a group by name or number",
+            "title": "name or number",
             "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "minLength": 1}],
         }
     ),
