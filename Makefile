@@ -11,7 +11,7 @@ BESIDE   = -n $(WORKERS) --dist loadgroup
 # The tests start hundreds of processes, each of which would compile all of tierstate again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-ranks quick test test-integrations test-lowest test-newest check format lint types wheel bench mutants soak fuzz lock audit clean
+.PHONY: demo demo-ranks quick test test-integrations test-lowest test-newest check format lint types wheel bench mutants soak fuzz reference docs lock audit clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -108,6 +108,10 @@ define install
 	$(1)/bin/pip install --quiet --require-hashes --no-deps --requirement requirements/$(2).txt
 	$(1)/bin/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
 endef
+
+# After a change of a policy's keys or of a public name: what pages have from the code.
+reference: $(VENV)/ready
+	$(BIN)/python docs/site/tables.py
 
 # After a change of pyproject.toml or constraints.txt: the versions of constraints.txt, with the hashes of all their files.
 lock: .venv-tools/ready

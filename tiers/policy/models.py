@@ -94,7 +94,7 @@ class BestKeys(Frozen):
     Attributes:
         metric: the number's name; dots lead into nested mappings, as in ``eval.loss``.
         mode: ``min`` if less is better, ``max`` if more is better.
-        count: how many versions to keep.
+        count: how many versions to keep, as in ``3``.
     """
 
     metric: Annotated[str, Field(min_length=1)]
@@ -106,7 +106,7 @@ class KeepKeys(Frozen):
     """``keep``: the retention of a tier. A version stays if any of the keys keeps it.
 
     Attributes:
-        last: keeps the newest so many versions.
+        last: keeps the newest so many versions, as in ``3``.
         every: keeps the first version at or after each multiple of so many steps, as in ``1000``.
         within: keeps what was saved in so much time before the newest version, as in ``2d``.
         best: keeps the best versions by a number in their metadata, as in ``{metric: eval.loss, mode: min, count: 2}``.

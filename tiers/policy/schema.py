@@ -89,7 +89,7 @@ def _show_default(key: dict[str, Any]) -> None:
 
 
 class _ForPolicies(GenerateJsonSchema):
-    """Describes each key as the docstrings do. A variable, ``${NAME}``, may be in place of a number, boolean or word."""
+    """Describes each key by the docstrings. A variable, ``${NAME}``, may be in place of a number, boolean or word."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:
         found, cls = super().model_schema(schema), schema["cls"]
