@@ -113,6 +113,16 @@ endef
 reference: $(VENV)/ready
 	$(BIN)/python docs/site/tables.py
 
+# The documentation as a site in build/site, strict: no link that leads to nothing, no page without a place.
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+
+# It reads the docstrings from the text, so tierstate and torch are not installed there.
+.venv-docs/ready: requirements/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --require-hashes --no-deps --requirement requirements/docs.txt
+	touch $@
+
 # After a change of pyproject.toml or constraints.txt: the versions of constraints.txt, with the hashes of all their files.
 lock: .venv-tools/ready
 	sh requirements/lock.sh .venv-tools/bin/uv
@@ -127,4 +137,4 @@ audit:
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-integrations .venv-tools .venv-swift .venv-lowest .venv-newest .demo build dist *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-fuzz .venv-integrations .venv-tools .venv-swift .venv-lowest .venv-newest .demo build dist *.egg-info

@@ -8,5 +8,8 @@ for group in dev test fuzz bench integrations; do
         --custom-compile-command "make lock" --constraint constraints.txt --excludes requirements/not-locked.in \
         --output-file "requirements/$group.txt" --group "$group" pyproject.toml requirements/torch.in
 done
-"$uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
-    --custom-compile-command "make lock" --constraint constraints.txt --output-file requirements/tools.txt --group tools
+# 3.11.5: pymdown-extensions needs it.
+for group in docs tools; do
+    "$uv" pip compile --quiet --universal --python-version 3.11.5 --generate-hashes --no-annotate \
+        --custom-compile-command "make lock" --constraint constraints.txt --output-file "requirements/$group.txt" --group "$group"
+done

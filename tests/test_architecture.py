@@ -244,6 +244,7 @@ def test_the_server_of_peer_memory_imports_nothing_big():
 def test_the_face_has_what_it_lists_and_says_what_it_lacks():
     import tierstate
 
-    assert set(tierstate.__all__) <= set(dir(tierstate))
+    assert set(dir(tierstate)) == {*tierstate.__all__, "__version__"}
+    assert {name for name in tierstate.__all__ if not hasattr(tierstate, name)} == set()
     with pytest.raises(AttributeError, match="'tierstate' has no attribute 'Nothing'"):
         tierstate.Nothing  # noqa: B018

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-LOCKED = {"dev": True, "test": True, "fuzz": True, "bench": True, "integrations": True, "tools": False}
+LOCKED = {"dev": True, "test": True, "fuzz": True, "bench": True, "integrations": True, "docs": False, "tools": False}
 """The groups that are locked, and whether with what tierstate itself needs."""
 
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")

@@ -1,8 +1,12 @@
-"""What pages have from the code is what the code says today, and says it of every key of a policy and public name."""
+"""Every key of a policy and every public name says what it means, and pages have it from there as it is today."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
+import inspect
+import pydoc
 import re
 import sys
 from pathlib import Path
@@ -10,6 +14,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+
+import tierstate as ts
+from tierstate import integrations
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -55,3 +62,47 @@ def test_editors_find_the_schema_of_the_example_policies(path):
     jsonschema.Draft202012Validator(yaml.safe_load((DOCS / "policies" / "schema.json").read_text())).validate(
         yaml.safe_load(text)
     )
+
+
+PACKAGE = Path(ts.__file__).parent
+ADAPTERS = sorted(Path(integrations.__file__).parent.glob("*.py"))
+OTHERS = [PACKAGE / "testing.py", PACKAGE / "providers" / "testing.py", *(PACKAGE / "dcp").glob("*.py")]
+
+
+def public(nodes):
+    """Classes and functions without an underscore."""
+    return [n for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")]
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in [*ADAPTERS, *OTHERS]])
+def test_public_names_of_adapters_have_docstrings(path):
+    """By the text, since most frameworks are not installed; what overrides a framework's method is documented there."""
+    for node in public(ast.parse(path.read_text()).body):
+        assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
+        members = public(node.body) if isinstance(node, ast.ClassDef) and not node.bases else []
+        missing = [f"{node.name}.{member.name}" for member in members if not ast.get_docstring(member)]
+        assert not missing, f"{path.name}: no docstring: {missing}"
+
+
+@pytest.mark.parametrize("module", ["tierstate", "tierstate.dcp", "tierstate.tiers.testing"])
+def test_public_names_have_docstrings_and_so_have_their_methods(module):
+    found = importlib.import_module(module)
+    for name in found.__all__:
+        value = getattr(found, name)
+        if not inspect.isclass(value):
+            assert inspect.isfunction(value) is False or inspect.getdoc(value), f"{module}.{name} has no docstring"
+            continue
+        assert (value.__doc__ or "").strip(), f"{module}.{name} has no docstring"
+        members = [n for n, v in vars(value).items() if inspect.isroutine(v) or isinstance(v, property | classmethod)]
+        missing = [n for n in members if not n.startswith("_") and not inspect.getdoc(getattr(value, n))]
+        assert not missing, f"{module}.{name}: no docstring: {missing}"
+
+
+def test_help_reads_well():
+    text = pydoc.render_doc(ts.Checkpointer, renderer=pydoc.plaintext)
+    assert " at 0x" not in text
+    assert "<lambda>" not in text
+    assert text.index("with ts.Checkpointer(") < text.index("Methods defined here")
+    named = set(re.findall(r"`(\w+)`", inspect.getdoc(ts.Checkpointer).partition("Threads may share it")[0]))
+    methods = {n for n, v in inspect.getmembers(ts.Checkpointer) if not n.startswith("_") and callable(v)}
+    assert methods - named == {"before_step", "located", "unguard"}  # beside `guard`, and for the command line

@@ -240,7 +240,8 @@ class Tier(ABC):
         """Create an object from one host buffer, which the tier does not use after the call.
 
         Raises:
-            AlreadyExists, TierFull, AccessDenied, TierUnavailable
+            AlreadyExists: the key is taken; nothing was changed.
+            TierFull, AccessDenied, TierUnavailable: it could not be written; nothing of it is visible.
             ValueError: the key is not valid (see `check_key`).
         """
 

@@ -164,7 +164,20 @@ def raise_failures(
 
 
 class Checkpointer(Run):
-    """Saves and restores the state of one run.
+    """Saves and restores the state of one run, and looks after its versions.
+
+    In a training loop:
+
+        with ts.Checkpointer(ts.Policy.default("checkpoints"), run="gpt") as ckpt:
+            ckpt.resume(into=state)  # the newest version; None: there is none yet
+            for step in range(state["step"] + 1, 1001):
+                state["step"] = step
+                ...  # train
+                ckpt.save(state, step=step)  # returns once every byte is captured
+
+    Save: `save`, `guard`, `preempted`, `close`. Restore: `resume`, `restore`, `load`. Look: `versions`, `info`,
+    `leaves`, `diff`, `tags`, `stats`, `events`, `on`, `trace`. Change: `tag`, `untag`, `fork`, `copy`, `remove`,
+    `prune`. Repair: `verify`, `doctor`, `rebuild`.
 
     Threads may share it. In one thread its calls cannot be made inside one another, as a signal handler would: that
     raises `Reentered`, which says what a handler may do.
@@ -178,6 +191,11 @@ class Checkpointer(Run):
             allow. Loading a pickle runs the code in it.
         preemption: what to do when a signal announces the end of the process: keys as the policy's ``preemption``,
             True for the defaults, False for nothing; by default what the policy says.
+
+    Attributes:
+        policy: the `Policy`.
+        run: the name of the run.
+        restored: the version that was restored last (`VersionInfo`); None before.
 
     Raises:
         PolicyError: the policy cannot be used.
@@ -584,7 +602,21 @@ class Checkpointer(Run):
         run: str | None = None,
         progress: Progress = no_progress,
     ) -> CopyResult:
-        """Copy a version to another tier, or into the tiers of another policy. See `copy.copy`."""
+        """Copy a version to another tier, or into the tiers of another policy, and verify every chunk.
+
+        Args:
+            step, version: which version; by default the newest.
+            to: the name of a tier of this policy. The copy is the same version, with the leaves that the rules send to
+                that tier; the tier's ``keep`` applies to it from the next save on.
+            into: another policy. The copy is a new version there, with the same leaves, step and metadata.
+            run: the name of the run in the other policy; by default the same name.
+            progress: called with the raw bytes read since the last call.
+
+        Raises:
+            NotFound: there is no such version or tier, or no rule sends a leaf to the target.
+            AlreadyExists: the tier ``to`` has another version of that number.
+            Damaged: a chunk is missing or damaged in every tier.
+        """
         self._check_open()
         return copy(self, Checkpointer, step=step, version=version, to=to, into=into, into_run=run, progress=progress)
 

@@ -221,7 +221,16 @@ class Run:
         """What changed from one step to another, leaf by leaf. Compares digests; with ``values`` also reads the
         chunks and says by how much the values differ.
 
-        See `tierstate.engine.maintain.compare`.
+        Args:
+            old, new: the steps.
+            values: also read the chunks whose digests differ, and compare them by element.
+            only: globs of leaf paths.
+            progress: called with the bytes read since the last call.
+
+        Raises:
+            NotFound: there is no such version.
+            StateMismatch: no leaf of either matches ``only``.
+            Damaged: with ``values``, a chunk is whole in no tier.
         """
         one, other = (self._find(step) for step in (old, new))
         return compare(one, other, self._arena, values=values, only=only, progress=progress)
@@ -239,21 +248,45 @@ class Run:
     ) -> VerifyReport:
         """Check that the tiers have what their records name: packs by presence and length, or more with the options.
 
-        See `tierstate.engine.maintain.verify`.
+        Args:
+            deep: as ``data``; also check pack footers and containers, and load each leaf with its provider, except
+                pickles.
+            data: read and decode every chunk and compare it with its digest.
+            sample: read only this share of each tier's bytes instead, from 0 to 1, drawn at random.
+            seed: random seed of the sample.
+            mend: repair what is damaged in one tier and whole in another.
+            progress: called with the bytes read since the last call.
         """
         how = Depth.of(deep=deep, data=data, sample=sample, seed=seed, mend=mend)
         return verify_run(self._catalog(), self._arena, how, progress)
 
     @not_reentrant
     def rebuild(self, tier: str, *, partial: bool = False, dry_run: bool = False) -> RebuildReport:
-        """Rebuild lost records of a tier from its packs. See `tierstate.engine.maintain.rebuild`."""
+        """Rebuild lost records of a tier from its packs, with what the records of other tiers say of the versions.
+
+        Args:
+            tier: the tier whose records are rebuilt.
+            partial: also versions of which the packs have only some chunks.
+            dry_run: change nothing; the report says what would be done.
+
+        Raises:
+            NotFound: there is no such tier.
+            TierError: the tier could not be read or written to.
+        """
         self._check_open()
         return rebuild(self._tier_runs, tier, self.policy, partial=partial, dry_run=dry_run)
 
     @not_reentrant
     def doctor(self, *, apply: bool = False, progress: Progress = no_progress) -> DoctorReport:
-        """Find what is lost of this run over all tiers, and what can be repaired; with ``apply`` repair it. See
-        `tierstate.engine.maintain.doctor`."""
+        """Find what is lost of this run over all tiers, and what can be repaired; with ``apply`` repair it.
+
+        Every chunk in every tier is read. A repair is right only while no other process saves, prunes or repairs this
+        run.
+
+        Args:
+            apply: carry out the repairs; otherwise nothing is changed.
+            progress: called with the bytes read since the last call.
+        """
         self._check_open()
         return doctor(self._tier_runs, self.policy, self._arena, apply=apply, progress=progress)
 
@@ -322,7 +355,7 @@ class Run:
         *,
         dry_run: bool = False,
         grace: float | None = None,
-        progress: Callable[[str], object] = lambda _what: None,
+        progress: Callable[[str], object] = no_progress,
     ) -> PruneReport:
         """Retention, then garbage collection: drop versions, delete unused packs, repack mostly unused ones.
 

@@ -1,23 +1,27 @@
-"""Writes what pages have from the code: the tables of policy keys, and their JSON schema beside the example policies.
+"""Writes what pages have from the code: tables of policy keys, lists of public names, and the JSON schema of policies.
 
 `make reference` runs it; a test compares what it would write with what is there.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+import tierstate
 from tierstate.tiers.policy.schema import policy_schema
 
 DOCS = Path(__file__).resolve().parents[1]
 POLICY_PAGE = DOCS / "reference" / "policy.md"
+NAMES_PAGE = DOCS / "reference" / "python.md"
+DECISIONS = DOCS / "decisions" / "README.md"
 SCHEMA_FILE = DOCS / "policies" / "schema.json"
 
 TIER_TYPES = ("memory", "host", "gpu", "nvme", "lustre", "object", "peer")
@@ -191,6 +195,59 @@ def policy_page(text: str) -> str:
     )
 
 
+ADAPTERS = (
+    *("accelerate", "deepspeed", "event_trackers", "lightning", "megatron", "mlflow", "ray"),
+    *("torch_checkpointing", "torchtitan", "transformers", "wandb"),
+)
+
+MODULES = {
+    "modules": ("dcp", "testing", "tiers.testing", "providers.testing"),
+    "integrations": tuple(f"integrations.{name}" for name in ADAPTERS),
+}
+"""By the mark on the page, the modules whose public names are for users."""
+
+
+def names_page(text: str) -> str:
+    """A page with the public names of today between its marks."""
+    errors, others = [], []
+    for name in tierstate.__all__:
+        value = getattr(tierstate, name)
+        is_error = isinstance(value, type) and issubclass(value, Exception)
+        (errors if is_error else others).append(f"* `tierstate.{name}`: {_sentence(value.__doc__)}\n")
+    lists: dict[str, Iterable[str]] = {"names": others, "errors": errors}
+    for mark, modules in MODULES.items():
+        lists[mark] = [f"* `tierstate.{module}`: {_sentence(_module_docstring(module))}\n" for module in modules]
+    for mark, items in lists.items():
+        text = re.sub(
+            rf"(<!-- {mark} -->\n).*?(?=<!-- end of {mark} -->)",
+            lambda found, items=items: found[1] + "".join(items),
+            text,
+            flags=re.DOTALL,
+        )
+    return text
+
+
+def _module_docstring(module: str) -> str | None:
+    # By the text, as the framework of an adapter may not be installed.
+    path = Path(tierstate.__file__).parent / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.get_docstring(ast.parse(file.read_text("utf-8")))
+
+
+def _sentence(docstring: str | None) -> str:
+    assert docstring, "a public name has no docstring"
+    text = " ".join(docstring.split("\n\n")[0].split()).replace("``", "`").removesuffix("::")
+    first = re.split(r"(?<=[.?]) (?=[A-Z])", text)[0]
+    return first if first.endswith(("?", ".")) else f"{first}."
+
+
+def decisions_page(text: str) -> str:
+    """The index of decisions with the titles of today."""
+    pages = sorted(path for path in DECISIONS.parent.glob("*.md") if path != DECISIONS)
+    titles = [(path.name, path.read_text("utf-8").partition("\n")[0].removeprefix("# ")) for path in pages]
+    return text.partition("* [")[0] + "".join(f"* [{title}]({name})\n" for name, title in titles)
+
+
 def schema_text() -> str:
     """The JSON schema of a policy, as the file that the example policies name."""
     return json.dumps(policy_schema(TIER_TYPES), indent=2, ensure_ascii=False) + "\n"
@@ -198,7 +255,12 @@ def schema_text() -> str:
 
 def written() -> dict[Path, str]:
     """The files that are made from the code, with the text that each should have."""
-    return {POLICY_PAGE: policy_page(POLICY_PAGE.read_text("utf-8")), SCHEMA_FILE: schema_text()}
+    return {
+        POLICY_PAGE: policy_page(POLICY_PAGE.read_text("utf-8")),
+        NAMES_PAGE: names_page(NAMES_PAGE.read_text("utf-8")),
+        DECISIONS: decisions_page(DECISIONS.read_text("utf-8")),
+        SCHEMA_FILE: schema_text(),
+    }
 
 
 def main() -> None:

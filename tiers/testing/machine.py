@@ -79,6 +79,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(name=_NAMES, nbytes=_SIZES)
     def put(self, name: str, nbytes: int) -> None:
+        """Put an object; where there is one, that is refused."""
         key, data = self.prefix + name, self.data(nbytes)
         if key in self.model:
             must_raise(AlreadyExists, lambda: self.handle.put(key, data), f"put({key})")
@@ -88,6 +89,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(name=_NAMES)
     def begin(self, name: str) -> None:
+        """Open a writer, of which several may be open at once."""
         key = self.prefix + name
         try:
             self.writers.append((key, self.handle.writer(key), []))
@@ -97,6 +99,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writers)
     @rule(which=st.integers(0), nbytes=_SIZES, leased=st.booleans())
     def append(self, which: int, nbytes: int, leased: bool) -> None:
+        """Append to an open writer, with or without a lease."""
         key, writer, pieces = self.writers[which % len(self.writers)]
         data = self.data(nbytes)
         pieces.append(data)
@@ -108,6 +111,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writers)
     @rule(which=st.integers(0))
     def close(self, which: int) -> None:
+        """Close a writer: its object is there then, unless another one has come before it."""
         key, writer, pieces = self.writers.pop(which % len(self.writers))
         if key in self.model:
             must_raise(AlreadyExists, writer.close, f"close({key})")
@@ -118,16 +122,19 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writers)
     @rule(which=st.integers(0))
     def abort(self, which: int) -> None:
+        """Abort a writer, which leaves nothing."""
         _, writer, _ = self.writers.pop(which % len(self.writers))
         writer.abort()
 
     @rule(name=_NAMES)
     def delete(self, name: str) -> None:
+        """Delete an object, which may not be there."""
         self.handle.delete(self.prefix + name)
         self.model.pop(self.prefix + name, None)
 
     @rule(name=_NAMES, spans=st.lists(st.tuples(st.integers(0, 70_000), st.integers(0, 5000)), max_size=4))
     def read(self, name: str, spans: list[tuple[int, int]]) -> None:
+        """Read ranges of an object; those that it does not have are refused."""
         key = self.prefix + name
         ranges = [Range(start, empty_buffer(n)) for start, n in spans]
         whole = self.model.get(key)
@@ -142,6 +149,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
+        """Go on with the other handle on the same place."""
         self.handle = self.reopened if self.handle is self.tier else self.tier
 
     @invariant()

@@ -43,7 +43,7 @@ class Check(Protocol):
     ``other`` is a second handle on the same place, if there can be one.
 
     Raises:
-        PromiseBroken
+        PromiseBroken: the tier does not keep it.
         TierError: the tier failed in a way that the contract does not expect here.
     """
 

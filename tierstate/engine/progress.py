@@ -13,8 +13,17 @@ Progress = Callable[[int], None]
 """Takes the bytes read since its last call."""
 
 
-def no_progress(_nbytes: int) -> None:
+class _NoProgress:
     """Progress that is not shown."""
+
+    def __call__(self, _done: object) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "no_progress"  # as `help` shows it, where it is a default
+
+
+no_progress = _NoProgress()
 
 
 BAR_DELAY = 1.0

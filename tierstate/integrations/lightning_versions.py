@@ -69,6 +69,7 @@ class Reference:
     targets: tuple[Target, ...]
 
     def text(self) -> str:
+        """What stands in the file."""
         return json.dumps({"what": _WHAT, "run": self.run, "targets": [asdict(t) for t in self.targets]}, indent=1)
 
     @classmethod
@@ -375,6 +376,11 @@ def _by_key(versions: Iterable[ts.VersionInfo]) -> dict[str, ts.VersionInfo]:
 
 
 def read_reference(path: str) -> Reference:
+    """The reference at a path.
+
+    Raises:
+        FormatError: the file is none.
+    """
     found = Reference.read(path)
     if found is None:
         raise ts.FormatError(
