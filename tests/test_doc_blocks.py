@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import configparser
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -19,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 import yaml
 from support.doc_blocks import BLOCKS, GUIDES, PAGES, ROOT, Block
@@ -211,13 +211,16 @@ def test_the_commands_of_the_readme_run(tmp_path, monkeypatch):
     )
     example = next(block.text for block in PYTHON if block.page == "README.md")
     exec(example.replace('ts.Policy.default("checkpoints")', '"policy.yaml"'), {})
-    __import__("torch").save({"w": __import__("torch").ones(3)}, "old.pt")
+    torch.save({"w": torch.ones(3)}, "old.pt")
     (block,) = [block for block in BLOCKS if block.page == "README.md" and "tierstate ls" in block.text]
     for line in block.text.splitlines():
         program, *words = words_of(line)
         assert program == "tierstate"
+        if "--live" in words:  # it measures the disk; tests/cli/test_live.py runs it
+            continue
         monkeypatch.setattr(sys, "argv", [program, *words])
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == (1 if words[0] == "diff" else 0), line  # as of diff: 1, there are differences
-    assert {os.path.getsize("out.pt") > 0, os.path.getsize("model.safetensors") > 0} == {True}
+    assert torch.load("out.pt", weights_only=False)["step"] == 3
+    assert Path("model.safetensors").exists()

@@ -1,5 +1,6 @@
 """The documentation: each relative link leads to a file and heading that exist, and each test it names exists."""
 
+import ast
 import pkgutil
 import re
 from importlib import import_module
@@ -89,3 +90,26 @@ def test_the_architecture_page_has_every_package():
     missing = [str(folder) for folder in folders if f"(../../{folder})" not in page]
     assert folders
     assert not missing, f"the table of packages lacks {missing}"
+
+
+def messages_of_the_source() -> str:
+    """All text of the package's sources, one line each, with ``…`` in place of what a message puts in."""
+    package = Path(import_module("tierstate").__file__ or "").parent
+    found = []
+    for part in ("", "manifest", "providers", "tiers"):  # links in a checkout, which rglob does not follow
+        for file in (package / part).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    found.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(re.sub(r"{\w+}", "…", node.value))
+    return "\n".join(text.replace("\n", " ") for text in found)
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_source():
+    page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    source = messages_of_the_source()
+    assert len(quoted) > 40
+    gone = [text for text in quoted if not re.search(".*".join(map(re.escape, text.split("…"))), source)]
+    assert not gone, f"no message has these words any more: {gone}"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-_FENCE = re.compile(r"^(?: *<!-- not run: (.+) -->\n)?( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^(?: *<!-- not run: ([^\n]+) -->\n)?( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
