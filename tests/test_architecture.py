@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -213,6 +214,20 @@ def test_the_wheel_installs_the_package_and_nothing_else():
     assert "tierstate/py.typed" in names
     listed = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert {f"{name.replace('.', '/')}/__init__.py" for name in listed} <= names
+
+
+def test_the_metadata_has_urls_and_a_description_whose_links_lead_somewhere():
+    about = importlib.metadata.metadata("tierstate")
+    urls = dict(text.split(", ", 1) for text in about.get_all("Project-URL"))
+    assert urls.keys() >= {"Source", "Documentation", "Changelog", "Issues"}
+    text = about.get_payload()
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    page = (CHECKOUT / "README.md").read_text()
+    assert links == [
+        link if ":" in link else f"{urls['Source']}/blob/main/{link}" for link in re.findall(r"\]\(([^)\s]+)\)", page)
+    ]
 
 
 def test_entry_points_are_the_door_and_all_of_them_open():

@@ -55,6 +55,12 @@ def test_every_key_is_in_a_table():
     assert not missing
 
 
+def test_every_page_has_its_place_in_the_site_and_in_the_index():
+    placed = [page for part in site_module("hooks").nav((DOCS / "README.md").read_text()) for page in part.values()]
+    pages = [page for part in placed for page in ([part] if isinstance(part, str) else part)]
+    assert sorted(pages) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.name) for path in (DOCS / "policies").glob("*.yaml")])
 def test_editors_find_the_schema_of_the_example_policies(path):
     text = path.read_text()
