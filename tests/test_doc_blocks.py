@@ -91,6 +91,7 @@ def test_python_that_is_not_run_is_python(block: Block):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("excerpts")  # the first one imports what all of them need
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in EXCERPTS])
 def test_python_runs(block: Block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import pydoc
 import re
 import sys
@@ -29,6 +30,8 @@ def site_module(name):
     spec.loader.exec_module(module)
     return module
 
+
+EXAMPLES = [*(DOCS / "policies").glob("*.yaml"), *(DOCS.parent / "examples").glob("*.yaml")]
 
 tables = site_module("tables")
 KEYS = list(tables.Tables().keys())
@@ -61,13 +64,12 @@ def test_every_page_has_its_place_in_the_site_and_in_the_index():
     assert sorted(pages) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.name) for path in (DOCS / "policies").glob("*.yaml")])
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in EXAMPLES])
 def test_editors_find_the_schema_of_the_example_policies(path):
     text = path.read_text()
-    assert "\n# yaml-language-server: $schema=schema.json\n" in text
-    jsonschema.Draft202012Validator(yaml.safe_load((DOCS / "policies" / "schema.json").read_text())).validate(
-        yaml.safe_load(text)
-    )
+    (place,) = re.findall(r"^# yaml-language-server: \$schema=(\S+)$", text, re.MULTILINE)
+    schema = json.loads((path.parent / place).read_text())
+    jsonschema.Draft202012Validator(schema).validate(yaml.safe_load(text))
 
 
 PACKAGE = Path(ts.__file__).parent
