@@ -66,7 +66,13 @@ class _Unread(TierKeys, extra="allow"):
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    return model.model_json_schema(schema_generator=_ForPolicies)
+    schema = model.model_json_schema(schema_generator=_ForPolicies)
+    for each in [schema, *schema.get("$defs", {}).values()]:
+        each.pop("title", None)  # the name of a class of ours
+        for key in each.get("properties", {}).values():
+            for kind in key.get("anyOf", ()):
+                kind.pop("default", None)  # of another key of this type; so do versions of pydantic before 2.11
+    return schema
 
 
 def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +104,6 @@ class _ForPolicies(GenerateJsonSchema):
             if text := meanings.get(name) or key.get("description"):
                 key.update(description=text, **example_in(text))
             _show_default(key)
-        found.pop("title", None)
         return {**found, "description": model_description(cls)}
 
     def field_title_should_be_set(self, schema: Any) -> bool:
