@@ -176,8 +176,8 @@ class Checkpointer(Run):
                 ckpt.save(state, step=step)  # returns once every byte is captured
 
     Save: `save`, `guard`, `preempted`, `close`. Restore: `resume`, `restore`, `load`. Look: `versions`, `info`,
-    `leaves`, `diff`, `tags`, `stats`, `events`, `on`, `trace`. Change: `tag`, `untag`, `fork`, `copy`, `remove`,
-    `prune`. Repair: `verify`, `doctor`, `rebuild`.
+    `leaves`, `diff`, `tags`, `statistics`, `history`, `layers`, `stats`, `events`, `on`, `trace`. Change: `tag`,
+    `untag`, `fork`, `copy`, `remove`, `prune`. Repair: `verify`, `doctor`, `rebuild`.
 
     Threads may share it. In one thread its calls cannot be made inside one another, as a signal handler would: that
     raises `Reentered`, which says what a handler may do.

@@ -28,6 +28,7 @@ TIER_TYPES = ("memory", "host", "gpu", "nvme", "lustre", "object", "peer")
 """The types of tierstate itself, so that what is written does not depend on what else is installed."""
 
 MORE = {
+    "alarms": "../how-to/watch-a-model.md#at-once",
     "agent": "../how-to/run-an-agent.md",
     "arena.size": "../explanation/pinned-memory.md",
     "best": "#keep",
@@ -57,6 +58,7 @@ MORE = {
     "ranks.trust": "../explanation/threat-model.md",
     "retries": "#limits-and-retries",
     "rules": "#rules",
+    "statistics": "../how-to/watch-a-model.md",
     "seal": "../how-to/seal-and-encrypt.md",
 }
 """Where a page says more of a key."""

@@ -410,11 +410,12 @@ class AlarmsKeys(Frozen):
     """``alarms``: what the statistics of a save are watched for, and what is done then. Needs ``statistics: true``.
 
     Attributes:
-        action: ``warn`` logs it; ``raise`` raises it at the next save as well, or at the end; ``tag`` gives the version
-            the tag ``alarm-step-<step>``. The version is saved in any case.
-        nonfinite: whether NaN and infinities that enter a leaf are told.
-        frozen: whether floats that have changed in each save, and no longer do, are told.
-        jump: the norm of a leaf is told if it is so many times that of the save before, or that part; None: never.
+        action: what is done. ``warn`` logs it; ``raise`` also raises it at the next save, or at the end; ``tag`` gives
+            the version the tag ``alarm-step-<step>``. The version is saved in any case.
+        nonfinite: whether NaN and infinities count that enter a leaf which had none at the save before.
+        frozen: whether leaves of floats count that have changed in each of three saves, and now do not.
+        jump: the norm of a leaf counts if it is so many times that of the save before, as in ``100``, or that part of
+            it; never with ``null``.
     """
 
     action: Literal["off", "warn", "raise", "tag"] = "warn"
@@ -538,6 +539,8 @@ class PolicyKeys(Frozen):
         agent: a process of this host that publishes what trainers have captured, and outlives them, as in
             ``{mode: auto}``.
         metrics: what a process tells of its saves and restores to other programs, as in ``{events: true}``.
+        statistics: whether versions have statistics of their leaves: count of NaN and infinities, range and norm.
+        alarms: what the statistics are watched for, as in ``{action: raise}``; needs ``statistics: true``.
         seal: keys with which records, tags and marks are authenticated, as in ``{file: /etc/ckpt.key}``: what was not
             written with one of them is refused. The first key seals, all are trusted. Without it, nothing is sealed.
         durable: the tier that `save.wait()` waits for, as in ``nvme``; it must survive the host, so a policy has at
