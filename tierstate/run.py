@@ -123,7 +123,9 @@ class Run:
             TierstateError: no tier can be read; one of several is passed over with a warning.
         """
         self._check_open()
-        return read_events({s.name: s.tier for s in self._tier_runs if s.tier.traits.persistent}, self.run, since)
+        tiers = {s.name: s.tier for s in self._tier_runs if s.tier.traits.persistent}
+        with gc_paused():  # it may make a hundred thousand small objects, and none of them is garbage
+            return read_events(tiers, self.run, since)
 
     @not_reentrant
     def versions(self) -> list[VersionInfo]:

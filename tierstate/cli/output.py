@@ -35,9 +35,9 @@ from tierstate.engine.store.catalog import LOOK_FURTHER
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.format.leaf import CONTAINERS, format_path
 from tierstate.manifest.history.diff import LeafDiff
-from tierstate.manifest.history.retention import format_duration
 from tierstate.manifest.history.tags import TagTarget
 from tierstate.manifest.printable import escape_controls, escape_json
+from tierstate.report.collect import describe_keep
 from tierstate.tiers.peer.members import Member
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import rough_size
@@ -206,7 +206,7 @@ def show_imported(info: VersionInfo, source: str, as_json: bool) -> None:
 
 def show_policy(policy: Policy, notes: Mapping[str, Sequence[str]], as_json: bool) -> None:
     """A valid policy: its tiers with cadence, retention and codec, and notes about them."""
-    rows = [(t.name, t.type, _every(t.every), _keep(t.keep), t.codec) for t in policy.tiers]
+    rows = [(t.name, t.type, _every(t.every), describe_keep(t.keep), t.codec) for t in policy.tiers]
     columns = ["tier", "type", "every", "keep", "codec"]
     if as_json:
         tiers = [{**dict(zip(columns, r, strict=True)), "notes": notes.get(r[0], ())} for r in rows]
@@ -220,15 +220,6 @@ def show_policy(policy: Policy, notes: Mapping[str, Sequence[str]], as_json: boo
 
 def _every(every: Any) -> str:
     return "save" if every is None else f"{every} steps" if isinstance(every, int) else str(every)
-
-
-def _keep(keep: Any) -> str:
-    if keep.all:
-        return "all"
-    within = keep.within and format_duration(keep.within)
-    best = keep.best and f"{keep.best.count} {keep.best.metric} ({keep.best.mode})"
-    said = (("last", keep.last), ("every", keep.every), ("within", within), ("best", best))
-    return ", ".join([*(f"{name} {n}" for name, n in said if n), *(["tags"] if keep.tags else [])])
 
 
 def show_markers(found: Sequence[MarkerResult], as_json: bool) -> None:

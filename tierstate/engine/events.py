@@ -103,25 +103,38 @@ class Event:
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
     @classmethod
-    def decode(cls, encoded: Mapping[str, Any]) -> Self:
+    def decode(cls, encoded: Any) -> Self:
         """The event that `encode` has encoded, perhaps by a newer version of this package.
 
         Raises:
             FormatError: it is none.
         """
-        known = {name: encoded[name] for name in cls.__slots__ if name in encoded}
-        words = all(isinstance(known.get(name, ""), str) for name in ("kind", "run", "tier", "version", "reason"))
-        numbers = {name: known[name] for name in ("time", "seconds", "saved") if name in known}
-        counts = [known[name] for name in ("step", "seq", "rank", "nbytes", "raw") if name in known]
-        sound = all(type(n) in (int, float) and 0 <= n < MAX_NUMBER for n in numbers.values())
-        if not (
-            words
-            and sound
-            and {"kind", "run", "time"} <= known.keys()
-            and all(type(n) is int and abs(n) < 1 << 63 for n in counts)
-        ):
+        if not isinstance(encoded, dict) or not encoded.keys() >= {"kind", "run", "time"}:
             raise FormatError(f"not an event: {str(encoded)[:100]}")
+        known = {name: value for name, value in encoded.items() if name in _IS_RIGHT}
+        for name, value in known.items():
+            if not _IS_RIGHT[name](value):
+                raise FormatError(f"not an event: {str(encoded)[:100]}")
         return cls(**known)
+
+
+def _is_word(value: object) -> bool:
+    return type(value) is str
+
+
+def _is_duration(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < MAX_NUMBER
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+_IS_RIGHT: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("kind", "run", "tier", "version", "reason"), _is_word),
+    **dict.fromkeys(("time", "seconds", "saved"), _is_duration),
+    **dict.fromkeys(("step", "seq", "rank", "nbytes", "raw"), _is_count),
+}
 
 
 Subscriber: TypeAlias = Callable[[Event], object]

@@ -132,6 +132,21 @@ class PruneRun:
             tiers.append(found)
         return PruneReport(self._dry, tiers, {v.seq: v.step for v in versions})
 
+    def decisions(self, versions: Sequence[VersionInfo]) -> dict[str, RetentionDecision | TierstateError]:
+        """What retention would do in each tier now, with all reasons, by the tier's name; or why it is not known.
+
+        Args:
+            versions: of the run, as `list_versions` returns them.
+        """
+        silent = {tier_run.name for tier_run in self._tier_runs if not _answers(tier_run)}
+        found: dict[str, RetentionDecision | TierstateError] = {}
+        for tier_run in self._tier_runs:
+            try:
+                found[tier_run.name] = tier_run.decision(self._in_use(tier_run, silent, versions))
+            except TierstateError as error:
+                found[tier_run.name] = error
+        return found
+
     def _in_use(self, tier_run: TierRun, silent: Collection[str], versions: Sequence[VersionInfo]) -> dict[int, str]:
         """Versions that a tier must keep, since slower tiers have not got them yet, and why.
 

@@ -253,9 +253,10 @@ class Retention:
         """Decide. Leases and tags are read only if something would be dropped without them, or with ``ask``."""
         now = time.time() if now is None else now
         pins = dict(in_use) if isinstance(in_use, Mapping) else dict.fromkeys(in_use, "in use")
-        decision = decide_retention(marks, keep, pins, now, rules)
-        if not ask and not decision.drop and not decision.thin:
-            return decision
+        if not ask:
+            decision = decide_retention(marks, keep, pins, now, rules)
+            if not decision.drop and not decision.thin:
+                return decision
         tags = tags_by_version(self._tier_run.tier, self._tier_run.run)
         marks = [mark._replace(tags=tags.get(mark.seq, ())) for mark in marks]
         join(pins, self._tier_run.leased())
