@@ -62,13 +62,14 @@ MAY_IMPORT = {
     "agent": ("engine.info", "engine.ranks", "telemetry"),
     "telemetry": ("engine.info",),
     "checkpointer": ("copy", "engine.ranks", "agent", "telemetry"),
+    "report": ("checkpointer",),
     "": ("checkpointer",),
     "testing": ("providers.tree",),
     "dcp": ("checkpointer",),
     "files": ("checkpointer", "dcp", "tiers.posix"),
     "integrations": ("files", "dcp", ""),
     "cluster": ("tiers.policy", "tiers.testing", "tiers.object", "manifest.history"),
-    "cli": ("files", "cluster", "tiers.peer", "agent"),
+    "cli": ("files", "cluster", "tiers.peer", "agent", "report"),
     "__main__": ("cli",),
 }
 SPEC = importlib.util.find_spec("tierstate")

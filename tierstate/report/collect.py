@@ -120,6 +120,7 @@ class _Collection:
             saves=kinds["saved"],
             skipped=kinds["skipped"],
             restores=kinds["restored"],
+            failures=kinds["failed"],
             newest=newest.step if newest else None,
             newest_time=newest.time if newest else None,
             oldest_time=self.known[0].time if self.known else None,

@@ -234,6 +234,7 @@ class RunReport:
         known: how many are known, also from events of versions that are gone.
         events: how many are logged; with none, times and written bytes are not known.
         nbytes: of the newest version's state.
+        failures: versions that have failed in a tier.
         durable: the tier that `Save.wait` waits for.
         happenings: the newest events that somebody may want to know about; ``happened`` counts all of them.
     """
@@ -246,6 +247,7 @@ class RunReport:
     saves: int
     skipped: int
     restores: int
+    failures: int
     newest: int | None
     newest_time: float | None
     oldest_time: float | None
