@@ -51,9 +51,19 @@
       axisLabel: { hideOverlap: true, color: ink().text }, axisLine: { lineStyle: { color: ink().line } }, nameTextStyle: { color: ink().text },
     },
   });
+  // Round marks: for bytes in their own units, and the last one above the largest value.
+  const marks = (most, bytes) => {
+    if (!most) return {};
+    let unit = 1;
+    while (bytes && most / unit >= 1000) unit *= 1024;
+    const rough = most / unit / 4;
+    const ten = 10 ** Math.floor(Math.log10(rough));
+    const interval = unit * ten * [1, 2, 2.5, 5, 10].find((one) => one * ten >= rough);
+    return { interval, min: 0, max: interval * Math.ceil(most / interval) };
+  };
   const valueAxis = (format, more) => ({
     type: "value", axisLabel: { formatter: format, color: ink().text, hideOverlap: true }, splitLine: { lineStyle: { color: ink().line } },
-    splitNumber: 4, ...more,
+    ...more,
   });
   // Runs that are beside each other have one scale.
   const largest = (lists) => {
@@ -102,24 +112,22 @@
       };
     },
     durations(run) {
-      const lists = (one) => [one.blocked.longest, one.captured.longest, ...seen(one).map((tier) => tier.arrival.longest)];
       return {
         ...base(run, seconds),
-        yAxis: valueAxis(seconds, { type: "log", max: undefined }),
+        yAxis: valueAxis(seconds, { type: "log" }),
         series: [
           line("save blocked", run.blocked.longest, ink().text, { lineStyle: { width: 1.6, type: "dotted", color: ink().text } }),
           line("captured", run.captured.longest, ink().text, { lineStyle: { width: 1.6, type: "dashed", color: ink().text } }),
           ...seen(run).map((tier) => line(`in ${tier.name}`, tier.arrival.longest, colorOf(run, tier.name))),
         ].map((one) => ({ ...one, data: one.data.map((value) => (value === 0 ? null : value)) }))
           .filter((one) => one.data.some((value) => value != null)),
-        has: lists(run).some((list) => list.some((value) => value != null)),
       };
     },
     exposure(run) {
       const all = data.runs.flatMap((one) => seen(one).map((tier) => tier.exposure));
       return {
         ...base(run, seconds),
-        yAxis: valueAxis(seconds, { max: largest(all) }),
+        yAxis: valueAxis(seconds, marks(largest(all))),
         series: seen(run).filter((tier) => tier.persistent).map((tier) => line(tier.name, tier.exposure, colorOf(run, tier.name), { step: "end" })),
       };
     },
@@ -130,12 +138,13 @@
       });
       return {
         ...base(run, size),
+        grid: { left: 12, right: 36, top: 44, bottom: 34, containLabel: true },
         tooltip: { trigger: "axis", axisPointer: { type: "shadow" }, renderMode: "richText", confine: true, valueFormatter: size },
-        xAxis: valueAxis(size, { max: largest(data.runs.map((one) => seen(one).map((tier) => tier.raw_total))) }),
+        xAxis: valueAxis(size, marks(largest(data.runs.map((one) => seen(one).map((tier) => tier.raw_total))), true)),
         yAxis: { type: "category", data: tiers.map((tier) => tier.name), inverse: true, axisTick: { show: false }, axisLabel: { color: ink().text } },
         series: [
           bar("written", "written_total", COLORS[0]), bar("saved by deduplication", "by_reuse", COLORS[2]),
-          bar("saved by codecs", "by_codecs", COLORS[1]), bar("saved, version is gone", "by_both", isDark() ? "#4b5866" : "#c3cbd4"),
+          bar("saved by codecs", "by_codecs", COLORS[1]), bar("saved by both, version is gone", "by_both", isDark() ? "#4b5866" : "#c3cbd4"),
         ],
         height: Math.max(150, 90 + 34 * tiers.length),
       };
@@ -145,7 +154,7 @@
       const all = data.runs.flatMap((one) => seen(one).map((tier) => tier[one.events ? "written" : "stored"]));
       return {
         ...base(run, size),
-        yAxis: valueAxis(size, { max: largest(all) }),
+        yAxis: valueAxis(size, marks(largest(all), true)),
         series: seen(run).map((tier) => line(tier.name, tier[key], colorOf(run, tier.name))),
       };
     },
@@ -174,7 +183,7 @@
     const marks = run.layers.nonfinite.flatMap((row, y) => row.map((value, x) => [x, y, value])).filter((cell) => cell[2]);
     return {
       ...base(run), legend: undefined,
-      grid: { left: 12, right: 18, top: 40, bottom: 34, containLabel: true },
+      grid: { left: 26, right: 18, top: 40, bottom: 34, containLabel: true },
       tooltip: { renderMode: "richText", confine: true, formatter: ({ value: [x, y, value] }) => `${layers[y]}\nstep ${run.layers.steps[x]}: ${format(value)}` },
       xAxis: { ...base(run).xAxis, data: run.layers.steps.map(String) },
       yAxis: { type: "category", data: layers, inverse: true, axisTick: { show: false }, axisLabel: { color: ink().text, width: 170, overflow: "truncate", ellipsis: "…" } },
@@ -190,6 +199,7 @@
     };
   }
 
+  // On paper charts have the width of a page.
   function draw(width) {
     for (const chart of drawn) chart.dispose();
     drawn = [];
@@ -197,7 +207,6 @@
       const option = CHARTS[place.dataset.chart](data.runs[Number(place.dataset.run)]);
       if (option.height) place.style.height = `${option.height}px`;
       delete option.height;
-      delete option.has;
       place.textContent = "";
       const cells = (option.series[0]?.data?.length || 0) > 3000;  // so many are slow as SVG
       const chart = echarts.init(place, null, { renderer: cells ? "canvas" : "svg", width });

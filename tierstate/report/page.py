@@ -99,7 +99,7 @@ def _section(numbers: Numbers, name: str, title: str, about: str, panel: Panel |
 
 def _chart(name: str, run: int, title: str, caption: str = "") -> str:
     label = escape(f"Chart: {title}. The same numbers are in the table that follows.")
-    shown = f"<figcaption>{caption or escape(title)}</figcaption>"
+    shown = f"<figcaption>{caption or escape(title[:1].upper() + title[1:] + '.')}</figcaption>"
     place = f'<div class="chart" role="img" aria-label="{label}" data-chart="{name}" data-run="{run}"></div>'
     return f"<figure>{place}{shown}</figure>"
 
@@ -170,20 +170,21 @@ def _glance(numbers: Numbers) -> str:
     beside = table("Runs beside each other", ["", *(f">{run['run']}" for run in runs)], rows, whole=True)
     tiers = "".join(_tier_table(numbers, i) for i in range(len(runs)))
     made = numbers.show(as_time, "made")
-    return (
-        f"{notes}<p>Made {made} UTC.</p>{tiles}{tiers}{_details('All measures', beside) if len(runs) == 1 else beside}"
-    )
+    about = f'<p class="soft">Made {made} UTC.{_unseen(runs)}</p>'
+    shown = _details("All measures", beside) if len(runs) == 1 else beside
+    return f"{notes}{about}{tiles}{tiers}{shown}"
 
 
 def _notes(run: dict[str, Any]) -> str:
-    off = "" if run["events"] else EVENTS_OFF.format(run=f"<code>{escape(run['run'])}</code>")
-    unseen = [tier["name"] for tier in run["tiers"] if not tier["visible"]]
+    name = f"<code>{escape(run['run'])}</code>"
+    off = "" if run["events"] else EVENTS_OFF.format(run=name)
     problems = [*run["problems"], *(f"{tier['name']}: {tier['trouble']}" for tier in run["tiers"] if tier["trouble"])]
-    told = "".join(f'<div class="note"><p>{escape(problem)}</p></div>' for problem in problems)
-    if unseen:
-        names = escape(", ".join(unseen))
-        told += f'<p class="soft">Not seen from here, as it is in the memory of the training: {names}.</p>'
-    return off + told
+    return off + "".join(f'<div class="note"><p>{name}: {escape(problem)}</p></div>' for problem in problems)
+
+
+def _unseen(runs: Sequence[dict[str, Any]]) -> str:
+    names = dict.fromkeys(tier["name"] for run in runs for tier in run["tiers"] if not tier["visible"])
+    return f" Not seen from here, as in the memory of the training: {escape(', '.join(names))}." if names else ""
 
 
 def _tiles(numbers: Numbers) -> str:
@@ -200,7 +201,7 @@ def _tiles(numbers: Numbers) -> str:
             as_seconds,
         ),
         (
-            "At most at risk",
+            "At risk at most",
             numbers.show(as_seconds, *at, "exposure_worst"),
             f"if only {run['durable']} had been left",
             (),
@@ -317,7 +318,7 @@ def _bytes(numbers: Numbers, run: int) -> str:
     if not logged:
         return parts
     keys = ("raw_total", "written_total", "by_reuse", "by_codecs", "by_both")
-    names = [">state", ">written", ">saved by deduplication", ">by codecs", ">version is gone"]
+    names = [">state", ">written", ">saved by deduplication", ">by codecs", ">by both, version is gone"]
     rows = [
         [f"<code>{escape(t['name'])}</code>", *(numbers.show(as_size, "runs", run, "tiers", i, key) for key in keys)]
         for i, t in _tiers(numbers, run)
@@ -330,9 +331,9 @@ def _bytes(numbers: Numbers, run: int) -> str:
 
 
 def _retention(numbers: Numbers, run: int) -> str:
-    return "".join(
-        _retained(numbers, ("runs", run, "retention", i)) for i in range(len(numbers.at("runs", run, "retention")))
-    )
+    count = len(numbers.at("runs", run, "retention"))
+    cards = "".join(f"<div>{_retained(numbers, ('runs', run, 'retention', i))}</div>" for i in range(count))
+    return f'<div class="cards">{cards}</div>'
 
 
 def _retained(numbers: Numbers, at: Place) -> str:
@@ -438,7 +439,7 @@ def _map(numbers: Numbers, run: int, name: str, title: str, how: Format) -> str:
     ]
     columns = ["layer", *(f">step {numbers.at(*at, 'steps', j)}" for j in steps)]
     chart = _chart(name, run, title) if name != "nonfinite" else ""
-    return chart + _details(title, table(title, columns, rows))
+    return chart + _details("Numbers of the chart" if chart else title, table(title, columns, rows))
 
 
 def _policy(numbers: Numbers, run: int) -> str:
