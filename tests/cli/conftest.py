@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from support.cli_calls import Answer, Call, state
+from support.cli_calls import call, state
 
 import tierstate as ts
-from tierstate.cli import main
+
+__all__ = ["call"]
 
 POLICY = """
 version: 1
@@ -21,23 +21,6 @@ tiers:
 rules:
   - {{match: "trust", pickle: true}}
 """
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs a command in this process, by the entry point itself."""
-
-    def run(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["tierstate", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = capsys.readouterr()
-        code = caught.value.code
-        assert isinstance(code, int)
-        return Answer(code, out, err)
-
-    return run
 
 
 @pytest.fixture

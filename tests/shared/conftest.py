@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.servers.ceph import NotInstallable
 from support.servers.cephfs import CephFs, install_all
+from support.servers.packages import NotInstallable
 
 
 class Mounts(NamedTuple):

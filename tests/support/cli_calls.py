@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
+
+from tierstate.cli import main
 
 
 class Answer(NamedTuple):
@@ -25,6 +29,23 @@ class Answer(NamedTuple):
 
 
 Call = Callable[..., Answer]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a command in this process, by the entry point itself."""
+
+    def run(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["tierstate", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        code = caught.value.code
+        assert isinstance(code, int)
+        return Answer(code, out, err)
+
+    return run
 
 
 def state(step: int) -> dict[str, Any]:

@@ -7,26 +7,19 @@ parts is completed.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
 import subprocess
-import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
 
 from support.ports import free_ports
+from support.servers import packages
 from support.servers.daemons import Daemons
 
 KEY, SECRET, REGION = "tierstate-key", "tierstate-secret", "us-east-1"
 PACKAGES = ("ceph-mon", "ceph-osd", "radosgw")
 """Debian's packages; each is also the name of the program in it."""
 
-ASKED = "TIERSTATE_TEST_INSTALL"
-"""The environment variable that is 1 where the tests may install packages of the distribution."""
-
-_INSTALL_SECONDS = 600
 _CALL_SECONDS = 60
 
 _GLOBAL = """
@@ -81,46 +74,16 @@ rgw gc processor period = 5
 """
 
 
-class NotInstallable(RuntimeError):
-    """The packages are missing and cannot be installed here; the message says why."""
-
-
-def install(*packages: str) -> None:
-    """Make sure that the programs of these packages are there; by apt-get where one is missing and it was asked for.
+def install(*names: str) -> None:
+    """Make sure that the programs of these packages are there.
 
     Args:
-        packages: those whose program has the same name; none means `PACKAGES`.
+        names: packages whose program has the same name; none means `PACKAGES`.
 
     Raises:
         NotInstallable
     """
-    wanted = packages or PACKAGES
-    if not _missing(wanted):
-        return
-    names = " ".join(_missing(wanted))
-    if os.environ.get(ASKED) != "1":
-        raise NotInstallable(f"needs Ceph: install {names}, or let the tests do it, as root, with {ASKED}=1")
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise NotInstallable(f"needs Ceph: install {names} (the tests do so with root and apt-get only)")
-    with open(Path(tempfile.gettempdir()) / "tierstate-install-ceph.lock", "w") as lock:
-        # Several test processes may start at once; the first one installs.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if missing := _missing(wanted):
-            _apt_get(missing)
-
-
-def _missing(packages: tuple[str, ...]) -> list[str]:
-    return [name for name in packages if shutil.which(name) is None]
-
-
-def _apt_get(packages: list[str]) -> None:
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    command = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
-    update = ["apt-get", "update"]
-    for one in (update, command):
-        done = subprocess.run(one, env=environment, capture_output=True, text=True, timeout=_INSTALL_SECONDS)
-    if done.returncode != 0:
-        raise NotInstallable(f"needs Ceph, and '{' '.join(command)}' failed: {done.stderr.strip()[-500:]}")
+    packages.install("Ceph", {name: name for name in names or PACKAGES})
 
 
 def _section(name: str, lines: str) -> str:

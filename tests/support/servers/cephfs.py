@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from support.servers.ceph import Ceph, NotInstallable, _section, install
+from support.servers.ceph import Ceph, _section, install
 from support.servers.daemons import DidNotStart
+from support.servers.packages import NotInstallable
 
 PACKAGES = ("ceph-mon", "ceph-osd", "ceph-mds", "ceph-fuse")
 FUSE = Path("/dev/fuse")

@@ -11,6 +11,7 @@ import pytest
 from support.servers import ceph as ceph_server
 from support.servers.buckets import Server, make_bucket
 from support.servers.ceph import Ceph
+from support.servers.packages import NotInstallable
 from support.servers.proxy import Proxy
 from support.servers.rclone import NoRclone, Rclone
 from support.servers.swift import Swift, find_python
@@ -23,7 +24,7 @@ def ceph_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ceph]:
     """Ceph, for the whole run; its programs are installed where they are missing and can be."""
     try:
         ceph_server.install()
-    except ceph_server.NotInstallable as reason:
+    except NotInstallable as reason:
         pytest.skip(str(reason))
     server = Ceph(tmp_path_factory.mktemp("ceph"))
     yield from _serve(server)
