@@ -104,7 +104,9 @@ def test_every_number_stands_in_the_data(data: ReportData) -> None:
     assert len(page.numbers) > 500
     for pointer, value in page.numbers:
         assert at(page.data, pointer) == json.loads(value), pointer
-    assert {"/runs/0/tiers/1/versions", "/runs/1/tiers/2/counts/failed", "/runs/0/blocked/longest/0"} <= {p for p, _ in page.numbers}
+    assert {"/runs/0/tiers/1/versions", "/runs/1/tiers/2/counts/failed", "/runs/0/blocked/longest/0"} <= {
+        p for p, _ in page.numbers
+    }
 
 
 def test_the_page_needs_nothing_from_elsewhere(data: ReportData) -> None:

@@ -71,6 +71,6 @@ def _kept(retention: Sequence[TierRetention]) -> Iterator[Effect]:
 
 def _rules(policy: Policy, leaves: Sequence[Leaf]) -> Iterator[Effect]:
     for number, rule in enumerate(policy.rules):
-        here = [leaf for leaf in leaves if matches(rule.match, leaf.path)]
+        here = [leaf for leaf in leaves if leaf.spec.has_bytes and matches(rule.match, leaf.path)]
         nbytes = sum(leaf.spec.nbytes for leaf in here)
         yield ("rules", number, "match"), f"matches {len(here):,} leaves of the newest version, {rough_size(nbytes)}"
