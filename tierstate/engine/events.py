@@ -111,10 +111,12 @@ class Event:
         """
         if not isinstance(encoded, dict) or not encoded.keys() >= {"kind", "run", "time"}:
             raise FormatError(f"not an event: {str(encoded)[:100]}")
-        known = {name: value for name, value in encoded.items() if name in _IS_RIGHT}
-        for name, value in known.items():
-            if not _IS_RIGHT[name](value):
-                raise FormatError(f"not an event: {str(encoded)[:100]}")
+        known = {}
+        for name, value in encoded.items():
+            if (is_right := _IS_RIGHT.get(name)) is not None:
+                if not is_right(value):
+                    raise FormatError(f"not an event: {str(encoded)[:100]}")
+                known[name] = value
         return cls(**known)
 
 
