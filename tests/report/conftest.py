@@ -26,6 +26,8 @@ version: 1
 chunk: 4KiB
 arena: {{size: 256KiB}}
 metrics: {{events: {events}}}
+statistics: true
+alarms: {{action: "off"}}
 tiers:
   host: {{type: host, capacity: 64KiB, keep: {{last: 1}}}}
   nvme: {{type: nvme, path: {place}/nvme, keep: {{last: 4}}}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +15,7 @@ from tierstate.checkpointer import open_quietly
 from tierstate.engine.info import VersionInfo
 from tierstate.report.collect import collect_runs
 from tierstate.report.data import STATES, ReportData, RunReport, TierReport
-from tierstate.report.layers import MAP_CHUNKS, MAP_LAYERS, MAP_VERSIONS, depth_for, sampled
+from tierstate.report.layers import MAP_CHUNKS, MAP_VERSIONS, sampled
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +69,11 @@ def test_reasons_of_retention_failures_and_layers(data: ReportData) -> None:
     assert set(changed["model.layers.1"][1:]) == {1.0}
     assert changed["model.layers.1"][0] is None
     assert gpt.layers.steps[-1] == 120
+    at = gpt.layers.layers.index("model.layers.1")
+    assert gpt.layers.norms[at] == [pytest.approx(step * 3000**0.5, rel=1e-6) for step in gpt.layers.steps]
+    before, last = gpt.layers.steps[-2:]
+    assert gpt.layers.drift[at][-1] == pytest.approx(last / before - 1)
+    assert {count for row in gpt.layers.nonfinite for count in row} <= {0, None}
 
 
 def test_what_each_line_of_the_policy_did(data: ReportData) -> None:
@@ -111,12 +115,3 @@ def test_the_versions_that_are_looked_at_are_bounded(count: int, nbytes: int) ->
     assert len(found) <= 2 or len(found) * (nbytes >> 24) <= MAP_CHUNKS
     if count:
         assert (found[0], found[-1]) == (versions[0], versions[-1])
-
-
-@given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(tuple), min_size=1), st.integers(1, 5))
-def test_layers_are_as_deep_as_there_is_room(paths: list[Any], most: int) -> None:
-    depth = depth_for(paths, most)
-    assert depth == 1 or len({path[:depth] for path in paths}) <= most
-    deeper = {path[: depth + 1] for path in paths}
-    assert len(deeper) > most or max(map(len, paths)) <= depth
-    assert MAP_LAYERS > 1

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstate.report.collect import collect_runs
-from tierstate.report.data import Happening, LayerHistory, PolicyLine, ReasonCount, ReportData, VersionRow
+from tierstate.report.data import Happening, LayerMap, PolicyLine, ReasonCount, ReportData, VersionRow
 from tierstate.report.html import as_seconds, as_size
 from tierstate.report.page import render_body, render_page
 
@@ -67,7 +67,7 @@ def data(world: Path) -> ReportData:
 def with_texts(data: ReportData, text: str) -> ReportData:
     """The same numbers, with this text wherever a run or a file could bring one in."""
     run = data.runs[0]
-    layers = LayerHistory([text, text], [1, 2], [[0.5, 1.0]] * 2, [[0, 1]] * 2, [[None, 1.0]] * 2)
+    layers = LayerMap([text, text], [1, 2], [[0.5, 1.0]] * 2, [[0, 1]] * 2, [[None, 1.0]] * 2, [[None, 2.0]] * 2)
     retention = [
         dataclasses.replace(one, keep=text, problem=text if i else "", reasons=[ReasonCount(text, 1)])
         for i, one in enumerate(run.retention)

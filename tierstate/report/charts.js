@@ -169,6 +169,10 @@
       };
     },
     changed: (run) => map(run, run.layers.changed, share, 0, 1, ["#eef3f7", "#7fb8d8", "#0b4f86"], ["#1c2530", "#2b6d9c", "#9fd6ff"]),
+    drift: (run) => {
+      const known = run.layers.drift.flat().filter((value) => value != null);
+      return map(run, run.layers.drift, share, 0, Math.min(1, Math.max(...known, 1e-9)), ["#f7f1ea", "#e0a35c", "#8a3d00"], ["#2a211a", "#a8672b", "#ffc98f"]);
+    },
     norms: (run) => {
       const known = run.layers.norms.flat().filter((value) => value != null);
       return map(run, run.layers.norms, (value) => (value == null ? "–" : `${+value.toPrecision(4)}`), Math.min(...known), Math.max(...known),

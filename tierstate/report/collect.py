@@ -40,7 +40,7 @@ from .data import (
     VersionRow,
 )
 from .history import Groups, TierColumns, exposures, history_of
-from .layers import layer_history
+from .layers import layer_map
 from .policy_lines import policy_lines
 
 log = logging.getLogger("tierstate")
@@ -134,7 +134,7 @@ class _Collection:
             happened=len(told),
             happenings=[_happening(event) for event in told[: -NEWEST - 1 : -1]],
             ranks=ranks_of(self.events),
-            layers=layer_history(self.run, self.known),
+            layers=layer_map(self.run, self.known),
             policy=self._policy(tiers, retention, kinds),
             newest_versions=[_row(version) for version in self.versions[: -NEWEST - 1 : -1]],
             problems=self.problems,

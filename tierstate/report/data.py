@@ -205,15 +205,16 @@ class PolicyLine:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerHistory:
-    """A map of layers by versions; each of the three has a row for each layer, and in it a number for each step.
+class LayerMap:
+    """A map of layers by versions; each of the four has a row for each layer, and in it a number for each step.
 
     Attributes:
-        layers: names; a layer is all leaves below a path.
+        layers: names; a layer is all leaves below a path that ends with a number.
         steps: of the versions that were looked at.
         norms: the norm of all values of the layer.
         nonfinite: how many of its values are NaN or infinite.
         changed: the share of its bytes whose chunks are others than in the version before that was looked at.
+        drift: by which part of itself its norm differs from that of the version before that was looked at.
         left_off: layers that are not shown, as there are too many.
     """
 
@@ -222,6 +223,7 @@ class LayerHistory:
     norms: Sequence[Sequence[float | None]] = ()
     nonfinite: Sequence[Sequence[int | None]] = ()
     changed: Sequence[Sequence[float | None]] = ()
+    drift: Sequence[Sequence[float | None]] = ()
     left_off: int = 0
 
 
@@ -261,7 +263,7 @@ class RunReport:
     happened: int
     happenings: Sequence[Happening]
     ranks: Sequence[RankReport]
-    layers: LayerHistory
+    layers: LayerMap
     policy: Sequence[PolicyLine]
     newest_versions: Sequence[VersionRow]
     problems: Sequence[str] = ()

@@ -413,6 +413,7 @@ _MAPS: tuple[tuple[str, str, Format], ...] = (
         "Share of each layer's bytes whose chunks have changed since the version before that is shown",
         as_share,
     ),
+    ("drift", "By which part of itself each layer's norm differs from the version before that is shown", as_share),
     ("norms", "Norm of each layer's values", lambda value: f"{value:.4g}"),
     ("nonfinite", "How many values of each layer are NaN or infinite", as_count),
 )

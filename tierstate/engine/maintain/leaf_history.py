@@ -74,7 +74,7 @@ class LayerHistory:
 
 
 def read_versions(catalog: RunCatalog, seqs: Collection[int] | None = None, last: int = 0) -> Iterator[VersionCopies]:
-    """Versions of a run, oldest first, of which a record can be read; of two with one number the newer.
+    """Versions of a run, oldest first, each as the first tier has it whose record of it can be read.
 
     Args:
         seqs: only these numbers.
@@ -83,9 +83,9 @@ def read_versions(catalog: RunCatalog, seqs: Collection[int] | None = None, last
     here = catalog.seqs()
     wanted = [seq for seq in here if seqs is None or seq in seqs][-last:]
     for seq in wanted:
-        found = catalog.look(seq, here[seq])
-        if found.entries:
-            yield found.entries[0]
+        found = (catalog.look(seq, [tier_run]).entries for tier_run in here[seq])
+        if (entries := next(filter(None, found), None)) is not None:
+            yield entries[0]
 
 
 def leaf_history(versions: Iterator[VersionCopies], only: Sequence[str] = ()) -> Iterator[VersionHistory]:
