@@ -37,9 +37,24 @@ tables = site_module("tables")
 KEYS = list(tables.Tables().keys())
 
 
+def plain(value):
+    """A JSON schema without what some versions of pydantic add, and which means nothing; other values as they are."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    idle = (
+        {"enum"} if "const" in value else {"additionalProperties"} if value.get("additionalProperties") is True else ()
+    )
+    return {key: plain(each) for key, each in value.items() if key not in idle}
+
+
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.name) for path in tables.written()])
 def test_what_is_made_from_the_code_is_current(path):
-    assert path.read_text("utf-8") == tables.written()[path], f"{path.name} is not current: run make reference"
+    have, made = path.read_text("utf-8"), tables.written()[path]
+    if path.suffix == ".json":
+        have, made = plain(json.loads(have)), plain(json.loads(made))
+    assert have == made, f"{path.name} is not current: run make reference"
 
 
 def test_every_key_of_a_policy_says_what_it_means_and_has_an_example_that_is_valid():
