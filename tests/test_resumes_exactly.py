@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import resumed_training
+from support.forked import command
 
 from tierstate.testing import LOG, NotExact, record, resumes_exactly
 
@@ -16,13 +17,22 @@ LOOP = f"{resumed_training.__file__}:main"
 
 
 def check(mistake: str = "", **how: Any) -> Any:
-    return resumes_exactly(**{"train": LOOP, "kill_at": [6], "env": {resumed_training.MISTAKE: mistake}, **how})
+    """Of processes that need not import torch each; the first test and the one of ranks start them as users do."""
+    train = [*command(resumed_training.__file__), "{folder}"]
+    return resumes_exactly(**{"train": train, "kill_at": [6], "env": {resumed_training.MISTAKE: mistake}, **how})
 
 
 @pytest.mark.slow
 def test_a_loop_that_is_right(tmp_path: Path) -> None:
-    command = [sys.executable, resumed_training.__file__, "{folder}"]
-    found = check(train=command, kill_at=[3, 8], folder=tmp_path / "runs")
+    found = check(train=LOOP, kill_at=[6], folder=tmp_path / "runs")
+    assert found.resumed_at == (6,)
+    assert found.steps == 7 + 6
+    assert (tmp_path / "runs" / "killed" / "log-2.0").exists()
+
+
+@pytest.mark.slow
+def test_a_loop_that_is_killed_twice(tmp_path: Path) -> None:
+    found = check(kill_at=[3, 8], folder=tmp_path / "runs")
     assert found.resumed_at == (4, 8)
     assert found.steps == 4 + 5 + 4
     assert (tmp_path / "runs" / "killed" / "log-3.0").exists()
@@ -33,7 +43,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.mark.slow
 def test_each_rank_goes_on_exactly() -> None:
-    found = check(train=[*TORCHRUN, resumed_training.__file__, "{folder}"], kill_at=[6])
+    found = check(train=[*TORCHRUN, *command(resumed_training.__file__)[3:], "{folder}"], kill_at=[6])
     assert found.resumed_at == (6,)
     assert found.steps >= 2 * 6 + 7 + 6, "those of both ranks; the one that was not killed may come a step less far"
 
@@ -41,7 +51,7 @@ def test_each_rank_goes_on_exactly() -> None:
 @pytest.mark.soak
 def test_a_rank_that_does_not_is_named() -> None:
     with pytest.raises(NotExact, match=r"after the kill at step 6 rank [01] the loss of step"):
-        check("rng", train=[*TORCHRUN, resumed_training.__file__, "{folder}"], kill_at=[6])
+        check("rng", train=[*TORCHRUN, *command(resumed_training.__file__)[3:], "{folder}"], kill_at=[6])
 
 
 @pytest.mark.slow

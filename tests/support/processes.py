@@ -4,7 +4,8 @@
         gang.wait()
 
 Each process calls the function with the strings after it. `torch.distributed` finds what torchrun would have set in the
-environment; the function begins the process group itself. What a rank prints can be waited for line by line.
+environment; the function begins the process group itself. What a rank prints can be waited for line by line. The ranks
+are forked off a process that has imported torch already (`support.forked`), unless they are begun with another command.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from support.forked import Forked
 from support.ports import free_port
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -53,7 +55,7 @@ class Gang:
         # Ranks that pass for several hosts need a secret from their launcher; those of one host make one themselves.
         apart = any("TIERSTATE_HOST" in one for one in per_rank or [])
         secret = {"TIERSTATE_JOB_SECRET": secrets.token_hex(32)} if apart else {}
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
         for rank in range(size):
             found = os.environ | {
                 "RANK": str(rank),
@@ -68,20 +70,13 @@ class Gang:
             }
             found |= secret | (env or {}) | (per_rank[rank] if per_rank else {})
             with self._log(rank).open("wb") as log:
-                command = inside[rank] if inside else []
-                command = [
-                    *command,
-                    sys.executable,
-                    "-u",
-                    "-W",
-                    "error",
-                    __file__,
-                    function,
-                    *map(str, args),
-                ]
-                self.processes.append(
-                    subprocess.Popen(command, env=found, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                )
+                if inside is None:
+                    self.processes.append(Forked(function, *args, env=found, output=log.fileno()))
+                else:
+                    command = [*inside[rank], sys.executable, "-u", "-W", "error", __file__, function, *map(str, args)]
+                    self.processes.append(
+                        subprocess.Popen(command, env=found, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                    )
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"{rank}.log"

@@ -1,0 +1,217 @@
+"""Processes that are forked off one that has imported torch: they begin after 0.1 s of CPU, and not after 3 to 6.
+
+    process = Forked("support.rank_jobs:job", folder, env=os.environ, output=log.fileno())  # has pid, poll, wait, kill
+    subprocess.run([*command(train.__file__), folder])  # the same, as a command
+
+Such a process has a pid, memory, descriptors, arguments and an environment of its own, its generators of random numbers
+are seeded anew, and it ends as an interpreter does. It is not what a user starts: a test of imports, of options of the
+interpreter, or of what is read from the environment before torch is there needs `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+
+IMPORTED = ("torch._dynamo", "tierstate.checkpointer", "tierstate.tiers.posix.directory")
+"""What is there in each process; the first is what an optimizer imports, in 3 s."""
+
+_LONGEST = 1 << 20
+
+
+@cache
+def _server() -> str:
+    """Start the process that all others are forked off; where it listens. It ends with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="tierstate-forks-")
+    place = f"{folder.name}/socket"
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-u", "-W", "error", __file__, "--serve", place]
+    server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+
+    def end() -> None:
+        server.communicate()
+        folder.cleanup()
+
+    atexit.register(end)
+    return place
+
+
+def command(target: str) -> list[str]:
+    """The beginning of a command that runs a target as `Forked` does, and ends as it ends; the arguments come next."""
+    return [sys.executable, "-S", "-E", __file__, _server(), target]
+
+
+class Forked:
+    """A process, with the methods of `subprocess.Popen` that it needs.
+
+    Args:
+        target: ``module:function``, which is called with the arguments, or a file, which is run as a script.
+        args: strings; also `sys.argv`.
+        env: all of its environment.
+        output: descriptor of its standard output and standard error.
+        error: that of its standard error, if it is another one.
+    """
+
+    def __init__(
+        self, target: str, *args: object, env: Mapping[str, str], output: int, error: int | None = None
+    ) -> None:
+        fds = [output, output if error is None else error]
+        self._connection = _asked(_server(), [target, *map(str, args)], dict(env), fds)
+        self.pid = int(self._connection.recv(_LONGEST))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                self.returncode = int(self._connection.recv(_LONGEST))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from None
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _asked(place: str, args: list[str], env: dict[str, str], fds: list[int]) -> socket.socket:
+    """A connection to the server, over which come the pid of a new process and then its status."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(place)
+    asked = {"args": args, "env": env, "folder": os.getcwd()}
+    socket.send_fds(connection, [json.dumps(asked).encode()], fds)
+    return connection
+
+
+class _Server:
+    """Forks off processes, says when they have ended, and kills those that nobody asks for any more."""
+
+    def __init__(self, place: str) -> None:
+        for name in IMPORTED:
+            importlib.import_module(name)
+        self._reseed = importlib.import_module("torch").seed
+        self._events = selectors.DefaultSelector()
+        self._pids: set[int] = set()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(place)
+        self._listener.listen(100)
+        self._events.register(self._listener, selectors.EVENT_READ, self._fork)
+        self._events.register(0, selectors.EVENT_READ, self._end)
+        print("ready", flush=True)
+
+    def run(self) -> list[str]:
+        """Serve; in a new process, return its target and arguments."""
+        while True:
+            for key, _ in self._events.select():
+                if (asked := key.data()) is not None:
+                    return list(asked)
+
+    def _fork(self) -> list[str] | None:
+        connection, _ = self._listener.accept()
+        message, fds, _, _ = socket.recv_fds(connection, _LONGEST, 2)
+        asked = json.loads(message)
+        if (pid := os.fork()) == 0:
+            self._become(asked, fds)
+            connection.close()
+            return list(asked["args"])
+        for fd in fds:
+            os.close(fd)
+        self._pids.add(pid)
+        connection.send(str(pid).encode())
+        ended = os.pidfd_open(pid)
+        self._events.register(ended, selectors.EVENT_READ, partial(self._ended, pid, ended, connection))
+        self._events.register(connection, selectors.EVENT_READ, partial(self._dropped, pid, connection))
+        return None
+
+    def _become(self, asked: dict[str, Any], fds: list[int]) -> None:
+        """Take on what a new process has; the server's descriptors are none of its business."""
+        for key in [*self._events.get_map().values()]:
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            elif key.fd != 0:
+                os.close(key.fd)
+        self._events.close()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, fd in enumerate(fds, 1):
+            os.dup2(fd, number)
+            os.close(fd)
+        os.environ.clear()
+        os.environ.update(asked["env"])
+        os.chdir(asked["folder"])
+        sys.argv[:] = asked["args"]
+        self._reseed()
+
+    def _ended(self, pid: int, ended: int, connection: socket.socket) -> None:
+        self._events.unregister(ended)
+        os.close(ended)
+        self._pids.remove(pid)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if connection.fileno() >= 0:
+            self._events.unregister(connection)
+            connection.send(str(status).encode())
+            connection.close()
+
+    def _dropped(self, pid: int, connection: socket.socket) -> None:
+        self._events.unregister(connection)
+        connection.close()
+        os.kill(pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+        self._listener.close()
+        sys.exit()
+
+
+def _run(target: str, *args: str) -> None:
+    module, _, function = target.rpartition(":")
+    if function.endswith(".py"):
+        runpy.run_path(target, run_name="__main__")
+    else:
+        getattr(importlib.import_module(module), function)(*args)
+
+
+def _pass_on(place: str, args: list[str]) -> None:
+    """Be the process that the server has forked for this one, as far as its parent can tell."""
+    connection = _asked(place, args, dict(os.environ), [1, 2])
+    connection.recv(_LONGEST)
+    status = int(connection.recv(_LONGEST))
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        _run(*_Server(sys.argv[2]).run())
+    else:
+        _pass_on(sys.argv[1], sys.argv[2:])
