@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import resumed_training
-from support.forked import command
+from support.forked import command, script
 
 from tierstate.testing import LOG, NotExact, record, resumes_exactly
 
@@ -43,7 +43,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.mark.slow
 def test_each_rank_goes_on_exactly() -> None:
-    found = check(train=[*TORCHRUN, *command(resumed_training.__file__)[3:], "{folder}"], kill_at=[6])
+    found = check(train=[*TORCHRUN, *script(resumed_training.__file__), "{folder}"], kill_at=[6])
     assert found.resumed_at == (6,)
     assert found.steps >= 2 * 6 + 7 + 6, "those of both ranks; the one that was not killed may come a step less far"
 
@@ -51,7 +51,7 @@ def test_each_rank_goes_on_exactly() -> None:
 @pytest.mark.soak
 def test_a_rank_that_does_not_is_named() -> None:
     with pytest.raises(NotExact, match=r"after the kill at step 6 rank [01] the loss of step"):
-        check("rng", train=[*TORCHRUN, *command(resumed_training.__file__)[3:], "{folder}"], kill_at=[6])
+        check("rng", train=[*TORCHRUN, *script(resumed_training.__file__), "{folder}"], kill_at=[6])
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpointer_worlds import scratch
+from support.forked import command
 
 import tierstate as ts
 
@@ -43,13 +43,12 @@ def policy_text(place: Path, tiers: dict[str, dict[str, Any]]) -> str:
 
 
 def killed(place: Path, policy: Path, wait: float) -> None:
-    process = subprocess.Popen([sys.executable, JOB, policy, place / "log"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command(str(JOB)), policy, place / "log"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(wait)
     process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    process.communicate()
 
 
 def killed_again_and_again(place: Path, case: str, kills: int, seed: int) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from support import concurrent_processes
+from support import concurrent_processes, forked
 from support.checkpointer_worlds import scratch, unreferenced
 
 import tierstate as ts
@@ -38,7 +37,7 @@ def saved(place: Path, count: int) -> None:
 
 
 def start(role: str, place: Path, count: int) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SCRIPT), role, str(place / "policy.yaml"), str(count)]
+    command = [*forked.command(str(SCRIPT)), role, str(place / "policy.yaml"), str(count)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -6,11 +6,11 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support import forked
 
 import tierstate as ts
 
@@ -52,7 +52,7 @@ print("threads", *[t.name for t in threading.enumerate() if t.name.startswith("t
 
 def job(place: Path, seconds: float, stderr: int) -> subprocess.Popen[str]:
     """A process that drains three saves, each of which takes so many seconds."""
-    command = [sys.executable, "-c", JOB, str(place), str(seconds)]
+    command = [*forked.command("-c"), JOB, str(place), str(seconds)]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
 

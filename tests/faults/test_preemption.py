@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import forked, preempted_job
 from support.leaks import temporary
 from support.preempted_job import policy, state
 
@@ -30,7 +31,7 @@ class Job:
     """
 
     def __init__(self, place: Path, kind: str, number: int = signal.SIGTERM, kill_after: float | None = None) -> None:
-        command = [sys.executable, "-m", "support.preempted_job", str(place), kind]
+        command = [*forked.command(preempted_job.__file__), str(place), kind]
         pipe = subprocess.PIPE
         with subprocess.Popen(command, cwd=TESTS, stdout=pipe, stderr=pipe, text=True) as job:
             assert job.stdout is not None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.checkpointer_worlds import alike
+from support.forked import Forked
 from support.outcomes import Background, is_there, write
 from support.saver_process import state
 from support.servers.buckets import Server, fresh_prefix, open_tier, two_tiers, uploads
@@ -155,11 +155,12 @@ def test_a_client_that_dies_in_a_save_leaves_nothing_visible(
     """A later client saves and restores as if it had never been there."""
     prefix, proxy = fresh_prefix(), proxy_to(server)
     spec = two_tiers(place, proxy, prefix)
-    command = [sys.executable, str(SAVER), str(spec), "0", "40", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    proxy.add(Fault("reset_up", method, f"{prefix}/{target}", at=100, action=process.kill))
-    said, errors = process.communicate()
-    assert process.returncode == -9, errors
+    with (place / "said").open("w+") as out:
+        process = Forked(str(SAVER), spec, "0", "40", "0", env=os.environ, output=out.fileno())
+        proxy.add(Fault("reset_up", method, f"{prefix}/{target}", at=100, action=process.kill))
+        status = process.wait()
+        said = (place / "said").read_text()
+    assert status == -9, said
     assert "durable s3" not in said
     assert len(uploads(server, prefix)) == ("packs" in target)
     tier = open_tier(server, prefix)

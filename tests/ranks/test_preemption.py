@@ -206,7 +206,7 @@ def steps_in(place: Path, tier: str, kind: str) -> list[int]:
 @pytest.mark.parametrize("kind", ["asks", "never"])
 def test_a_signal_in_the_middle_of_a_save(place: Path, kind: str, who: str) -> None:
     """What all ranks had begun to save is committed on all tiers, also by ranks that never ask, and end by signals."""
-    with Torchrun(3, "ranks.test_preemption:job_in_a_save", place, kind) as ranks:
+    with Torchrun(3, "ranks.test_preemption:job_in_a_save", place, kind, forked=True) as ranks:
         pids = [int(ranks.hear(rank, "pid")) for rank in range(3)]
         ranks.hear(1, "now")
         assert "saved 1" not in ranks.said(1)
@@ -222,7 +222,7 @@ def test_a_signal_in_the_middle_of_a_save(place: Path, kind: str, who: str) -> N
 @pytest.mark.slow
 def test_ranks_that_are_killed_at_the_end_of_the_grace(place: Path) -> None:
     """A tier hangs, and SIGKILL comes: what all ranks had begun to save was committed on the nearest one before."""
-    with Torchrun(3, "ranks.test_preemption:job_in_a_save", place, "hung") as ranks:
+    with Torchrun(3, "ranks.test_preemption:job_in_a_save", place, "hung", forked=True) as ranks:
         pids = [int(ranks.hear(rank, "pid")) for rank in range(3)]
         ranks.hear(1, "now")
         for pid in pids:

@@ -33,6 +33,8 @@ IMPORTED = ("torch._dynamo", "tierstate.checkpointer", "tierstate.tiers.posix.di
 
 _LONGEST = 1 << 20
 
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 
 @cache
 def _server() -> str:
@@ -56,15 +58,24 @@ def _server() -> str:
 
 
 def command(target: str) -> list[str]:
-    """The beginning of a command that runs a target as `Forked` does, and ends as it ends; the arguments come next."""
-    return [sys.executable, "-S", "-E", __file__, _server(), target]
+    """The beginning of a command that runs a target as `Forked` does; the arguments come next.
+
+    Its process passes signals on and ends as the other one ends; if it is killed itself, that one is killed at once.
+    """
+    return [sys.executable, "-S", "-E", *script(target)]
+
+
+def script(target: str) -> list[str]:
+    """A script of Python that does so, and its first arguments."""
+    return [__file__, _server(), target]
 
 
 class Forked:
     """A process, with the methods of `subprocess.Popen` that it needs.
 
     Args:
-        target: ``module:function``, which is called with the arguments, or a file, which is run as a script.
+        target: ``module:function``, which is called with the arguments, or a file, which is run as a script, or
+            ``-c``: the first argument is the script.
         args: strings; also `sys.argv`.
         env: all of its environment.
         output: descriptor of its standard output and standard error.
@@ -194,7 +205,10 @@ class _Server:
 
 def _run(target: str, *args: str) -> None:
     module, _, function = target.rpartition(":")
-    if function.endswith(".py"):
+    if target == "-c":
+        code = sys.argv.pop(1)
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    elif function.endswith(".py"):
         runpy.run_path(target, run_name="__main__")
     else:
         getattr(importlib.import_module(module), function)(*args)
@@ -203,9 +217,13 @@ def _run(target: str, *args: str) -> None:
 def _pass_on(place: str, args: list[str]) -> None:
     """Be the process that the server has forked for this one, as far as its parent can tell."""
     connection = _asked(place, args, dict(os.environ), [1, 2])
-    connection.recv(_LONGEST)
+    pid = int(connection.recv(_LONGEST))
+    for number in _PASSED_ON:
+        signal.signal(number, lambda number, _frame: os.kill(pid, number))
     status = int(connection.recv(_LONGEST))
     if status < 0:
+        if status != -signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
 

@@ -1,10 +1,10 @@
 """A process in which a signal handler uses a Checkpointer, or raises, at any moment of a call of the main thread.
 
-``python -m support.reentry HOW FOLDER SHARE SEED OUTER ...``: for each call OUTER, at a share of all its moments
-(1: at all of them), in a run of its own. HOW is ``calls`` (the handler makes all calls, and catches their errors),
-``leaves`` (it saves, and lets the error out), ``raises`` (as Ctrl-C does) or ``preempts`` (SIGTERM comes, and the
-Checkpointer handles it). Prints one line for each moment: what came
-of the handler. Afterwards the Checkpointer and a later one must work. A hang ends the process.
+``python -m support.reentry HOW,... FOLDER SHARE SEED OUTER ...``: for each call OUTER, and each HOW at a share of all
+its moments (1: at all of them), in a run of its own. HOW is ``calls`` (the handler makes all calls, and catches their
+errors), ``leaves`` (it saves, and lets the error out), ``raises`` (as Ctrl-C does) or ``preempts`` (SIGTERM comes, and
+the Checkpointer handles it). Prints one line for each moment: what came of the handler. Afterwards the Checkpointer and
+a later one must work. A hang ends the process.
 """
 
 from __future__ import annotations
@@ -192,14 +192,16 @@ def all_moments(outer: str, place: Path) -> list[Moment]:
     return [*found]
 
 
-def main(how: str, folder: str, share: str, seed: str, *outers: str) -> None:
+def main(hows: str, folder: str, share: str, seed: str, *outers: str) -> None:
     for outer in outers:
-        dice, place = random.Random(f"{outer} {how} {seed}"), Path(folder) / outer
+        place = Path(folder) / outer
         found = all_moments(outer, place)
-        chosen = found if share == "1" else dice.sample(found, max(1, round(len(found) * float(share))))
-        for number, moment in enumerate(chosen):
-            print(f"{outer} at {number}/{len(chosen)} {described(moment)}:", end=" ", flush=True)
-            print(once(outer, how, place, moment, number), flush=True)
+        for how in hows.split(","):
+            dice = random.Random(f"{outer} {how} {seed}")
+            chosen = found if share == "1" else dice.sample(found, max(1, round(len(found) * float(share))))
+            for number, moment in enumerate(chosen):
+                print(f"{how} {outer} at {number}/{len(chosen)} {described(moment)}:", end=" ", flush=True)
+                print(once(outer, how, place, moment, number), flush=True)
 
 
 if __name__ == "__main__":

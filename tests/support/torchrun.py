@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from support.forked import script
+
 TESTS = Path(__file__).resolve().parents[1]
 PATIENCE = 120.0
 
@@ -23,13 +25,15 @@ class Torchrun:
         size: how many ranks.
         function: ``module:name`` below the folder of tests.
         args: strings that each rank gets.
+        forked: whether the ranks are forked off a process that has imported torch already (`support.forked`).
     """
 
-    def __init__(self, size: int, function: str, *args: object) -> None:
+    def __init__(self, size: int, function: str, *args: object, forked: bool = False) -> None:
         self.size = size
         self._logs = tempfile.TemporaryDirectory(prefix="tierstate-torchrun-")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size]
-        command += ["--redirects", 3, "--log-dir", self._logs.name, TESTS / "support/processes.py", function, *args]
+        rank = script(function) if forked else [TESTS / "support/processes.py", function]
+        command += ["--redirects", 3, "--log-dir", self._logs.name, *rank, *args]
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (Path(self._logs.name) / "torchrun.log").open("wb") as log:
