@@ -6,13 +6,14 @@ Exit status: 0 success; 1 a check found a problem or a difference; 2 the command
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from functools import partial
 from typing import Annotated
 
 import typer
 
-from . import agent, errors, files, history, peer, policy, repairs, report, tiers, versions
+from . import agent, completion, errors, files, history, peer, policy, repairs, report, tiers, versions
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 for commands in (versions, history, report, repairs, files, tiers):
@@ -45,6 +46,8 @@ def options(
 def main() -> None:
     """Entry point of the command ``tierstate``."""
     words = sys.argv[1:]
+    if completion.ASKED in os.environ:
+        completion.answer(partial(app, words, prog_name="tierstate"))
     sys.exit(
         errors.run(partial(app, words, prog_name="tierstate", standalone_mode=False), as_json=errors.wants_json(words))
     )

@@ -1,5 +1,5 @@
-"""The commands ``log``, ``bisect``, ``status`` and ``explain``: the history of a model, since when something is wrong,
-how the run stands, what took long."""
+"""The commands ``log``, ``bisect``, ``status``, ``watch`` and ``explain``: the history of a model, since when something
+is wrong, how a run stands, what took long."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,8 +23,10 @@ from tierstate.engine.maintain.bisect import has_nonfinite
 from tierstate.engine.maintain.leaf_history import VersionHistory
 from tierstate.manifest.errors import StateMismatch, TierstateError
 from tierstate.telemetry.explain import explain as explain_save
+from tierstate.tiers.units import parse_seconds
 
 from . import output
+from .completion import steps
 from .options import Json, PolicyFile, Run, no_versions
 
 app = typer.Typer()
@@ -170,26 +174,61 @@ def _command(policy: str, run: str, cmd: str) -> Holds:
 
 @app.command()
 def status(policy: PolicyFile, run: Run, as_json: Json = False) -> None:
-    """Show how a run stands in each tier: its newest version, what is missing, what hangs, what an agent has under way.
+    """Show how a run stands in each tier: its newest version, what is owed, what hangs, what an agent has under way.
 
-    Exit status 1 if a tier hangs or a record cannot be read.
+    Speeds and failures are known from the events in the tiers (policy: metrics: {events: true}). Exit status 1 if a
+    tier hangs or a record cannot be read.
     """
     with open_quietly(policy, run) as ckpt:
-        versions = ckpt.versions()
-        hung = {name: tier.hung for name, tier in ckpt.stats().tiers.items() if tier.hung}
-        if not versions and not hung:
-            raise no_versions(ckpt)
-        failures = _failures(ckpt)
-        tiers = [_tier_status(tier.name, versions, hung, failures) for tier in ckpt.policy.tiers]
-    output.show_status(run, tiers, _under_way(run), as_json)
-    raise typer.Exit(1 if hung or any(version.unreadable for version in versions) else 0)
+        found, hung = _status(ckpt, run)
+    output.show_status(found, as_json)
+    raise typer.Exit(1 if hung or any(tier.unreadable for tier in found.tiers) else 0)
+
+
+@app.command()
+def watch(
+    policy: PolicyFile,
+    run: Run,
+    interval: Annotated[str, typer.Option(help="How often to look, as in 2s or 1min.")] = "2s",
+    as_json: Json = False,
+) -> None:
+    """Show the status of a run again and again, until Ctrl-C.
+
+    On a terminal in place; elsewhere one status after the other, with --json each in a line.
+    """
+    seconds = parse_seconds(interval)
+    with suppress(KeyboardInterrupt), open_quietly(policy, run) as ckpt:
+        output.show_again_and_again(run, partial(_looked, ckpt, run), seconds, as_json)
+
+
+def _looked(ckpt: Checkpointer, run: str) -> output.RunStatus | str:
+    """The status, or why there is none just now."""
+    try:
+        return _status(ckpt, run)[0]
+    except TierstateError as error:
+        return str(error)
+
+
+def _status(ckpt: Checkpointer, run: str) -> tuple[output.RunStatus, dict[str, str]]:
+    """How the run stands, and the tiers that hang."""
+    versions = ckpt.versions()
+    hung = {name: tier.hung for name, tier in ckpt.stats().tiers.items() if tier.hung}
+    if not versions and not hung:
+        raise no_versions(ckpt)
+    failures, speeds = _logged(ckpt)
+    trouble = failures | hung
+    tiers = [
+        _tier_status(tier.name, versions, trouble.get(tier.name, ""), speeds.get(tier.name))
+        for tier in ckpt.policy.tiers
+    ]
+    return output.RunStatus(run, tiers, _under_way(run)), hung
 
 
 @app.command()
 def explain(
     policy: PolicyFile,
     run: Run,
-    step: Annotated[int, typer.Option(help="The step of the save.")],
+    step: Annotated[int, typer.Option(help="The step of the save.", autocompletion=steps)],
     as_json: Json = False,
 ) -> None:
     """Say where the time of one save went, what waited, and what of the policy would change it.
@@ -206,40 +245,43 @@ def explain(
         output.say(line)
 
 
-def _tier_status(
-    name: str, versions: list[VersionInfo], hung: dict[str, str], failures: dict[str, str]
-) -> dict[str, Any]:
+def _tier_status(name: str, versions: list[VersionInfo], trouble: str, speed: float | None) -> output.TierStatus:
     there = [version for version in versions if name in version.tiers]
     newest = max(there, key=lambda version: version.seq, default=None)
     latest = max((version for version in versions if version.id), key=lambda version: version.seq, default=None)
-    behind = latest.step - newest.step if latest is not None and newest is not None else None
-    return {
-        "tier": name,
-        "versions": len(there),
-        "step": None if newest is None else newest.step,
-        "saved": None if newest is None else newest.time,
-        "behind": behind,
-        "missing": sum(name in version.late for version in versions),
-        "unreadable": sum(name in version.unreadable for version in versions),
-        "trouble": hung.get(name) or failures.get(name, ""),
-    }
+    lag = (latest.step - newest.step, latest.time - newest.time) if latest is not None and newest is not None else None
+    return output.TierStatus(
+        tier=name,
+        versions=len(there),
+        step=None if newest is None else newest.step,
+        saved=None if newest is None else newest.time,
+        behind=None if lag is None else lag[0],
+        behind_seconds=None if lag is None else max(0.0, lag[1]),
+        missing=sum(name in version.late for version in versions),
+        unreadable=sum(name in version.unreadable for version in versions),
+        speed=speed,
+        trouble=trouble,
+    )
 
 
-def _failures(ckpt: Checkpointer) -> dict[str, str]:
-    """By tier, why its last save failed, if nothing has arrived since; as far as the events are logged."""
-    found: dict[str, str] = {}
+def _logged(ckpt: Checkpointer) -> tuple[dict[str, str], dict[str, float]]:
+    """By tier, why its last save failed, if nothing has arrived since, and the speed of the last write."""
+    failures: dict[str, str] = {}
+    speeds: dict[str, float] = {}
     try:
         events = ckpt.events(since=time.time() - RECENT)
     except TierstateError:
-        return {}
+        return {}, {}
     for event in events:
         if event.kind in ("failed", "away"):
-            found[event.tier] = (
+            failures[event.tier] = (
                 f"step {event.step} has failed: {event.reason}" if event.step is not None else event.reason
             )
         elif event.kind in ("committed", "cascaded", "brought", "back"):
-            found.pop(event.tier, None)
-    return found
+            failures.pop(event.tier, None)
+            if event.nbytes and event.seconds:
+                speeds[event.tier] = event.nbytes / event.seconds
+    return failures, speeds
 
 
 def _under_way(run: str) -> list[str]:

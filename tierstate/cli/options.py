@@ -12,22 +12,27 @@ from tierstate.engine.store.catalog import RunCatalog
 from tierstate.manifest.errors import NotFound
 from tierstate.providers.tree.rename import RenameStep, unwrapped
 
+from .completion import ids, run_names, steps, tags
+
 PolicyFile = Annotated[Path, typer.Option("--policy", "-p", envvar="TIERSTATE_POLICY", help="The policy file.")]
 
 
-Run = Annotated[str, typer.Option("--run", "-r", envvar="TIERSTATE_RUN", help="The run.")]
+Run = Annotated[str, typer.Option("--run", "-r", envvar="TIERSTATE_RUN", help="The run.", autocompletion=run_names)]
 
 
-AnyRun = Annotated[str | None, typer.Option("--run", "-r", envvar="TIERSTATE_RUN", help="The run; none: all runs.")]
+AnyRun = Annotated[
+    str | None,
+    typer.Option("--run", "-r", envvar="TIERSTATE_RUN", help="The run; none: all runs.", autocompletion=run_names),
+]
 
 
-Step = Annotated[int | None, typer.Option(help="The version of this step; none: the newest.")]
+Step = Annotated[int | None, typer.Option(help="The version of this step; none: the newest.", autocompletion=steps)]
 
 
-Id = Annotated[str | None, typer.Option("--version", help="The version whose id begins so.")]
+Id = Annotated[str | None, typer.Option("--version", help="The version whose id begins so.", autocompletion=ids)]
 
 
-TagName = Annotated[str | None, typer.Option("--tag", help="The version that has this name.")]
+TagName = Annotated[str | None, typer.Option("--tag", help="The version that has this name.", autocompletion=tags)]
 
 
 Only = Annotated[list[str] | None, typer.Option(help="Only leaves that match, as in 'model.**'.")]

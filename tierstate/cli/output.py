@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -36,11 +38,13 @@ from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.format.leaf import CONTAINERS, format_path
 from tierstate.manifest.history.diff import LeafDiff
 from tierstate.manifest.history.tags import TagTarget
-from tierstate.manifest.printable import escape_controls, escape_json
+from tierstate.manifest.printable import escape_controls, escape_json, escape_lines
 from tierstate.report.collect import describe_keep
 from tierstate.tiers.peer.members import Member
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import rough_size
+
+from .table import shortened, table_lines
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
 
 
 PLAIN_ABOVE = 1000
-"""More rows than this are printed without rich and without indentation, which is much faster."""
+"""JSON of more items than this has a line for each, which is much faster."""
 
 
 _LIVE_COLUMNS = ["tier", "", "lasts", "races", ">put, list ms", ">write/s", ">read/s", ">room"]
@@ -79,28 +83,17 @@ def print_fields(value: DataclassInstance, **more: object) -> None:
     print_json({**dataclasses.asdict(value), **more})
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Print a table on standard output; columns whose name begins with ``>`` are right-aligned."""
-    if len(rows) > PLAIN_ABOVE:  # rich takes half a minute for ten thousand
-        _print_plain([name.lstrip(">") for name in columns], [name.startswith(">") for name in columns], rows)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        made.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(escape_controls(str(cell))) for cell in row))
-    Console(width=None if Console().is_terminal else 160, highlight=False).print(made)
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table on standard output, on a terminal as wide as that; names that begin with ``>`` are of numbers."""
+    bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    head, *lines = table_lines(columns, printable(rows), width)
+    print("\n".join([f"\x1b[1m{head}\x1b[0m" if bold else head, *lines]))
 
 
-def _print_plain(names: Sequence[str], right: Sequence[bool], rows: Sequence[Sequence[object]]) -> None:
-    cells = [list(names), *([escape_controls(str(cell)) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    row = "  ".join(f"{{:{'>' if flush else '<'}{width}}}" for flush, width in zip(right, widths, strict=True))
-    print("\n".join(row.format(*line).rstrip() for line in cells))
+def printable(rows: Sequence[Sequence[object]]) -> list[list[str]]:
+    """The cells of a table as text that a terminal does not obey."""
+    return [[escape_controls(str(cell)) for cell in row] for row in rows]
 
 
 def when(seconds: float) -> str:
@@ -754,15 +747,99 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_LAYERS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def show_status(run: str, tiers: Sequence[Mapping[str, Any]], under_way: Sequence[str], as_json: bool) -> None:
+_STATUS = ["tier", ">newest step", "saved", ">behind", ">versions", ">owed", ">unreadable", ">speed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TierStatus:
+    """How a run stands in one tier.
+
+    Attributes:
+        step, saved: of its newest version; None if it has none.
+        behind, behind_seconds: steps and seconds from there to the newest version of all tiers.
+        versions: that it has.
+        missing: versions that are due there and not there yet.
+        unreadable: records that cannot be read.
+        speed: bytes per second of the newest write that is logged; None if none is.
+        trouble: that it hangs, or why its last save failed; empty if all is well.
+    """
+
+    tier: str
+    versions: int
+    step: int | None
+    saved: float | None
+    behind: int | None
+    behind_seconds: float | None
+    missing: int
+    unreadable: int
+    speed: float | None
+    trouble: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RunStatus:
+    """How a run stands.
+
+    Attributes:
+        under_way: what agents of this host still have to publish of it.
+    """
+
+    run: str
+    tiers: Sequence[TierStatus]
+    under_way: Sequence[str]
+
+
+def show_status(found: RunStatus, as_json: bool) -> None:
     """How a run stands in each tier."""
     if as_json:
-        print_json({"run": run, "tiers": list(tiers), "under_way": list(under_way)})
+        print_fields(found)
         return
-    head = ["tier", ">newest step", "saved", ">steps behind", ">versions", ">missing", ">unreadable", "trouble"]
-    table(head, [_status_row(tier) for tier in tiers])
-    for text in under_way:
-        say(f"an agent has under way: {text}")
+    table(_STATUS, [_status_row(tier) for tier in found.tiers])
+    for line in _remarks(found):
+        say(line)
+
+
+def status_lines(found: RunStatus, width: int) -> list[str]:
+    """The same as lines for a terminal of this width."""
+    rows = printable([_status_row(tier) for tier in found.tiers])
+    return [*table_lines(_STATUS, rows, width), *(escape_controls(line) for line in _remarks(found))]
+
+
+def show_again_and_again(run: str, look: Callable[[], RunStatus | str], seconds: float, as_json: bool) -> None:
+    """Show what a look has found, or why it has failed, every so many seconds: on a terminal in place. Never ends."""
+    if as_json or not sys.stdout.isatty():
+        while True:
+            _show_once(look(), as_json)
+            time.sleep(seconds)
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            found, head = look(), f"run {run}, {when(time.time())}, again every {seconds:g} s; Ctrl-C ends"
+            lines = escape_lines(found).split("\n") if isinstance(found, str) else status_lines(found, console.width)
+            live.update(Text("\n".join([shortened(escape_controls(head), console.width), *lines])), refresh=True)
+            time.sleep(seconds)
+
+
+def _show_once(found: RunStatus | str, as_json: bool) -> None:
+    told = {"error": found} if isinstance(found, str) else dataclasses.asdict(found)
+    if as_json:
+        print(escape_json(json.dumps({"time": time.time(), **told}, ensure_ascii=False)), flush=True)
+        return
+    say(when(time.time()))
+    if isinstance(found, str):
+        print(escape_lines(found), flush=True)
+    else:
+        show_status(found, as_json)
+    sys.stdout.flush()
+
+
+def _remarks(found: RunStatus) -> list[str]:
+    troubles = [f"{tier.tier}: {tier.trouble}" for tier in found.tiers if tier.trouble]
+    return troubles + [f"an agent has under way: {text}" for text in found.under_way]
 
 
 def _rough_age(seconds: float) -> str:
@@ -772,10 +849,11 @@ def _rough_age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _status_row(tier: Mapping[str, Any]) -> tuple[object, ...]:
-    saved = "" if tier["saved"] is None else f"{when(tier['saved'])}, {_rough_age(time.time() - tier['saved'])} ago"
-    step, behind = ("–" if tier[key] is None else tier[key] for key in ("step", "behind"))
-    return tier["tier"], step, saved, behind, tier["versions"], tier["missing"], tier["unreadable"], tier["trouble"]
+def _status_row(tier: TierStatus) -> tuple[object, ...]:
+    saved = "" if tier.saved is None else f"{when(tier.saved)}, {_rough_age(time.time() - tier.saved)} ago"
+    behind = "–" if tier.behind is None else f"{_count(tier.behind, 'step')}, {_rough_age(tier.behind_seconds or 0.0)}"
+    step, speed = "–" if tier.step is None else tier.step, "" if tier.speed is None else f"{rough_size(tier.speed)}/s"
+    return tier.tier, step, saved, behind, tier.versions, tier.missing, tier.unreadable, speed
 
 
 def show_events(events: Sequence[Event], as_json: bool) -> None:

@@ -12,6 +12,7 @@ from tierstate.manifest.errors import NotFound
 from tierstate.tiers.policy.policy import Policy
 
 from . import output
+from .completion import tier_names
 from .options import Json, PolicyFile, Run, no_versions, parse_share
 
 app = typer.Typer()
@@ -43,7 +44,7 @@ def doctor(
 def rebuild(
     policy: PolicyFile,
     run: Run,
-    tier: Annotated[str, typer.Argument(help="The tier whose records are lost.")],
+    tier: Annotated[str, typer.Argument(help="The tier whose records are lost.", autocompletion=tier_names)],
     partial: Annotated[bool, typer.Option("--partial", help="Also versions that its packs hold in part.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     as_json: Json = False,

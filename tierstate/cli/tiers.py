@@ -12,6 +12,7 @@ from tierstate.engine.maintain.rekey import rekey_tiers
 from tierstate.tiers.policy.policy import Policy
 
 from . import output
+from .completion import tier_names
 from .options import Json, PolicyFile
 
 app = typer.Typer()
@@ -20,7 +21,9 @@ app = typer.Typer()
 @app.command()
 def init(
     policy: PolicyFile,
-    tiers: Annotated[list[str] | None, typer.Argument(help="The tiers; none: all that survive the host.")] = None,
+    tiers: Annotated[
+        list[str] | None, typer.Argument(help="The tiers; none: all that survive the host.", autocompletion=tier_names)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Create the markers of a policy's tiers, ahead of training; those that have one keep it."""
@@ -30,7 +33,7 @@ def init(
 @app.command()
 def adopt(
     policy: PolicyFile,
-    tier: Annotated[str, typer.Argument(help="The tier to be used from now on as it is.")],
+    tier: Annotated[str, typer.Argument(help="The tier to be used from now on as it is.", autocompletion=tier_names)],
     as_json: Json = False,
 ) -> None:
     """Use what lies in a tier's place from now on: after a copy of a disk, or when a tier is lost for good."""
@@ -40,7 +43,9 @@ def adopt(
 @app.command()
 def rekey(
     policy: PolicyFile,
-    tiers: Annotated[list[str] | None, typer.Argument(help="The tiers; none: all that are encrypted.")] = None,
+    tiers: Annotated[
+        list[str] | None, typer.Argument(help="The tiers; none: all that are encrypted.", autocompletion=tier_names)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Replace the key of encrypted tiers by the first one that the policy lists; no pack is written again.

@@ -17,6 +17,7 @@ from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import parse_seconds
 
 from . import output
+from .completion import steps, tags, tier_names
 from .errors import warn
 from .options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, no_versions
 
@@ -90,8 +91,8 @@ def events(
 def diff(
     policy: PolicyFile,
     run: Run,
-    old: Annotated[int, typer.Argument(help="The step of the older version.")],
-    new: Annotated[int, typer.Argument(help="The step of the newer version.")],
+    old: Annotated[int, typer.Argument(help="The step of the older version.", autocompletion=steps)],
+    new: Annotated[int, typer.Argument(help="The step of the newer version.", autocompletion=steps)],
     values: Annotated[bool, typer.Option("--values", help="Read what differs, and say by how much.")] = False,
     only: Only = None,
     as_json: Json = False,
@@ -109,7 +110,9 @@ def copy(
     run: Run,
     step: Step = None,
     version: Id = None,
-    to: Annotated[str | None, typer.Option(help="The tier of this policy that is to get it.")] = None,
+    to: Annotated[
+        str | None, typer.Option(help="The tier of this policy that is to get it.", autocompletion=tier_names)
+    ] = None,
     into: Annotated[Path | None, typer.Option(help="The policy file whose tiers are to get it.")] = None,
     into_run: Annotated[str | None, typer.Option(help="With --into: the run's name there; none: the same.")] = None,
     as_json: Json = False,
@@ -130,7 +133,7 @@ def tag_version(
     name: Annotated[str | None, typer.Argument(help="The name to give, or none to list all names.")] = None,
     step: Step = None,
     version: Id = None,
-    delete: Annotated[str | None, typer.Option("--delete", help="The name to take back.")] = None,
+    delete: Annotated[str | None, typer.Option("--delete", help="The name to take back.", autocompletion=tags)] = None,
     as_json: Json = False,
 ) -> None:
     """Give a version a name, list the names, or take one back.
@@ -170,10 +173,12 @@ def fork_run(
 def remove(
     policy: PolicyFile,
     run: Run,
-    step: Annotated[int | None, typer.Option(help="The version of this step.")] = None,
+    step: Annotated[int | None, typer.Option(help="The version of this step.", autocompletion=steps)] = None,
     version: Id = None,
     seq: Annotated[int | None, typer.Option(help="The version of this number (seq in ls).")] = None,
-    tier: Annotated[str | None, typer.Option(help="Remove it from this tier only; none: from all.")] = None,
+    tier: Annotated[
+        str | None, typer.Option(help="Remove it from this tier only; none: from all.", autocompletion=tier_names)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Also the newest version, or the only copy, or one that cannot be read.")
