@@ -272,7 +272,10 @@ class Checkpointer(Run):
         else:
             make = partial(shared_pipeline_of, run=run)
             self._pipeline, sharing = together.begin(policy, tier_runs, arena, make)
-        rank = 0 if together is None else together.team.rank
+        rank = 0
+        if together is not None:
+            rank = together.team.rank
+            together.team.on_silence(lambda text: self._events.emit("rank_silent", reason=text))
         recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
         self._planner = Planner(recall, self._guard, sharing)
         if policy.statistics and policy.alarms.action == "tag":

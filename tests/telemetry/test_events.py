@@ -45,7 +45,12 @@ def test_what_becomes_of_each_save_is_told_once(place: Path) -> None:
             ckpt.save(state, step).wait("lustre")
         ckpt.restore(state)
     counts = Counter(event.kind for event in found)
-    assert counts == {"saved": 4, "captured": 4, "committed": 4, "cascaded": 4, "dropped": 2, "restored": 1}
+    arrived = {"committed": 4, "cascaded": 4, "written": 8}
+    assert counts == {"saved": 4, "captured": 4, **arrived, "dropped": 2, "restored": 1}
+    for name, kind in (("nvme", "committed"), ("lustre", "cascaded")):
+        of_tier = [event for event in found if event.tier == name and event.kind in ("written", kind)]
+        assert [event.kind for event in of_tier] == ["written", kind] * 4, "its packs are synced before the commit"
+        assert all((event.nbytes or 0) >= 4000 for event in of_tier)
     assert told(found, "committed") == [("nvme", step) for step in range(4)]
     assert told(found, "cascaded") == [("lustre", step) for step in range(4)]
     committed = [event for event in found if event.kind == "committed"]
@@ -92,6 +97,44 @@ def test_a_tier_that_goes_away_and_comes_back(place: Path) -> None:
     assert told(found, "back")[0][0] == "slow"
     assert told(found, "brought") == [("slow", 1)]
     assert all(event.reason for event in found if event.kind in ("away", "failed", "owed"))
+
+
+class Held(Wrapping):
+    """A tier that writes nothing until it may."""
+
+    def __init__(self, inner: Memory) -> None:
+        super().__init__(inner)
+        self.may, self.asked = threading.Event(), threading.Event()
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        self.asked.set()
+        assert self.may.wait(60)
+        return super().writer(key, size_hint)
+
+
+@pytest.mark.parametrize("on_full", ["block", "skip"])
+def test_a_save_that_finds_the_arena_full_says_for_how_long(on_full: str) -> None:
+    found, held = list[Event](), Held(Memory())
+    with handed(held) as (keys,):
+        spec = policy({"held": keys}, chunk="4KiB", arena={"size": "16KiB", "on_full": on_full})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.on(("arena_full", "skipped"), found.append)
+            first = ckpt.save({"w": torch.randn(2000)}, 1)
+            assert held.asked.wait(60)
+            timer = threading.Timer(0.3, held.may.set)
+            if on_full == "block":
+                timer.start()
+            second = ckpt.save({"w": torch.randn(2000)}, 2)
+            held.may.set()
+            first.wait()
+            second.wait() if on_full == "block" else None
+    full = {event.step: event.seconds for event in found if event.kind == "arena_full"}
+    if on_full == "block":
+        assert full[2] is not None
+        assert full[2] > 0
+    else:
+        assert full == {2: 0.0}
+        assert told(found, "skipped") == [("", 2)]
 
 
 def test_hooks_get_their_kinds_until_they_are_ended_and_what_they_raise_is_logged(

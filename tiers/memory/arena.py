@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -324,6 +325,7 @@ class Arena:
         self.in_flight = 0
         self.kept = 0
         self.peak = 0
+        self.waited = 0.0
         self._pid = os.getpid()
         self._free: list[Slab] = []
         self._out: dict[int, Slab] = {}
@@ -358,12 +360,19 @@ class Arena:
             TierstateError: the arena is closed.
         """
         with self.lock:
-            while self._is_full(last):
-                if stop():
-                    raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
-                self.changed.wait(0.1)
+            if self._is_full(last):
+                self._wait_for_room(stop, last)
             slab = self._take()
         return self._pinned(slab)
+
+    def _wait_for_room(self, stop: Callable[[], bool], last: bool) -> None:
+        start = time.monotonic()
+        while self._is_full(last):
+            if stop():
+                raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
+            self.changed.wait(0.1)
+        if not last:
+            self.waited += time.monotonic() - start
 
     def try_acquire(self) -> Slab | None:
         """A slab with one lease, if a capture would get one without waiting.

@@ -28,8 +28,10 @@ KINDS: Mapping[str, str] = MappingProxyType(
     {
         "saved": "`save` has returned; `seconds`: for how long it has blocked the caller",
         "captured": "every byte of a state is copied; `seconds`: since the call of `save`",
+        "arena_full": "a save has waited for memory, since the arena was full, or was skipped; `seconds`: for how long",
         "skipped": "a save was not made, since the arena was full (`on_full: skip`)",
         "waited": "a step has waited for a capture (`guard`); `seconds`: for how long",
+        "written": "the packs of a version are synced in a tier, and its record is next; `nbytes`: of them",
         "committed": "a version is in a tier; `seconds`: since the call of `save`; `nbytes`: written for it there",
         "cascaded": "as `committed`, by a copy from a faster tier; `seconds`: of the copy",
         "brought": "a version that had failed in a tier, or was owed to it, is there now",
@@ -41,6 +43,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "away": "calls of a tier fail; `reason`: the error",
         "back": "a tier that was away has taken a version",
         "alarm": "the statistics of a version are alarming (`alarms`); `reason`: the kind, and which leaves",
+        "rank_silent": "a rank for which this one waits gives no sign of life; `reason`: which, and for how long",
         "restored": "a version was restored; `seconds`: for how long; `nbytes`: of its state",
     }
 )

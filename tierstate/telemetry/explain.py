@@ -40,6 +40,11 @@ def _capture(about: Sequence[Event]) -> Iterator[str]:
         yield "nothing was saved: the arena was full (`on_full: skip`); a larger `arena: size` takes more saves at once"
     if saved is not None:
         yield f"`save` blocked the training for {saved.seconds or 0.0:.3f} s"
+    full = sum(event.seconds or 0.0 for event in about if event.kind == "arena_full")
+    if full > 0:
+        yield f"the capture has waited {full:.3f} s for memory: the arena was full"
+        if full > LONG:
+            yield "  → a larger `arena: size`, fewer saves (`every`), or a faster tier: slabs are free once it has them"
     if captured is None:
         return
     yield f"{rough_size(captured.nbytes or 0)} were captured after {captured.seconds or 0.0:.3f} s"

@@ -45,6 +45,7 @@ METRICS = (
     Metric("tierstate_copy_seconds", "histogram", "seconds", "of copies from a faster tier", _TIER),
     Metric("tierstate_restore_seconds", "histogram", "seconds", "of restores"),
     Metric("tierstate_guard_wait_seconds_total", "counter", "seconds", "for which steps have waited for captures"),
+    Metric("tierstate_arena_wait_seconds_total", "counter", "seconds", "for which saves have waited for memory"),
     Metric("tierstate_saves_total", "counter", "", "calls of save"),
     Metric("tierstate_saves_skipped_total", "counter", "", "saves that were not made, as the arena was full"),
     Metric("tierstate_alarms_total", "counter", "", "alarms of the statistics of leaves"),
@@ -117,6 +118,8 @@ class Recorder:
                 self._add("save_blocked_seconds", seconds)
             case "waited":
                 self._add("guard_wait_seconds_total", seconds)
+            case "arena_full":
+                self._add("arena_wait_seconds_total", seconds)
             case "skipped":
                 self._add("saves_skipped_total", 1)
             case "alarm":

@@ -171,6 +171,22 @@ def test_a_failed_gathering_fails_on_all() -> None:
     assert together(3, rank, timeouts=SOON) == [(2,), (2,), None]
 
 
+def test_a_rank_that_is_silent_is_told_once() -> None:
+    told = list[str]()
+
+    def rank(team: Team) -> None:
+        if team.rank == 1:
+            team._line.end()
+            return
+        team.on_silence(told.append)
+        for _ in range(2):
+            with pytest.raises(RankFailed):
+                team.gather("plans", b"")
+
+    together(2, rank, timeouts=SOON)
+    assert told == ["rank 1 has given no sign of life for 0.3 s"]
+
+
 def test_a_store_that_is_lost_names_no_rank() -> None:
     store = Mortal(dist.HashStore(), left=3)
     team = Team(store, 0, 2, [0, 0], timeouts=Timeouts(20.0, 0.3))

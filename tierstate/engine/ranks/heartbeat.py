@@ -85,9 +85,15 @@ class HeartbeatMonitor:
             if beat == CLOSED:
                 found[rank] = "has closed its Checkpointer"
             elif known.get(rank) == beat or self._is_quiet(rank, beat, passed):
-                self._line.silent[rank] = beat
                 found[rank] = f"has given no sign of life for {self._limit:.3g} s"
+                self._note(rank, beat, f"rank {rank} {found[rank]}")
         return found
+
+    def _note(self, rank: int, beat: bytes, text: str) -> None:
+        new = self._line.silent.get(rank) != beat
+        self._line.silent[rank] = beat
+        if new and self._line.when_silent is not None:
+            self._line.when_silent(text)
 
     def _is_quiet(self, rank: int, beat: bytes, passed: float) -> bool:
         if beat != self._beats.get(rank):

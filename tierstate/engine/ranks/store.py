@@ -63,6 +63,8 @@ class StoreClient:
         self._lost = ""
         self.silent: dict[int, bytes] = {}
         """By rank found dead, its last heartbeat; written by `HeartbeatMonitor`, for later waits."""
+        self.when_silent: Callable[[str], None] | None = None
+        """Called with words about it when a rank is found dead; once, unless it comes back."""
         self._thread = threading.Thread(target=self._run, name="tierstate-line", daemon=True)
         self._thread.start()
         if beat:

@@ -162,6 +162,10 @@ class Team:
         self._gathered: dict[str, int] = {}
         self._lock = threading.Lock()
 
+    def on_silence(self, call: Callable[[str], None]) -> None:
+        """Have a function called, once, when a rank is found dead: with words that say which."""
+        self._line.when_silent = call
+
     @classmethod
     def of(
         cls,

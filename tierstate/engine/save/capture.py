@@ -498,7 +498,7 @@ class CaptureThread:
         return StatisticsWorker(known[1], before, room)
 
     def _capture(self, work: CaptureJob, before: Before, statistics: StatisticsWorker | None) -> LastCapture:
-        receivers, save_state = work.receivers(), work.save_state
+        receivers, save_state, waited = work.receivers(), work.save_state, self._arena.waited
 
         def dispatch(batch: SlabChunks) -> None:
             for receiver in receivers:
@@ -514,7 +514,12 @@ class CaptureThread:
         outlet = CaptureSink(dispatch, keep, freed, save_state.copies_queued, save_state.cancelled.is_set)
         digest = digest_function(save_state.head.digest)
         chunk, staging = save_state.head.chunk, self._staging
-        return Capture(work.plan, chunk, self._arena, digest, outlet, before, staging, statistics).run()
+        try:
+            return Capture(work.plan, chunk, self._arena, digest, outlet, before, staging, statistics).run()
+        finally:
+            seconds = self._arena.waited - waited
+            if seconds > 0 and save_state.when_full is not None:
+                save_state.when_full(seconds)
 
     def _describe(self, work: CaptureJob, captured: LastCapture) -> Version | BaseException:
         """The version that was captured, or the error why there is none."""

@@ -155,8 +155,10 @@ class SavePipeline:
             return save_state
         about = {"step": head.step, "seq": head.seq, "nbytes": plan.total}
         save_state.when_captured = lambda seconds: self.events.emit("captured", seconds=seconds, **about)
+        save_state.when_full = lambda seconds: self.events.emit("arena_full", seconds=seconds, **about)
         if self._must_skip(plan):
             self.skipped += 1
+            save_state.when_full(0.0)
             self.events.emit("skipped", reason="the arena is full (on_full: skip)", **about)
             log.warning("step %d is not saved: the arena is full (on_full: skip)", head.step)
             save_state.skip()

@@ -257,7 +257,9 @@ class TierWrite:
             self._draft.put_twins(rows, firsts)
         if self._adopted is not None:
             self._adopted.place(version, self._draft)
-        sizes = self._sizes()
+        sizes, written = self._sizes(), sum(self._written_sizes().values())
+        head = version.head
+        self.tier_run.events.emit("written", tier=self.tier_run.name, step=head.step, seq=head.seq, nbytes=written)
         self.tier_run.identity.wait_for_others()  # the record names the tiers by their markers
         self.tier_run.identity.ensure()
         record = Record(version, self._draft.build(sizes), self.tier_run.signature())

@@ -72,6 +72,7 @@ class SaveState:
         cancelled: set to cancel the save.
         told: tiers whose failure was reported, or needs no report.
         when_captured: called once, when the capture is complete, with the seconds since the call of `save`.
+        when_full: called after the capture, if it has waited for slabs, with the seconds for which it did.
     """
 
     def __init__(self, head: Head, nbytes: int, tiers: Sequence[str], elsewhere: Mapping[str, str]) -> None:
@@ -88,6 +89,7 @@ class SaveState:
         self.cancelled = Latch()
         self.told: set[str] = set()
         self.when_captured: Callable[[float], None] | None = None
+        self.when_full: Callable[[float], None] | None = None
         self._start = time.monotonic()
 
     def nothing_to_do(self) -> None:
