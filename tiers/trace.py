@@ -11,6 +11,7 @@ import atexit
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -32,6 +33,14 @@ MAX_EVENTS = 2_000_000
 """Events of one trace, at most; viewers do not take more."""
 
 
+PROBE = 0.02
+"""Seconds between two looks at how soon a thread gets the interpreter."""
+
+
+LATE = 0.01
+"""Seconds from which on a wait for the interpreter is an event: more than one switch between threads (5 ms)."""
+
+
 _tracer: Tracer | None = None
 
 
@@ -51,10 +60,12 @@ class Tracer:
         self._file.write("[\n")
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._threads: set[int] = set()
-        self._left, self._failed = MAX_EVENTS, False
+        self._left, self._failed, self._over = MAX_EVENTS, False, False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._write_all, name="tierstate-trace", daemon=True)
         start_thread(self._thread)
+        self._probe = threading.Thread(target=self._probe_interpreter, name="tierstate-trace-probe", daemon=True)
+        start_thread(self._probe)
         self._put({"name": "process_name", "ph": "M", "args": {"name": f"tierstate, process {self._pid}"}})
 
     def add(self, name: str, start: float, end: float, values: dict[str, Any]) -> None:
@@ -72,6 +83,20 @@ class Tracer:
 
     def _put(self, event: dict[str, Any]) -> None:
         self._queue.put({"pid": self._pid, **event})
+
+    def _probe_interpreter(self) -> None:
+        """Sleep, and note when this thread runs again much too late: another one has held the interpreter's lock, or
+        no core was free. In the first case the process has computed meanwhile, about as long as the wait or longer."""
+        main = threading.main_thread().ident or 0
+        while not (self._over or self._failed):
+            due, used = time.perf_counter() + PROBE, time.process_time()
+            time.sleep(PROBE)
+            now = time.perf_counter()
+            if now - due > LATE:
+                frame = sys._current_frames().get(main)
+                at = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                cpu = round(time.process_time() - used, 4)
+                self.add("wait for the interpreter", due, now, {"cpu": cpu, "main thread": at})
 
     def _write_all(self) -> None:
         comma = ""
@@ -94,6 +119,8 @@ class Tracer:
     def close(self) -> None:
         """Write what is left."""
         if os.getpid() == self._pid and self._thread.is_alive():
+            self._over = True
+            self._probe.join()
             self._queue.put(None)
             self._thread.join()
 

@@ -42,6 +42,25 @@ def save(folder: str, statistics: str = "") -> None:
     dist.destroy_process_group()
 
 
+def one_slow(folder: str, slow: str) -> None:
+    """One save, in which one rank's disk takes a second longer than the others'."""
+    from tierstate.tiers.posix.files import BufferedFile
+
+    dist.init_process_group("gloo")
+    rank, sync = dist.get_rank(), BufferedFile.sync
+
+    def slow_sync(file: BufferedFile) -> None:
+        time.sleep(1)
+        sync(file)
+
+    if rank == int(slow):
+        BufferedFile.sync = slow_sync  # type: ignore[method-assign]
+    spec = policy({"lustre": tier("lustre", Path(folder))}, ranks={"timeout": "60s", "silence": "20s"})
+    with ts.Checkpointer(spec, "run", dist.group.WORLD) as ckpt:
+        ckpt.save({"w": torch.ones(5000), rank: torch.ones(9)}, step=3).wait()
+    dist.destroy_process_group()
+
+
 def die(folder: str, victim: str) -> None:
     """Saves until a rank is killed; the others are told, and say so."""
     dist.init_process_group("gloo")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import policy, scratch, tier
+from support.processes import Gang
 
 import tierstate as ts
 from tierstate.tiers import trace
@@ -78,7 +80,7 @@ def test_spans_nest(tree: list[Any]) -> None:
             count = run(tree)
         finally:
             trace.end()
-        found = spans(place / "trace.json")
+        found = [event for event in spans(place / "trace.json") if event["name"] == "node"]
     assert len(found) == count
     assert found[-1]["args"] == {"children": len(tree), "count": count}
     check_nesting(found)
@@ -133,6 +135,55 @@ def test_a_slow_tier_is_found(place: Path) -> None:
     (copy,) = [event for event in found if event["name"] == "cascade"]
     end = copy["ts"] + copy["dur"]
     assert all(copy["ts"] <= event["ts"] and event["ts"] + event["dur"] <= end for event in waits)
+
+
+def length(found: list[Event], name: str) -> float:
+    """Seconds of all spans of a name."""
+    return sum(float(event["dur"]) for event in found if event["name"] == name) / 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_rank_is_found(place: Path, slow: int) -> None:
+    """Who waits least for all ranks is the one for whom the others wait, and its own trace says what it did."""
+    env = {"TIERSTATE_TRACE": f"{place}/trace-{{rank}}.json"}
+    with Gang(2, "support.saving_jobs:one_slow", place, slow, env=env) as gang:
+        gang.wait()
+    ranks = [spans(place / f"trace-{rank}.json") for rank in range(2)]
+    waits = [length(found, "commit with all ranks") for found in ranks]
+    assert waits.index(min(waits)) == slow
+    own = [length(found, "commit") - wait for found, wait in zip(ranks, waits, strict=True)]
+    assert own.index(max(own)) == slow
+    assert own[slow] > 1
+
+
+def held(found: list[Event]) -> list[Event]:
+    """Waits for the interpreter in which the process has computed: a thread of it held the lock."""
+    waits = [event for event in found if event["name"] == "wait for the interpreter"]
+    return [event for event in waits if event["args"]["cpu"] > event["dur"] / 2e6]
+
+
+def test_a_thread_that_holds_the_interpreter_is_found(place: Path) -> None:
+    """As a call of C does that does not let go: here the sum of numbers."""
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt, ckpt.trace(place / "trace.json"):
+        saved = ckpt.save({"w": torch.randn(250_000)}, 1)
+        for _ in range(3):
+            sum(range(12_000_000))
+        saved.wait()
+    found = held(spans(place / "trace.json"))
+    assert found
+    longest = max(found, key=lambda event: event["dur"])
+    assert longest["dur"] > 5e4
+    assert longest["args"]["main thread"].startswith("test_trace.py:")
+
+
+def test_a_thread_that_sleeps_holds_nothing(place: Path) -> None:
+    trace.begin(place / "trace.json")
+    try:
+        time.sleep(0.3)
+    finally:
+        trace.end()
+    assert held(spans(place / "trace.json")) == []
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(place: Path, caplog: pytest.LogCaptureFixture) -> None:
