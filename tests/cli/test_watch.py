@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from support.forked import command
+
+from tierstate.engine.progress import byte_progress
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +54,20 @@ def test_a_run_that_is_not_there_is_waited_for(policy: Path) -> None:
     assert process.stdout is not None
     assert "'later' has no version" in json.loads(process.stdout.readline())["error"]
     end(process)
+
+
+def test_a_copy_shows_its_rate_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(written, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", written)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with byte_progress("copying", total=lambda: 4 << 20) as progress:
+        progress(1 << 20)
+    shown = written.getvalue()
+    assert "copying" in shown
+    assert "1.0/4.0 MiB" in shown
+    assert "-:--:--" in shown or "0:00" in shown
 
 
 def test_a_terminal_is_drawn_in_place(policy: Path) -> None:

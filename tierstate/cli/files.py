@@ -74,7 +74,14 @@ def export(
     """
     from tierstate.files.export import export as write
 
-    with open_quietly(policy, run) as ckpt, byte_progress("exporting", shown=not as_json) as progress:
+    with (
+        open_quietly(policy, run) as ckpt,
+        byte_progress(
+            "exporting",
+            shown=not as_json,
+            total=lambda: None if only else ckpt.info(step=step, version=version, tag=tag).nbytes,
+        ) as progress,
+    ):
         found = write(
             ckpt,
             to,

@@ -121,7 +121,12 @@ def copy(
 
     By default the newest. Every chunk is verified. Say --to or --into.
     """
-    with open_quietly(policy, run) as ckpt, byte_progress("copying", shown=not as_json) as progress:
+    with (
+        open_quietly(policy, run) as ckpt,
+        byte_progress(
+            "copying", shown=not as_json, total=lambda: ckpt.info(step=step, version=version).nbytes
+        ) as progress,
+    ):
         found = ckpt.copy(step=step, version=version, to=to, into=into, run=into_run, progress=progress)
     output.show_copied(found, to or str(into), as_json)
 

@@ -31,17 +31,37 @@ BAR_DELAY = 1.0
 
 
 @contextmanager
-def byte_progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Gives a function that adds the bytes read since its last call to a display on standard error, if a terminal."""
+def byte_progress(
+    what: str, *, shown: bool = True, total: Callable[[], int | None] = lambda: None
+) -> Iterator[Callable[[int], None]]:
+    """Gives a function that adds the bytes read since its last call to a display on standard error, if a terminal.
+
+    Args:
+        what: is being done.
+        shown: whether to show anything.
+        total: returns how many bytes there will be at most, if that is known; then there is a bar, and the time left.
+    """
     if not shown or not sys.stderr.isatty():
         yield lambda _nbytes: None
         return
     from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        SpinnerColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = SpinnerColumn(), TextColumn(what), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    known = total()
+    shape = SpinnerColumn() if known is None else BarColumn()
+    columns: list[ProgressColumn] = [shape, TextColumn(what), DownloadColumn(binary_units=True), TransferSpeedColumn()]
+    columns += [] if known is None else [TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(what, total=known)
         yield lambda nbytes: progress.advance(task, nbytes)
 
 
