@@ -14,6 +14,7 @@ from support.agents import own_agents
 from support.agents import policy_text as agent_policy
 from support.checkpointer_worlds import policy, scratch, tier
 from support.processes import Gang
+from support.slow_values import Fill
 
 import tierstate as ts
 from tierstate.engine.events import Event
@@ -181,13 +182,13 @@ def test_without_statistics_there_are_none(place: Path) -> None:
 
 
 def test_a_capture_that_fails_frees_its_memory(place: Path) -> None:
-    class Broken:
-        def __state_provider__(self) -> Any:
-            raise RuntimeError("no")
+    def fail(_out: object) -> None:
+        raise RuntimeError("planted")
 
+    state = {"a": torch.ones(20_000)[::2], "b": Fill(5000, fail)}
     with ts.Checkpointer(world(place), "run") as ckpt:
-        for step in range(20):  # more than the arena has room for
-            with pytest.raises((ts.CaptureError, RuntimeError)):
-                ckpt.save({"a": torch.ones(30_000), "b": Broken()}, step=step)
-        ckpt.save({"a": torch.ones(30_000)}, step=99).wait()
+        for step in range(20):  # each has taken a part of the arena when it fails
+            with pytest.raises(ts.CaptureError, match="planted"):
+                ckpt.save(state, step=step)
+        ckpt.save({"a": torch.ones(30_000)}, step=99).wait(timeout=60)
         assert ckpt.statistics()["a"].norm == pytest.approx(30_000**0.5)

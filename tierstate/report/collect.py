@@ -46,7 +46,10 @@ from .policy_lines import policy_lines
 log = logging.getLogger("tierstate")
 
 
-TOLD = ("failed", "owed", "brought", "left_out", "skipped", "mended", "away", "back", "restored")
+TOLD = (
+    *("failed", "owed", "brought", "left_out", "skipped", "mended", "away", "back", "restored"),
+    *("alarm", "arena_full", "rank_silent"),
+)
 """Kinds of events that are listed one by one."""
 
 

@@ -122,7 +122,7 @@ def layer_of(path: Path) -> str:
 
 
 def _text(key: object) -> str:
-    return key if isinstance(key, str) else format_path((key,))
+    return key if isinstance(key, str) and key.isprintable() else format_path((key,))
 
 
 def layer_history(versions: Iterator[VersionCopies], only: Sequence[str] = ()) -> LayerHistory:

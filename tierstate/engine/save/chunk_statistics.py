@@ -139,8 +139,8 @@ class ElementTypes:
 
     def __init__(self, leaves: Sequence[Leaf], chunk_leaf: Array) -> None:
         types = [element_type(leaf) for leaf in leaves]
-        codes = {id(one): i for i, one in enumerate({id(t): t for t in types if t is not None}.values())}
-        self.known = list({id(t): t for t in types if t is not None}.values())
+        self.known = list({id(one): one for one in types if one is not None}.values())
+        codes = {id(one): i for i, one in enumerate(self.known)}
         of_leaf = np.array([codes.get(id(one), -1) for one in types], "i2")
         self.codes: Array = of_leaf[chunk_leaf]
 
