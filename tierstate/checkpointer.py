@@ -521,6 +521,7 @@ class Checkpointer(Run):
         on_damage: OnDamage = "raise",
         allow_lossy: bool = False,
         rename: Rename | None = None,
+        progress: Progress = no_progress,
     ) -> Any:
         """Load a version as a new state, without a template: the same containers, modules and optimizers as their
         ``state_dict``.
@@ -529,13 +530,17 @@ class Checkpointer(Run):
             device: the device of the new tensors; by default the host.
             step, version, tag, only, on_damage, allow_lossy, rename: as in `restore`. With ``only``, a list of which
                 not all items match comes back as a dict by index.
+            progress: called with the raw bytes read since the last call, from several threads; not if several ranks
+                restore together.
 
         Raises: as `restore`; ValueError: tensors cannot be loaded to this kind of device.
         """
         place = torch.device(device) if device is not None else None
         if place is not None and (refused := refusal(place)):
             raise ValueError(f"load(device={str(device)!r}): {refused}")
-        wanted = RestoreSpec(step, version, NEW, only, place, on_damage, self._pickles, allow_lossy, rename=rename)
+        wanted = RestoreSpec(
+            step, version, NEW, only, place, on_damage, self._pickles, allow_lossy, rename=rename, progress=progress
+        )
         return self._restored(wanted, tag)
 
     def _restored(self, wanted: RestoreSpec, tag: str | None) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tierstate.checkpointer import open_quietly
+from tierstate.checkpointer import Checkpointer, open_quietly
 from tierstate.engine.progress import byte_progress
 from tierstate.engine.restore.restore import OnDamage
 from tierstate.files.reader import MAX_STEP
@@ -46,10 +48,27 @@ def restore(
         raise TierstateError(f"{to} exists; name another file, or say --force to replace it")
     with open_quietly(policy, run, allow_pickle=allow_pickle or ()) as ckpt:
         damage: OnDamage = "older" if older else "raise"
-        state = ckpt.load(step=step, version=version, tag=tag, only=only, on_damage=damage, allow_lossy=allow_lossy)
+        with byte_progress("restoring", shown=not as_json, total=_nbytes(ckpt, step, version, tag, only)) as progress:
+            state = ckpt.load(
+                step=step, version=version, tag=tag, only=only, on_damage=damage, allow_lossy=allow_lossy,
+                progress=progress,
+            )  # fmt: skip
         _save_whole(state, to)
         assert ckpt.restored is not None
         output.show_restored(ckpt.restored, to, as_json)
+
+
+def _nbytes(
+    ckpt: Checkpointer, step: int | None, version: str | None, tag: str | None, only: list[str] | None
+) -> Callable[[], int | None]:
+    """Returns how many bytes will be read; None where that is not known."""
+
+    def nbytes() -> int | None:
+        with suppress(TierstateError):  # which is told where the version is read
+            return None if only else ckpt.info(step=step, version=version, tag=tag).nbytes
+        return None
+
+    return nbytes
 
 
 @app.command()
@@ -79,7 +98,7 @@ def export(
         byte_progress(
             "exporting",
             shown=not as_json,
-            total=lambda: None if only else ckpt.info(step=step, version=version, tag=tag).nbytes,
+            total=_nbytes(ckpt, step, version, tag, only),
         ) as progress,
     ):
         found = write(

@@ -81,7 +81,7 @@ def test_the_good_one_is_good() -> None:
             1,
             "xyz: 1",
             "xyz: unknown key; known are version, chunk, digest, arena, ranks, on_failure, preemption, agent, "
-            "metrics, seal, durable, rules, tiers",
+            "metrics, statistics, alarms, seal, durable, rules, tiers",
         ),
         (2, "chunk: 17", "chunk: 17B is no length of a chunk; write a multiple of 16 bytes from 4KiB to 1GiB, as in"),
         (2, "chunk: 2KiB", "chunk: 2KiB is no length of a chunk"),

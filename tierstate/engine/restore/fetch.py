@@ -103,9 +103,10 @@ class Fetch:
         mended: OnRepair | None = None,
         stop: Callable[[], bool] = lambda: False,
         lost: OnLost | None = None,
+        progress: Callable[[int], None] = lambda _nbytes: None,
     ) -> None:
         self._version, self._holdings, self._arena = version, holdings, arena
-        self._lost = lost
+        self._lost, self._progress = lost, progress
         self._workers, self._stop = workers, stop
         self._fallback = FallbackReader(version, holdings, mended)
         self._large = threading.BoundedSemaphore(MAX_LARGE)
@@ -239,6 +240,7 @@ class Fetch:
             raw = self._verified(run, spot, stored, failure)
             if raw is None:
                 continue
+            self._progress(len(raw) * len(spot.rows))
             arrived = memory is None and raw is stored
             for row in spot.rows[1:] if arrived else spot.rows:
                 yield row, raw, slab if raw is stored else None

@@ -158,13 +158,19 @@ def _cut(version: Version, leaf: int) -> FormatError:
     return FormatError(f"{name_version(version)} holds {found.name} in shards; a {found.spec.kind} lies in one piece")
 
 
-def fill_target(entry: VersionCopies, target: Target, plan: RestorePlan, arena: Arena) -> Any:
+def fill_target(
+    entry: VersionCopies,
+    target: Target,
+    plan: RestorePlan,
+    arena: Arena,
+    progress: Callable[[int], None] = lambda _nbytes: None,
+) -> Any:
     """Read and verify what the target wants, and return the finished state. Repairs damaged chunks on the way.
 
     If this fails, `Target.changed` says whether a given state may have been changed.
     """
     try:
-        with _reading(entry, plan.rows, arena) as read:
+        with _reading(entry, plan.rows, arena, progress) as read:
             read(plan.ahead)
             target.settle()
             target.changed = not target.is_new
@@ -182,14 +188,16 @@ def read_into(entry: VersionCopies, targets: ScatterTargets, arena: Arena) -> No
 
 
 @contextmanager
-def _reading(entry: VersionCopies, rows: Array, arena: Arena) -> Iterator[Callable[[ScatterTargets], None]]:
+def _reading(
+    entry: VersionCopies, rows: Array, arena: Arena, progress: Callable[[int], None] = lambda _nbytes: None
+) -> Iterator[Callable[[ScatterTargets], None]]:
     """Holds a lease on these chunks. Gives a function that reads those of some targets."""
     version = entry.version
     repair = RepairWriter(version, entry.holdings)
 
     def read(targets: ScatterTargets) -> None:
         if len(targets.rows):
-            fetch = Fetch(version, entry.holdings, arena, workers=READ_WORKERS, mended=repair)
+            fetch = Fetch(version, entry.holdings, arena, workers=READ_WORKERS, mended=repair, progress=progress)
             fetch.fill(restore_on_device(entry, targets.rows, targets), targets)
 
     try:
@@ -233,6 +241,7 @@ class RestoreSpec(NamedTuple):
         tag: the version that a tag names, instead of a step or an id.
         optional: the result is None, and not NotFound, if the run has no version at all.
         rename: how the version's leaves are renamed first.
+        progress: called with the raw bytes read since the last call, from several threads.
     """
 
     step: int | None = None
@@ -246,6 +255,7 @@ class RestoreSpec(NamedTuple):
     tag: TaggedVersion | None = None
     optional: bool = False
     rename: Rename | None = None
+    progress: Callable[[int], None] = lambda _nbytes: None
 
     @property
     def newest(self) -> bool:
@@ -308,7 +318,7 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
                 plan = plan_scatter(entry.version, target)
                 if not _is_whole(entry, plan.rows, wanted, passed):
                     continue
-                return Restored(fill_target(entry, target, plan, arena), entry)
+                return Restored(fill_target(entry, target, plan, arena, wanted.progress), entry)
             except PASSED_OVER as error:
                 changed = changed or (target is not None and target.changed)
                 _raise_unless_older(entry, wanted, error)
