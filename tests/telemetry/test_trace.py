@@ -124,7 +124,7 @@ with ts.Checkpointer(ts.Policy.default("{place}/tier"), "run") as ckpt:
 
 
 def test_a_slow_tier_is_found(place: Path) -> None:
-    state = {"w": torch.randn(250_000)}
+    state = {"w": torch.randn(500_000)}
     spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place, bandwidth="1MiB/s")})
     with ts.Checkpointer(spec, "run") as ckpt, ckpt.trace(place / "trace.json"):
         ckpt.save(state, 1).wait("lustre")
