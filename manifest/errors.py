@@ -215,6 +215,7 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
+# A class and no generator, and a name is made only for a message: it is entered for every leaf of a restore.
 class untrusted(ContextDecorator):
     """Read, or use, what lies in a tier or in another program's file, and may have been made up to do harm.
 
@@ -223,8 +224,7 @@ class untrusted(ContextDecorator):
     OverflowError, RecursionError, NumPy's own subclasses of MemoryError, whose constructors take no text.
 
     Args:
-        what: what is read: a leaf, a version, a file. A class and not a generator, and names only where they are
-            needed: it is entered for every leaf of a restore.
+        what: what is read: a leaf, a version, a file.
         named: also errors of this package get the name, where their classes allow it.
 
     Raises:

@@ -57,6 +57,12 @@ class LeafColumns(NamedTuple):
     squares: Array
 
 
+def leaf_nbytes(version: Version) -> Array:
+    """``(leaves,)``: bytes of each leaf's chunks; 0 for leaves without any."""
+    found: Array = np.bincount(version.chunk_leaf, version.chunk_nbytes, len(version.leaves)).astype("i8")
+    return found
+
+
 def leaf_columns(version: Version) -> LeafColumns | None:
     """The statistics of each leaf of a version; None if the version has none."""
     chunks = version.statistics
@@ -68,7 +74,7 @@ def leaf_columns(version: Version) -> LeafColumns | None:
     np.fmax.at(high, of, chunks.high)
     itemsize = np.maximum(version.catalog.itemsize, 1)
     return LeafColumns(
-        np.bincount(of, version.chunk_nbytes, leaves).astype("i8") // itemsize,
+        leaf_nbytes(version) // itemsize,
         np.bincount(of, chunks.nan, leaves).astype("i8"),
         np.bincount(of, chunks.infinite, leaves).astype("i8"),
         low,
@@ -114,7 +120,6 @@ def changed_share(version: Version, before: Version) -> Array | None:
         return None
     leaves, of = len(version.leaves), version.chunk_leaf.astype("i8")
     changed = np.any(version.digests != before.digests, axis=1)
-    nbytes = np.bincount(of, version.chunk_nbytes, leaves)
     with np.errstate(invalid="ignore"):
-        found: Array = np.bincount(of, version.chunk_nbytes * changed, leaves) / nbytes
+        found: Array = np.bincount(of, version.chunk_nbytes * changed, leaves) / leaf_nbytes(version)
     return found

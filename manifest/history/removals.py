@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -70,8 +71,15 @@ def removed_seqs(tier: KeyValueStore, run: str) -> set[int]:
     Raises:
         TierError: the tier could not be listed.
     """
+    return {seq for _, seq in _marks(tier, run)}
+
+
+def _marks(tier: KeyValueStore, run: str) -> Iterator[tuple[str, int]]:
+    """The key of each mark, and the number of the version that it is about."""
     prefix = f"removed/{check_run(run)}/"
-    return {int(m[1]) for key in tier.list(prefix) if (m := _MARK.fullmatch(key.removeprefix(prefix)))}
+    for key in tier.list(prefix):
+        if m := _MARK.fullmatch(key.removeprefix(prefix)):
+            yield key, int(m[1])
 
 
 def removed_entries(tier: KeyValueStore, run: str) -> list[RetentionEntry]:
@@ -83,12 +91,11 @@ def removed_entries(tier: KeyValueStore, run: str) -> list[RetentionEntry]:
         Unauthentic: the tier's objects are sealed, and a mark is not.
         TierError: the tier could not be read.
     """
-    prefix, found = f"removed/{check_run(run)}/", []
-    for key in tier.list(prefix):
-        if m := _MARK.fullmatch(key.removeprefix(prefix)):
-            with suppress(NotFound):  # copied back meanwhile
-                data = to_bytes(tier.get(key)) if tier.size(key) <= MAX_MARK_BYTES else b""
-                found.append(_entry(int(m[1]), data))
+    found = []
+    for key, seq in _marks(tier, run):
+        with suppress(NotFound):  # copied back meanwhile
+            data = to_bytes(tier.get(key)) if tier.size(key) <= MAX_MARK_BYTES else b""
+            found.append(_entry(seq, data))
     return found
 
 

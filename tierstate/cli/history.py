@@ -62,7 +62,7 @@ def log(
         raise ValueError("--drift reads all values of the leaves: say which by --leaf, as in --leaf 'model.**'")
     with open_quietly(policy, run) as ckpt:
         if leaf:
-            versions = ckpt.history(leaf, last=last and last + 1)
+            versions = ckpt.history(leaf, last=last and last + drift)  # the first drift is from the one before
             drifts = _drifts(ckpt, versions, leaf) if drift else None
             output.show_leaf_history(versions[-last:], drifts, as_json)
             found = bool(versions)

@@ -19,6 +19,7 @@ from tierstate.manifest.history.leaf_statistics import (
     LeafStatistics,
     changed_share,
     leaf_columns,
+    leaf_nbytes,
     leaf_statistics,
 )
 
@@ -165,7 +166,7 @@ def _summed(version: Version, before: Version | None, layer: Array, count: int) 
     """Bytes, norm, count of what is not finite, and changed share of each layer of a version."""
     norm, nonfinite, changed = np.full(count, np.nan), np.full(count, -1.0), np.full(count, np.nan)
     columns, share = leaf_columns(version), None if before is None else changed_share(version, before)
-    held = np.bincount(version.chunk_leaf.astype("i8"), version.chunk_nbytes, len(version.leaves))
+    held = leaf_nbytes(version)
     mine = (layer >= 0) & (held > 0)
     nbytes = np.bincount(layer[mine], held[mine], count)
     if columns is not None:

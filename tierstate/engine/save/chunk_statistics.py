@@ -261,14 +261,17 @@ def _values(kind: ElementType, elements: Array) -> Array:
 
 def _squares(kind: ElementType, elements: Array) -> float:
     """The sum of the squares of elements of ordinary magnitudes."""
-    if kind.as_float is not None and kind.as_float.itemsize > 2:
-        return _sum_of_squares(elements.view(kind.as_float))
+    if kind.as_float is None:
+        return _squares_of_bfloat16(kind, elements)
+    values = elements.view(kind.as_float)
+    if kind.as_float.itemsize > 2:
+        return _sum_of_squares(values)
+    return sum(_sum_of_squares(values[at : at + PIECE].astype("<f4")) for at in range(0, len(values), PIECE))
+
+
+def _squares_of_bfloat16(kind: ElementType, elements: Array) -> float:
+    """Two elements at a time, each made a float32 in place of the pair: half the bytes are written."""
     total = 0.0
-    if kind.as_float is not None:
-        for start in range(0, len(elements), PIECE):
-            total += _sum_of_squares(elements[start : start + PIECE].view(kind.as_float).astype("<f4"))
-        return total
-    # Two elements of bfloat16 at a time, each made a float32 in place of the pair: half the bytes are written.
     even = len(elements) // 2 * 2
     pairs, scratch = elements[:even].view("<u4"), np.empty(min(PIECE, even // 2), "<u4")
     for start in range(0, len(pairs), PIECE):
