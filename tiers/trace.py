@@ -14,7 +14,8 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -86,17 +87,19 @@ class Tracer:
 
     def _probe_interpreter(self) -> None:
         """Sleep, and note when this thread runs again much too late: another one has held the interpreter's lock, or
-        no core was free. In the first case the process has computed meanwhile, about as long as the wait or longer."""
+        no core was free, which the kernel tells (`queued`)."""
         main = threading.main_thread().ident or 0
-        while not (self._over or self._failed):
-            due, used = time.perf_counter() + PROBE, time.process_time()
-            time.sleep(PROBE)
-            now = time.perf_counter()
-            if now - due > LATE:
-                frame = sys._current_frames().get(main)
-                at = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                cpu = round(time.process_time() - used, 4)
-                self.add("wait for the interpreter", due, now, {"cpu": cpu, "main thread": at})
+        with _queue_time() as queue_time:
+            while not (self._over or self._failed):
+                due, used, queued = time.perf_counter() + PROBE, time.process_time(), queue_time()
+                time.sleep(PROBE)
+                now = time.perf_counter()
+                if now - due > LATE:
+                    frame = sys._current_frames().get(main)
+                    at = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                    cpu, ready = round(time.process_time() - used, 4), round(queue_time() - queued, 4)
+                    values = {"cpu": cpu, "queued": ready, "main thread": at}
+                    self.add("wait for the interpreter", due, now, values)
 
     def _write_all(self) -> None:
         comma = ""
@@ -123,6 +126,21 @@ class Tracer:
             self._probe.join()
             self._queue.put(None)
             self._thread.join()
+
+
+@contextmanager
+def _queue_time() -> Iterator[Callable[[], float]]:
+    """What tells for how many seconds, in all, this thread was ready to run and had no core; zero where the kernel
+    does not count them (no CONFIG_SCHED_INFO, other systems). Linux, Documentation/scheduler/sched-stats.rst."""
+    try:
+        descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield lambda: 0.0
+        return
+    try:
+        yield lambda: int(os.pread(descriptor, 128, 0).split()[1]) / 1e9
+    finally:
+        os.close(descriptor)
 
 
 class Span:
