@@ -519,16 +519,18 @@ def by_path(policy: str, executor: str) -> None:
 def killed(policy: str) -> None:
     """Asynchronous saves to a fast tier and a slow one, until a rank is killed; begins where the one before ended."""
     with job():
-        state = {"w": distribute_tensor(torch.zeros(WIDTH, 9000), init_device_mesh("cpu", (2,)), [Shard(0)]), "n": [0]}
+        # No two chunks of it are equal, or a slow tier would get one of them for all and be as fast as the others.
+        values = torch.arange(WIDTH * 9000.0).reshape(WIDTH, 9000)
+        state = {"w": distribute_tensor(values.clone(), init_device_mesh("cpu", (2,)), [Shard(0)]), "n": [0]}
         with suppress(CheckpointException):
             dcp.load(state, storage_reader=TierReader(policy, "run"))
         begun = state["n"][0]
-        assert torch.equal(state["w"].full_tensor(), torch.full((WIDTH, 9000), float(begun)))
+        assert torch.equal(state["w"].full_tensor(), values + begun)
         print("ready", begun, flush=True)
         stager = TierStager()
         for step in range(begun + 1, begun + 1 + int(os.environ["STEPS"])):
             state["n"][0] = step
-            state["w"].to_local().fill_(step)
+            state["w"].to_local().add_(1)
             dcp.async_save(
                 state,
                 checkpoint_id=step,

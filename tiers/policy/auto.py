@@ -153,7 +153,7 @@ def policy_text(
     parts = ["\n".join(_lines([key], "")) for key in top]
     for n, (name, why, keys) in enumerate(tiers):
         whole = (*why, *remarks.get(name, ()))
-        part = "\n".join([*_lines([_Key(f"{name}:", whole)], "  "), *_lines(keys, "    ")])
+        part = "\n".join([*_lines([_Key(f"{_scalar(name)}:", whole)], "  "), *_lines(keys, "    ")])
         parts[-1:] = [parts[-1], part] if n else [f"{parts[-1]}\n{part}"]
     return "\n\n".join(parts) + "\n"
 
@@ -275,7 +275,7 @@ def _durable(plans: Sequence[_TierPlan]) -> list[_Key]:
     if lasting is first:
         return []
     why = f"What save.wait() waits for. {_capital(first.name)} is faster, but what is there goes {first.lost}."
-    return [_Key(f"durable: {lasting.name}", (why,))]
+    return [_Key(f"durable: {_scalar(lasting.name)}", (why,))]
 
 
 _Tier: TypeAlias = tuple[str, tuple[str, ...], list[_Key]]
@@ -450,7 +450,7 @@ def _capital(text: str) -> str:
 
 def _scalar(text: str) -> str:
     """A text as a value in YAML."""
-    if _PLAIN.fullmatch(text):
+    if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:  # which true, null and many more are not
         return text
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
 

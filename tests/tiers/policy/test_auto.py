@@ -76,6 +76,13 @@ def test_places_of_one_kind_have_numbers_and_the_order_in_which_they_were_given(
     assert [str(t.options["path"]) for t in policy.tiers[1:3]] == ["/b", "/a"]
 
 
+@pytest.mark.parametrize("kind", ["0", "9p", "1e5", "null", "true", "on", "0x10", "2026-11-26"])
+def test_a_tier_named_after_a_kind_that_yaml_reads_as_something_else_is_quoted(kind: str) -> None:
+    policy = parse(text_of(on("ssd", "${SLURM_TMPDIR}/x", job="SLURM_TMPDIR"), on("shared", kind=kind)), **JOB)
+    assert [t.name for t in policy.tiers] == ["host", "nvme", kind]
+    assert policy.durable == kind
+
+
 @pytest.mark.parametrize(
     "place", [on("memory", kind="tmpfs"), replace(on("memory", kind="ramfs"), url="file:///shm/x")]
 )
