@@ -113,6 +113,23 @@ def rough_size(nbytes: float) -> str:
     return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
 
 
+def rough_duration(seconds: float) -> str:
+    """A time for people, in one or two units and with about two digits, as in ``2.4 s``, ``7min 30s`` or ``264 d``."""
+    if seconds < 1:
+        return f"{1000 * seconds:.2g} ms"
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    for unit, name, below, smaller, part in (
+        (60, "min", 3600, "s", 1),
+        (3600, "h", 2 * 86400, "min", 60),
+        (86400, "d", math.inf, "h", 3600),
+    ):
+        if seconds < below:
+            whole, rest = divmod(round(seconds / part) * part, unit)
+            return f"{whole:.0f} {name}" + (f" {rest / part:.0f} {smaller}" if rest and whole < 10 else "")
+    raise AssertionError
+
+
 def parse_seconds(value: object) -> float:
     """Seconds: of a number, or of text such as ``"90s"``, ``"30min"``, ``"1h30min"`` or ``"2d"``.
 

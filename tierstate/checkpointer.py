@@ -22,6 +22,7 @@ import torch
 from tierstate.agent.handing import HandingPipeline
 from tierstate.agent.pipeline import pipeline_of
 from tierstate.agent.shared_pipeline import shared_pipeline_of
+from tierstate.engine.cadence import Level, auto_cadence, hosts_of_job
 from tierstate.engine.events import EVERY
 from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.engine.maintain.alarm_tags import AlarmTags
@@ -272,10 +273,12 @@ class Checkpointer(Run):
         else:
             make = partial(shared_pipeline_of, run=run)
             self._pipeline, sharing = together.begin(policy, tier_runs, arena, make)
-        rank = 0
+        rank, hosts = 0, hosts_of_job()
         if together is not None:
-            rank = together.team.rank
+            rank, hosts = together.team.rank, len(set(together.team.hosts))
             together.team.on_silence(lambda text: self._events.emit("rank_silent", reason=text))
+        levels = [Level(one.name, one.tier.traits.persistent, one.tier.traits.shared) for one in tier_runs]
+        self._pipeline.auto = auto_cadence(policy, levels, hosts, self._events)
         recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
         self._planner = Planner(recall, self._guard, sharing)
         if policy.statistics and policy.alarms.action == "tag":

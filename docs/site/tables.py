@@ -34,7 +34,8 @@ MORE = {
     "best": "#keep",
     "codec": "#codecs",
     "encrypt": "../how-to/seal-and-encrypt.md#encrypt",
-    "every": "../explanation/cascade.md",
+    "every": "../explanation/cascade.md#every-auto",
+    "failures": "../explanation/cascade.md#every-auto",
     "format": "../how-to/open-packs-with-other-tools.md",
     "gpu.capacity": "../explanation/device-memory.md",
     "initialized": "../decisions/0017-identity-of-tiers.md",
@@ -108,8 +109,9 @@ class Key(NamedTuple):
 
 
 def _alternatives(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if "anyOf" in schema and "title" not in schema:
-        for each in schema["anyOf"]:
+    several = schema.get("anyOf") or schema.get("oneOf")
+    if several and "title" not in schema:
+        for each in several:
             yield from _alternatives(each)
     elif schema.get("type") != "null":
         yield schema
@@ -134,7 +136,7 @@ def _kind(kind: dict[str, Any]) -> str:
         return ", ".join(map(_code, values))
     if kind.get("type") == "array":
         return f"list of {'mappings' if '$ref' in kind['items'] else 'texts'}"
-    names = {"integer": "number", "string": kind.get("format", "text"), "object": "mapping"}
+    names = {"integer": "number", "number": "number", "string": kind.get("format", "text"), "object": "mapping"}
     return names.get(kind.get("type", ""), "")
 
 

@@ -497,9 +497,10 @@ def test_ranks_agree_on_what_is_due(place: Path) -> None:
     assert Log(at(place), "run").seqs() == [1, 3, 4, 5, 7, 8]
 
 
-def test_where_time_decides_the_coordinator_does(place: Path) -> None:
+@pytest.mark.parametrize("every", ["1h", {"min": "30min", "max": "1h"}])
+def test_where_time_decides_the_coordinator_does(place: Path, every: object) -> None:
     def rank(team: Team) -> list[tuple[str, ...]]:
-        with ts.Checkpointer(nvme(place, every="1h"), "run", team) as ckpt:
+        with ts.Checkpointer(nvme(place, every=every), "run", team) as ckpt:
             return [ckpt.save({"w": torch.full((9,), float(step))}, step=step).tiers for step in range(3)]
 
     assert ranks(2, rank) == [[("nvme", "lustre"), ("nvme",), ("nvme",)]] * 2

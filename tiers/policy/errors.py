@@ -12,7 +12,9 @@ from pydantic_core import ErrorDetails
 
 from .models import (
     ArenaKeys,
+    AutoEvery,
     BestKeys,
+    FailuresKeys,
     KeepKeys,
     MaxLagKeys,
     OnFailureKeys,
@@ -31,6 +33,8 @@ _INNER: Mapping[str, type[BaseModel]] = {
     "arena": ArenaKeys,
     "best": BestKeys,
     "encrypt": SecretKeys,
+    "every": AutoEvery,
+    "failures": FailuresKeys,
     "keep": KeepKeys,
     "max_lag": MaxLagKeys,
     "on_failure": OnFailureKeys,
@@ -77,8 +81,8 @@ _MEANT: Mapping[str, Sequence[str]] = {
 """What a key that is none of ours probably means: the first of these that is known at its place."""
 
 
-_BRANCH = re.compile(rf"bool|.*\b{SecretKeys.__name__}\b.*")
-"""What pydantic adds to the place of an error in `encrypt`, which may be a boolean or a mapping."""
+_BRANCH = re.compile(rf"bool|interval|auto|.*\b{SecretKeys.__name__}\b.*")
+"""What pydantic adds to the place of an error in `encrypt` and `every`, which may also be mappings."""
 
 
 _HIDDEN = "the value, which is not shown as it may be secret,"
@@ -148,7 +152,9 @@ def unknown_name(name: object, known: Iterable[str], what: str) -> str:
 def _place(detail: ErrorDetails, data: Any) -> KeyPath:
     """The error's place in the file, without the names that pydantic adds for the branches of a union."""
     keys: list[str | int] = []
-    for key in (key for key in detail["loc"] if not _BRANCH.fullmatch(str(key))):
+    for key in detail["loc"]:
+        if _BRANCH.fullmatch(str(key)) and not (isinstance(data, dict) and key in data):
+            continue
         new = isinstance(data, dict) and detail["type"] == "missing"
         if not (new or (isinstance(data, dict) and key in data) or (isinstance(data, list) and isinstance(key, int))):
             break

@@ -76,6 +76,7 @@ class Policy(PolicyKeys):
         on_failure: what `save` does when earlier saves reached no persistent tier.
         preemption: what happens when a signal announces the end of the process; None if nothing does.
         agent: whether a process beside the trainers publishes what they have captured.
+        failures: how often the job dies, for ``every: auto`` and ``tierstate plan``.
         metrics: what a process tells of its saves and restores to other programs.
         statistics: whether versions have statistics of their leaves: NaN, infinities, range, norm.
         alarms: what the statistics are watched for, and what is done then.

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeAlias
 
 from tierstate.manifest.errors import FormatError
 from tierstate.tiers.concurrency import start_thread
-from tierstate.tiers.units import format_size
+from tierstate.tiers.units import format_size, rough_duration
 
 log = logging.getLogger("tierstate")
 
@@ -42,6 +42,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "mended": "damaged chunks were written again in a tier",
         "away": "calls of a tier fail; `reason`: the error",
         "back": "a tier that was away has taken a version",
+        "interval": "`every: auto` of a tier has another interval; `seconds`: of it; `reason`: why",
         "alarm": "the statistics of a version are alarming (`alarms`); `reason`: the kind, and which leaves",
         "rank_silent": "a rank for which this one waits gives no sign of life; `reason`: which, and for how long",
         "restored": "a version was restored; `seconds`: for how long; `nbytes`: of its state",
@@ -277,6 +278,8 @@ def describe(event: Event) -> str:
             return f"run {event.run}: step {step} is on {tier}{after}{size}"
         case "cascaded":
             return f"run {event.run}: step {step} is on {tier}, copied in {event.seconds or 0.0:.2f} s{size}"
+        case "interval":
+            return f"run {event.run}: {tier} gets a save every {rough_duration(event.seconds or 0.0)}: {event.reason}"
         case "dropped":
             return f"run {event.run}: version {event.seq} was dropped from {tier}"
     return ""

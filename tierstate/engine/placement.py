@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from tierstate.engine.packs.formats import NATIVE
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.format.layout import RAW
 from tierstate.manifest.format.leaf import Leaf, Path, encode_path, format_path, matches
-from tierstate.tiers.policy.models import MaxLagKeys
+from tierstate.tiers.policy.models import AutoEvery, MaxLagKeys
 from tierstate.tiers.policy.policy import Policy
 
 T = TypeVar("T")
@@ -30,10 +31,20 @@ LastSave: TypeAlias = tuple[int, float]
 """Step, and time in seconds since 1970, of the newest save of this run that went to a tier."""
 
 
+Cadence: TypeAlias = int | timedelta | AutoEvery | None
+"""A tier's ``every``: steps, a time, a time that is chosen at run time, or every save."""
+
+
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
-def due_tiers(policy: Policy, step: int, last: Mapping[str, LastSave | None], now: float) -> tuple[str, ...]:
+def due_tiers(
+    policy: Policy,
+    step: int,
+    last: Mapping[str, LastSave | None],
+    now: float,
+    intervals: Mapping[str, timedelta] = MappingProxyType({}),
+) -> tuple[str, ...]:
     """Names of the tiers to which the save of this step goes, in the policy's order.
 
     A tier is due by its ``every``, and also where it would otherwise be further behind this save than its ``max_lag``.
@@ -41,11 +52,12 @@ def due_tiers(policy: Policy, step: int, last: Mapping[str, LastSave | None], no
     Args:
         last: the last save of this run to each tier, by the tier's name; None or no entry if there was none.
         now: the time in seconds, of the same clock as the times in ``last``.
+        intervals: by tier with ``every: auto``, what was chosen for it.
     """
     return tuple(
         tier.name
         for tier in policy.tiers
-        if is_due(tier.every, step, last.get(tier.name), now)
+        if is_due(intervals.get(tier.name, tier.every), step, last.get(tier.name), now)
         or is_too_far_behind(tier.max_lag, last.get(tier.name), step, now)
     )
 
@@ -69,15 +81,18 @@ def is_too_far_behind(bound: MaxLagKeys | None, last: LastSave | None, step: int
     return not within
 
 
-def is_due(every: int | timedelta | None, step: int, last: LastSave | None, now: float) -> bool:
+def is_due(every: Cadence, step: int, last: LastSave | None, now: float) -> bool:
     """Whether a tier with this interval (``every`` in the policy) takes the save of this step.
 
     By steps: the first save at or after each multiple of ``every``. After a rollback to an earlier multiple the next
     save is due again. By time: the first save at least ``every`` after the last one; also if the clock was set back,
-    since the time between is then unknown. The first save of a run is always due.
+    since the time between is then unknown. The first save of a run is always due. Of ``auto`` only a bound is known
+    here: after ``max`` at the latest.
     """
     if every is None or last is None:
         return True
+    if isinstance(every, AutoEvery):
+        every = timedelta(seconds=every.max)
     last_step, last_time = last
     if isinstance(every, timedelta):
         return not 0 <= now - last_time < every.total_seconds()

@@ -81,7 +81,7 @@ def test_the_good_one_is_good() -> None:
             1,
             "xyz: 1",
             "xyz: unknown key; known are version, chunk, digest, arena, ranks, on_failure, preemption, agent, "
-            "metrics, statistics, alarms, seal, durable, rules, tiers",
+            "failures, metrics, statistics, alarms, seal, durable, rules, tiers",
         ),
         (2, "chunk: 17", "chunk: 17B is no length of a chunk; write a multiple of 16 bytes from 4KiB to 1GiB, as in"),
         (2, "chunk: 2KiB", "chunk: 2KiB is no length of a chunk"),
@@ -151,7 +151,16 @@ def test_the_good_one_is_good() -> None:
         (12, "    path: 5", "tiers.nvme.path: 5 is not text; put it in quotes"),
         (13, "    capacity: 2 tebibyte", "tiers.nvme.capacity: '2 tebibyte' is not a size; write a number and KiB"),
         (13, "    capacity: ${NOT_SET_AT_ALL}", "tiers.nvme.capacity: the variable NOT_SET_AT_ALL is not set; set it"),
-        (14, "    every: 1:30", "tiers.nvme.every: '1:30' is neither steps nor a time; write a number of steps, or"),
+        (
+            14,
+            "    every: 1:30",
+            "tiers.nvme.every: '1:30' is neither steps nor a time; write a number of steps, a time as in '30min', "
+            "or 'auto'",
+        ),
+        (14, "    every: {max: 0s}", "tiers.nvme.every.max: "),
+        (14, "    every: {min: 2h}", "tiers.nvme.every: "),
+        (14, "    every: {interval: 2h}", "tiers.nvme.every.interval: unknown key; known are min, max"),
+        (14, "    every: {auto: 2h}", "tiers.nvme.every.auto: unknown key; known are min, max"),
         (14, "    every: 0", "tiers.nvme.every: 0 is neither steps nor a time"),
         (14, "    every: true", "tiers.nvme.every: true is neither steps nor a time"),
         (14, "    every: 1.5", "tiers.nvme.every: 1.5 is neither steps nor a time"),

@@ -14,13 +14,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from tierstate.engine.packs.pack import PackScan, PackWriter, related_runs
-from tierstate.engine.placement import LastSave, Routes, is_due
+from tierstate.engine.placement import Cadence, LastSave, Routes, is_due
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.save.backlog import PendingVersion, missed_versions
 from tierstate.engine.store.catalog import RunCatalog, release_lease
@@ -430,7 +429,7 @@ class _Diagnosis:
                 last = head.step, head.time
         return found
 
-    def _every(self, view: _TierView) -> int | timedelta | None:
+    def _every(self, view: _TierView) -> Cadence:
         return next(tier.every for tier in self._policy.tiers if tier.name == view.name)
 
     def _kept(self, view: _TierView, heads: Sequence[Head]) -> set[int]:

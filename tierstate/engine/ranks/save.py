@@ -30,6 +30,7 @@ from tierstate.manifest.sharded.part import part_of
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
+from tierstate.tiers.policy.models import AutoEvery
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.trace import span
 
@@ -81,7 +82,7 @@ def _bound(tier: TierPolicy) -> str:
 def _by_time(tier: TierPolicy) -> bool:
     """Whether clocks decide if a tier is due."""
     timed = tier.max_lag is not None and tier.max_lag.seconds is not None
-    return isinstance(tier.every, timedelta) or (timed and tier.every is not None)
+    return isinstance(tier.every, (timedelta, AutoEvery)) or (timed and tier.every is not None)
 
 
 def agree_on_start(team: Team, tier_runs: Sequence[TierRun], highest: Callable[[TierRun], int]) -> StartState:
@@ -141,6 +142,7 @@ class SharedCadence:
         self._team, self._policy, self._last = team, policy, dict(last)
         self._timed = any(map(_by_time, policy.tiers))
         self._latest: tuple[int, tuple[str, ...]] = (-1, ())
+        self.intervals: Callable[[], Mapping[str, timedelta]] = dict
 
     def of(self, seq: int, step: int, time: float, also: Sequence[str] = ()) -> tuple[str, ...]:
         """The tiers to which a save goes. For the cadence the save counts, even if it fails later.
@@ -177,7 +179,7 @@ class SharedCadence:
         if self._timed and not self._team.coordinator:
             named = set(json.loads(self._team.receive(0, due_key(seq))))
             return tuple(tier.name for tier in self._policy.tiers if tier.name in named)
-        due = {*due_tiers(self._policy, step, self._last, time), *also}
+        due = {*due_tiers(self._policy, step, self._last, time, self.intervals()), *also}
         names = tuple(tier.name for tier in self._policy.tiers if tier.name in due)
         if self._timed:
             self._team.post(due_key(seq), json.dumps(names).encode())
@@ -344,6 +346,7 @@ class SharedPipeline(SavePipeline):
         agreed = start or agree_on_start(parts.team, parts.tier_runs, self._highest)
         self._seq, self._look = agreed.seq, False
         self._found, self._dues = agreed.last, SharedCadence(parts.team, parts.policy, agreed.last)
+        self._dues.intervals = self._intervals
 
     def _after(self, highest: int) -> int:
         return highest + 1  # no clock: all ranks must get the same number without asking each other

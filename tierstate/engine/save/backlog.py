@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from tierstate.engine.placement import LastSave, is_due
+from tierstate.engine.placement import Cadence, LastSave, is_due
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.backoff import Backoff
+from tierstate.tiers.policy.models import AutoEvery
 
 from .save_state import SaveState
 
@@ -43,9 +43,7 @@ class PendingVersion(NamedTuple):
         return cls(head.seq, head.step, head.time, nbytes, head.metadata)
 
 
-def missed_versions(
-    every: int | timedelta | None, last: LastSave | None, there: Iterable[PendingVersion]
-) -> list[PendingVersion]:
+def missed_versions(every: Cadence, last: LastSave | None, there: Iterable[PendingVersion]) -> list[PendingVersion]:
     """The versions that a tier should have got since its newest version, out of those that other tiers have.
 
     Args:
@@ -61,9 +59,7 @@ def missed_versions(
     return found
 
 
-def still_pending(
-    every: int | timedelta | None, owed: Iterable[PendingVersion], arrived: PendingVersion
-) -> list[PendingVersion]:
+def still_pending(every: Cadence, owed: Iterable[PendingVersion], arrived: PendingVersion) -> list[PendingVersion]:
     """The missing versions that are still needed after ``arrived`` was committed.
 
     An older missing version is no longer needed if ``arrived`` would not have been due after it (interval ``every``).
@@ -76,8 +72,10 @@ def still_pending(
     ]
 
 
-def becomes_pending(every: int | timedelta | None, owed: Iterable[PendingVersion], failed: PendingVersion) -> bool:
+def becomes_pending(every: Cadence, owed: Iterable[PendingVersion], failed: PendingVersion) -> bool:
     """Whether a failed save must be copied later. Not if, by ``every``, it was not due after an older missing one."""
+    if isinstance(every, AutoEvery):
+        return True  # a bound says nothing of what is due between
     older = (due for due in owed if due.seq < failed.seq)
     return all(is_due(every, failed.step, (due.step, due.time), failed.time) for due in older)
 
@@ -145,7 +143,7 @@ class Backlog(Generic[C]):
         owed: missing versions by number: they failed, or an earlier process did not write them.
     """
 
-    def __init__(self, every: int | timedelta | None = None, on_lag: str = "queue", limit: int = MAX_WAITING) -> None:
+    def __init__(self, every: Cadence = None, on_lag: str = "queue", limit: int = MAX_WAITING) -> None:
         self._every, self._on_lag, self._limit = every, on_lag, limit
         self._waiting: dict[int, C] = {}
         self.owed: dict[int, C] = {}

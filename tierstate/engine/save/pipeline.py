@@ -11,9 +11,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from itertools import takewhile
 from typing import NamedTuple, Protocol, TypeAlias
 
+from tierstate.engine.cadence import AutoCadence
 from tierstate.engine.events import EventBus
 from tierstate.engine.placement import (
     CadenceCount,
@@ -100,6 +102,9 @@ class SavePipeline:
     required: Sequence[str] = ()
     """Tiers to which every save goes, whatever their ``every`` says; the same on all ranks."""
 
+    auto: AutoCadence | None = None
+    """Chooses the intervals of tiers with ``every: auto``."""
+
     def __init__(self, policy: Policy, tier_runs: Sequence[TierRun], arena: Arena) -> None:
         self._policy, self._arena = policy, arena
         self._tier_runs = {tier_run.name: tier_run for tier_run in tier_runs}
@@ -116,7 +121,10 @@ class SavePipeline:
         self._seq, self._look = 0, True
         self._parent = ""
         self._rules_checked = False
-        self._cadences = {t.name: CadenceCount(t.name, t.every) for t in policy.tiers if t.every is not None}
+        fixed = [(tier.name, tier.every) for tier in policy.tiers]
+        self._cadences = {
+            name: CadenceCount(name, every) for name, every in fixed if isinstance(every, (int, timedelta))
+        }
         self.skipped = 0
         self.ending, self._end, self._hurried = False, math.inf, _Hurry()
         self._capturing: CaptureThread | None = None
@@ -149,6 +157,8 @@ class SavePipeline:
         for name, cadence in self._cadences.items():
             cadence.add(head.step, head.time, due=name in names, first=self._history.newest(name) is None)
         self._check_rules(plan.leaves)
+        if self.auto is not None:
+            self.auto.goes(head.seq, names)
         save_state = SaveState(head, plan.total, names, elsewhere)
         if not names:
             save_state.nothing_to_do()
@@ -318,7 +328,8 @@ class SavePipeline:
 
     def _due(self, head: Head, routes: Mapping[str, Route]) -> tuple[list[str], dict[str, str]]:
         last = {name: self._last_of(name) for name in self._tier_runs}
-        names = {*due_tiers(self._policy, head.step, last, head.time), *self._last_resort(routes)}
+        due = due_tiers(self._policy, head.step, last, head.time, self._intervals())
+        names = {*due, *self._last_resort(routes)}
         going, elsewhere = [], {}
         for tier in self._policy.tiers:
             if tier.name not in names:
@@ -328,6 +339,9 @@ class SavePipeline:
             else:
                 going.append(tier.name)
         return going, elsewhere
+
+    def _intervals(self) -> dict[str, timedelta]:
+        return {} if self.auto is None else self.auto.intervals()
 
     def _last_resort(self, routes: Mapping[str, Route] | None = None) -> tuple[str, ...]:
         """The required tiers, and, if the process will be ended, the nearest persistent tier; of those that get leaves,

@@ -47,8 +47,10 @@ def uploads(server: Swift) -> list[Any]:
 
 
 def test_the_probe_tells_what_the_server_does(s3: ObjectStore) -> None:
-    """Swift answers a second create with 412, and mostly lets several of those win that come at once: what is known of it
-    counts more than a race that had one winner by chance."""
+    """Swift answers a second create with 412, and mostly lets several of those win that come at once.
+
+    What is known of it counts more than a race that had one winner by chance.
+    """
     assert s3.traits.conditional_create is None
     s3.put("a", empty_buffer(1))
     race, checksum = s3.traits.notes
