@@ -148,7 +148,8 @@ class AutoCadence:
     times without a write. What several tiers cost together is divided among them. An interval is never so short that
     the tier would be busy for more than `BUSY` of the time.
 
-    Before anything is measured, a tier is due as soon as nothing is under way to it.
+    Before anything is measured, a tier is due as soon as nothing is under way to it; then not before there were steps
+    without a write, with which the others are compared.
 
     Args:
         bounds: of each tier.
@@ -177,7 +178,8 @@ class AutoCadence:
         tier = self._tiers[name]
         if tier.seconds is None:
             return self._bounds[name].max if tier.flying else 0.0
-        return tier.interval
+        # Where a write ends before the next save, no step would ever be without one, and what a write costs never seen.
+        return tier.interval if self._quiet else self._bounds[name].max
 
     def goes(self, seq: int, names: Iterable[str]) -> None:
         """A save goes to some tiers. ``seq``: its number."""
