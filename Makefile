@@ -51,6 +51,8 @@ test-integrations: .venv-integrations/ready
 	$(call install,.venv-integrations,integrations)
 	touch $@
 
+# With fewer examples of each property than make test has, to be done in half an hour.
+check: export HYPOTHESIS_PROFILE ?= ci
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -42,6 +42,9 @@ settings.register_profile("default", max_examples=50, deadline=None, suppress_he
 # After each edit: every property, with few examples.
 QUICK_EXAMPLES = 5
 settings.register_profile("quick", settings.get_profile("default"), max_examples=QUICK_EXAMPLES)
+# What CI runs, in half an hour on two cores.
+CI_SHARE = 0.4
+settings.register_profile("ci", settings.get_profile("default"), max_examples=int(50 * CI_SHARE))
 # For mutation testing (tests/mutants): a failure is enough, the smallest one is not looked for.
 settings.register_profile(
     "mutants", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate], database=None
@@ -67,12 +70,18 @@ SERVERS = {
 NEEDS_ROOT = "needs root: run the tests as root"
 
 
-def _take_fewer_examples(item: pytest.Item) -> None:
-    """In quick runs, also where a test says a number of its own, which would otherwise win over the profile."""
+def _take_fewer_examples(item: pytest.Item, profile: str) -> None:
+    """In quick runs and in CI, also where a test says a number of its own, which would otherwise win over the
+    profile."""
     test = getattr(item, "obj", None)
     own = getattr(test, "_hypothesis_internal_use_settings", None)
-    if own is not None and own.max_examples > QUICK_EXAMPLES:
-        fewer = settings(own, max_examples=QUICK_EXAMPLES)
+    if own is None:
+        return
+    most = QUICK_EXAMPLES
+    if profile == "ci":
+        most = settings().max_examples if own.max_examples <= 50 else int(own.max_examples * CI_SHARE)
+    if own.max_examples > most:
+        fewer = settings(own, max_examples=most)
         getattr(test, "__func__", test)._hypothesis_internal_use_settings = fewer
 
 
@@ -94,8 +103,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group(server))
     if "root" in fixtures:
         item.add_marker("root")
-    if settings.get_current_profile_name() == "quick":
-        _take_fewer_examples(item)
+    if (profile := settings.get_current_profile_name()) in ("quick", "ci"):
+        _take_fewer_examples(item, profile)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

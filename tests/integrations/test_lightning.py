@@ -22,6 +22,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from support import lightning_job
 from support.equality import difference
+from support.forked import command as forked
 from support.lightning_job import Small, checkpoints, loader, policy, trainer
 from support.processes import Gang
 
@@ -78,13 +79,15 @@ def fitted(folder: Path, **more: Any) -> Any:
     return job
 
 
-@pytest.mark.parametrize(("kind", "killed_at"), [("steps", 17), ("epochs", 23), ("link", 12)])
+@pytest.mark.parametrize(
+    ("kind", "killed_at"), [("steps", 17), pytest.param("epochs", 23, marks=pytest.mark.soak), ("link", 12)]
+)
 def test_after_a_kill_every_later_loss_is_the_same_to_the_last_bit(kind: str, killed_at: int, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
     lightning_job.main(whole, kind)
-    command = [sys.executable, "-m", "support.lightning_job", str(killed), kind, str(killed_at)]
+    command = [*forked("support.lightning_job:run"), str(killed), kind, str(killed_at)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == -9, done.stderr

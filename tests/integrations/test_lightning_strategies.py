@@ -68,7 +68,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "killed_at", "which"), [("steps", 17, "all"), ("link", 14, "1")])
+@pytest.mark.parametrize(
+    ("kind", "killed_at", "which"), [pytest.param("steps", 17, "all", marks=pytest.mark.soak), ("link", 14, "1")]
+)
 def test_after_a_kill_every_later_loss_is_the_same_to_the_last_bit(
     trained: Path, kind: str, killed_at: int, which: str, tmp_path: Path
 ) -> None:
@@ -103,7 +105,15 @@ def test_best_and_last_are_loaded_by_lightning_and_without_a_strategy(tmp_path: 
     assert run(2, "best_and_last", tmp_path) == [["ended"], ["ended"]]
 
 
-@pytest.mark.parametrize(("before", "after", "kind"), [(2, 1, ""), (2, 3, ""), (2, 2, "tensor"), (1, 2, "")])
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        (2, 1, ""),
+        pytest.param(2, 3, "", marks=pytest.mark.soak),
+        (2, 2, "tensor"),
+        pytest.param(1, 2, "", marks=pytest.mark.soak),
+    ],
+)
 def test_another_number_of_ranks_or_mesh_restores_the_same_state(
     trained: Path, before: int, after: int, kind: str, tmp_path: Path
 ) -> None:
@@ -117,7 +127,7 @@ def test_another_number_of_ranks_or_mesh_restores_the_same_state(
     assert difference(truth, found) == ""
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_save_that_fails_on_one_rank_raises_on_all(failing: int, tmp_path: Path) -> None:
     said = run(2, "one_rank_fails", tmp_path, failing)
     assert said[failing][0].startswith("said 4 CaptureError state_dict.bad")

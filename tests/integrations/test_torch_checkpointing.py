@@ -271,27 +271,27 @@ def test_a_policy_or_a_run_that_cannot_be_is_refused_at_once(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("how", [pytest.param("sync", marks=pytest.mark.soak), "async"])
 def test_ranks_killed_before_the_commit_go_on_from_the_checkpoint_before(how: str, tmp_path: Path) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name / "job").mkdir(parents=True)
         (tmp_path / name / "policy.yaml").write_text(POLICY.format(place=tmp_path / name))
-    with Torchrun(2, f"{JOB}:main", tmp_path / "whole/job", how, 6) as whole:
+    with Torchrun(2, f"{JOB}:main", tmp_path / "whole/job", how, 6, forked=False) as whole:
         whole.wait()
         right = losses(whole)
-    with Torchrun(2, f"{JOB}:main", tmp_path / "killed/job", how, 6, 4) as killed:
+    with Torchrun(2, f"{JOB}:main", tmp_path / "killed/job", how, 6, 4, forked=False) as killed:
         for rank in range(2):
             killed.hear(rank, "halts")
         killed.kill(0)
         assert killed.code() != 0
     assert (tmp_path / "killed/job/out/tmp_step_4/model_1.pt").exists()
-    with Torchrun(2, f"{JOB}:main", tmp_path / "killed/job", how, 6) as resumed:
+    with Torchrun(2, f"{JOB}:main", tmp_path / "killed/job", how, 6, forked=False) as resumed:
         resumed.wait()
         assert resumed.hear(0, "begins") == "3"
         assert losses(resumed) == {step: loss for step, loss in right.items() if step > 3}
     if how == "sync":
         return  # a manager's synchronous saves lack the metadata of the shards, but for its first one
-    with Torchrun(1, f"{JOB}:reshard", tmp_path / "killed/job", 6) as fewer:
+    with Torchrun(1, f"{JOB}:reshard", tmp_path / "killed/job", 6, forked=False) as fewer:
         fewer.wait()
         assert fewer.hear(0, "same") == "6"
 

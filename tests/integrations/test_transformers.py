@@ -70,7 +70,11 @@ def versions(output: Path, policy: ts.Policy) -> dict[int, ts.VersionInfo]:
         pytest.param({"gradient_accumulation_steps": 3}, id="accumulated", marks=pytest.mark.soak),
         pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.soak),
         pytest.param({"logging_steps": 3, "save_steps": 1}, id="saved between two logged means"),
-        pytest.param({"eval_strategy": "steps", "eval_steps": 3, "dataloader_num_workers": 0}, id="evaluated"),
+        pytest.param(
+            {"eval_strategy": "steps", "eval_steps": 3, "dataloader_num_workers": 0},
+            id="evaluated",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_killed_and_resumed_to_the_last_bit(given: dict[str, Any], tmp_path: Path) -> None:

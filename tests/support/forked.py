@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ TESTS = Path(__file__).resolve().parents[1]
 
 IMPORTED = ("torch._dynamo", "tierstate.checkpointer", "tierstate.tiers.posix.directory")
 """What is there in each process; the first is what an optimizer imports, in 3 s."""
+
+FRAMEWORKS = {"support.lightning_": "lightning.pytorch", "support.hugging_face_": "transformers.trainer"}
+"""What else is there for targets whose names begin so, once the first of them has been asked for."""
 
 _LONGEST = 1 << 20
 
@@ -150,6 +154,10 @@ class _Server:
         connection, _ = self._listener.accept()
         message, fds, _, _ = socket.recv_fds(connection, _LONGEST, 2)
         asked = json.loads(message)
+        for prefix, module in FRAMEWORKS.items():
+            if asked["args"][0].startswith(prefix):
+                with suppress(Exception):  # the process itself says what is wrong
+                    importlib.import_module(module)
         if (pid := os.fork()) == 0:
             self._become(asked, fds)
             connection.close()

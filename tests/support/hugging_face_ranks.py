@@ -6,7 +6,6 @@ Trains, then resumes twice (from a folder; and after all folders are lost), and 
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,8 @@ def run_accelerate(place: Path, **given: bool) -> None:
     again.versions.close()
 
 
-if __name__ == "__main__":
-    kind, folder = sys.argv[1], Path(sys.argv[2])
+def main(kind: str, to: str) -> None:
+    folder = Path(to)
     if kind in ("trainer-fsdp2", "fsdp2"):
         shard_on_cpus()
     if kind.startswith("trainer"):

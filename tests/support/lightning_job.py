@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -127,5 +126,5 @@ def ddp(folder: str, epochs: str = "3") -> None:
         file.write(f"{job.global_step} rank {job.global_rank}: {weights.hex()} {float(torch.rand(1)).hex()}\n")
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
+def run(folder: str, kind: str, *killed_at: str) -> None:
+    main(Path(folder), kind, *map(int, killed_at))

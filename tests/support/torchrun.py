@@ -8,14 +8,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from support.forked import script
+from support.forked import Forked, script
 
 TESTS = Path(__file__).resolve().parents[1]
 PATIENCE = 120.0
+
+LAUNCHER = """
+import os
+os.setsid()
+from torch.distributed.run import main
+main()
+"""
 
 
 class Torchrun:
@@ -25,26 +33,31 @@ class Torchrun:
         size: how many ranks.
         function: ``module:name`` below the folder of tests.
         args: strings that each rank gets.
-        forked: whether the ranks are forked off a process that has imported torch already (`support.forked`).
+        forked: whether torchrun and the ranks are forked off a process that has imported torch already
+            (`support.forked`), rather than started as a user starts them.
     """
 
-    def __init__(self, size: int, function: str, *args: object, forked: bool = False) -> None:
+    def __init__(self, size: int, function: str, *args: object, forked: bool = True) -> None:
         self.size = size
         self._logs = tempfile.TemporaryDirectory(prefix="tierstate-torchrun-")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size]
+        options = ["--standalone", "--nproc-per-node", size, "--redirects", 3, "--log-dir", self._logs.name]
         rank = script(function) if forked else [TESTS / "support/processes.py", function]
-        command += ["--redirects", 3, "--log-dir", self._logs.name, *rank, *args]
+        words = list(map(str, [*options, *rank, *args]))
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self._agent: subprocess.Popen[bytes] | Forked
         with (Path(self._logs.name) / "torchrun.log").open("wb") as log:
-            self._agent = subprocess.Popen(
-                list(map(str, command)),
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            if forked:
+                self._agent = Forked("-c", LAUNCHER, *words, env=env, output=log.fileno())
+            else:
+                self._agent = subprocess.Popen(
+                    [sys.executable, "-m", "torch.distributed.run", *words],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
 
     def said(self, rank: int) -> list[str]:
         """The whole lines that a rank has printed so far, without its errors."""
@@ -66,9 +79,13 @@ class Torchrun:
 
     def kill(self, number: int) -> None:
         """SIGKILL one of the ranks."""
-        children = Path(f"/proc/{self._agent.pid}/task/{self._agent.pid}/children").read_text().split()
+        children = self._children()
         assert len(children) == self.size, f"torchrun has {len(children)} children, and not {self.size}"
-        os.kill(int(children[number]), signal.SIGKILL)
+        os.kill(children[number], signal.SIGKILL)
+
+    def _children(self) -> list[int]:
+        found = Path(f"/proc/{self._agent.pid}/task/{self._agent.pid}/children").read_text().split()
+        return [int(pid) for pid in found]
 
     def code(self) -> int:
         """Wait until it has ended; torchrun's exit status."""
@@ -89,6 +106,10 @@ class Torchrun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._agent.poll() is None:
-            os.killpg(self._agent.pid, signal.SIGKILL)
+            ranks = self._children()
+            self._agent.kill()
+            for pid in ranks:  # torchrun gives each a session of its own
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._agent.wait()
         self._logs.cleanup()
