@@ -63,13 +63,14 @@ MAY_IMPORT = {
     "telemetry": ("engine.info",),
     "checkpointer": ("copy", "engine.ranks", "agent", "telemetry"),
     "report": ("checkpointer",),
+    "planning": ("report",),
     "": ("checkpointer",),
     "testing": ("providers.tree",),
     "dcp": ("checkpointer",),
     "files": ("checkpointer", "dcp", "tiers.posix"),
     "integrations": ("files", "dcp", ""),
     "cluster": ("tiers.policy", "tiers.testing", "tiers.object", "manifest.history"),
-    "cli": ("files", "cluster", "tiers.peer", "agent", "report"),
+    "cli": ("files", "cluster", "tiers.peer", "agent", "planning"),
     "__main__": ("cli",),
 }
 SPEC = importlib.util.find_spec("tierstate")

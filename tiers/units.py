@@ -116,7 +116,8 @@ def rough_size(nbytes: float) -> str:
 def rough_duration(seconds: float) -> str:
     """A time for people, in one or two units and with about two digits, as in ``2.4 s``, ``7min 30s`` or ``264 d``."""
     if seconds < 1:
-        return f"{1000 * seconds:.2g} ms"
+        milliseconds = 1000 * seconds
+        return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.2g} ms"
     if seconds < 60:
         return f"{seconds:.2g} s"
     for unit, name, below, smaller, part in (

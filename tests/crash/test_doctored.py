@@ -17,7 +17,7 @@ def kill_each(seed: int, step: int) -> None:
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout
 
 
-@pytest.mark.parametrize("seed", [1, 5])
+@pytest.mark.parametrize("seed", [1, pytest.param(5, marks=pytest.mark.soak)])
 def test_a_repair_that_is_killed_loses_nothing_and_ends_the_same(seed: int) -> None:
     kill_each(seed, 5)
 

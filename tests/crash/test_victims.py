@@ -124,7 +124,7 @@ def ends_clean(policy: Path, handle: Callable[[str], Tier]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_savers_killed_on_directories(kind: str) -> None:
     with scratch() as place:
-        on_directories(place, kind, kills=6, seed=1)
+        on_directories(place, kind, kills=4, seed=1)
         assert objects(place / "nvme")
 
 

@@ -123,6 +123,14 @@ class Loop:
             self.tell("saved", step=self.count, seq=self.count, seconds=blocked)
 
 
+def test_a_save_that_is_skipped_is_on_no_way() -> None:
+    cadence = AutoCadence({"nvme": AutoEvery(max=100.0)}, {"nvme": 3600.0}, lambda *_: None)
+    cadence.goes(1, ["nvme"])
+    assert cadence.intervals()["nvme"].total_seconds() == 100
+    cadence.event(Event("skipped", 1.0, "run", step=1, seq=1))
+    assert cadence.intervals()["nvme"].total_seconds() == 0, "the next save is due there"
+
+
 @settings(max_examples=25)
 @example(0.0, 0.25, 0.5)  # a version arrives before the next save, so that a write would be under way in every step
 @given(st.floats(0, 2), st.floats(0, 0.4), st.floats(0.5, 8))

@@ -156,6 +156,33 @@ def test_for_a_screen_reader_and_on_paper(browser: Chrome, page: str) -> None:
     assert b"/Count" in printed
 
 
+def test_a_plan_opens_alone_and_every_number_is_that_of_json(browser: Chrome, call: Call, tmp_path: Path) -> None:
+    tiers = "nvme: {type: nvme, path: /nvme, every: 20}, lustre: {type: lustre, path: /lustre, every: 1h}"
+    text = tmp_path / "policy.yaml"
+    text.write_text(f"failures: {{mtbf: 6h, host_lost: 0.5}}\ntiers: {{{tiers}}}\n")
+    made = tmp_path / "plan.html"
+    options = ["-p", text, "--state", "7b", "--step", "5s", "--nodes", 4, "--slower", "5%", "--for", "1h"]
+    options += ["--speed", "nvme=2GiB/s", "--speed", "lustre=4GiB/s", "--price", "lustre=0.02"]
+    assert call("plan", *options, "-o", made).status == 0
+    (plan,) = [call("plan", *options, "--json").json]
+    for width, scheme in ((390, "light"), (1280, "dark")):
+        show(browser, made.as_uri(), width=width, scheme=scheme)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        assert browser.execute_script(LEAST_CONTRAST) >= 4.5
+    assert browser.get_log("browser") == []
+    assert {url for url in requests(browser) if not url.startswith("data:")} == {made.as_uri()}
+    script = "return [...document.querySelectorAll('data')].map((one) => [one.dataset.at, one.value])"
+    numbers = browser.execute_script(script)
+    assert len(numbers) > 30
+    for pointer, value in numbers:
+        assert json.loads(value) == point({"runs": [plan]}, pointer), pointer
+    ((name, _, series),) = browser.execute_script(DRAWN)
+    assert name == "cadence"
+    curves = {curve["tier"]: curve for curve in plan["curves"]}
+    for shown, points in series:
+        assert points == [list(one) for one in zip(curves[shown]["intervals"], curves[shown]["shares"], strict=True)]
+
+
 def test_a_served_page_follows_the_run(browser: Chrome, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 

@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-from . import agent, completion, errors, files, history, peer, policy, repairs, report, tiers, versions
+from . import agent, completion, errors, files, history, peer, plan, policy, repairs, report, tiers, versions
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-for commands in (versions, history, report, repairs, files, tiers):
+for commands in (versions, history, report, plan, repairs, files, tiers):
     app.add_typer(commands.app)
 app.add_typer(policy.app, name="policy")
 app.add_typer(peer.app, name="peer")

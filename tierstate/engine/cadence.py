@@ -43,7 +43,7 @@ TOLD = 1.1
 """An interval that has changed by this factor is told."""
 
 
-LISTENED = ("saved", "waited", "committed", "cascaded", "failed", "left_out")
+LISTENED = ("saved", "skipped", "waited", "committed", "cascaded", "failed", "left_out")
 """Kinds of events from which `AutoCadence` learns."""
 
 
@@ -198,6 +198,8 @@ class AutoCadence:
             match event.kind:
                 case "saved":
                     self._saved(event)
+                case "skipped":
+                    self._skipped(event)
                 case "waited":
                     self._waited += event.seconds or 0.0
                 case "committed" | "cascaded" | "failed" | "left_out" if event.tier in self._tiers:
@@ -217,6 +219,12 @@ class AutoCadence:
             tier.running = blocked / len(mine)
         self._after = event.step or 0, event.time
         self._burdened = frozenset(name for name, tier in self._tiers.items() if tier.flying)
+
+    def _skipped(self, event: Event) -> None:
+        if event.seq is not None:
+            self._went.pop(event.seq, None)
+            for tier in self._tiers.values():
+                tier.flying.discard(event.seq)
 
     def _period(self, step: int, end: float) -> None:
         """The time between two saves, in which steps were made: all of them quiet, or burdened by writes."""

@@ -168,6 +168,33 @@
         })),
       };
     },
+    // A plan: what each interval costs; the marks are the best one, and that of the policy.
+    cadence(run) {
+      const curves = run.curves.filter((curve) => curve.intervals.length);
+      const at = (curve, interval) => {
+        const i = curve.intervals.findIndex((one) => one >= interval);
+        if (interval == null || i < 1) return null;
+        const [a, b] = [curve.intervals[i - 1], curve.intervals[i]].map(Math.log);
+        const part = (Math.log(interval) - a) / (b - a);
+        return Math.exp(Math.log(curve.shares[i - 1]) * (1 - part) + Math.log(curve.shares[i]) * part);
+      };
+      const mark = (curve, interval, symbol, color) => {
+        const y = at(curve, interval);
+        return y == null ? [] : [{ coord: [interval, y], symbol, symbolSize: 11, itemStyle: { color }, label: { show: false } }];
+      };
+      return {
+        ...base({ axis: { first: [], last: [] }, tiers: [] }, share),
+        xAxis: { ...valueAxis(seconds, { type: "log" }), name: "interval", nameLocation: "middle", nameGap: 24 },
+        yAxis: valueAxis(share, { type: "log" }),
+        series: curves.map((curve, i) => line(curve.tier, curve.intervals.map((one, j) => [one, curve.shares[j]]), COLORS[i % COLORS.length], {
+          showSymbol: false,
+          markPoint: { data: [
+            ...mark(curve, curve.best, "circle", COLORS[i % COLORS.length]),
+            ...mark(curve, run.now.tiers.find((one) => one.tier === curve.tier).interval, "diamond", ink().text),
+          ] },
+        })),
+      };
+    },
     changed: (run) => map(run, run.layers.changed, share, 0, 1, ["#eef3f7", "#7fb8d8", "#0b4f86"], ["#1c2530", "#2b6d9c", "#9fd6ff"]),
     drift: (run) => {
       const known = run.layers.drift.flat().filter((value) => value != null);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 import time
@@ -86,6 +88,37 @@ class Numbers:
             return NOTHING
         pointer = "".join(f"/{key}" for key in place)
         return f'<data value="{escape(json.dumps(value))}" data-at="{escape(pointer)}">{escape(how(value))}</data>'
+
+
+def whole_page(
+    title: str, header: str, main: str, foot: str, scripts: Sequence[str], style: str, refresh: float = 0.0
+) -> str:
+    """A page that is one file, and may load nothing else.
+
+    Args:
+        title: text.
+        header, main, foot: HTML.
+        scripts: that run, in this order.
+        style: a style sheet.
+        refresh: seconds after which a page that is served asks for what is new; 0 for a file.
+    """
+    allowed = " ".join(map(_hash_of, scripts))
+    rules = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    rules += "; base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if refresh else "")
+    run = "".join(f"<script>{script}</script>" for script in scripts)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="referrer" content="no-referrer">'
+        f'<link rel="icon" href="data:,"><title>{escape(title)} – tierstate</title><style>{style}</style></head>'
+        f'<body data-refresh="{refresh:g}"><a class="skip" href="#glance">To the numbers</a>'
+        f"<header>{header}</header><main>{main}</main><footer><p>{foot}</p></footer>{run}</body></html>\n"
+    )
+
+
+def _hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def table(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import resources
@@ -23,6 +21,7 @@ from .html import (
     embedded_json,
     escape,
     table,
+    whole_page,
 )
 
 EVENTS_OFF = """<div class="note"><p>No event of {run} is logged, so how long saves took, what was written for them and
@@ -36,25 +35,21 @@ def render_page(data: ReportData, *, refresh: float = 0.0) -> str:
     Args:
         refresh: seconds after which a page that is served asks for what is new; 0 for a file.
     """
-    library, script, style = _asset("echarts/echarts.min.js"), _asset("charts.js"), _asset("page.css")
-    allowed = " ".join(_hash_of(text) for text in (library, script))
-    rules = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
-    rules += "; base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if refresh else "")
-    title = escape(", ".join(run.run for run in data.runs))
+    title = ", ".join(run.run for run in data.runs)
     live = '<p id="live" role="status" aria-live="off">Live.</p>' if refresh else ""
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="referrer" content="no-referrer">'
-        f'<link rel="icon" href="data:,"><title>{title} – tierstate</title><style>{style}</style></head>'
-        f'<body data-refresh="{refresh:g}"><a class="skip" href="#glance">To the numbers</a>'
-        f"<header><h1>Saves of <code>{title}</code></h1>{live}{_contents()}</header>"
-        f"<main>{render_body(data)}</main>"
-        f"<footer><p>Written by tierstate {escape(data.program)}. Times are in UTC. Charts by Apache ECharts, which is "
-        f"part of this file. A line has at most {data.points} points: longer runs are shown in groups of consecutive "
-        "versions, of durations the longest of each group.</p></footer>"
-        f"<script>{library}</script><script>{script}</script></body></html>\n"
+    foot = (
+        f"Written by tierstate {escape(data.program)}. Times are in UTC. Charts by Apache ECharts, which is part of "
+        f"this file. A line has at most {data.points} points: longer runs are shown in groups of consecutive "
+        "versions, of durations the longest of each group."
+    )
+    return whole_page(
+        title,
+        f"<h1>Saves of <code>{escape(title)}</code></h1>{live}{_contents()}",
+        render_body(data),
+        foot,
+        (asset("echarts/echarts.min.js"), asset("charts.js")),
+        asset("page.css"),
+        refresh,
     )
 
 
@@ -67,12 +62,9 @@ def render_body(data: ReportData) -> str:
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of this package: a script or a style sheet."""
     return resources.files(__package__).joinpath(name).read_text("utf-8")
-
-
-def _hash_of(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _contents() -> str:
@@ -97,7 +89,13 @@ def _section(numbers: Numbers, name: str, title: str, about: str, panel: Panel |
     return f'<section id="{name}" aria-labelledby="{name}-title">{head}{about}{inner}</section>'
 
 
-def _chart(name: str, run: int, title: str, caption: str = "") -> str:
+def chart_figure(name: str, run: int, title: str, caption: str = "") -> str:
+    """The place of a chart that a script draws; a table with the same numbers must follow.
+
+    Args:
+        name: of the chart, in the script.
+        run: index of the run.
+    """
     label = escape(f"Chart: {title}. The same numbers are in the table that follows.")
     shown = f"<figcaption>{caption or escape(title[:1].upper() + title[1:] + '.')}</figcaption>"
     place = f'<div class="chart" role="img" aria-label="{label}" data-chart="{name}" data-run="{run}"></div>'
@@ -282,13 +280,13 @@ def _timeline(numbers: Numbers, run: int) -> str:
         for number, state in enumerate(states)
         if number and any(numbers.at(*at, i, "states", number))
     ]
-    held = _chart(
+    held = chart_figure(
         "timeline",
         run,
         "how each version stands in each tier",
         "How each version stands in each tier. In a group the state counts that needs the most attention.",
     )
-    took = _chart(
+    took = chart_figure(
         "durations",
         run,
         "how long saves took",
@@ -303,7 +301,7 @@ def _timeline(numbers: Numbers, run: int) -> str:
 
 def _exposure(numbers: Numbers, run: int) -> str:
     columns = [(t["name"], as_seconds, ("tiers", i, "exposure")) for i, t in _tiers(numbers, run) if t["persistent"]]
-    chart = _chart("exposure", run, "what would have been lost at the worst moment, by tier")
+    chart = chart_figure("exposure", run, "what would have been lost at the worst moment, by tier")
     return chart + _axis_table(numbers, run, "At risk at most", columns)
 
 
@@ -314,7 +312,9 @@ def _bytes(numbers: Numbers, run: int) -> str:
         (f"{tier['name']}: {kind}", as_size, ("tiers", i, kind)) for i, tier in _tiers(numbers, run) for kind in kinds
     ]
     what = "bytes written" if logged else "bytes that the versions take"
-    parts = _chart("written", run, f"{what}, by tier") + _axis_table(numbers, run, f"{what.capitalize()}", columns)
+    parts = chart_figure("written", run, f"{what}, by tier") + _axis_table(
+        numbers, run, f"{what.capitalize()}", columns
+    )
     if not logged:
         return parts
     keys = ("raw_total", "written_total", "by_reuse", "by_codecs", "by_both")
@@ -324,7 +324,7 @@ def _bytes(numbers: Numbers, run: int) -> str:
         for i, t in _tiers(numbers, run)
     ]
     return (
-        _chart("bytes", run, "what became of the bytes of all states")
+        chart_figure("bytes", run, "what became of the bytes of all states")
         + table("What became of the bytes", ["tier", *names], rows, whole=True)
         + parts
     )
@@ -403,7 +403,7 @@ def _ranks(numbers: Numbers, run: int) -> str:
         ]
         for i, rank in enumerate(ranks)
     ]
-    chart = _chart("ranks", run, "for how long each rank waited") if len(ranks) > 1 else ""
+    chart = chart_figure("ranks", run, "for how long each rank waited") if len(ranks) > 1 else ""
     return chart + table("Waits by rank", ["rank", *(name for name, _, _ in columns)], rows)
 
 
@@ -439,7 +439,7 @@ def _map(numbers: Numbers, run: int, name: str, title: str, how: Format) -> str:
         for i, layer in enumerate(numbers.at(*at, "layers"))
     ]
     columns = ["layer", *(f">step {numbers.at(*at, 'steps', j)}" for j in steps)]
-    chart = _chart(name, run, title) if name != "nonfinite" else ""
+    chart = chart_figure(name, run, title) if name != "nonfinite" else ""
     return chart + _details("Numbers of the chart" if chart else title, table(title, columns, rows))
 
 

@@ -1,0 +1,194 @@
+"""Plans: what is advised is better, figures are what was given, and the page shows the numbers of ``--json``."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cli_calls import Call, call
+
+import tierstate as ts
+from tierstate.engine.cadence import Level
+from tierstate.planning.figures import Speed, figures_of, levels_of, parse_speeds, parse_state, tier_models
+from tierstate.planning.model import TierModel, Workload
+from tierstate.planning.plan import Plan, every_text, make_plan
+from tierstate.tiers.units import parse_seconds
+
+__all__ = ["call"]
+
+GIB = 1 << 30
+
+TEXT = """
+version: 1
+arena: {size: 1GiB}
+failures: {mtbf: 6h, host_lost: 0.5}
+tiers:
+  host: {type: host, capacity: 4GiB, keep: {last: 1}}
+  nvme: {type: nvme, path: /local/nvme, every: 20, keep: {last: 3}}
+  lustre: {type: lustre, path: /lustre, every: 4h, keep: {last: 5}}
+"""
+
+
+def made(seconds: float, write: float = 2.0, **more: float) -> Plan:
+    policy = ts.Policy.parse(TEXT)
+    workload = Workload(parse_state("10GiB"), 10.0, **{"capture": 8 * GIB, "hosts": 2, "processes": 8, **more})  # type: ignore[arg-type]
+    speeds = {"nvme": Speed(write * GIB, write * GIB), "lustre": Speed(GIB, GIB)}
+    return make_plan(policy, workload, tier_models(policy, 2, 8, workload.capture, speeds, {}), seconds)
+
+
+def test_what_is_advised_is_better() -> None:
+    plan = made(30_000, slower=0.1)
+    assert plan.best.goodput > plan.now.goodput
+    assert parse_seconds(plan.every["lustre"]) < 4 * 3600
+    assert any(advice.startswith("write nvme: {every: ") for advice in plan.advice)
+    by_tier = {curve.tier: curve for curve in plan.curves}
+    assert by_tier["host"].best is None
+    assert min(by_tier["lustre"].shares) == by_tier["lustre"].shares[6], "the curve is lowest at the best interval"
+
+
+@settings(max_examples=15)
+@given(st.floats(0.1, 8), st.floats(0, 0.3), st.floats(0.05, 1))
+def test_shares_are_shares(write: float, slower: float, changed: float) -> None:
+    plan = made(1000, write=write, slower=slower, changed=changed)
+    for forecast in (plan.now, plan.best):
+        assert 0 <= forecast.saving <= 1
+        assert 0 <= forecast.goodput <= 1
+        assert sum(failure.share for failure in forecast.failures) == pytest.approx(1)
+        assert all(0 <= tier.busy <= 1 for tier in forecast.tiers)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("lustre: {type: lustre, path: /lustre, every: 4h, keep: {last: 5}}", ""), "a host that is lost takes"),
+        (("every: 4h", "every: 1, on_lag: skip"), "lustre cannot keep up"),
+        (("size: 1GiB", "size: 64MiB"), "for room in the arena"),
+        (("every: 20, keep: {last: 3}", "every: 20, keep: {last: 30}, capacity: 8GiB"), "more than its capacity"),
+        (("mtbf: 6h", "mtbf: 6d"), "saves to host cost"),
+    ],
+)
+def test_what_is_wrong_is_told(change: tuple[str, str], said: str) -> None:
+    policy = ts.Policy.parse(TEXT.replace(*change))
+    workload = Workload(parse_state("10GiB"), 10.0, capture=8 * GIB, hosts=2, processes=8)
+    speeds = {"nvme": Speed(GIB / 4, GIB), "lustre": Speed(GIB / 2, GIB)}
+    plan = make_plan(policy, workload, tier_models(policy, 2, 8, workload.capture, speeds, {}), 2000)
+    assert any(said in advice for advice in plan.advice), plan.advice
+
+
+@given(st.floats(3, 30 * 86_400))
+def test_an_interval_as_text_is_the_interval(seconds: float) -> None:
+    text = every_text(seconds, Workload((), 0.5))
+    assert parse_seconds(text) == pytest.approx(seconds, rel=0.26)
+
+
+def test_an_interval_of_a_step_is_every_save() -> None:
+    assert every_text(60.0, Workload((), 6.0, save_every=10)) == ""
+
+
+# Figures
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("70b", 980e9), ("1.5T", 21e12), ("40GiB", 40 * GIB), ("1", 1)])
+def test_states(text: str, nbytes: float) -> None:
+    leaves = parse_state(text)
+    assert sum(n for _, n in leaves) == nbytes
+    assert {path[0] for path, _ in leaves} == {"model", "optimizer"}
+
+
+def test_speeds_are_of_each_host_or_of_all() -> None:
+    policy = ts.Policy.parse(TEXT.replace("path: /lustre", "path: /lustre, bandwidth: 1MiB/s"))
+    speeds = parse_speeds(["nvme=2GiB/s:3GiB/s", "lustre=50GiB/s"], policy)
+    host, nvme, lustre = tier_models(policy, 4, 8, 100.0, speeds, {"nvme": 0.5})
+    assert (host.write, nvme.write, nvme.read, nvme.fixed) == (100.0, 8 * GIB, 12 * GIB, 0.5)
+    assert lustre.write == 4 * 8 * 2**20, "its bandwidth is that of each process"
+    assert levels_of(policy)["lustre"] == (Level("lustre", True, "site"), False)
+    with pytest.raises(ValueError, match="the speed of nvme is not known"):
+        tier_models(policy, 4, 8, 100.0, {}, {})
+
+
+def test_figures_of_a_run(disk: Path) -> None:
+    text = f"metrics: {{events: true}}\ntiers:\n  nvme: {{type: nvme, path: {disk}/nvme}}\n"
+    with ts.Checkpointer(ts.Policy.parse(text), "run") as ckpt:
+        for step in (5, 10, 15):
+            ckpt.save({"w": torch.full((1000,), float(step)), "n": step}, step=step).wait()
+        found = figures_of(ckpt)
+    assert (("w",), 4000) in found.leaves
+    assert found.save_every == 5
+    assert found.step is not None
+    assert 0 < found.step < 10
+
+
+# The command
+
+
+OPTIONS = ("--state", "7b", "--step", "2s", "--nodes", 4, "--speed", "nvme=2GiB/s:3GiB/s", "--speed", "lustre=4GiB/s")
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_the_command_and_its_page(call: Call, policy: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    done = call("plan", "-p", policy, *OPTIONS, "--price", "lustre=0.02", "--for", "10min", "-o", page)
+    assert (done.status, done.err) == (0, "")
+    assert "job: 4 hosts of 8 processes; a failure every 6 h" in done.out
+    assert "of the time counts in the end" in done.out
+    plan = call("plan", "-p", policy, *OPTIONS, "--price", "lustre=0.02", "--for", "10min", "--json").json
+    assert plan["nbytes"] == 98e9
+    lustre = plan["now"]["tiers"][2]
+    assert lustre["money"] == pytest.approx(lustre["stored"] / 1e9 * 0.02 * 12 / 365)
+    text = page.read_text()
+    data = text.partition('<script type="application/json" id="report-data">')[2].partition("</script>")[0]
+    assert json.loads(data) == {"runs": [plan]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--step", "2s"), "say either --state"),
+        (("--state", "7b"), "how long a training step takes is not known"),
+        (("--state", "7b", "--step", "2s"), "the speed of nvme, lustre is not known"),
+        (("--state", "many", "--step", "2s"), "a number of parameters, as in 70b"),
+        ((*OPTIONS, "--speed", "nvme=fast"), "TIER=WRITE:READ"),
+        ((*OPTIONS, "--speed", "tape=1GiB/s"), "'tape' is no tier of this policy"),
+        ((*OPTIONS, "--price", "nvme=cheap"), "right is TIER=PRICE"),
+        (("--run", "gpt", "--step", "2s", "--state", "7b"), "say either --state"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_told(call: Call, policy: Path, arguments: tuple[object, ...], said: str) -> None:
+    done = call("plan", "-p", policy, *arguments)
+    assert done.status == 2
+    assert said in done.err
+
+
+def test_a_plan_from_a_run(call: Call, disk: Path, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(f"metrics: {{events: true}}\ntiers:\n  nvme: {{type: nvme, path: {disk}/nvme}}\n")
+    with ts.Checkpointer(path, "run") as ckpt:
+        for step in range(4):
+            ckpt.save({"w": torch.full((1000,), float(step))}, step=step).wait()
+    plan = call("plan", "-p", path, "--run", "run", "--step", "1s", "--for", "5min", "--json").json
+    assert plan["nbytes"] == 4000
+    assert plan["now"]["tiers"][0]["versions"] > 80_000
+    assert call("plan", "-p", path, "--run", "none", "--step", "1s").status == 2
+
+
+def test_a_tier_of_no_use_is_a_curve_without_a_best_interval() -> None:
+    policy = ts.Policy.parse(TEXT)
+    models = [
+        TierModel(Level("host", False, "process"), 1e9, 1e9),
+        TierModel(Level("nvme", True, "site"), 1e9, 1e9),
+        TierModel(Level("lustre", True, "site"), 1e9, 1e9),
+    ]
+    plan = make_plan(policy, Workload(parse_state("1GiB"), 1.0, capture=math.inf), models, 300)
+    assert {curve.tier: curve.best is None for curve in plan.curves} == {"host": True, "nvme": False, "lustre": True}
+    assert set(plan.every) == {"nvme"}
