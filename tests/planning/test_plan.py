@@ -60,6 +60,7 @@ def test_shares_are_shares(write: float, slower: float, changed: float) -> None:
         assert 0 <= forecast.goodput <= 1
         assert sum(failure.share for failure in forecast.failures) == pytest.approx(1)
         assert all(0 <= tier.busy <= 1 for tier in forecast.tiers)
+    assert plan.best.goodput >= plan.now.goodput
 
 
 @pytest.mark.parametrize(
@@ -191,4 +192,4 @@ def test_a_tier_of_no_use_is_a_curve_without_a_best_interval() -> None:
     ]
     plan = make_plan(policy, Workload(parse_state("1GiB"), 1.0, capture=math.inf), models, 300)
     assert {curve.tier: curve.best is None for curve in plan.curves} == {"host": True, "nvme": False, "lustre": True}
-    assert set(plan.every) == {"nvme"}
+    assert set(plan.every) <= {"nvme"}

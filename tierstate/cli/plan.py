@@ -165,9 +165,8 @@ def _show(made: Plan, given: Sequence[tuple[str, str]]) -> None:
     _show_tiers(made.now)
     output.say("")
     _show_forecast(made.now)
-    if made.every:
-        said = (f"{name} {f'every {text}' if text else 'every save'}" for name, text in made.every.items())
-        output.say(f"least cost: {', '.join(said)}: {made.best.goodput:.2%} of the time counts in the end")
+    said = ", ".join(f"{name} {f'every {text}' if text else 'every save'}" for name, text in made.every.items())
+    output.say(f"least cost: {said or 'as it is'}: {made.best.goodput:.2%} of the time counts in the end")
     for advice in made.advice:
         output.say(f"TO DO {advice}")
 

@@ -123,6 +123,7 @@ class TierOutcome:
     """What one tier has done.
 
     Attributes:
+        share: bytes of a version that go there.
         arrivals: versions, as they came.
         left_out: versions that it lagged too far behind for.
         nbytes: that were written.
@@ -134,6 +135,7 @@ class TierOutcome:
         why: of that interval.
     """
 
+    share: float = 0.0
     arrivals: list[Arrival] = field(default_factory=list)
     left_out: int = 0
     nbytes: float = 0.0

@@ -148,7 +148,7 @@ class Plan:
         nbytes: of the state.
         now: with the policy as it is.
         best: with the intervals that cost least.
-        every: these, by tier, as the policy would say them.
+        every: these, by tier, as the policy would say them; empty if those of the policy cost no more.
         curves: for each tier that gets versions.
         advice: what to change, a sentence each.
     """
@@ -183,11 +183,9 @@ def make_plan(
     curves = tuple(_curves(policy, workload, models, outcome))
     every = {curve.tier: every_text(curve.best, workload) for curve in curves if curve.best is not None}
     better = _with_every(policy, every)
-    best = (
-        now
-        if better == policy
-        else _forecast(better, workload, models, simulate(better, workload, models, steps), prices or {})
-    )
+    best = _forecast(better, workload, models, simulate(better, workload, models, steps), prices or {})
+    if best.goodput <= now.goodput:
+        best, every = now, {}
     advice = tuple(_advice(policy, workload, models, now, best, every, curves))
     return Plan(job_mtbf(policy.failures, workload.hosts), workload.nbytes, now, best, every, curves, advice)
 
@@ -271,9 +269,7 @@ def _tier(
 ) -> TierForecast:
     name, per_day = model.level.name, DAY / outcome.seconds
     told = outcome.tiers[name]
-    version = told.nbytes / max(1, len(told.arrivals))
-    first = workload.nbytes if told.arrivals else 0
-    stored = version * told.held if workload.changed == 1 else first + max(0, told.held - 1) * version
+    stored = told.share * (1 + (told.held - 1) * workload.changed) if told.held else 0.0
     mtbf = failures_by_tier(policy.failures, workload.hosts, [m.level for m in models])[name]
     return TierForecast(
         tier=name,
@@ -288,7 +284,7 @@ def _tier(
         kept=told.held,
         stored=stored,
         mtbf=None if math.isinf(mtbf) else mtbf,
-        restore=version / model.read + model.fixed,
+        restore=told.share / model.read + model.fixed,
     )
 
 

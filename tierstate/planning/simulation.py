@@ -66,7 +66,6 @@ class _Lane:
 
     Attributes:
         model: its speeds.
-        share: bytes of a version that go there.
         keep: its retention.
         backlog, direct: what waits: copies, and what is written from the arena.
         told: what is told of it.
@@ -78,7 +77,6 @@ class _Lane:
     """
 
     model: TierModel
-    share: float
     keep: RetentionPolicy
     backlog: Backlog[_Copy]
     told: TierOutcome
@@ -94,6 +92,11 @@ class _Lane:
     @property
     def name(self) -> str:
         return self.model.level.name
+
+    @property
+    def share(self) -> float:
+        """Bytes of a version that go there."""
+        return self.told.share
 
     def source(self, seq: int) -> _Lane | None:
         """The nearest faster tier that has a version."""
@@ -136,10 +139,11 @@ class _Job:
         self._lanes: list[_Lane] = []
         for model in models:
             tier = policy.tier(model.level.name)
-            share, told = self._bytes_of(self._masks[tier.name]), self.outcome.tiers[tier.name]
+            told = self.outcome.tiers[tier.name]
+            told.share = self._bytes_of(self._masks[tier.name])
             faster = [lane for lane in reversed(self._lanes) if not lane.model.scarce]
             backlog = Backlog[_Copy](tier.every, tier.on_lag)
-            self._lanes.append(_Lane(model, share, retention_of(tier), backlog, told, faster))
+            self._lanes.append(_Lane(model, retention_of(tier), backlog, told, faster))
         self._arena = float(policy.arena.size) * workload.hosts * workload.processes
         self._whole: dict[frozenset[str], bool] = {}
         self._newest = {lost: (0, 0.0) for lost in (False, True)}  # step and time of the newest that survives
