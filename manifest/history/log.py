@@ -128,9 +128,12 @@ class Log:
     def _listed(self, prefix: str) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for key in self.tier.list(prefix):
-            if match := _RECORD.fullmatch(key.removeprefix(self._prefix)):
-                found.setdefault(int(match[1]), []).append(int(match[2] or 0))
-        return {seq: sorted(found[seq]) for seq in sorted(found)}
+            if match := _RECORD.fullmatch(key, len(self._prefix)):
+                seq, generation = match.groups()
+                found.setdefault(int(seq), []).append(int(generation or 0))
+        for generations in found.values():
+            generations.sort()
+        return dict(sorted(found.items()))
 
     def keys(self) -> dict[str, tuple[int, int]]:
         """Every key of the log with its number and generation, for garbage collection.

@@ -410,6 +410,9 @@ class _Job:
             lane.has.pop(seq, None)
 
     def _pinned(self, lane: _Lane) -> Collection[int]:
+        """As `Cascade.pinned`."""
+        if lane.model.scarce:
+            return ()
         after = self._lanes[self._lanes.index(lane) + 1 :]
         slower = [other for other in after if other.model.level.persistent]
         wanted = {other.name: other.wanted() for other in slower}
