@@ -30,7 +30,11 @@ from tierstate.manifest.format.record import MAX_RECORD, Record
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,99}")
 
 
-_RECORD = re.compile(r"([0-9]{12})(?:\.([1-9][0-9]{0,5}))?")
+SEQ_DIGITS = 12
+"""Digits of a sequence number in a key."""
+
+
+_RECORD = re.compile(rf"([0-9]{{{SEQ_DIGITS}}})(?:\.([1-9][0-9]{{0,5}}))?")
 
 
 PER_SECOND = 100
@@ -119,7 +123,7 @@ class Log:
 
     def key(self, seq: int, generation: int = 0) -> str:
         """The key of a record."""
-        return f"{self._prefix}{seq:012d}" + (f".{generation}" if generation else "")
+        return f"{self._prefix}{seq:0{SEQ_DIGITS}d}" + (f".{generation}" if generation else "")
 
     def generations(self) -> dict[int, list[int]]:
         """Sequence numbers of all versions, ascending, each with its generations; from the keys, without a read."""
@@ -127,12 +131,16 @@ class Log:
 
     def _listed(self, prefix: str) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
+        start = len(self._prefix)
         for key in self.tier.list(prefix):
-            if match := _RECORD.fullmatch(key, len(self._prefix)):
-                seq, generation = match.groups()
-                found.setdefault(int(seq), []).append(int(generation or 0))
+            name = key[start:]
+            if len(name) == SEQ_DIGITS and name.isdigit() and name.isascii():  # nearly all of them
+                found.setdefault(int(name), []).append(0)
+            elif match := _RECORD.fullmatch(name):
+                found.setdefault(int(match[1]), []).append(int(match[2] or 0))
         for generations in found.values():
-            generations.sort()
+            if len(generations) > 1:
+                generations.sort()
         return dict(sorted(found.items()))
 
     def keys(self) -> dict[str, tuple[int, int]]:

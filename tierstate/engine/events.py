@@ -12,10 +12,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from tierstate.manifest.errors import FormatError
 from tierstate.tiers.concurrency import start_thread
@@ -71,8 +70,7 @@ TICK = 10.0
 """Seconds without an event after which metrics and logs are brought up to date."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something that has happened.
 
     Attributes:
@@ -104,7 +102,7 @@ class Event:
 
     def encode(self) -> dict[str, Any]:
         """As JSON values, without what is not known."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+        return {name: value for name, value in self._asdict().items() if value not in (None, "")}
 
     @classmethod
     def decode(cls, encoded: Any) -> Self:
@@ -117,29 +115,25 @@ class Event:
             raise FormatError(f"not an event: {str(encoded)[:100]}")
         known = {}
         for name, value in encoded.items():
-            if (is_right := _IS_RIGHT.get(name)) is not None:
-                if not is_right(value):
+            if (right := _RIGHT.get(name)) is not None:
+                if type(value) not in right.types or (right.below and not right.least <= value < right.below):
                     raise FormatError(f"not an event: {str(encoded)[:100]}")
                 known[name] = value
         return cls(**known)
 
 
-def _is_word(value: object) -> bool:
-    return type(value) is str
+class _Right(NamedTuple):
+    """Which values an attribute can have; ``below`` is 0 for those that are no numbers."""
+
+    types: tuple[type, ...]
+    least: float = 0
+    below: float = 0
 
 
-def _is_duration(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < MAX_NUMBER
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and abs(value) < 1 << 63
-
-
-_IS_RIGHT: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("kind", "run", "tier", "version", "reason"), _is_word),
-    **dict.fromkeys(("time", "seconds", "saved"), _is_duration),
-    **dict.fromkeys(("step", "seq", "rank", "nbytes", "raw"), _is_count),
+_RIGHT: Mapping[str, _Right] = {
+    **dict.fromkeys(("kind", "run", "tier", "version", "reason"), _Right((str,))),
+    **dict.fromkeys(("time", "seconds", "saved"), _Right((int, float), 0, MAX_NUMBER)),
+    **dict.fromkeys(("step", "seq", "rank", "nbytes", "raw"), _Right((int,), 1 - (1 << 63), 1 << 63)),
 }
 
 

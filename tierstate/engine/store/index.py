@@ -140,6 +140,18 @@ class SeqSummaries(NamedTuple):
         return next((s for s in self.summaries if s.generation == wanted), None)
 
 
+def _of_number(
+    seq: int, generations: Sequence[int], found: Mapping[_Key, Summary], problems: Mapping[_Key, TierstateError]
+) -> SeqSummaries:
+    if len(generations) == 1 and (only := found.get((seq, generations[0]))) is not None:  # nearly all of them
+        return SeqSummaries((generations[0],), (only,))
+    return SeqSummaries(
+        tuple(generations),
+        tuple(found[seq, g] for g in generations if (seq, g) in found),
+        tuple(problems[seq, g] for g in generations if (seq, g) in problems),
+    )
+
+
 class Summaries:
     """A cache of the summaries of a run's records in one tier. Thread-safe."""
 
@@ -180,15 +192,7 @@ class Summaries:
         read, problems = self._read(missing[::-1][:at_most])
         found |= read
         unread = {seq for seq, _ in missing[::-1][at_most:]} if at_most is not None else set()
-        return {
-            seq: SeqSummaries(
-                tuple(gens),
-                tuple(found[seq, g] for g in gens if (seq, g) in found),
-                tuple(problems[seq, g] for g in gens if (seq, g) in problems),
-            )
-            for seq, gens in generations.items()
-            if seq not in unread
-        }
+        return {seq: _of_number(seq, gens, found, problems) for seq, gens in generations.items() if seq not in unread}
 
     def packs(self) -> set[str] | None:
         """The packs that any record of the run names; None as for `named`."""
@@ -230,10 +234,9 @@ class Summaries:
 
     def _purge(self, before: Iterable[_Key], listed: Collection[_Key]) -> None:
         with self._lock:
-            for key in before:
-                if key not in listed:
-                    self._found.pop(key, None)
-                    self._sure.discard(key)
+            for key in set(before).difference(listed):
+                self._found.pop(key, None)
+                self._sure.discard(key)
 
     # Reused numbers
 
