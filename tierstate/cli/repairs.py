@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from tierstate.checkpointer import open_quietly
+from tierstate.engine.maintain.check_chunks import Depth
+from tierstate.engine.maintain.verify import bytes_to_examine, bytes_to_verify
 from tierstate.engine.progress import byte_progress
 from tierstate.manifest.errors import NotFound
 from tierstate.tiers.policy.policy import Policy
@@ -31,7 +33,10 @@ def doctor(
     --apply. With it nothing is deleted but damaged records that were made again. Safe to interrupt and to run again.
     Exit status 1 if something is wrong and was not repaired.
     """
-    with open_quietly(policy, run) as ckpt, byte_progress("reading", shown=not as_json) as progress:
+    with (
+        open_quietly(policy, run) as ckpt,
+        byte_progress("reading", shown=not as_json, total=lambda: bytes_to_examine(ckpt._tier_runs)) as progress,
+    ):
         report = ckpt.doctor(apply=apply, progress=progress)
         names = [tier.name for tier in ckpt.policy.tiers]
         if not (report.versions or report.unknown) and report.ok:
@@ -85,8 +90,14 @@ def verify(
     reads = data or deep or mend or sample is not None
     spec = Policy.load(policy)
     spec = spec.trusting(trusted_key) if trusted_key else spec
-    with open_quietly(spec, run) as ckpt, byte_progress("verifying", shown=reads and not as_json) as progress:
-        report = ckpt.verify(data=data, sample=share, seed=seed, deep=deep, mend=mend, progress=progress)
+    how = Depth.of(deep=deep, data=data, sample=share, seed=seed, mend=mend)
+    with (
+        open_quietly(spec, run) as ckpt,
+        byte_progress(
+            "verifying", shown=reads and not as_json, total=lambda: bytes_to_verify(ckpt._tier_runs, how)
+        ) as progress,
+    ):
+        report = ckpt.verify(data=data, sample=share, seed=how.seed, deep=deep, mend=mend, progress=progress)
         if not report.versions and report.ok:
             raise no_versions(ckpt)
     output.show_report(report, as_json)

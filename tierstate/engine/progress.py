@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from tierstate.manifest.printable import escape_controls
+from tierstate.tiers.units import rough_duration, rough_size
 
 Progress = Callable[[int], None]
-"""Takes the bytes read since its last call."""
+"""Takes the bytes read, or the objects deleted, since its last call."""
 
 
 class _NoProgress:
@@ -24,6 +25,41 @@ class _NoProgress:
 
 
 no_progress = _NoProgress()
+
+
+TOLD_EVERY = 0.25
+"""Seconds between two texts of a `Pace`."""
+
+
+class Pace:
+    """Says how far a piece of work is, how fast it goes and how long it will take, in texts.
+
+    Args:
+        what: is being done.
+        tell: takes each text.
+        total: how much is to be done.
+        unit: what is counted; bytes where it is empty.
+    """
+
+    def __init__(self, what: str, tell: Callable[[str], object], total: int, unit: str = "") -> None:
+        self._what, self._tell, self._total, self._unit = what, tell, total, unit
+        self._start = time.monotonic()
+        self._done, self._next = 0, 0.0
+
+    def __call__(self, done: int) -> None:
+        """Add what was done since the last call."""
+        self._done += done
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + TOLD_EVERY
+        rate = self._done / max(1e-3, now - self._start)
+        left = max(0, self._total - self._done)
+        ends = f", {rough_duration(left / rate)} left" if rate else ""
+        self._tell(f"{self._what}: {self._text(self._done)} of {self._text(self._total)}, {self._text(rate)}/s{ends}")
+
+    def _text(self, amount: float) -> str:
+        return f"{amount:.0f} {self._unit}" if self._unit else rough_size(amount)
 
 
 BAR_DELAY = 1.0

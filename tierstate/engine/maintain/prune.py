@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from tierstate.engine.info import VersionInfo, list_versions
 from tierstate.engine.packs.keys import pack_prefix
+from tierstate.engine.progress import Pace
 from tierstate.engine.save.backlog import held_versions
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import TierstateError
@@ -99,7 +100,7 @@ class PruneRun:
         saving: the saves that this process has under way; None: none.
         grace: seconds for which packs that no version names stay, as they may belong to a save under way.
         dry_run: change nothing.
-        progress: called with a text that says what is being done.
+        progress: called with a text that says what is being done, how fast and for how long yet.
     """
 
     def __init__(
@@ -195,17 +196,21 @@ class PruneRun:
     def _carry_out(
         self, tier_run: TierRun, in_use: Mapping[int, str], found: TierPrune, busy: Callable[[], Collection[int]]
     ) -> None:
-        self._progress(f"{tier_run.name}: dropping {len(found.drop)} versions")
-        done: RetentionDecision = tier_run.retire(in_use)
+        what = f"{tier_run.name}: dropping {len(found.drop)} versions"
+        self._progress(what)
+        dropping = Pace(what, self._progress, len(found.drop) + len(found.packs), "objects")
+        done: RetentionDecision = tier_run.retire(in_use, progress=dropping)
         found.drop = done.drop
-        self._progress(f"{tier_run.name}: deleting packs")
+        what = f"{tier_run.name}: deleting packs"
+        self._progress(what)
         expected = found.packs
-        swept = sweep(tier_run, grace=self._grace, busy=busy)
+        deleting = Pace(what, self._progress, len(expected) + found.leases, "objects")
+        swept = sweep(tier_run, grace=self._grace, busy=busy, progress=deleting)
         _tell(found, swept)
         left = set(tier_run.tier.list(pack_prefix(tier_run.run)))
         found.packs = {key: n for key, n in {**expected, **swept.packs}.items() if key not in left}
         self._progress(f"{tier_run.name}: repacking")
-        found.repacked = repack(tier_run, in_use=in_use)
+        found.repacked = repack(tier_run, in_use=in_use, progress=self._progress)
         if found.drop and tier_run.tier.traits.persistent:
             try:
                 tier_run.summaries.write()

@@ -8,7 +8,7 @@ interruption, only the copying is repeated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -18,6 +18,7 @@ import numpy as np
 from tierstate.engine.codecs.codecs import decompress
 from tierstate.engine.packs.keys import pack_prefix
 from tierstate.engine.packs.pack import PackWriter, read_footer, version_sections
+from tierstate.engine.progress import Pace, no_progress
 from tierstate.engine.store.catalog import release_lease
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
@@ -165,6 +166,7 @@ def repack(
     in_use: Collection[int] = (),
     dropped: Collection[int] = (),
     win: int = MIN_GAIN,
+    progress: Callable[[str], object] = no_progress,
 ) -> Repacked:
     """Empty packs that are mostly dead, but none that the newest version or a leased one uses.
 
@@ -174,11 +176,12 @@ def repack(
         in_use: versions that are not changed.
         dropped: versions that count as dropped, for a dry run.
         win: emptying a pack must free more than this many bytes.
+        progress: called with a text that says how much is copied, how fast and for how long yet.
 
     Raises:
         TierError: the tier failed; every version is still whole, and repacking can be run again.
     """
-    work = _Repack(tier_run, frozenset(in_use), win)
+    work = _Repack(tier_run, frozenset(in_use), win, progress)
     for _ in range(MAX_REPACK_ROUNDS):
         try:
             return work.look(frozenset(dropped)) if dry_run else work.run()
@@ -192,8 +195,8 @@ def repack(
 class _Repack:
     """One round of repacking."""
 
-    def __init__(self, tier_run: TierRun, in_use: frozenset[int], win: int) -> None:
-        self._tier_run, self._in_use, self._win = tier_run, in_use, win
+    def __init__(self, tier_run: TierRun, in_use: frozenset[int], win: int, progress: Callable[[str], object]) -> None:
+        self._tier_run, self._in_use, self._win, self._progress = tier_run, in_use, win, progress
         self._leases = Leases(tier_run.tier, tier_run.run)
 
     def look(self, dropped: frozenset[int] = frozenset()) -> Repacked:
@@ -267,10 +270,11 @@ class _Repack:
         """Copy live chunks out of packs; the new places, and the packs of which every live chunk was copied."""
         moved: dict[Spot, ChunkPlace] = {}
         emptied = []
+        pace = Pace(f"{self._tier_run.name}: repacking", self._progress, sum(pack.live for pack in dead.values()))
         for key in dead:
             try:
                 read_footer(self._tier_run.tier, key)  # raises for files of other formats: they stay as they are
-                places = {(key, c.place.offset): self._copied(c, writer) for c in _wanted(key, records)}
+                places = {(key, c.place.offset): self._copied(c, writer, pace) for c in _wanted(key, records)}
             except (Damaged, FormatError, NotFound) as error:
                 log.info("%s: %s is left as it is: %s", self._tier_run.name, key, error)
                 continue
@@ -291,7 +295,7 @@ class _Repack:
                 log.info("%s: a copy of a version is of no use: %s", self._tier_run.name, error)
         return list(found.values())
 
-    def _copied(self, chunk: _Chunk, writer: PackWriter) -> ChunkPlace:
+    def _copied(self, chunk: _Chunk, writer: PackWriter, pace: Pace) -> ChunkPlace:
         """Copy one chunk in its stored encoding, from its place or from its repaired copy."""
         try:
             stored = self._read(chunk)
@@ -301,6 +305,7 @@ class _Repack:
                 raise
             chunk = chunk._replace(place=mended)
             stored = self._read(chunk)
+        pace(stored.numel())
         return writer.add(stored, chunk.digest, chunk.nbytes, chunk.place.codec)
 
     def _read(self, chunk: _Chunk) -> Buffer:

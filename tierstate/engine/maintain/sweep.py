@@ -13,6 +13,7 @@ from functools import partial
 
 from tierstate.engine.packs.keys import is_mend, pack_prefix, seq_of
 from tierstate.engine.packs.pack import read_footer
+from tierstate.engine.progress import no_progress
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.digest import DIGEST_SIZE
 from tierstate.manifest.errors import FormatError, NotFound, TierstateError
@@ -139,6 +140,7 @@ def sweep(
     dry_run: bool = False,
     busy: Callable[[], Collection[int]] = tuple,
     dropped: Collection[int] = (),
+    progress: Callable[[int], object] = no_progress,
 ) -> Swept:
     """Delete the packs of a run that no record names, and the leases of dead processes.
 
@@ -149,6 +151,7 @@ def sweep(
         dry_run: change nothing.
         busy: numbers of the versions that this process is writing to the tier; their packs stay.
         dropped: versions that count as dropped, for a dry run; their packs have no grace.
+        progress: called with the number of objects deleted since the last call.
 
     Raises:
         TierError: packs or leases could not be listed, or not all were deleted. The sweep can be run again.
@@ -164,18 +167,24 @@ def sweep(
         except Unclear as error:
             return Swept(reason=str(error))
         if not dry_run:
-            discard(tier_run, [*found.packs, *found.leases])
+            discard(tier_run, [*found.packs, *found.leases], progress)
         return found
     return Swept(
         reason=f"{tier_run.name}: the records of run {tier_run.run!r} did not stay the same while they were read"
     )
 
 
-def discard(tier_run: TierRun, keys: Iterable[str]) -> None:
-    """Delete objects in batches."""
+def discard(tier_run: TierRun, keys: Iterable[str], progress: Callable[[int], object] = no_progress) -> None:
+    """Delete objects in batches.
+
+    Args:
+        progress: called with the number of objects deleted since the last call.
+    """
     every = list(keys)
     for at in range(0, len(every), DELETE_BATCH):
-        tier_run.tier.discard(every[at : at + DELETE_BATCH])
+        batch = every[at : at + DELETE_BATCH]
+        tier_run.tier.discard(batch)
+        progress(len(batch))
 
 
 class _Look:

@@ -6,11 +6,12 @@ A deep verification also compares the footers of packs, and loads every leaf wit
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
-from tierstate.engine.packs.keys import run_of, seq_of
+from tierstate.engine.packs.keys import pack_prefix, run_of, seq_of
 from tierstate.engine.packs.pack import footer_mismatches
 from tierstate.engine.progress import Progress
 from tierstate.engine.restore.fetch import Fetch
@@ -23,7 +24,9 @@ from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, NotFound, TierError, TierstateError
+from tierstate.manifest.format.layout import is_pack_key
 from tierstate.manifest.format.leaf import Spec
+from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import pin_version, pinned_runs
 from tierstate.manifest.history.tags import read_tag, tag_numbers
@@ -32,6 +35,7 @@ from tierstate.providers.registry import REGISTRY
 from tierstate.providers.tree.structure import version_tree
 from tierstate.providers.tree.ties import read_ties
 from tierstate.providers.values.classes import stand_in_classes
+from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.memory.arena import Arena
 
 from .check_chunks import ChunkChecks, Depth, Problem, Unrestorable, VerifyReport
@@ -217,6 +221,51 @@ def verify_run(catalog: RunCatalog, arena: Arena, how: Depth, progress: Progress
     """
     verifier = Verifier(catalog, arena, how, workers=READ_WORKERS, progress=progress)
     return verifier.run(_Opening(arena, verifier.report, progress) if how.deep else lambda _entry: None)
+
+
+def bytes_to_verify(tier_runs: Sequence[TierRun], how: Depth) -> int:
+    """About how many raw bytes `verify_run` reads: the lengths of the packs, in proportion to what the versions have
+    before their codecs. Tiers that cannot be read count for nothing."""
+    found = [0.0]
+    for tier_run in tier_runs:
+        with suppress(TierstateError):
+            summaries = [s for one in tier_run.summaries.look().values() for s in one.summaries]
+            if summaries:
+                sizes = _pack_sizes(tier_run, {key for s in summaries for key in s.packs})
+                found.append(sum(sizes.values()) * _ratio(tier_run.record(summaries[-1].seq)))
+    return int(sum(found) * (how.sample or 1.0) + (max(found) if how.deep else 0.0))
+
+
+def _ratio(record: Record) -> float:
+    """Raw bytes for each stored byte of a version in a tier, where a place that many chunks share counts once."""
+    layout = record.layout
+    rows = np.flatnonzero(layout.present)
+    places = np.stack([layout.object[rows].astype("u8"), layout.offset[rows].astype("u8")], 1)
+    rows = rows[np.unique(places, axis=0, return_index=True)[1]]
+    return float(record.version.chunk_nbytes[rows].sum()) / max(1.0, float(layout.stored[rows].sum()))
+
+
+def bytes_to_examine(tier_runs: Sequence[TierRun]) -> int:
+    """About how many stored bytes `doctor` reads: the lengths of all packs, also of those that no record names. Tiers
+    that cannot be read count for nothing."""
+    total = 0
+    for tier_run in tier_runs:
+        with suppress(TierstateError):
+            packs = filter(is_pack_key, tier_run.tier.list(pack_prefix(tier_run.run)))
+            total += sum(_pack_sizes(tier_run, packs).values())
+    return total
+
+
+def _pack_sizes(tier_run: TierRun, keys: Iterable[str]) -> dict[str, int]:
+    """The lengths of packs, in bytes; without those that are not there or cannot be asked for."""
+
+    def size(key: str) -> tuple[str, int]:
+        try:
+            return key, tier_run.tier.size(key)
+        except TierstateError:
+            return key, 0
+
+    return dict(run_concurrently(size, keys))
 
 
 class _Opening:

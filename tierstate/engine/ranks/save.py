@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tierstate.engine.placement import LastSave, Route, due_tiers
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.pipeline import SavePipeline
 from tierstate.engine.save.plan import CapturePlan
@@ -288,9 +289,13 @@ class SharedTierRun(TierRun):
     def known(self) -> Collection[int]:
         return super().known if self.leads else self._there.keys()
 
-    def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> RetentionDecision:
+    def retire(
+        self, in_use: Collection[int] = (), *, room_for_one: bool = False, progress: Progress = no_progress
+    ) -> RetentionDecision:
         """As `TierRun.retire`, by one rank for all ranks that see the same objects; the other ranks delete nothing."""
-        return super().retire(in_use, room_for_one=room_for_one) if self.leads else RetentionDecision({}, ())
+        if not self.leads:
+            return RetentionDecision({}, ())
+        return super().retire(in_use, room_for_one=room_for_one, progress=progress)
 
 
 class _Checked(Log):

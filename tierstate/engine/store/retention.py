@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from tierstate.engine.packs.keys import is_mend, pack_prefix
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.manifest.errors import FormatError, NotFound, TierstateError
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import FORK, Leases
@@ -36,6 +37,9 @@ DROP_BATCH = 64
 
 
 log = logging.getLogger("tierstate")
+
+
+T = TypeVar("T")
 
 
 class UnusedPacks:
@@ -80,9 +84,9 @@ class UnusedPacks:
         return set() if named is None else {key for key in named.packs if key.startswith(self._own)}
 
 
-def parts(seqs: Collection[int]) -> list[list[int]]:
-    """The numbers in batches of `DROP_BATCH`."""
-    every = list(seqs)
+def parts(of: Collection[T]) -> list[list[T]]:
+    """Numbers or keys in batches of `DROP_BATCH`."""
+    every = list(of)
     return [every[at : at + DROP_BATCH] for at in range(0, len(every), DROP_BATCH)]
 
 
@@ -179,8 +183,15 @@ class Retention:
             self._learn()
             return self._decide(self._marks(), in_use, now, self._keep, self._rules, ask=True)
 
-    def retire(self, in_use: Collection[int], *, room_for_one: bool) -> RetentionDecision:
-        """Drop versions, leaves and packs; ``room_for_one``: a version about to be saved counts among the ``last``."""
+    def retire(
+        self, in_use: Collection[int], *, room_for_one: bool, progress: Progress = no_progress
+    ) -> RetentionDecision:
+        """Drop versions, leaves and packs.
+
+        Args:
+            room_for_one: a version about to be saved counts among the ``last``.
+            progress: called with the number of records and packs deleted since the last call.
+        """
         if not self._terms:
             return RetentionDecision({}, ())
         keep, rules = self._keep, dict(self._rules)
@@ -189,11 +200,11 @@ class Retention:
         with self._lock:
             self._learn()
             self._finish()
-            decision = self._carry_out(lambda: self._decide(self._marks(), in_use, None, keep, rules))
-            self._sweep()
+            decision = self._carry_out(lambda: self._decide(self._marks(), in_use, None, keep, rules), progress)
+            self._sweep(progress)
         return decision
 
-    def _carry_out(self, decide: Callable[[], RetentionDecision]) -> RetentionDecision:
+    def _carry_out(self, decide: Callable[[], RetentionDecision], progress: Progress) -> RetentionDecision:
         """Drop and thin in batches, so that versions tagged or leased meanwhile stay. What was done, with reasons."""
         first = now = decide()
         dropped: list[int] = []
@@ -203,6 +214,7 @@ class Retention:
             going = [seq for seq in some if seq in now.drop]
             self._drop(going)
             dropped += going
+            progress(len(going))
         for some in parts(first.thin):
             now = decide() if dropped or thinned else now
             for seq in some:
@@ -362,11 +374,12 @@ class Retention:
         self._forget_before(seq)
         return True
 
-    def _sweep(self) -> None:
+    def _sweep(self, progress: Progress) -> None:
         """Delete the packs of dropped versions that no record names; failures are tried again next time."""
         gone = self._unneeded.among(self._doomed) if self._doomed else None
         if gone is None:
             return
-        if gone:
-            self._tier_run.tier.discard(gone)
+        for some in parts(gone):
+            self._tier_run.tier.discard(some)
+            progress(len(some))
         self._doomed.clear()

@@ -16,6 +16,7 @@ from tierstate.engine.codecs.adaptive import CodecChooser
 from tierstate.engine.events import EventBus
 from tierstate.engine.packs.keys import PACKS, is_mend, pack_prefix, run_of
 from tierstate.engine.packs.pack import FooterRow, read_footer
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.digest import UNFORGEABLE, DigestIndex
 from tierstate.manifest.errors import FormatError, MediaError, NotFound, Unauthentic
@@ -390,14 +391,17 @@ class TierRun:
         """
         return self.retention.decision(in_use, now)
 
-    def retire(self, in_use: Collection[int] = (), *, room_for_one: bool = False) -> RetentionDecision:
+    def retire(
+        self, in_use: Collection[int] = (), *, room_for_one: bool = False, progress: Progress = no_progress
+    ) -> RetentionDecision:
         """Drop what the policy does not keep: first the records, then the packs that no other record names.
 
         Args:
             in_use: numbers that a cascade still reads from this tier, perhaps with reasons; they stay for now.
             room_for_one: the version that is about to be saved counts as one of the ``last``.
+            progress: called with the number of records and packs deleted since the last call.
         """
-        decision = self.retention.retire(in_use, room_for_one=room_for_one)
+        decision = self.retention.retire(in_use, room_for_one=room_for_one, progress=progress)
         self.summaries.keep()
         return decision
 
