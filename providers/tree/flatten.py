@@ -94,7 +94,9 @@ class FlatState:
         """A copy without references to the state's memory; only plain values are kept."""
         tree = FlatState(self.leaves, [p if type(p) is ValueProvider else None for p in self._providers])
         tree.token = self.token
-        found = {i: frame for i, p in enumerate(self._providers) if (frame := local_boxes_of(p)) is not None}
+        # Frames of leaves that are not fresh were found at the save before.
+        new = self.fresh if self.values else range(len(self._providers))
+        found = {i: frame for i in new if (frame := local_boxes_of(self._providers[i])) is not None}
         tree._frames = self._frames | found
         return tree
 
