@@ -43,7 +43,7 @@ settings.register_profile("default", max_examples=50, deadline=None, suppress_he
 QUICK_EXAMPLES = 5
 settings.register_profile("quick", settings.get_profile("default"), max_examples=QUICK_EXAMPLES)
 # What CI runs, in half an hour on two cores.
-CI_SHARE = 0.4
+CI_SHARE = 0.2
 settings.register_profile("ci", settings.get_profile("default"), max_examples=int(50 * CI_SHARE))
 # For mutation testing (tests/mutants): a failure is enough, the smallest one is not looked for.
 settings.register_profile(

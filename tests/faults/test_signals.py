@@ -157,7 +157,7 @@ def interrupted(hows: Sequence[str], outers: Sequence[str], share: float, place:
     assert sum(not line.endswith(": never") for line in told) > len(told) // 2
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.soak) for first in (1, 2)), 3])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.soak) for first in (1, 2, 3))])
 def test_a_handler_that_uses_the_checkpointer_or_raises(first: int, place: Path) -> None:
     """At moments all over the interrupted calls: it works or gets an error; all goes on; what was saved is whole.
 

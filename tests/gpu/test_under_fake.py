@@ -11,12 +11,14 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent
 FILES = sorted(HERE.rglob("test_*.py"))
 FILES.remove(Path(__file__))
+EXAMPLE = HERE / "test_example.py"  # which trains three times
+FILES.remove(EXAMPLE)
 OTHERS = [
     TESTS / "providers/tensors/test_strided_scatter.py",
     TESTS / "providers/tensors/test_tensors.py",
     TESTS / "tiers/memory/test_pinning.py",
 ]
-GROUPS = [*(FILES[number::4] for number in range(4)), OTHERS]
+GROUPS = [*(FILES[number::4] for number in range(4)), OTHERS, pytest.param([EXAMPLE], marks=pytest.mark.soak)]
 
 
 @pytest.fixture(scope="module")
