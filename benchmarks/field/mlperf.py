@@ -35,7 +35,9 @@ from benchmarks.rounds import say
 from benchmarks.state import fingerprint, tensors
 from benchmarks.tables import table
 
-PEERS = ("tierstate", "torch", "dcp", "torchsnapshot")
+PEERS = ("tierstate", "torch", "dcp", "torchsnapshot", "direct")
+ALONE = ("torch", "direct")
+"""They know nothing of ranks: each rank has a folder of its own."""
 
 
 class Together(Eager):
@@ -72,10 +74,10 @@ class _Rank:
         if peer == "dcp":  # which has one value for each name, and not one for each rank
             self.state.named = {f"{rank}.{name}": tensor for name, tensor in self.state.named.items()}
         kind = Together if peer == "tierstate" else find(peer)
-        own = root / f"rank-{rank}" if peer == "torch" else root  # who knows no ranks has a folder for each
+        own = root / f"rank-{rank}" if peer in ALONE else root
         own.mkdir(parents=True, exist_ok=True)
         self._saver: Competitor = kind(own)
-        self._tidies = peer == "torch" or (rank == 0 and peer != "tierstate")
+        self._tidies = peer in ALONE or (rank == 0 and peer != "tierstate")
         self._saver.open(self.state)
 
     def write(self, number: int) -> float:
@@ -98,7 +100,7 @@ class _Rank:
             make_cold(self._root)
         loaded: list[Any] = []
         seconds = _slowest(lambda: self._read(number, loaded))
-        if fingerprint(tensors(loaded[0]) if loaded else self.state.tensors()) != expected:
+        if self._saver.scattered and fingerprint(tensors(loaded[0]) if loaded else self.state.tensors()) != expected:
             raise ValueError(f"{self._saver.title} gave back other bytes than were saved")
         return seconds
 
@@ -177,10 +179,13 @@ def run(models: list[str], ranks: list[int], peers: list[str], times: int, path:
         for count in ranks:
             if count > LLAMAS[model].ranks:
                 continue
-            found = {}
-            for peer in peers:
-                found[peer] = measured(peer, model, count, times, path)
-                say(f"{model}, {count} ranks, {peer}: {statistics.median(found[peer]['writes']):.2f} s")
+            found: dict[str, dict[str, Any]] = {}
+            for peer in [*peers, *peers]:
+                one = measured(peer, model, count, -(-times // 2), path)
+                say(f"{model}, {count} ranks, {peer}: {statistics.median(one['writes']):.2f} s")
+                for what in ("writes", "reads"):
+                    one[what] = [*found.get(peer, {}).get(what, ()), *one[what]]
+                found[peer] = one
             rows += [row(model, count, peer, one, found[peers[0]]) for peer, one in found.items()]
     return table(HEAD, rows)
 
@@ -208,7 +213,9 @@ def main() -> None:
     parser.add_argument("--models", type=listed, default=list(LLAMAS))
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8])
     parser.add_argument("--peers", type=listed, default=list(PEERS), help=",".join(PEERS))
-    parser.add_argument("--times", type=int, default=10, help="writes, and reads")
+    parser.add_argument(
+        "--times", type=int, default=10, help="writes, and reads, half of them after all peers have had their turn"
+    )
     parser.add_argument("--path", help="a folder of the disk that is measured")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

@@ -35,4 +35,6 @@ class TorchSnapshot(Competitor):
 
 def app_state(state: State) -> dict[str, Any]:
     """The state in the form it takes."""
+    if not isinstance(state, State):  # tensors by name
+        return {"state": StateDict(**state.nested())}
     return {"model": state.model, "optimizer": state.optimizer, "values": StateDict(**state.values)}
