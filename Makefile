@@ -11,7 +11,7 @@ BESIDE   = -n $(WORKERS) --dist loadgroup
 # The tests start hundreds of processes, each of which would compile all of tierstate again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-ranks quick test test-integrations test-lowest test-newest check format lint types wheel bench mutants soak fuzz reference docs lock audit clean
+.PHONY: demo demo-ranks quick test test-integrations test-lowest test-newest check format lint types wheel bench bench-field mutants soak fuzz reference docs lock audit clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py
@@ -93,6 +93,10 @@ fuzz: .venv-fuzz/ready
 # In an environment of its own, so that what tierstate is compared with never meets the tests.
 bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks $(ARGS)
+
+# The work of papers and of MLPerf Storage, on a folder of the disk to measure: make bench-field ARGS="--path /local"
+bench-field: .venv-bench/ready
+	.venv-bench/bin/python -m benchmarks.field $(ARGS)
 
 .venv-bench/ready: pyproject.toml constraints.txt requirements/bench.txt
 	$(PYTHON) -m venv .venv-bench
