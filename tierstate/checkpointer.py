@@ -262,6 +262,8 @@ class Checkpointer(Run):
         check_packages(policy.metrics)
         together = self._together
         arena = Arena(policy.arena.size, policy.chunk, shared=policy.agent.mode != "off")
+        if policy.arena.prepare:
+            arena.prepare(policy.arena.size)
         tier_run = TierRun if together is None else together.tier_run
         opening = [(open_policy_tier(tier, arena), tier) for tier in policy.tiers]
         tier_runs = [tier_run(tier, run, retention_of(spec), rule_retention_of(policy, spec)) for tier, spec in opening]
@@ -510,6 +512,9 @@ class Checkpointer(Run):
         if (found := self._restore(wanted, None)) is None:
             log.info("run %s has no version yet: a fresh start", self.run)
             return None
+        # Saves of about as much will come.
+        ranks = 1 if self._together is None else self._together.team.size
+        self._arena.prepare(found.entry.version.nbytes // ranks)
         return VersionInfo.of(found.entry)
 
     @not_reentrant

@@ -77,3 +77,26 @@ def test_no_thread_is_left(place):
             f"tierstate-{n}" for n in ("host", "nvme", "file", "capture")
         }
     assert engine_threads() == []
+
+
+def prepared(ckpt: ts.Checkpointer) -> int:
+    """Bytes that a first save need not wait for."""
+    arena = arena_of(ckpt)
+    while (thread := arena._preparer) is not None and thread.is_alive():
+        thread.join(10)
+    return len(arena._free) * arena.slab_size
+
+
+def test_memory_is_there_before_the_first_save(place):
+    spec = policy({"nvme": tier("nvme", place)}, arena={"size": "256KiB", "prepare": True})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert prepared(ckpt) == 256 << 10
+        ckpt.save(tensors(100_000), step=1).wait()
+    with ts.Checkpointer(spec.quiet(), "run") as ckpt:
+        assert prepared(ckpt) == 0, "who only looks saves nothing"
+    spec = policy({"nvme": tier("nvme", place)}, arena={"size": "256KiB"})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert prepared(ckpt) == 0
+        state = tensors(100_000)
+        assert ckpt.resume(into=state) is not None
+        assert 100_000 <= prepared(ckpt) <= 256 << 10, "as much as the state needs, or the restore has used"

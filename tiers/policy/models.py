@@ -306,10 +306,14 @@ class ArenaKeys(Frozen):
         size: its size, as in ``8GiB``; two chunks at least. It does not grow, and is pinned once the process uses CUDA.
         on_full: what a save does that finds the arena full: ``block`` waits for room; ``skip`` leaves the save out, and
             counts that.
+        prepare: whether a thread gets memory for all of it as soon as the Checkpointer is made, so that the first save
+            blocks for no longer than later ones. Otherwise it gets memory when it is first used; and after `resume`,
+            as much as the restored state needs.
     """
 
     size: Size = ARENA_SIZE
     on_full: Literal["block", "skip"] = "block"
+    prepare: bool = False
 
 
 _NOT_HANDLED = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGCHLD")

@@ -228,8 +228,9 @@ class Policy(PolicyKeys):
         return self.model_copy(update={"seal": seal, "tiers": tiers})
 
     def quiet(self) -> Self:
-        """The policy for a process that looks at runs and does not train: without an agent and metrics."""
-        return self.model_copy(update={"agent": AgentKeys(), "metrics": MetricsKeys()})
+        """The policy for a process that looks at runs and does not train: without an agent, metrics and prepared memory."""
+        arena = self.arena.model_copy(update={"prepare": False})
+        return self.model_copy(update={"agent": AgentKeys(), "metrics": MetricsKeys(), "arena": arena})
 
     def tier(self, name: str) -> TierPolicy:
         """The tier of that name.

@@ -104,7 +104,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             "chunk": SIZES,
             "digest": st.sampled_from(["xxh3-128", "blake3"]),
             "arena": st.fixed_dictionaries(
-                {}, optional={"size": ARENAS, "on_full": st.sampled_from(["block", "skip"])}
+                {}, optional={"size": ARENAS, "on_full": st.sampled_from(["block", "skip"]), "prepare": st.booleans()}
             ),
             "durable": st.just("last"),
             "on_failure": st.fixed_dictionaries(
