@@ -225,4 +225,5 @@ def test_a_cadence_is_told_where_several_saves_were_made_and_none_was_due(
     assert bool(told) is (len(gaps) >= 2 and not due)
     if told:
         assert f"none of the {len(gaps)} saves" in told
+        assert ("but for the first" in told) is not there
         assert "write a shorter one, as 'every: " in told

@@ -204,7 +204,7 @@ class CadenceCount:
 
     def __init__(self, tier: str, every: int | timedelta) -> None:
         self._tier, self._every = tier, every
-        self._made = self._due = 0
+        self._made = self._due = self._firsts = 0
         self._first: LastSave | None = None
         self._last: LastSave = (0, 0.0)
 
@@ -213,6 +213,7 @@ class CadenceCount:
         self._first, self._last = self._first or (step, time), (step, time)
         self._made += 1
         self._due += due and not first
+        self._firsts += due and first
 
     def warning(self) -> str:
         """What is wrong, and what to write: none of several saves was due. Empty if nothing is wrong."""
@@ -224,9 +225,9 @@ class CadenceCount:
         else:
             said, most = f"{self._every.total_seconds():g}s", f"{max(1, int(seconds))}s"
         return (
-            f"{self._tier}: none of the {self._made} saves of this process, steps {self._first[0]} to {self._last[0]} "
-            f"in {seconds:.3g} s, was due there by 'every: {said}'; write a shorter one, as 'every: {most}', or "
-            "'max_lag: {steps: N}', if it should have had one"
+            f"{self._tier}: {'but for the first, ' if self._firsts else ''}none of the {self._made} saves of this "
+            f"process, steps {self._first[0]} to {self._last[0]} in {seconds:.3g} s, was due there by 'every: {said}'; "
+            f"write a shorter one, as 'every: {most}', or 'max_lag: {{steps: N}}', if it should have had one"
         )
 
 

@@ -237,7 +237,7 @@ def test_what_of_a_policy_does_nothing_is_told_once(place, caplog):
             "policy: rules.0: 'optimzer.**' matches no leaf of the state; the state has optimizer"
         ]
     assert len(warnings_of(caplog)) == 2
-    assert "far: none of the 3 saves of this process, steps 100 to 300" in warnings_of(caplog)[1]
+    assert "far: but for the first, none of the 3 saves of this process, steps 100 to 300" in warnings_of(caplog)[1]
     assert "'every: 100'" in warnings_of(caplog)[1]
 
 
