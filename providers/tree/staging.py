@@ -8,11 +8,12 @@ an array, and expanded tensors with themselves. They can be restored if they hav
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from tierstate.manifest.errors import StateMismatch
 from tierstate.manifest.format.leaf import Leaf
@@ -100,19 +101,41 @@ def _as_stored(real: Any, buffer: Any) -> np.ndarray[Any, Any]:
 
 def _overlapping_values(wanted: Mapping[int, Provider]) -> Iterator[list[Extent]]:
     """Groups of values of which one may be changed by loading another one, or that overlap with themselves."""
-    extents: dict[Any, list[Extent]] = defaultdict(list)
+    for found in _values_by_device(wanted):
+        if _lie_apart([value for _, value in found]):
+            continue
+        for run in overlapping_runs([_extent(index, value) for index, value in found]):
+            groups = [[at] for at in run] if _are_compared(run, wanted) else sharing_groups(run)
+            yield from (group for group in groups if len(group) > 1 or group[0].overlaps_itself)
+
+
+def _values_by_device(wanted: Mapping[int, Provider]) -> Collection[list[tuple[int, Any]]]:
+    """The arrays and tensors that have memory, of each device, with the indices of their leaves."""
+    values: dict[str, list[tuple[int, Any]]] = defaultdict(list)
     for index, provider in wanted.items():
         if isinstance(provider, ArrayProvider):
             if provider.value.nbytes:
-                extents["cpu"].append(Extent.of_array(provider.value, index))
+                values["cpu"].append((index, provider.value))
         elif type(provider) in (TensorProvider, ShardProvider, ShardsProvider):
             value: Any = provider.value  # type: ignore[attr-defined]
             if value is not None and value.numel():
-                extents[str(value.device)].append(Extent.of_tensor(value, index))
-    for found in extents.values():
-        for run in overlapping_runs(found):
-            groups = [[at] for at in run] if _are_compared(run, wanted) else sharing_groups(run)
-            yield from (group for group in groups if len(group) > 1 or group[0].overlaps_itself)
+                values[str(value.device)].append((index, value))
+    return values.values()
+
+
+def _extent(index: int, value: Any) -> Extent:
+    return Extent.of_tensor(value, index) if isinstance(value, torch.Tensor) else Extent.of_array(value, index)
+
+
+def _lie_apart(values: Sequence[Any]) -> bool:
+    """Whether all are contiguous tensors of memory of their own, as those of nearly every state are: told in a tenth of
+    the time that a look at each extent takes."""
+    if not all(isinstance(value, torch.Tensor) and value.is_contiguous() for value in values):
+        return False
+    start = np.array([value.data_ptr() for value in values], "u8")
+    order = np.argsort(start)
+    stop = start + np.array([value.nbytes for value in values], "u8")
+    return bool((start[order[1:]] >= stop[order[:-1]]).all())
 
 
 def _are_compared(run: Sequence[Extent], wanted: Mapping[int, Provider]) -> bool:

@@ -209,18 +209,24 @@ def find_ties(items: Sequence[PathProvider]) -> Ties:
 
 def _groups(items: Sequence[PathProvider], same: Iterable[list[int]]) -> Iterator[list[_View]]:
     """Groups of views of one storage that overlap, directly or through others."""
-    storages: dict[Hashable, list[Extent]] = defaultdict(list)
+    storages: dict[Hashable, list[list[int]]] = defaultdict(list)
     for indices in same:
         provider = items[indices[0]][1]
         if type(provider) is TensorProvider:
             tensor = provider.value
-            extent = Extent.of_tensor(tensor, None)
-            view = _View(tensor, extent.lo, extent.hi, indices)
-            storages[tensor.device, tensor.untyped_storage().data_ptr()].append(extent._replace(item=view))
-    for extents in storages.values():
-        for run in overlapping_runs(extents):
-            for group in sharing_groups(run):
-                yield [extent.item for extent in group]
+            storages[tensor.device, tensor.untyped_storage().data_ptr()].append(indices)
+    for sharing in storages.values():
+        if len(sharing) > 1:  # nearly all tensors have a storage of their own
+            for run in overlapping_runs([_view_extent(items, indices) for indices in sharing]):
+                for group in sharing_groups(run):
+                    yield [extent.item for extent in group]
+
+
+def _view_extent(items: Sequence[PathProvider], indices: list[int]) -> Extent:
+    provider = items[indices[0]][1]
+    assert isinstance(provider, TensorProvider)
+    extent = Extent.of_tensor(provider.value, None)
+    return extent._replace(item=_View(provider.value, extent.lo, extent.hi, indices))
 
 
 def _tie_views(ties: Ties, items: Sequence[PathProvider], views: list[_View]) -> None:

@@ -228,7 +228,7 @@ class Policy(PolicyKeys):
         return self.model_copy(update={"seal": seal, "tiers": tiers})
 
     def quiet(self) -> Self:
-        """The policy for a process that looks at runs and does not train: without an agent, metrics and prepared memory."""
+        """The policy for a process that looks at runs: without an agent, metrics and memory made ready for saves."""
         arena = self.arena.model_copy(update={"prepare": False})
         return self.model_copy(update={"agent": AgentKeys(), "metrics": MetricsKeys(), "arena": arena})
 
