@@ -262,8 +262,6 @@ class Checkpointer(Run):
         check_packages(policy.metrics)
         together = self._together
         arena = Arena(policy.arena.size, policy.chunk, shared=policy.agent.mode != "off")
-        if policy.arena.prepare:
-            arena.prepare(policy.arena.size)
         tier_run = TierRun if together is None else together.tier_run
         opening = [(open_policy_tier(tier, arena), tier) for tier in policy.tiers]
         tier_runs = [tier_run(tier, run, retention_of(spec), rule_retention_of(policy, spec)) for tier, spec in opening]
@@ -289,6 +287,8 @@ class Checkpointer(Run):
             )
             self._events.subscribe(EVERY, tagging.event)
         self._telemetry = Telemetry(policy.metrics, self._events, run, tier_runs, self._statistics)
+        if policy.arena.prepare:
+            arena.prepare(policy.arena.size)
 
     def _watch(self, keys: PreemptionKeys) -> Preemption:
         if self._together is not None:

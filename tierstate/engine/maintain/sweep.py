@@ -13,7 +13,8 @@ from functools import partial
 
 from tierstate.engine.packs.keys import is_mend, pack_prefix, seq_of
 from tierstate.engine.packs.pack import read_footer
-from tierstate.engine.progress import no_progress
+from tierstate.engine.progress import Progress, no_progress
+from tierstate.engine.store.retention import discard
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.digest import DIGEST_SIZE
 from tierstate.manifest.errors import FormatError, NotFound, TierstateError
@@ -29,10 +30,6 @@ DAY = 24 * 3600.0
 
 MAX_SWEEP_ROUNDS = 8
 """How often the sweep starts again because records changed meanwhile."""
-
-
-DELETE_BATCH = 500
-"""Objects that are deleted in one call."""
 
 
 class Unclear(TierstateError):
@@ -140,7 +137,7 @@ def sweep(
     dry_run: bool = False,
     busy: Callable[[], Collection[int]] = tuple,
     dropped: Collection[int] = (),
-    progress: Callable[[int], object] = no_progress,
+    progress: Progress = no_progress,
 ) -> Swept:
     """Delete the packs of a run that no record names, and the leases of dead processes.
 
@@ -167,24 +164,11 @@ def sweep(
         except Unclear as error:
             return Swept(reason=str(error))
         if not dry_run:
-            discard(tier_run, [*found.packs, *found.leases], progress)
+            discard(tier_run.tier, [*found.packs, *found.leases], progress)
         return found
     return Swept(
         reason=f"{tier_run.name}: the records of run {tier_run.run!r} did not stay the same while they were read"
     )
-
-
-def discard(tier_run: TierRun, keys: Iterable[str], progress: Callable[[int], object] = no_progress) -> None:
-    """Delete objects in batches.
-
-    Args:
-        progress: called with the number of objects deleted since the last call.
-    """
-    every = list(keys)
-    for at in range(0, len(every), DELETE_BATCH):
-        batch = every[at : at + DELETE_BATCH]
-        tier_run.tier.discard(batch)
-        progress(len(batch))
 
 
 class _Look:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from tierstate.engine.packs.keys import is_mend, pack_prefix
 from tierstate.engine.progress import Progress, no_progress
@@ -36,10 +36,11 @@ DROP_BATCH = 64
 """Versions that are dropped between two readings of leases and tags."""
 
 
+DELETE_BATCH = 500
+"""Objects that are deleted in one call."""
+
+
 log = logging.getLogger("tierstate")
-
-
-T = TypeVar("T")
 
 
 class UnusedPacks:
@@ -84,9 +85,22 @@ class UnusedPacks:
         return set() if named is None else {key for key in named.packs if key.startswith(self._own)}
 
 
-def parts(of: Collection[T]) -> list[list[T]]:
-    """Numbers or keys in batches of `DROP_BATCH`."""
-    every = list(of)
+def discard(tier: Tier, keys: Iterable[str], progress: Progress = no_progress) -> None:
+    """Delete objects in batches.
+
+    Args:
+        progress: called with the number of objects deleted since the last call.
+    """
+    every = list(keys)
+    for at in range(0, len(every), DELETE_BATCH):
+        batch = every[at : at + DELETE_BATCH]
+        tier.discard(batch)
+        progress(len(batch))
+
+
+def parts(seqs: Collection[int]) -> list[list[int]]:
+    """The numbers in batches of `DROP_BATCH`."""
+    every = list(seqs)
     return [every[at : at + DROP_BATCH] for at in range(0, len(every), DROP_BATCH)]
 
 
@@ -379,7 +393,5 @@ class Retention:
         gone = self._unneeded.among(self._doomed) if self._doomed else None
         if gone is None:
             return
-        for some in parts(gone):
-            self._tier_run.tier.discard(some)
-            progress(len(some))
+        discard(self._tier_run.tier, gone, progress)
         self._doomed.clear()
