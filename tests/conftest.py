@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ __all__ = [
     "ceph", "ceph_once", "proxy", "proxy_to", "rclone", "rclone_once", "rclone_tls", "rclone_tls_once", "server",
     "swift", "swift_once",
 ]  # fmt: skip
+
+# Where `benchmarks` is, also if only the wheel is installed; last, so that nothing else is found there.
+sys.path.append(str(Path(__file__).parent.parent))
 
 if fake_cuda.VARIABLE in os.environ:
     fake_cuda.install()

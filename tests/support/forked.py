@@ -153,6 +153,9 @@ class _Server:
     def _fork(self) -> list[str] | None:
         connection, _ = self._listener.accept()
         message, fds, _, _ = socket.recv_fds(connection, _LONGEST, 2)
+        if not message:  # it was killed before it had asked
+            connection.close()
+            return None
         asked = json.loads(message)
         for prefix, module in FRAMEWORKS.items():
             if asked["args"][0].startswith(prefix):
@@ -165,7 +168,8 @@ class _Server:
         for fd in fds:
             os.close(fd)
         self._pids.add(pid)
-        connection.send(str(pid).encode())
+        with suppress(OSError):  # it was killed since it has asked: `_dropped` sees that
+            connection.send(str(pid).encode())
         ended = os.pidfd_open(pid)
         self._events.register(ended, selectors.EVENT_READ, partial(self._ended, pid, ended, connection))
         self._events.register(connection, selectors.EVENT_READ, partial(self._dropped, pid, connection))
@@ -196,10 +200,13 @@ class _Server:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if connection.fileno() >= 0:
             self._events.unregister(connection)
-            connection.send(str(status).encode())
+            with suppress(OSError):  # nobody asks any more
+                connection.send(str(status).encode())
             connection.close()
 
     def _dropped(self, pid: int, connection: socket.socket) -> None:
+        if connection.fileno() < 0:  # it has ended at the same moment
+            return
         self._events.unregister(connection)
         connection.close()
         os.kill(pid, signal.SIGKILL)
