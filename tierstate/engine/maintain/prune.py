@@ -196,15 +196,13 @@ class PruneRun:
     def _carry_out(
         self, tier_run: TierRun, in_use: Mapping[int, str], found: TierPrune, busy: Callable[[], Collection[int]]
     ) -> None:
-        what = f"{tier_run.name}: dropping {len(found.drop)} versions"
+        expected, what = found.packs, f"{tier_run.name}: dropping {len(found.drop)} versions"
         self._progress(what)
-        dropping = Pace(what, self._progress, len(found.drop) + len(found.packs), "objects")
-        done: RetentionDecision = tier_run.retire(in_use, progress=dropping)
+        # Retention deletes the packs of what it drops, and the sweep the others.
+        deleting = Pace(what, self._progress, len(found.drop) + len(expected) + found.leases, "objects")
+        done: RetentionDecision = tier_run.retire(in_use, progress=deleting)
         found.drop = done.drop
-        what = f"{tier_run.name}: deleting packs"
-        self._progress(what)
-        expected = found.packs
-        deleting = Pace(what, self._progress, len(expected) + found.leases, "objects")
+        self._progress(f"{tier_run.name}: deleting packs")
         swept = sweep(tier_run, grace=self._grace, busy=busy, progress=deleting)
         _tell(found, swept)
         left = set(tier_run.tier.list(pack_prefix(tier_run.run)))

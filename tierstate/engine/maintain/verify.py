@@ -231,8 +231,8 @@ def bytes_to_verify(tier_runs: Sequence[TierRun], how: Depth) -> int:
         with suppress(TierstateError):
             summaries = [s for one in tier_run.summaries.look().values() for s in one.summaries]
             if summaries:
-                sizes = _pack_sizes(tier_run, {key for s in summaries for key in s.packs})
-                found.append(sum(sizes.values()) * _ratio(tier_run.record(summaries[-1].seq)))
+                stored = _pack_bytes(tier_run, {key for s in summaries for key in s.packs})
+                found.append(stored * _ratio(tier_run.record(summaries[-1].seq)))
     return int(sum(found) * (how.sample or 1.0) + (max(found) if how.deep else 0.0))
 
 
@@ -252,20 +252,20 @@ def bytes_to_examine(tier_runs: Sequence[TierRun]) -> int:
     for tier_run in tier_runs:
         with suppress(TierstateError):
             packs = filter(is_pack_key, tier_run.tier.list(pack_prefix(tier_run.run)))
-            total += sum(_pack_sizes(tier_run, packs).values())
+            total += _pack_bytes(tier_run, packs)
     return total
 
 
-def _pack_sizes(tier_run: TierRun, keys: Iterable[str]) -> dict[str, int]:
-    """The lengths of packs, in bytes; without those that are not there or cannot be asked for."""
+def _pack_bytes(tier_run: TierRun, keys: Iterable[str]) -> int:
+    """Bytes of packs; those that are not there or cannot be asked for count for nothing."""
 
-    def size(key: str) -> tuple[str, int]:
+    def size(key: str) -> int:
         try:
-            return key, tier_run.tier.size(key)
+            return tier_run.tier.size(key)
         except TierstateError:
-            return key, 0
+            return 0
 
-    return dict(run_concurrently(size, keys))
+    return sum(run_concurrently(size, keys))
 
 
 class _Opening:

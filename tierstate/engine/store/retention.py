@@ -342,7 +342,7 @@ class Retention:
         if self._rules:
             groups = self._groups.present_in(record or self._tier_run.log.read_generation(last.seq, last.generation))
         mark = RetentionEntry(last.seq, last.step, last.time, last.metadata, groups=groups)
-        before = frozenset(k for s in earlier for k in s.packs) - objects if earlier else frozenset[str]()
+        before = frozenset(k for s in earlier for k in s.packs) - objects
         return _Known(mark, objects, seen.generations, before, last.commit)
 
     def _leave(self, seq: int, error: TierstateError) -> None:
