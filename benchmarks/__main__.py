@@ -17,11 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.competitor import Competitor
-from benchmarks.field import NAMES, Missing, find
+from benchmarks.field import NAMES
 from benchmarks.machine import facts, touch_memory
 from benchmarks.results import Results
-from benchmarks.rounds import HOUSE, Rounds, say
+from benchmarks.rounds import HOUSE, Rounds, say, takers
 from tierstate.tiers.units import parse_size
 
 PHASES = ("save", "restore", "unchanged", "train", "import")
@@ -75,20 +74,6 @@ def measure(args: argparse.Namespace) -> Results:
         shutil.rmtree(root)
         results.write(Path(args.out))
     return results
-
-
-def takers(names: list[str], results: Results) -> dict[str, type[Competitor]]:
-    """Who takes part. Who cannot is named."""
-    field = {}
-    for name in names:
-        try:
-            field[name] = find(name)
-        except Missing as error:
-            say(f"LEFT OUT: {error}")
-            results.left_out.append(str(error))
-        else:
-            results.versions[name] = field[name].version()
-    return field
 
 
 def arguments() -> argparse.Namespace:

@@ -24,7 +24,7 @@ import torch
 
 import tierstate as ts
 from benchmarks.files import make_cold
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import HOUSE, say
 from benchmarks.state import fingerprint
 from benchmarks.tables import table
@@ -153,7 +153,7 @@ def main() -> int:
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     memory = 0
     try:
-        print(", ".join(f"{name}: {what}" for name, what in facts(root).items()))
+        print(facts_line(root))
         print("shmem_enabled:", Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().strip(), "\n")
         for number in range(args.rounds):
             for way in WAYS if number % 2 else WAYS[::-1]:

@@ -24,7 +24,7 @@ import torch
 
 import tierstate as ts
 from benchmarks.agent import WAYS, policy, spread, state_of
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import HOUSE, say
 from benchmarks.tables import table
 from tierstate.tiers.units import parse_size
@@ -91,7 +91,7 @@ def main() -> int:
         print(json.dumps(train(Path(place), way, int(every), int(nbytes), codec, int(steps))))
         return 0
     root = Path(tempfile.mkdtemp(prefix="tierstate-agent-steps-", dir=args.path))
-    print(", ".join(f"{name}: {what}" for name, what in facts(root).items()), "\n")
+    print(facts_line(root), "\n")
     kinds = [(every, codec, way) for every, codec in itertools.product((1, 5), ("raw", "small")) for way in WAYS]
     found: dict[tuple[int, str, str], list[float]] = {kind: [] for kind in kinds}
     try:

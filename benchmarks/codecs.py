@@ -22,7 +22,7 @@ import torch
 import yaml
 
 import tierstate as ts
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import say
 from benchmarks.tables import table
 from tierstate.engine.codecs.codecs import compress, decompress
@@ -148,7 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="tierstate-codecs-", dir=args.path))
     try:
-        print(", ".join(f"{name}: {what}" for name, what in facts(root).items()))
+        print(facts_line(root))
         print(alone(args.threads, args.rounds), flush=True)
         for limit in (None, args.limit):
             print(whole(root / str(bool(limit)), args.size, args.rounds, limit), flush=True)

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.field.disk import Direct
 from benchmarks.files import make_cold
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import HOUSE, say
 from benchmarks.tables import table
 from tierstate.tiers.units import parse_size
@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     root = Path(tempfile.mkdtemp(prefix="tierstate-dcp-", dir=args.path))
     try:
-        print(", ".join(f"{name}: {what}" for name, what in facts(root).items()), "", sep="\n")
+        print(facts_line(root), "", sep="\n")
         found = ranks(args, root)
     finally:
         shutil.rmtree(root)

@@ -33,6 +33,11 @@ def facts(path: Path) -> dict[str, str]:
     }
 
 
+def facts_line(path: Path) -> str:
+    """The same in one line."""
+    return ", ".join(f"{name}: {what}" for name, what in facts(path).items())
+
+
 def touch_memory() -> float:
     """Touch most of the free memory once, and give it back; seconds that it took.
 

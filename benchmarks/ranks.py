@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from benchmarks.gauge import Peak
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import say
 from benchmarks.tables import table
 from tierstate.manifest.arrays import Array
@@ -246,7 +246,7 @@ def main() -> None:
         return
     if odd := [n for n in args.ranks if n % HOST]:
         parser.error(f"{odd[0]} ranks are not groups of {HOST}")
-    print(", ".join(f"{name}: {what}" for name, what in facts(Path(tempfile.gettempdir())).items()), "", sep="\n")
+    print(facts_line(Path(tempfile.gettempdir())), "", sep="\n")
     found = [measured(shape, ranks, args.leaves) for shape in args.shapes for ranks in args.ranks]
     print(*tables_of(found), sep="\n\n")
     if args.plot:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import say
 from benchmarks.tables import table
 from benchmarks.versions import record, version
@@ -127,7 +127,7 @@ def main() -> None:
         rows.append(["size of the file", f"{page.stat().st_size / (1 << 20):.2f} MiB", ""])
         if shutil.which("chromium") and shutil.which("chromedriver"):
             rows.append(["opens in Chromium, charts drawn", f"{statistics.median(opened(page)):.2f} s", "2 s"])
-        print(", ".join(f"{name}: {what}" for name, what in facts(root).items()), "", sep="\n")
+        print(facts_line(root), "", sep="\n")
         print(table("what | took | aimed at", rows))
     finally:
         shutil.rmtree(root)

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.child import Task, run
 from benchmarks.competitor import Competitor
+from benchmarks.field import Missing, find
 from benchmarks.results import Results
 
 HOUSE = Path(__file__).resolve().parents[1]
@@ -133,6 +134,20 @@ def _brief(found: dict[str, Any]) -> str:
 def say(text: str) -> None:
     """Tell whoever waits."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def takers(names: list[str], results: Results) -> dict[str, type[Competitor]]:
+    """Who takes part. Who cannot is named."""
+    field = {}
+    for name in names:
+        try:
+            field[name] = find(name)
+        except Missing as error:
+            say(f"LEFT OUT: {error}")
+            results.left_out.append(str(error))
+        else:
+            results.versions[name] = field[name].version()
+    return field
 
 
 @contextmanager

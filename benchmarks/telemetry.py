@@ -21,7 +21,7 @@ from pathlib import Path
 
 import tierstate as ts
 from benchmarks.agent import spread, state_of
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import say
 from benchmarks.tables import table
 from tierstate.tiers import trace
@@ -85,7 +85,7 @@ def main() -> int:
 def watched(args: argparse.Namespace, root: Path) -> str:
     """What each way of being watched costs saves: a table."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    print(", ".join(f"{name}: {what}" for name, what in facts(root).items()), "\n")
+    print(facts_line(root), "\n")
     state = state_of(args.size)
     with ExitStack() as closing:
         runs = {}

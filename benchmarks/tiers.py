@@ -24,7 +24,7 @@ import torch
 from benchmarks.field.fio import Fio, run_fio
 from benchmarks.files import make_cold
 from benchmarks.gauge import Gauge
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import say
 from benchmarks.tables import table
 from tierstate.manifest.chunk import Buffer
@@ -93,7 +93,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="tierstate-tiers-", dir=args.path))
     data = Memory(args.size)
     try:
-        print(", ".join(f"{name}: {what}" for name, what in facts(root).items()))
+        print(facts_line(root))
         cases = [*memory_cases(data), *file_cases(root, data)]
         found: dict[str, list[list[float]]] = {case.title: [] for case in cases}
         for number in range(args.rounds):

@@ -22,7 +22,7 @@ import torch
 import yaml
 
 import tierstate as ts
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import say
 from benchmarks.tables import table
 from tierstate.manifest.boxes import Box
@@ -179,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="tierstate-versions-", dir=args.path))
     try:
-        print(", ".join(f"{name}: {what}" for name, what in facts(root).items()), "", sep="\n")
+        print(facts_line(root), "", sep="\n")
         print(frozen(root, args.size, args.frozen, args.saves), "", sep="\n")
         print(table("what | took | aimed at", [*manifest(root, args.chunks), *long_runs(root)]))
     finally:

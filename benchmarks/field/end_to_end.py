@@ -24,11 +24,11 @@ import torch
 
 from benchmarks.competitor import Competitor, Pending
 from benchmarks.field import find
-from benchmarks.field.mlperf import available
 from benchmarks.files import sync_tree
 from benchmarks.gauge import settle
-from benchmarks.machine import facts, touch_memory
-from benchmarks.rounds import say
+from benchmarks.machine import facts_line, touch_memory
+from benchmarks.results import Results
+from benchmarks.rounds import say, takers
 from benchmarks.state import State
 from benchmarks.tables import table
 from benchmarks.training import Trainer
@@ -177,10 +177,10 @@ def main() -> None:
         print(json.dumps(train(args.peer, args.sizes[0], args.every[0], args.steps, Path(args.path))))
         return
     say(f"memory touched once, in {touch_memory():.0f} s")
-    peers = ["none", *available([peer for peer in args.peers if peer != "none"])]
+    peers = ["none", *takers([peer for peer in args.peers if peer != "none"], Results(options={}))]
     found = run(args.sizes, args.steps, args.every, peers, args.path)
     place = Path(args.path or tempfile.gettempdir())
-    print(", ".join(f"{name}: {what}" for name, what in facts(place).items()), "", found, sep="\n")
+    print(facts_line(place), "", found, sep="\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.files import make_cold
-from benchmarks.machine import facts, touch_memory
+from benchmarks.machine import facts_line, touch_memory
 from benchmarks.rounds import say
 from benchmarks.tables import table
 from tierstate.manifest.chunk import Buffer
@@ -53,6 +53,11 @@ WAYS = ("buffered", "threads", "uring")
 BLOCKS = ("1MiB", "4MiB", "16MiB", "64MiB")
 
 
+def paged(nbytes: int) -> int:
+    """So many bytes in whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
 class Case(NamedTuple):
     """One way of writing and reading."""
 
@@ -65,7 +70,7 @@ class Source:
     """Memory that the tensors are written from and read into, in huge pages, as an arena has it."""
 
     def __init__(self, nbytes: int) -> None:
-        self._pages = map_pages(-(-nbytes // PAGE) * PAGE)
+        self._pages = map_pages(paged(nbytes))
         fault_in(self._pages)
         self._pages.random_()
 
@@ -77,12 +82,12 @@ class Source:
 def objects(sizes: list[int], packing: str) -> Iterator[tuple[str, int, int]]:
     """Key, place in memory and bytes of each object."""
     if packing == "one pack":
-        yield "pack", 0, sum(-(-size // PAGE) * PAGE for size in sizes)
+        yield "pack", 0, sum(paged(size) for size in sizes)
         return
     at = 0
     for number, size in enumerate(sizes):
         yield f"tensor-{number}", at, size
-        at += -(-size // PAGE) * PAGE
+        at += paged(size)
 
 
 def write(tier: Tier, source: Source, sizes: list[int], case: Case) -> None:
@@ -132,7 +137,7 @@ def run(models: list[str], ways: list[str], blocks: list[int], rounds: int, root
     for name in models:
         sizes = MODELS[name].tensors()
         nbytes = sum(sizes)
-        memory = Source(sum(-(-size // PAGE) * PAGE for size in sizes))
+        memory = Source(sum(paged(size) for size in sizes))
         cases = [Case(*parts) for parts in product(PACKINGS, ways, blocks)]
         found: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
         for _ in range(rounds):
@@ -162,7 +167,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="tierstate-layouts-", dir=args.path))
     try:
         say(f"memory touched once, in {touch_memory():.0f} s")
-        print(", ".join(f"{name}: {what}" for name, what in facts(root).items()), f"layers: 1/{SCALE}", sep="\n")
+        print(facts_line(root), f"layers: 1/{SCALE}", sep="\n")
         for part in run(args.models, args.io, args.blocks, args.rounds, root):
             print("", part, sep="\n", flush=True)
     finally:

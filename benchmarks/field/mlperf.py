@@ -26,12 +26,13 @@ import torch.distributed as dist
 
 import tierstate as ts
 from benchmarks.competitor import Competitor, Pending
-from benchmarks.field import Missing, find
+from benchmarks.field import find
 from benchmarks.field.ours import Eager
 from benchmarks.field.shapes import LLAMAS, SCALE, Shard
 from benchmarks.files import make_cold, sync_tree
-from benchmarks.machine import facts, touch_memory
-from benchmarks.rounds import say
+from benchmarks.machine import facts_line, touch_memory
+from benchmarks.results import Results
+from benchmarks.rounds import say, takers
 from benchmarks.state import fingerprint, tensors
 from benchmarks.tables import table
 
@@ -190,19 +191,6 @@ def run(models: list[str], ranks: list[int], peers: list[str], times: int, path:
     return table(HEAD, rows)
 
 
-def available(peers: list[str]) -> list[str]:
-    """Those that can run here; who cannot is named."""
-    left = []
-    for peer in peers:
-        try:
-            if peer != "tierstate":
-                find(peer)
-            left.append(peer)
-        except Missing as error:
-            say(f"LEFT OUT: {error}")
-    return left
-
-
 def main() -> None:
     """Measure, and print a table; or be one rank."""
 
@@ -225,9 +213,10 @@ def main() -> None:
         print(json.dumps(work(args)))
         return
     say(f"memory touched once, in {touch_memory():.0f} s")
-    found = run(args.models, args.ranks, available(args.peers), args.times, args.path)
+    peers = ["tierstate", *takers([peer for peer in args.peers if peer != "tierstate"], Results(options={}))]
+    found = run(args.models, args.ranks, peers, args.times, args.path)
     place = Path(args.path or tempfile.gettempdir())
-    print(", ".join(f"{name}: {what}" for name, what in facts(place).items()), f"scale: 1/{SCALE}", "", found, sep="\n")
+    print(facts_line(place), f"scale: 1/{SCALE}", "", found, sep="\n")
 
 
 if __name__ == "__main__":

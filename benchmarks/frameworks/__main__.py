@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.files import make_cold
 from benchmarks.frameworks.jobs import JOBS, quiet
-from benchmarks.machine import facts
+from benchmarks.machine import facts_line
 from benchmarks.rounds import HOUSE, say
 from benchmarks.tables import table
 from tierstate.tiers.units import parse_size
@@ -89,7 +89,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="tierstate-frameworks-", dir=args.path))
     found: dict[str, dict[str, list[dict[str, float]]]] = {name: {who: [] for who in WHO} for name in args.only}
     try:
-        print(", ".join(f"{name}: {what}" for name, what in facts(root).items()), "", sep="\n")
+        print(facts_line(root), "", sep="\n")
         for number in range(args.rounds):
             for name in args.only:
                 for who in WHO if number % 2 else WHO[::-1]:
