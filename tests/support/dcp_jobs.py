@@ -540,3 +540,18 @@ def killed(policy: str) -> None:
             ).result()
             print("durable", step, flush=True)
         stager.close()
+
+
+def wait_to_be_killed(policy: str, steps: str) -> None:
+    """Save so many steps, and say so when the last one is in the durable tier; slower tiers may lack it yet."""
+    with job():
+        model, optimizer = fsdp(1)
+        for step in range(1, int(steps) + 1):
+            state = state_of(model, optimizer, step)
+            dcp.save(state, checkpoint_id=step, storage_writer=TierWriter(policy, "run"))
+        if dist.get_rank() == 0:
+            torch.save(full(state), Path(policy).parent / "whole.pt")
+        else:
+            full(state)
+        print("durable", flush=True)
+        threading.Event().wait(100)

@@ -6,6 +6,7 @@ A save is captured once the agent has all of it: from then on it reaches its tie
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -29,6 +30,7 @@ from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, TierstateError, TierUnavailable
 from tierstate.manifest.format.version import Head, Version
+from tierstate.manifest.sharded.state_order import StateOrder
 from tierstate.tiers.policy.policy import wrap_policy_tier
 from tierstate.tiers.wrappers.measure import OperationStats
 
@@ -55,6 +57,7 @@ class HandingPipeline(SavePipeline):
         self._memory: TierRun | None = None
         self._structure: Version | None = None
         self._sent_structure: Version | None = None
+        self._sent_order: StateOrder | None = None
         self._plan: CapturePlan | None = None
         self._stopped = False
         self._holding: AgentLink | None = None
@@ -100,7 +103,7 @@ class HandingPipeline(SavePipeline):
         tier.name = reader.name = MEMORY
         with self._changing:
             self._end_here()
-            self._sent_structure = None
+            self._sent_structure = self._sent_order = None
             self._memory = TierRun(tier, self._run_name)
             self._link = link
         link.start()
@@ -188,11 +191,18 @@ class HandingPipeline(SavePipeline):
 
     def _send_begin(self, link: AgentLink, save_state: SaveState, plan: CapturePlan, stages: Stages) -> None:
         head: dict[str, Any] = {"kind": "begin", "head": save_state.head.encode(), "tiers": list(save_state.tiers)}
+        head["required"] = list(self.required)
         structure, blobs = self._structure_of(save_state.head, plan), []
         if structure is not self._sent_structure:
             head["structure"] = True
             blobs.append(structure.data)
             self._sent_structure = structure
+        if plan.order is not None:
+            head["order"] = "again"
+            if plan.order != self._sent_order:
+                head["order"] = "new"
+                blobs.append(json.dumps(plan.order).encode())
+                self._sent_order = plan.order
         if any(tier.format != "native" for tier in self._policy.tiers):
             head["stages"] = True
             blobs.append(np.ascontiguousarray(stages(), "i8").tobytes())

@@ -6,6 +6,7 @@ when all of that is done.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -31,6 +32,7 @@ from tierstate.manifest.errors import CaptureError, FormatError, TierstateError
 from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import check_run
+from tierstate.manifest.sharded.state_order import StateOrder
 from tierstate.telemetry.event_log import EventLog
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.models import KeepKeys
@@ -111,6 +113,7 @@ class TrainerSession:
         self.place: tuple[object, ...] | None = None
         self._saves: dict[int, IncomingSave] = {}
         self._structure: Version | None = None
+        self._order: StateOrder = ()
         self._outbox: SimpleQueue[tuple[Mapping[str, Any], tuple[bytes, ...]] | None] = SimpleQueue()
         slab_size = int(hello.head["slab_size"])
         if slab_size != agent.memory.slabs.slab_size or len(hello.descriptors) != 1:
@@ -328,18 +331,23 @@ class TrainerSession:
         self._tell({"kind": "pong"})
 
     def _on_begin(self, message: Message) -> None:
-        head = Head.decode(message.head["head"])
+        head, blobs = Head.decode(message.head["head"]), iter(message.blobs)
         if message.head.get("structure"):
-            self._structure = Version.decode(memoryview(message.blobs[0]))
+            self._structure = Version.decode(memoryview(next(blobs)))
         if self._structure is None:
             raise FormatError("a save without leaves")
+        if message.head.get("order") == "new":
+            self._order = tuple(map(str, json.loads(next(blobs))))
+        if message.head.get("order") and self._member is not None:
+            self._member.sort(head.seq, self._order)
+        self._pipeline.required = [str(name) for name in message.head["required"]]
         structure = self._structure.again(head, self._structure.digests)
         names, total = [str(name) for name in message.head["tiers"]], structure.nbytes
         if self._has_room(total):
             names.insert(0, MEMORY)
         else:
             self._tier_runs[MEMORY].withdraw(head.seq, f"{MEMORY}: there is no room for this version", left_out=True)
-        stages = np.frombuffer(message.blobs[-1], "i8") if message.head.get("stages") else None
+        stages = np.frombuffer(next(blobs), "i8") if message.head.get("stages") else None
         self._saves = {n: save for n, save in self._saves.items() if save.hold or not save.save_state.settled()}
         save = self._saves[head.seq] = self._pipeline.receive(head, structure, stages, names, total)
         save.hold = MEMORY in names

@@ -20,11 +20,10 @@ from tierstate.engine.ranks.team import Team
 from tierstate.engine.save.plan import checked_step
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError
+from tierstate.manifest.errors import RankFailed, TierstateError
 from tierstate.manifest.history.tags import TaggedVersion, TagTarget
 from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.memory.arena import Arena
-from tierstate.tiers.policy.models import AgentKeys
 from tierstate.tiers.policy.policy import Policy
 
 from .write import PlanMaker
@@ -50,13 +49,11 @@ class DcpEngine:
 
     def __init__(self, policy: Policy, run: str, group: Any = None, restored: str = "") -> None:
         self.policy, self.run, self.group = policy, run, group
-        self.checkpointer = Checkpointer(_for_ranks(policy, size_of(group)), run, group, preemption=False)
+        self.checkpointer = Checkpointer(policy, run, group, preemption=False)
         self.saves, self.restored = False, restored
         together, self._pipeline = self.checkpointer._together, self.checkpointer._pipeline
         self._pipeline.required = (policy.durable,)
         self._plans = PlanMaker(may_pickle(policy), None if together is None else together.team)
-        if together is not None:
-            together.arrange(self._plans.arrange)
         self.team = None if together is None else together.team
         self.told: list[str] = []
         self._turn = threading.Lock()
@@ -268,20 +265,6 @@ def _on_one_host() -> bool:
 
 def _lasts(tier_run: TierRun) -> bool:
     return tier_run.tier.traits.persistent
-
-
-def _for_ranks(policy: Policy, size: int) -> Policy:
-    """The policy as ``size`` ranks use it.
-
-    Raises:
-        PolicyError: an agent is required, and several ranks save together by DCP, whose metadata no agent can make.
-    """
-    if size == 1 or policy.agent.mode == "off":
-        return policy
-    if policy.agent.mode == "required":
-        raise PolicyError("agent: mode: several ranks that save by DCP have no agent; write 'auto' or 'off'")
-    log.info("agent: several ranks that save by DCP have none: each rank publishes its part itself")
-    return policy.model_copy(update={"agent": AgentKeys()})
 
 
 def size_of(group: Any) -> int:

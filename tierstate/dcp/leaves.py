@@ -1,7 +1,6 @@
 """Maps a DCP save plan to leaves and shards: keys become paths, objects that DCP would pickle become plain values.
 
-DCP splits lists, such as an optimizer's groups, into items; `list_leaves` joins them again. `in_state_order` sorts the
-leaves of a version that was merged from many ranks into the order of the state.
+DCP splits lists, such as an optimizer's groups, into items; `list_leaves` joins them again.
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from tierstate.engine.save.plan import HOST, CapturePlan, CaptureSource
-from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf, Path, Spec, encode_path, format_path
-from tierstate.manifest.format.version import Shards, Version
-from tierstate.manifest.sharded.merge import MergeResult
+from tierstate.manifest.sharded.state_order import StateOrder, new_numbers, ordered_leaves
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.registry import REGISTRY
 from tierstate.providers.tensors.devices import copies_beside, wait_for
@@ -34,14 +30,6 @@ from .staging import StagingFailed
 
 ListValues = Mapping[Path, Any]
 """*List values*: plain values at paths through a list, by path."""
-
-
-_GAP = -1
-"""Index of a leaf that was added to fill a list."""
-
-
-_PARTS = {"dict", "odict", "list", "tensor"}
-"""DCP splits a list into items if it has an item of one of these kinds."""
 
 
 PickleAllowed = Callable[[Path], bool]
@@ -149,100 +137,6 @@ def _is_parted(item: Any) -> bool:
     return isinstance(item, list) and any(isinstance(one, dict) or _is_parted(one) for one in item)
 
 
-def in_state_order(merged: MergeResult, reference: Sequence[Path]) -> MergeResult:
-    """A merged version with its leaves in the order of the state: a container before its contents, list items by index.
-
-    Args:
-        merged: the version, merged from the parts of the ranks, each with some of the leaves.
-        reference: paths in the state's order; leaves of other paths come last.
-
-    Returns:
-        The version, and for each part its rows in it.
-    """
-    version = merged.version
-    leaves, old = _in_order(version.leaves, version.leaf_index, reference)
-    leaf = _numbers(old, len(version.leaves))[version.shard_leaf.astype("i8")]
-    order = np.argsort(leaf, kind="stable")
-    ends = version.chunk_end.astype("i8")
-    counts = np.diff(ends, prepend=0)
-    # The first row of each shard's chunks in the new order; `ends - counts` is that in the old order.
-    starts = np.zeros(len(order), "i8")
-    starts[order] = np.cumsum(counts[order]) - counts[order]
-    moved = np.arange(len(version.digests)) + np.repeat(starts - (ends - counts), counts)
-    digests = np.empty_like(version.digests)
-    digests[moved] = version.digests
-    shards = Shards(leaf[order].astype("<u4"), version.shard_rank[order], version.boxes[order])
-    rows = tuple(np.where(there < 0, -1, moved[there]) if len(there) else there for there in merged.rows)
-    statistics = version.statistics and version.statistics.rows(np.argsort(moved))
-    return MergeResult(Version.build(version.head, leaves, shards, digests, statistics), rows)
-
-
-def _numbers(old: Array, count: int) -> Array:
-    """``(count,)``: by old index of a leaf the new one."""
-    found = np.full(count, -1)
-    there = old != _GAP
-    found[old[there]] = np.flatnonzero(there)
-    return found
-
-
-def _in_order(leaves: Sequence[Leaf], index: Mapping[str, int], reference: Sequence[Path]) -> tuple[list[Leaf], Array]:
-    """The leaves in the order of the state, and the old index of each; `_GAP` for those that were added to fill a list.
-
-    Args:
-        index: the index of each leaf, by its encoded path.
-        reference: paths in the state's order.
-    """
-    children = _children(leaves, index, _places(reference))
-    found: list[tuple[Leaf, int]] = []
-    root = index[encode_path(())]
-    stack = [(leaves[root], root)]
-    while stack:
-        leaf, at = stack.pop()
-        found.append((leaf, at))
-        if at != _GAP:
-            stack += reversed(list(_filled(leaves, leaf, children.get(at, []))))
-    return [leaf for leaf, _ in found], np.array([at for _, at in found], "i8")
-
-
-def _places(reference: Sequence[Path]) -> dict[str, int]:
-    """The position of each path, and of each container of one, in the order in which they first appear."""
-    place: dict[str, int] = {}
-    for path in reference:
-        for depth in range(1, len(path) + 1):
-            place.setdefault(encode_path(path[:depth]), len(place))
-    return place
-
-
-def _children(leaves: Sequence[Leaf], index: Mapping[str, int], place: Mapping[str, int]) -> dict[int, list[int]]:
-    """By index of a container, the indexes of its children, in order."""
-    children: dict[int, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.path:
-            children.setdefault(index[encode_path(leaf.path[:-1])], []).append(i)
-    texts = list(index)
-    for parent, found in children.items():
-        if leaves[parent].spec.kind in ("list", "tuple"):
-            found.sort(key=lambda i: leaves[i].path[-1])
-        else:
-            found.sort(key=lambda i: (place.get(texts[i], len(place)), i))
-    return children
-
-
-def _filled(leaves: Sequence[Leaf], parent: Leaf, found: Sequence[int]) -> Iterator[tuple[Leaf, int]]:
-    """A container's children, with an empty dict for each missing item of a list: DCP has no key for empty dicts."""
-    at, cause = 0, parent.spec.kind != "list"
-    for i in found:
-        key: Any = leaves[i].path[-1]
-        while parent.spec.kind == "list" and at < key:
-            yield Leaf((*parent.path, at), Spec("dict")), _GAP
-            at, cause = at + 1, True
-        yield leaves[i], i
-        at, cause = at + 1, cause or leaves[i].spec.kind in _PARTS
-    if found and not cause:
-        # DCP would not have split a list of plain values only: it must have had an empty dict at its end.
-        yield Leaf((*parent.path, at), Spec("dict")), _GAP
-
-
 class LeafTables:
     """Makes the capture plans of a run. Leaves that are as in the plan before are the same objects, so that a version
     with the same leaves is described without encoding them again."""
@@ -250,12 +144,12 @@ class LeafTables:
     def __init__(self) -> None:
         self._last: dict[str, Leaf] = {}
 
-    def plan(self, found: Iterable[RankLeaf], reference: Sequence[Path] | None = None) -> CapturePlan:
+    def plan(self, found: Iterable[RankLeaf], order: StateOrder | None = None) -> CapturePlan:
         """The plan that captures these leaves.
 
         Args:
             found: the leaves; containers may come more than once, and a leaf with several shards once for each.
-            reference: paths in the order of the state; None: leaves stay in the given order.
+            order: of the leaves of the state; None: leaves stay in the given order.
 
         Raises:
             CaptureError: the same path is given as different leaves.
@@ -270,9 +164,9 @@ class LeafTables:
             elif leaves[at].spec != one.leaf.spec:
                 raise CaptureError(f"{one.leaf.name} is there as {leaves[at].spec} and as {one.leaf.spec}")
             parts.append((at, one))
-        if reference is not None:
-            leaves, old = _in_order(leaves, index, reference)
-            moved = _numbers(old, len(index)).tolist()
+        if order is not None:
+            leaves, old = ordered_leaves(leaves, index, order)
+            moved = new_numbers(old, len(index)).tolist()
             parts = [(moved[at], one) for at, one in parts]
         devices: set[int] = set()
         sources = [_source(at, one, devices) for at, one in parts if one.provider is not None]

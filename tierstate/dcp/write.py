@@ -6,7 +6,8 @@ ranks that save together send their list values to the coordinator, as messages 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -15,14 +16,10 @@ from tierstate.engine.ranks.team import Team
 from tierstate.engine.save.plan import CapturePlan
 from tierstate.manifest.errors import RankFailed, format_ranks
 from tierstate.manifest.format.leaf import Path
-from tierstate.manifest.sharded.merge import MergeResult
+from tierstate.manifest.sharded.state_order import state_order
 from tierstate.providers.values.encoding import decode_value, encode_value
 
-from .leaves import LeafTables, PickleAllowed, RankValues, in_state_order, list_leaves, paths_of, values_of
-
-ORDERS_KEPT = 16
-"""Saves whose state's order is kept until their parts are merged. A save that fails is never merged."""
-
+from .leaves import LeafTables, PickleAllowed, RankValues, list_leaves, paths_of, values_of
 
 FAILED = b""
 """The message of a rank that cannot give its values."""
@@ -43,7 +40,6 @@ class PlanMaker:
     def __init__(self, allowed: PickleAllowed, team: Team | None) -> None:
         self._allowed, self._team = allowed, team
         self._tables = LeafTables()
-        self._orders: dict[int, Sequence[Path]] = {}
         self._posted: list[str] = []
 
     def plan(self, seq: int, plan: SavePlan, planner: SavePlanner) -> CapturePlan:
@@ -59,22 +55,16 @@ class PlanMaker:
             PeerFailed: another rank cannot save one of its values.
             RankFailed: another rank did not answer.
         """
-        reference = paths_of(plan.planner_data, list(plan.planner_data or [item.index.fqn for item in plan.items]))
+        keys = list(plan.planner_data or [item.index.fqn for item in plan.items])
+        order = state_order(paths_of(plan.planner_data, keys))
         if self._team is None:
             mine = values_of(plan, planner, self._allowed)
-            return self._tables.plan([*mine.leaves, *list_leaves(mine.listed, mine.split)], reference)
+            return self._tables.plan([*mine.leaves, *list_leaves(mine.listed, mine.split)], order)
         if not self._team.coordinator:
             return self._tables.plan(self._sent(self._team, seq, plan, planner).leaves)
         mine = values_of(plan, planner, self._allowed)
         listed, split = self._received(self._team, seq, mine)
-        self._orders[seq] = reference
-        for old in sorted(self._orders)[:-ORDERS_KEPT]:
-            del self._orders[old]
-        return self._tables.plan([*mine.leaves, *list_leaves(listed, split)])
-
-    def arrange(self, seq: int, merged: MergeResult) -> MergeResult:
-        """A merged version with its leaves in the order of the state. Called on the coordinator."""
-        return in_state_order(merged, self._orders.pop(seq, ()))
+        return replace(self._tables.plan([*mine.leaves, *list_leaves(listed, split)]), order=order)
 
     def _sent(self, team: Team, seq: int, plan: SavePlan, planner: SavePlanner) -> RankValues:
         """What this rank saves, once its list values are sent to the coordinator."""

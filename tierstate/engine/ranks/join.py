@@ -14,7 +14,7 @@ from tierstate.engine.save.plan import checked_step
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import RankFailed
 from tierstate.manifest.history.retention import RetentionPolicy
-from tierstate.manifest.sharded.merge import MergeResult
+from tierstate.manifest.sharded.state_order import StateOrder
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
@@ -97,9 +97,9 @@ class TeamMember:
         self._pipeline = pipeline
         return pipeline, sharing
 
-    def arrange(self, how: Callable[[int, MergeResult], MergeResult]) -> None:
-        """Set what is done with the merged parts of a version before it is committed; see `MergedVersions.arrange`."""
-        self._merged.arrange = how
+    def sort(self, seq: int, order: StateOrder) -> None:
+        """Say in which order the leaves of a version are, that is to be merged; see `MergedVersions.sort`."""
+        self._merged.sort(seq, order)
 
     @contextmanager
     def taking_part(self, seq: int, step: Any, *, planned: bool = False) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierstate.manifest.arrays import Array
@@ -17,8 +17,9 @@ from tierstate.manifest.errors import CommitUnknown, FormatError, RankFailed, Ti
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
-from tierstate.manifest.sharded.merge import MergeResult, join_layouts, merge_parts, rows_in_merged
+from tierstate.manifest.sharded.merge import join_layouts, merge_parts, rows_in_merged
 from tierstate.manifest.sharded.part import PartReader
+from tierstate.manifest.sharded.state_order import StateOrder, in_state_order
 
 from .messages import CommitKeys, CommitMessages, Vote, decode_message, encode_error, encode_message
 from .team import Stop, Team
@@ -31,6 +32,10 @@ IDS_KEPT = 1024
 """Version ids that are kept in memory, since the next version names one as its parent."""
 
 
+ORDERS_KEPT = 64
+"""Versions of which the order of the leaves is kept. One whose save has failed is never merged."""
+
+
 log = logging.getLogger("tierstate")
 
 
@@ -39,19 +44,14 @@ class MergedVersions:
 
     Args:
         kept: how many whole versions are kept in memory.
-
-    Attributes:
-        arrange: called with a version's number and the merged parts; returns the version as it is committed. None:
-            as it was merged.
     """
-
-    arrange: Callable[[int, MergeResult], MergeResult] | None = None
 
     def __init__(self, kept: int = VERSIONS_KEPT) -> None:
         self._kept = kept
         self._lock = threading.Lock()
         self._versions: dict[int, Version] = {}
         self._ids: dict[int, str] = {}
+        self._orders: dict[int, StateOrder] = {}
         self._origin = ""
 
     def continue_from(self, version: str) -> None:
@@ -59,6 +59,14 @@ class MergedVersions:
         with self._lock:
             self._origin = version
             self._ids.clear()
+
+    def sort(self, seq: int, order: StateOrder) -> None:
+        """Say in which order the leaves of a version are, that is to be merged; by default as its parts have them."""
+        with self._lock:
+            last = next(reversed(self._orders.values()), None)
+            self._orders[seq] = last if last == order else order  # mostly it is the same, and it may be long
+            for old in list(self._orders)[:-ORDERS_KEPT]:
+                del self._orders[old]
 
     def learn(self, version: Version) -> None:
         """Keep a whole version, such as one that is copied from another tier, so that it is not merged again."""
@@ -83,7 +91,8 @@ class MergedVersions:
             version = self._versions.get(seq)
             if version is None:
                 merged = merge_parts(parts, parent=self._parent(seq))
-                merged = merged if self.arrange is None else self.arrange(seq, merged)
+                order = self._orders.get(seq)
+                merged = merged if order is None else in_state_order(merged, order)
                 self._note(merged.version)
                 return merged.version, merged.rows
             self._note(version)

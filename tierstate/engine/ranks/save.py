@@ -380,6 +380,8 @@ class SharedPipeline(SavePipeline):
 
     def submit(self, plan: CapturePlan, head: Head) -> SaveState:
         """As `SavePipeline.submit`. If it fails or skips the save, this rank votes no, so that no rank waits for it."""
+        if plan.order is not None:
+            self._merged.sort(head.seq, plan.order)
         try:
             save_state = super().submit(plan, head_for(self._team, head))
         except BaseException as error:

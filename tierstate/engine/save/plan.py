@@ -28,6 +28,7 @@ from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, ShardRow
 from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
 from tierstate.manifest.sharded.ownership import ONE_OWNER
+from tierstate.manifest.sharded.state_order import StateOrder
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.sharded.shards import ShardsProvider
 from tierstate.providers.tensors.devices import CPU, copies_beside, wait_for
@@ -100,6 +101,7 @@ class CapturePlan:
         keep: references that keep the memory alive.
         fences: points on device streams to wait for before reading.
         read_set: proves that the guarded sources are captured as they were at the call; None if there are none.
+        order: the order of all ranks' leaves in the state, where they have no common one and this rank knows it.
     """
 
     leaves: tuple[Leaf, ...]
@@ -113,6 +115,7 @@ class CapturePlan:
     keep: Any = None
     fences: tuple[Fence, ...] = ()
     read_set: ReadSet | None = None
+    order: StateOrder | None = None
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf], sources: Sequence[CaptureSource], fences: Sequence[Fence] = ()) -> CapturePlan:
