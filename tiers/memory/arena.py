@@ -290,8 +290,9 @@ class Slab:
 class Arena:
     """Slabs of one size under one budget; if it is full, the next caller waits. It never grows.
 
-    Slabs that a memory tier keeps (`keep`) leave the budget and count against that tier's capacity instead.
-    Memory is mapped when first needed, and kept for the next save until the arena is closed.
+    Slabs that a memory tier keeps (`keep`) leave the budget and count against that tier's capacity instead. Memory is
+    mapped when first needed, and stays for the next save until the arena is closed, also that of versions that a memory
+    tier has dropped.
 
     Args:
         size: bytes that may be in flight at once.
@@ -489,12 +490,21 @@ class Arena:
             else:
                 self.in_flight -= 1
             slab.ready = True
-            wanted = not self.closed and self.in_flight + len(self._free) < self.slots
-            if wanted:
-                self._free.append(slab)
+            self._free.append(slab)
+            room = 0 if self.closed else max(0, self._ready_at_most() - self.in_flight)
+            surplus, self._free = self._free[room:], self._free[:room]
             self.changed.notify_all()
-        if not wanted:
+        for slab in surplus:
             slab.discard()
+
+    def _ready_at_most(self) -> int:
+        """The slabs that are in flight or free at most.
+
+        A memory tier drops an old version for each new one: the new one gets the old one's memory, as touching new
+        memory costs more than the copy. So beyond the budget as much is free as is kept at most, and no more in all
+        than there was at some time.
+        """
+        return max(self.slots, min(self.kept, self.peak - self.kept))
 
     def _forget(self, slab: Slab) -> None:
         with self.lock:

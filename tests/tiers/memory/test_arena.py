@@ -102,6 +102,12 @@ class ArenaMachine(RuleBasedStateMachine):
         for nbytes in (0, 1, PAGE, 3 * PAGE, 99 * PAGE):
             assert self.arena.lacks(nbytes) == (room * PAGE < min(nbytes, (SLOTS - RESERVED_SLABS) * PAGE))
 
+    @invariant()
+    def no_more_memory_is_held_than_there_must_be(self) -> None:
+        ready = self.flying + len(self.arena._free)
+        assert ready <= max(SLOTS, len(self.kept))
+        assert ready + len(self.kept) <= max(self.peak, SLOTS + len(self.kept))
+
     def teardown(self) -> None:
         """Closed in whatever state it is in; what is on loan comes back later, and all counts come to rest."""
         self.arena.close()

@@ -19,7 +19,7 @@ import torch
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.memory import arena as arena_module
 from tierstate.tiers.memory import arena as arena_room
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import PAGE, Arena, Slab
 from tierstate.tiers.memory.host import Host
 
 MIB = 1 << 20
@@ -116,6 +116,37 @@ def test_a_kept_slab_is_given_back_when_its_tier_lets_go(shared: bool) -> None:
     del writer
     assert before - resident() > 4 * BIG
     assert (arena.in_flight, arena.kept, arena.peak) == (0, 0, 6)
+
+
+@pytest.mark.slow
+def test_a_new_version_gets_the_memory_of_the_old_one_that_a_tier_drops(shared: bool) -> None:
+    arena = Arena(4 * BIG, BIG)
+
+    def version(value: int) -> list[Slab]:
+        slabs = []
+        for _ in range(8):
+            slabs.append(arena.acquire())
+            arena.keep(slabs[-1].buffer)
+        was = {int(slab.buffer[0]) for slab in slabs}
+        assert len(was) == 1 or value < 4, was
+        for slab in slabs:
+            slab.buffer.fill_(value)
+        held.append(was.pop())
+        return slabs
+
+    held: list[int] = []
+    versions = [version(1), version(2), version(3)]
+    for value in (4, 5, 6):
+        for slab in versions.pop(0):
+            slab.release()
+        before = resident()
+        versions.append(version(value))
+        assert resident() - before < BIG
+    assert held == [0, 0, 0, 1, 2, 3]
+    for slab in [slab for one in versions for slab in one]:
+        slab.release()
+    assert len(arena._free) == 4, "and when all is dropped, no more than the budget"
+    arena.close()
 
 
 @pytest.mark.slow
