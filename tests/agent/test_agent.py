@@ -67,6 +67,17 @@ def test_saves_reach_every_tier_and_come_back_from_memory(place: Path) -> None:
         assert all(same(load(place, tier, step), state_of(step)) for step in (1, 2, 3))
 
 
+def test_memory_that_is_short_of_one_more_version_keeps_the_newest_of_those_before(place: Path) -> None:
+    with ts.Checkpointer(policy(place, agent="mode: required, idle: 60s, memory: 6MiB"), "run") as ckpt:
+        for step in (1, 2, 3, 4):
+            ckpt.save({"w": state_of(step, 2.0)["w"]}, step=step).wait("slow")
+            memory = pipeline(ckpt).memory
+            assert memory is not None
+            memory.look_again()
+            assert len(memory.log.seqs()) == min(step, 2)
+        assert torch.equal(ckpt.load()["w"], state_of(4, 2.0)["w"])
+
+
 def test_what_has_not_changed_is_neither_copied_nor_written_again(place: Path) -> None:
     state = state_of(1)
     with ts.Checkpointer(policy(place), "run") as ckpt:

@@ -353,11 +353,16 @@ class TrainerSession:
         save.hold = MEMORY in names
 
     def _has_room(self, nbytes: int) -> bool:
-        """Make room in memory for a save, if need be by dropping the run's versions that are there."""
+        """Make room in memory for a save, if need be by dropping the run's versions that are there: the newest last."""
         memory, queue = self._agent.memory, self._pipeline.queues.get(MEMORY)
         if memory.make_room(nbytes):
             return True
-        if nbytes > memory.capacity or queue is None or queue.outstanding() or self._member is not None:
+        if nbytes > memory.capacity or queue is None or queue.outstanding():
+            return False
+        queue.retire(room_for_one=True)
+        if memory.make_room(nbytes):
+            return True
+        if self._member is not None:
             return False
         drop_run(memory.tier, self.run)
         self._tier_runs[MEMORY].look_again()
