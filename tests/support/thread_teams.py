@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tierstate.engine.ranks.commit import GroupCommit
 from tierstate.engine.ranks.heartbeat import Timeouts
 from tierstate.engine.ranks.leader import MergedVersions
+from tierstate.engine.ranks.relay import VersionRelay
 from tierstate.engine.ranks.team import Team
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
@@ -23,6 +24,7 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, ShardRow, Version
 from tierstate.manifest.history.log import Log, commit_id
 from tierstate.tiers.base import Range, Tier, Traits
+from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.memory.host import Memory
 
 QUICK = Timeouts(timeout=20.0, silence=0.5)
@@ -96,13 +98,15 @@ def together(
         timeouts: by default such as are met on a busy machine, unless ranks are cut.
         cut: for some ranks, after how many calls the store answers them no more.
     """
+    secret = JobSecret.random()
     kept = timeouts or (QUICK if cut else CALM)
     shared = store if store is not None else dist.HashStore()
     mortals = {rank: Mortal(shared, left) for rank, left in (cut or {}).items()}
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        team = Team(mortals.get(rank, shared), rank, size, hosts or [0] * size, timeouts=kept)
+        hosts_of = hosts or [0] * size
+        team = Team(mortals.get(rank, shared), rank, size, hosts_of, timeouts=kept, secret=secret)
         try:
             found[rank] = function(team)
         except BaseException as error:
@@ -127,20 +131,30 @@ class World:
     Args:
         shared: who sees the same.
         hosts: number of each rank's host.
+        relay: whether leaders may pass versions on.
     """
 
-    def __init__(self, shared: Shared, hosts: Sequence[int]) -> None:
+    def __init__(self, shared: Shared, hosts: Sequence[int], relay: bool = False) -> None:
         self.shared, self.hosts, self.size = shared, list(hosts), len(hosts)
         places = {"site": [0] * self.size, "host": self.hosts, "process": list(range(self.size))}[shared]
         self.tiers = {place: Seen(shared) for place in places}
         self.tier_of = [self.tiers[place] for place in places]
         self.leaders = sorted(places.index(place) for place in self.tiers)
         self.merged = [MergedVersions() for _ in hosts]
+        self.relay = relay
 
     def group_commit(self, team: Team) -> GroupCommit:
         """One rank's."""
-        tier = self.tier_of[team.rank]
-        return GroupCommit(team, "there", tier, Log(tier, "run"), self.merged[team.rank])
+        tier, merged = self.tier_of[team.rank], self.merged[team.rank]
+        if self.relay:
+            merged.relay = VersionRelay(team, merged.wait_for)
+        return GroupCommit(team, "there", tier, Log(tier, "run"), merged)
+
+    def close(self) -> None:
+        """End the threads that pass versions on."""
+        for merged in self.merged:
+            if merged.relay is not None:
+                merged.relay.close()
 
     def part(self, rank: int, seq: int) -> Record:
         """A rank's part, with its bytes in its tier."""

@@ -146,7 +146,7 @@ class TrainerSession:
         """Leave the team: once all others have, if this session has served; they may need what this one still says."""
         assert self._member is not None
         if self.alive:
-            self._member.team.close()
+            self._member.leave()
         else:
             self._member.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thread_teams import Shared, World, together
 
+from tierstate.engine.ranks import relay
 from tierstate.engine.ranks.commit import GroupCommit
 from tierstate.engine.ranks.leader import MergedVersions
 from tierstate.engine.ranks.messages import Vote, decode_error, decode_message, encode_error, encode_message
@@ -39,7 +40,18 @@ from tierstate.manifest.history.log import Log
 from tierstate.tiers.wrappers.breaker import Hung
 
 SHARED: list[Shared] = ["site", "host", "process"]
-WORLDS = st.builds(World, st.sampled_from(SHARED), st.lists(st.integers(0, 2), min_size=1, max_size=4))
+WORLDS = st.builds(
+    World, st.sampled_from(SHARED), st.lists(st.integers(0, 2), min_size=1, max_size=4), relay=st.booleans()
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _relays_among_few() -> Iterator[None]:
+    """Three leaders are enough for one to pass on to another what it gets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay, "FANOUT", 1)
+        patch.setattr(relay, "PATIENCE", 0.5)
+        yield
 
 
 def check(world: World, found: list[Any], seq: int) -> None:
@@ -68,6 +80,7 @@ def test_what_all_vote_for_is_committed_on_all(world: World, saves: int) -> None
         return [group_commit.commit(world.part(team.rank, seq)) for seq in range(1, saves + 1)]
 
     found = together(world.size, rank, hosts=world.hosts)
+    world.close()
     parent = ""
     for seq in range(1, saves + 1):
         check(world, [records[seq - 1] for records in found], seq)
@@ -108,6 +121,7 @@ def test_whoever_fails_fails_it_for_all(world: World, data: st.DataObject) -> No
         )
 
     found = together(world.size, rank, hosts=world.hosts)
+    world.close()
     check(world, found, 1)
     if set(plan) & {"no", "no part"}:
         failed = tuple(r for r, what in enumerate(plan) if what in ("no", "no part"))
@@ -371,6 +385,7 @@ def cut_off(world: World, data: st.DataObject) -> None:
         return world.group_commit(team).commit(world.part(team.rank, 1))
 
     found = together(world.size, rank, hosts=world.hosts, cut=cut)
+    world.close()
     assert all(isinstance(one, (Record, TierstateError)) for one in found), found
     definite = [one for r, one in enumerate(found) if not isinstance(one, CommitUnknown)]
     if any(isinstance(one, Record) for one in definite):

@@ -162,7 +162,7 @@ class GroupCommit:
         shared = self._tier.traits.shared
         if shared == "site" or not self._team.leads(shared):
             return None
-        return HostLeader(self._team, self._log, self._merged, self._team.ranks_sharing(shared), stop)
+        return HostLeader(self._team, self._log, self._merged, shared, stop)
 
     def _carry_out(self, decision: Mapping[str, Any], part: Record, leader: HostLeader | None) -> Record:
         reason = decision.get("error")

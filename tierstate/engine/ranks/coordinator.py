@@ -71,8 +71,11 @@ class Coordinator:
         self.unnamed = {r: packs for r, part in enumerate(parts) if (packs := unnamed_packs(part.layout, rows[r]))}
         if self._tier.traits.shared == "site":
             return self._create(version, range(len(parts)), parts, rows)
-        leaders = [rank for rank in self._team.leaders(self._tier.traits.shared) if rank]
+        every = self._team.leaders(self._tier.traits.shared)
+        leaders = [rank for rank in every if rank]
         if leaders:
+            if self._merged.relay is not None:
+                self._merged.relay.serve(every)
             messages.post(keys, keys.version, version.data)
             messages.post(keys, keys.version_id, encode_message({"id": version.id}))
         record = self._create(version, self._team.ranks_sharing(self._tier.traits.shared), parts, rows)

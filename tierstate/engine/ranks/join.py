@@ -22,6 +22,7 @@ from tierstate.tiers.policy.policy import Policy
 from .heartbeat import Timeouts
 from .leader import MergedVersions
 from .ownership import OwnershipPlanner
+from .relay import VersionRelay
 from .save import RankParts, SharedPipeline, SharedTierRun, compare_policies
 from .team import Team
 
@@ -72,6 +73,8 @@ class TeamMember:
     def __init__(self, team: Team, patience: float = CLOSE_TIMEOUT) -> None:
         self.team, self._patience = team, patience
         self._merged = MergedVersions()
+        if team.has_secret:
+            self._merged.relay = VersionRelay(team, self._merged.wait_for)
         self._sharing: OwnershipPlanner | None = None
         self._pipeline: SharedPipeline | None = None
 
@@ -136,4 +139,10 @@ class TeamMember:
         except RankFailed as error:
             log.debug("left before all others: %s", error)
         finally:
-            self.team.close()
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the team at once."""
+        if self._merged.relay is not None:
+            self._merged.relay.close()
+        self.team.close()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CommitUnknown, FormatError, RankFailed, TierError, TierstateError
@@ -22,6 +23,7 @@ from tierstate.manifest.sharded.part import PartReader
 from tierstate.manifest.sharded.state_order import StateOrder, in_state_order
 
 from .messages import CommitKeys, CommitMessages, Vote, decode_message, encode_error, encode_message
+from .relay import PATIENCE, VersionRelay
 from .team import Stop, Team
 
 VERSIONS_KEPT = 4
@@ -44,11 +46,15 @@ class MergedVersions:
 
     Args:
         kept: how many whole versions are kept in memory.
+
+    Attributes:
+        relay: by which the leaders of many hosts pass versions on; None: each gets them from rank 0.
     """
 
     def __init__(self, kept: int = VERSIONS_KEPT) -> None:
         self._kept = kept
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
+        self.relay: VersionRelay | None = None
         self._versions: dict[int, Version] = {}
         self._ids: dict[int, str] = {}
         self._orders: dict[int, StateOrder] = {}
@@ -77,6 +83,15 @@ class MergedVersions:
         """The whole version with a number; None if it is not kept any more."""
         with self._lock:
             return self._versions.get(seq)
+
+    def wait_for(self, seq: int, version: str, seconds: float) -> Version | None:
+        """The whole version with a number and an id; None if it does not come within so many seconds."""
+
+        def there() -> bool:
+            return (found := self._versions.get(seq)) is not None and found.id == version
+
+        with self._lock:
+            return self._versions[seq] if self._lock.wait_for(there, seconds) else None
 
     def merge(self, seq: int, parts: Sequence[Version]) -> tuple[Version, Sequence[Array]]:
         """Merge the parts of a version, one of each rank.
@@ -108,6 +123,7 @@ class MergedVersions:
         self._versions.pop(seq, None)
         self._versions[seq] = version
         self._ids[seq] = version.id
+        self._lock.notify_all()
         for old in list(self._versions)[: -self._kept]:
             del self._versions[old]
         for old in sorted(self._ids)[:-IDS_KEPT]:
@@ -122,10 +138,20 @@ class HostLeader:
         error: why none was created.
     """
 
-    def __init__(self, team: Team, records: Log, merged: MergedVersions, ranks: Sequence[int], stop: Stop) -> None:
-        self._team, self._log, self._merged, self._ranks, self._stop = team, records, merged, ranks, stop
+    def __init__(
+        self,
+        team: Team,
+        records: Log,
+        merged: MergedVersions,
+        shared: Literal["process", "host", "site"],
+        stop: Stop,
+    ) -> None:
+        self._team, self._log, self._merged, self._stop = team, records, merged, stop
+        self._ranks, self._leaders = team.ranks_sharing(shared), team.leaders(shared)
         self.record: Record | None = None
         self.error: BaseException | None = None
+        if merged.relay is not None:
+            merged.relay.serve(self._leaders)  # before this rank votes, so that others find it there
 
     def follow(self, part: Record, keys: CommitKeys, messages: CommitMessages) -> None:
         """Receive the merged version, create the record, and acknowledge.
@@ -174,11 +200,27 @@ class HostLeader:
         known = self._merged.known(keys.seq)
         if known is not None and known.id == head.get("id"):
             return known
-        version = Version.decode(memoryview(self._team.receive(0, keys.version, stop=self._stop)))
+        version = Version.decode(memoryview(self._received(keys, str(head.get("id")))))
         if version.id != head.get("id"):
             raise FormatError(f"rank 0 sent version {version.id} where it announced {head.get('id')!r:.40}")
         self._merged.learn(version)
         return version
+
+    def _received(self, keys: CommitKeys, version: str) -> bytes:
+        relay = self._merged.relay
+        asked = time.monotonic()
+
+        def stop() -> bool:
+            nonlocal asked
+            if self._stop():
+                return True
+            if time.monotonic() - asked < PATIENCE:  # all leaders ask the one store
+                return False
+            asked = time.monotonic()
+            return self._is_over(keys)
+
+        found = None if relay is None else relay.fetch(self._leaders, keys.seq, version, stop)
+        return self._team.receive(0, keys.version, stop=self._stop) if found is None else found
 
     def _record(self, version: Version, part: Record, keys: CommitKeys) -> Record:
         """The record of this host: the whole version, with the layouts of the parts of this host's ranks."""
