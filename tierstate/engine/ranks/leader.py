@@ -53,7 +53,9 @@ class MergedVersions:
 
     def __init__(self, kept: int = VERSIONS_KEPT) -> None:
         self._kept = kept
-        self._lock = threading.Condition(threading.Lock())
+        # Entered in C, as the lock of a `Condition` is not: an interrupt would leave that locked.
+        self._lock = threading.RLock()
+        self._noted = threading.Condition(self._lock)
         self.relay: VersionRelay | None = None
         self._versions: dict[int, Version] = {}
         self._ids: dict[int, str] = {}
@@ -91,7 +93,7 @@ class MergedVersions:
             return (found := self._versions.get(seq)) is not None and found.id == version
 
         with self._lock:
-            return self._versions[seq] if self._lock.wait_for(there, seconds) else None
+            return self._versions[seq] if self._noted.wait_for(there, seconds) else None
 
     def merge(self, seq: int, parts: Sequence[Version]) -> tuple[Version, Sequence[Array]]:
         """Merge the parts of a version, one of each rank.
@@ -123,7 +125,7 @@ class MergedVersions:
         self._versions.pop(seq, None)
         self._versions[seq] = version
         self._ids[seq] = version.id
-        self._lock.notify_all()
+        self._noted.notify_all()
         for old in list(self._versions)[: -self._kept]:
             del self._versions[old]
         for old in sorted(self._ids)[:-IDS_KEPT]:
