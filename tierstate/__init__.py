@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from tierstate.providers.base import Provider
     from tierstate.providers.registry import register_provider
     from tierstate.providers.sharded.shards import Shard
-    from tierstate.providers.tensors.aligned import aligned_like
     from tierstate.providers.tree.lossy_rules import Lossy
     from tierstate.providers.tree.rename import unwrapped
     from tierstate.providers.values.loader import Loader
@@ -95,7 +94,6 @@ __all__ = [
     "Unsafe",
     "VersionInfo",
     "WrongTier",
-    "aligned_like",
     "register_provider",
     "register_tier",
     "unwrapped",
@@ -109,7 +107,6 @@ _MODULES = {
     "tierstate.providers.base": ("Provider",),
     "tierstate.providers.registry": ("register_provider",),
     "tierstate.providers.sharded.shards": ("Shard",),
-    "tierstate.providers.tensors.aligned": ("aligned_like",),
     "tierstate.providers.tree.lossy_rules": ("Lossy",),
     "tierstate.providers.tree.rename": ("unwrapped",),
     "tierstate.providers.values.loader": ("Loader",),
