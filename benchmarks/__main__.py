@@ -20,7 +20,7 @@ from typing import NoReturn
 from benchmarks.field import NAMES
 from benchmarks.machine import facts, touch_memory
 from benchmarks.results import Results
-from benchmarks.rounds import HOUSE, Rounds, say, takers
+from benchmarks.rounds import HOUSE, Rounds, say, some_of, takers
 from tierstate.tiers.units import parse_size
 
 PHASES = ("save", "restore", "unchanged", "train", "import")
@@ -87,15 +87,6 @@ def arguments() -> argparse.Namespace:
                 raise argparse.ArgumentTypeError(str(error)) from error
 
         return parts
-
-    def some_of(known: tuple[str, ...] | dict[str, str]) -> Callable[[str], list[str]]:
-        def parse(text: str) -> list[str]:
-            wrong = set(text.split(",")) - set(known)
-            if wrong:
-                raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))}: not one of {', '.join(known)}")
-            return text.split(",")
-
-        return parse
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=listed(parse_size), default=[1 << 30, 4 << 30], help="bytes of the states")

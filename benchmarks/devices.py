@@ -37,7 +37,7 @@ import tierstate as ts
 from benchmarks.gauge import settle
 from benchmarks.machine import facts
 from benchmarks.results import Results, Sample, Spread, short
-from benchmarks.rounds import HOUSE, say
+from benchmarks.rounds import HOUSE, say, some_of
 from benchmarks.tables import table
 from tierstate.tiers.memory.arena import PAGE, fault_in, map_pages
 from tierstate.tiers.memory.limits import REMEDY, MemoryLimits
@@ -526,14 +526,6 @@ def measure(args: argparse.Namespace) -> Results:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """What was asked for."""
-
-    def some_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-        def parse(text: str) -> list[str]:
-            if wrong := set(text.split(",")) - set(known):
-                raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))}: not one of {', '.join(known)}")
-            return text.split(",")
-
-        return parse
 
     def seconds(text: str) -> float:
         if not 0 < (value := float(text)) < math.inf:

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.gauge import Peak
 from benchmarks.machine import facts_line
-from benchmarks.rounds import say
+from benchmarks.rounds import say, some_of
 from benchmarks.tables import table
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Boxes
@@ -237,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[16, 104, 1000, 10_000])
     parser.add_argument("--leaves", type=int, default=100, help="tensors that a rank has shards of")
-    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), help=",".join(SHAPES))
+    parser.add_argument("--shapes", type=some_of(SHAPES), default=list(SHAPES), help=",".join(SHAPES))
     parser.add_argument("--plot", type=Path, help="file of the plot")
     parser.add_argument("--coordinate", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

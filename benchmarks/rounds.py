@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,17 @@ def _brief(found: dict[str, Any]) -> str:
 def say(text: str) -> None:
     """Tell whoever waits."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """For argparse: a list of these names, with commas between them; others are refused."""
+
+    def parse(text: str) -> list[str]:
+        if wrong := set(text.split(",")) - set(known):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))}: not one of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
 
 
 def takers(names: list[str], results: Results) -> dict[str, type[Competitor]]:

@@ -28,7 +28,7 @@ from benchmarks.files import sync_tree
 from benchmarks.gauge import settle
 from benchmarks.machine import facts_line, touch_memory
 from benchmarks.results import Results
-from benchmarks.rounds import say, takers
+from benchmarks.rounds import say, some_of, takers
 from benchmarks.state import State
 from benchmarks.tables import table
 from benchmarks.training import Trainer
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=lambda text: [parse_size(part) for part in text.split(",")], default=sizes)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--every", type=numbers, default=[10, 5, 2, 1], help="steps between two saves")
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help=",".join(PEERS))
+    parser.add_argument("--peers", type=some_of(PEERS), default=list(PEERS), help=",".join(PEERS))
     parser.add_argument("--path", help="a folder of the disk that is measured")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from benchmarks.files import make_cold
 from benchmarks.machine import facts_line, touch_memory
-from benchmarks.rounds import say
+from benchmarks.rounds import say, some_of
 from benchmarks.tables import table
 from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import Range, Tier
@@ -157,8 +157,8 @@ def row(case: Case, found: list[tuple[float, float]], nbytes: int) -> list[str]:
 def main() -> None:
     """Measure, and print tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.field.layouts", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
-    parser.add_argument("--io", type=lambda text: text.split(","), default=list(WAYS), help=",".join(WAYS))
+    parser.add_argument("--models", type=some_of(MODELS), default=list(MODELS), help=",".join(MODELS))
+    parser.add_argument("--io", type=some_of(WAYS), default=list(WAYS), help=",".join(WAYS))
     sizes = [parse_size(block) for block in BLOCKS]
     parser.add_argument("--blocks", type=lambda text: [parse_size(part) for part in text.split(",")], default=sizes)
     parser.add_argument("--rounds", type=int, default=2)

@@ -32,7 +32,7 @@ from benchmarks.field.shapes import LLAMAS, SCALE, Shard
 from benchmarks.files import make_cold, sync_tree
 from benchmarks.machine import facts_line, touch_memory
 from benchmarks.results import Results
-from benchmarks.rounds import say, takers
+from benchmarks.rounds import say, some_of, takers
 from benchmarks.state import fingerprint, tensors
 from benchmarks.tables import table
 
@@ -193,14 +193,10 @@ def run(models: list[str], ranks: list[int], peers: list[str], times: int, path:
 
 def main() -> None:
     """Measure, and print a table; or be one rank."""
-
-    def listed(text: str) -> list[str]:
-        return text.split(",")
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.field.mlperf", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=listed, default=list(LLAMAS))
+    parser.add_argument("--models", type=some_of(LLAMAS), default=list(LLAMAS), help=",".join(LLAMAS))
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8])
-    parser.add_argument("--peers", type=listed, default=list(PEERS), help=",".join(PEERS))
+    parser.add_argument("--peers", type=some_of(PEERS), default=list(PEERS), help=",".join(PEERS))
     parser.add_argument(
         "--times", type=int, default=10, help="writes, and reads, half of them after all peers have had their turn"
     )
