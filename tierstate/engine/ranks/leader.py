@@ -202,13 +202,13 @@ class HostLeader:
         known = self._merged.known(keys.seq)
         if known is not None and known.id == head.get("id"):
             return known
-        version = Version.decode(memoryview(self._received(keys, str(head.get("id")))))
+        version = Version.decode(self._received(keys, str(head.get("id"))))
         if version.id != head.get("id"):
             raise FormatError(f"rank 0 sent version {version.id} where it announced {head.get('id')!r:.40}")
         self._merged.learn(version)
         return version
 
-    def _received(self, keys: CommitKeys, version: str) -> bytes:
+    def _received(self, keys: CommitKeys, version: str) -> memoryview:
         relay = self._merged.relay
         asked = time.monotonic()
 
@@ -222,7 +222,7 @@ class HostLeader:
             return self._is_over(keys)
 
         found = None if relay is None else relay.fetch(self._leaders, keys.seq, version, stop)
-        return self._team.receive(0, keys.version, stop=self._stop) if found is None else found
+        return memoryview(self._team.receive(0, keys.version, stop=self._stop)) if found is None else found
 
     def _record(self, version: Version, part: Record, keys: CommitKeys) -> Record:
         """The record of this host: the whole version, with the layouts of the parts of this host's ranks."""

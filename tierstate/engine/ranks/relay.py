@@ -30,7 +30,7 @@ log = logging.getLogger("tierstate")
 
 
 FANOUT = 8
-"""Leaders below each one. With no more than so many in all, rank 0 sends to all by the store."""
+"""Leaders below each one. Where no more than so many are below rank 0 in all, each gets the version by the store."""
 
 
 PATIENCE = 5.0
@@ -64,6 +64,11 @@ def above(place: int) -> Iterator[int]:
         yield place
 
 
+def has_levels(leaders: Sequence[int]) -> bool:
+    """Whether there are so many leaders that some are not directly below rank 0; else all use the store."""
+    return len(leaders) > FANOUT + 1
+
+
 class VersionRelay:
     """One rank's place in the tree of the leaders.
 
@@ -91,7 +96,8 @@ class VersionRelay:
             RankFailed: the store is lost.
         """
         place = leaders.index(self._team.rank)
-        if len(leaders) <= FANOUT + 1 or place * FANOUT + 1 >= len(leaders) or self._listener is not None:
+        is_last = place * FANOUT + 1 >= len(leaders)
+        if not has_levels(leaders) or is_last or self._listener is not None:
             return
         try:
             self._listener = PeerListener(len(set(self._team.hosts)), self._team.secret)
@@ -103,7 +109,7 @@ class VersionRelay:
         else:
             self._team.post(ADDRESS, self._listener.address.encode())
 
-    def fetch(self, leaders: Sequence[int], seq: int, version: str, stop: Stop) -> bytes | None:
+    def fetch(self, leaders: Sequence[int], seq: int, version: str, stop: Stop) -> memoryview | None:
         """The bytes of a version from a leader above; None where it has to come by the store.
 
         Args:
@@ -111,7 +117,7 @@ class VersionRelay:
             seq, version: number and id.
             stop: called again and again; true cancels the wait.
         """
-        if len(leaders) <= FANOUT + 1:
+        if not has_levels(leaders):
             return None
         for place in above(leaders.index(self._team.rank)):
             try:
@@ -124,7 +130,7 @@ class VersionRelay:
             log.warning("rank %d does not pass version %d on; another one is asked", leaders[place], seq)
         return None
 
-    def _ask(self, rank: int, seq: int, version: str, stop: Stop) -> bytes | None:
+    def _ask(self, rank: int, seq: int, version: str, stop: Stop) -> memoryview | None:
         if not self._team.has_posted(rank, ADDRESS):
             return None
         host, port, service = self._team.receive(rank, ADDRESS).decode().split(" ")
@@ -142,10 +148,9 @@ class VersionRelay:
                     return None
             if nbytes > MAX_RECORD:
                 return None
-            found = bytearray(nbytes)
-            channel.receive_long(memoryview(found))
-            data = bytes(found)
-            return data if checksum(data).hex() == version else None
+            found = memoryview(bytearray(nbytes))
+            channel.receive_long(found)
+            return found if checksum(found).hex() == version else None
 
     def _run(self, listener: PeerListener) -> None:
         while (channel := listener.accept()) is not None:
