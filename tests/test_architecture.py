@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "copy": ("run",),
     "not_reentrant": ("manifest",),
     "pause_gc": (),
-    "agent": ("engine.info", "engine.ranks", "telemetry"),
+    "agent": ("engine.info", "engine.ranks", "telemetry", "tiers.peer"),
     "telemetry": ("engine.info",),
     "checkpointer": ("copy", "engine.ranks", "agent", "telemetry"),
     "report": ("checkpointer",),

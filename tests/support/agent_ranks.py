@@ -20,7 +20,10 @@ def opened(place: str, **options: str) -> tuple[ts.Checkpointer, int, int]:
     dist.init_process_group("gloo")
     if "AGENT" in os.environ:
         options["agent"] = os.environ["AGENT"]
-    spec = hosts_policy(Path(place)) if "TIERSTATE_HOST" in os.environ else policy(Path(place), **options)
+    if "TIERSTATE_HOST" in os.environ:
+        spec = hosts_policy(Path(place), peer=os.environ.get("PEER", ""), idle=os.environ.get("IDLE", "60s"))
+    else:
+        spec = policy(Path(place), **options)
     ckpt = ts.Checkpointer(spec, "run", process_group=dist.group.WORLD)
     return ckpt, dist.get_rank(), dist.get_world_size()
 

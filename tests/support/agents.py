@@ -68,14 +68,20 @@ def policy_text(place: Path, *, slow: str = "", agent: str = "mode: required, id
     )
 
 
-def hosts_policy(place: Path) -> ts.Policy:
-    """A tier of each host (`TIERSTATE_HOST`), and one that all share."""
+def hosts_policy(place: Path, *, peer: str = "", idle: str = "60s") -> ts.Policy:
+    """A tier of each host (`TIERSTATE_HOST`), and one that all share.
+
+    Args:
+        peer: if it is not empty, the first tier is memory of the host and its peers, with this idle time.
+        idle: of the agent.
+    """
+    kind = f"peer, capacity: 256MiB, idle: {peer}" if peer else "nvme"
     return ts.Policy.parse(
         "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\n"
-        "agent: {mode: required, idle: 60s, memory: 256MiB}\n"
+        f"agent: {{mode: required, idle: {idle}, memory: 256MiB}}\n"
         "ranks: {timeout: 60s, silence: 5s}\n"
         "tiers:\n"
-        f'  fast: {{type: nvme, path: "{place}/${{TIERSTATE_HOST}}"}}\n'
+        f'  fast: {{type: {kind}, path: "{place}/${{TIERSTATE_HOST}}"}}\n'
         f'  slow: {{type: lustre, path: "{place}/all", bandwidth: 5MiB/s}}\n'
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 import threading
 from collections import Counter
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from tierstate.tiers.connections.secret import JobSecret
+from tierstate.tiers.peer.launch import KeeperSettings
 from tierstate.tiers.peer.server import PeerServer, start_server
 from tierstate.tiers.peer.tier import Peer
 
@@ -100,8 +100,8 @@ class Hosts:
 
     def start(self, number: int, idle: float = 3600.0) -> None:
         """Start a host's keeper."""
-        args = argparse.Namespace(path=self.path(number), address="127.0.0.1", port=0, idle=idle, capacity=None)
-        keeper = self.keepers[number] = start_server(args)
+        keeper = start_server(self.path(number), KeeperSettings("127.0.0.1", 0, idle, None))
+        self.keepers[number] = keeper
         thread = self.threads[number] = threading.Thread(target=keeper.run, daemon=True)
         thread.start()
 

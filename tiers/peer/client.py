@@ -215,6 +215,10 @@ class RemoteMemory:
         """Make the keeper free its memory and end."""
         self._ask(lambda line: line.ask(RequestKind.STOP))
 
+    def hand_over(self) -> None:
+        """Make the keeper end and leave its memory to another one. Raises TierError if it lives in an agent."""
+        self._ask(lambda line: line.ask(RequestKind.HAND_OVER))
+
     def stage(self, key: str, nbytes: int) -> RemoteStaging:
         """Begin to write an object of known length on that host."""
         return RemoteStaging(self, self.connect(), key, nbytes)

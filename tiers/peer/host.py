@@ -10,21 +10,21 @@ import fcntl
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 from tierstate.manifest.errors import FormatError, NotFound, TierError, TierstateError, TierUnavailable
 from tierstate.tiers.base import RankGroup
-from tierstate.tiers.connections.secret import FILE_VARIABLE, NOT_AUTHENTICATED, VARIABLE, JobSecret, SecretError
+from tierstate.tiers.connections.secret import NOT_AUTHENTICATED, JobSecret, SecretError
 from tierstate.tiers.posix.files import BufferedFile
 
 from .client import RemoteMemory
+from .launch import KeeperSettings, start_process
 from .local import (
     START_LOCK,
     USE_LOCK,
@@ -54,8 +54,8 @@ WATCH = 5.0
 """Seconds between two checks whether the keeper still runs, at least."""
 
 
-STARTING = 60.0
-"""Timeout in seconds for starting a keeper."""
+TAKING_OVER = 10.0
+"""Seconds until a keeper whose place is taken must have ended."""
 
 
 log = logging.getLogger("tierstate")
@@ -66,6 +66,16 @@ def default_path() -> Path:
     return Path(f"/dev/shm/tierstate-{os.geteuid()}-peer")
 
 
+class KeeperPlace(Protocol):
+    """Where this process starts keepers, if not as processes of their own; implemented by `KeeperThreads`."""
+
+    def start(self, root: Path, settings: KeeperSettings) -> None:
+        """Start a keeper; returns when it listens."""
+
+    def serves(self, root: Path) -> bool:
+        """Whether the keeper of a memory runs there."""
+
+
 class HostMemory:
     """The folder of this host's memory, and its keeper, as the processes of this host use them.
 
@@ -74,7 +84,10 @@ class HostMemory:
 
     Attributes:
         met: the secret of the job of this process; None if it has met no other ranks.
+        keepers: where this process starts the keepers of all memories; None: as processes of their own.
     """
+
+    keepers: ClassVar[KeeperPlace | None] = None
 
     def __init__(self, kept: LocalMemory) -> None:
         self.kept, self.root = kept, kept.root
@@ -200,8 +213,12 @@ class HostMemory:
             self._hold_use_lock()
             member = self.card()
             self._hand_over_secret()
-            if member is None or not keeper_lives(self.root) or not self._runs(member, seconds, idle):
-                self._start(address, port, idle)
+            if member is None or not self._is_served(member, seconds, idle):
+                settings = KeeperSettings(address, port, idle, self.kept.capacity)
+                if self.keepers is None:
+                    start_process(self.root, settings, self.name)
+                else:
+                    self.keepers.start(self.root, settings)
                 member = read_member(self.root)
             assert member is not None
             return member
@@ -227,42 +244,34 @@ class HostMemory:
         if self._terms and time.monotonic() - self._looked > WATCH and self.card() is not None:
             self.keeper(*self._terms)
 
-    def _runs(self, member: Member, seconds: float, idle: float) -> bool:
+    def _is_served(self, member: Member, seconds: float, idle: float) -> bool:
+        """Whether a keeper runs and answers, and is where it should be: one that is elsewhere is asked to end."""
+        if not keeper_lives(self.root):
+            return False
         with closing(RemoteMemory(member, self.secret, seconds, lambda: self.name)) as far:
-            return far.runs(self.kept.capacity, idle)
+            if not far.runs(self.kept.capacity, idle):
+                return False
+            if self.keepers is None or self.keepers.serves(self.root):
+                return True
+            try:
+                far.hand_over()
+            except TierError as error:
+                log.debug("%s: the keeper stays where it is: %s", self.name, error)
+                return True
+        return not wait_until(lambda: not keeper_lives(self.root), TAKING_OVER)
 
-    def _start(self, address: str, port: int, idle: float) -> None:
-        command = [sys.executable, "-m", "tierstate.tiers.peer.server", "--path", str(self.root), "--address", address]
-        command += ["--port", str(port), "--idle", str(idle)]
-        if self.kept.capacity is not None:
-            command += ["--capacity", str(self.kept.capacity)]
-        environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,  # without the job's secret: the keeper is told one that is derived from it
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=STARTING,
-                check=False,
-            )
-            trouble = done.stderr.strip()[-400:] if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            trouble = f"it did not listen within {STARTING:g} s"
-        if trouble:
-            raise TierUnavailable(
-                f"{self.name}: no keeper could be started at {address}:{port} for {self.root}: {trouble}",
-                tier=self.name,
-            )
+
+def wait_until(done: Callable[[], bool], seconds: float) -> bool:
+    """Wait until this returns True; returns whether it did within ``seconds``."""
+    end = time.monotonic() + seconds
+    while not (found := done()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
 
 
 def wait_gone(root: Path, seconds: float) -> bool:
     """Wait until a memory is freed to the last page; returns whether it was within ``seconds``."""
-    end = time.monotonic() + seconds
-    while (there := root.exists() or any(removed_memories(root))) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not there
+    return wait_until(lambda: not root.exists() and not any(removed_memories(root)), seconds)
 
 
 def memories_of_user() -> list[Path]:

@@ -92,7 +92,7 @@ ERROR_KINDS: tuple[type[TierstateError], ...] = (
 class RequestKind(IntEnum):
     """The operations that a client may request."""
 
-    STATUS, LIST, SIZE, AGE, READ, DELETE, STAGE, PIECE, COMMIT, UNDO, TERMS, STOP = range(1, 13)
+    STATUS, LIST, SIZE, AGE, READ, DELETE, STAGE, PIECE, COMMIT, UNDO, TERMS, STOP, HAND_OVER = range(1, 14)
 
 
 class ProtocolError(ValueError):

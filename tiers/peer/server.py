@@ -4,7 +4,8 @@
 
 The command returns as soon as the keeper listens; the keeper goes on as a daemon (with ``--foreground`` it stays, for a
 service manager). It ends when nobody has used the memory for ``idle`` seconds, or on a `RequestKind.STOP` request, and
-then frees the memory. If it is killed, the memory stays for the next keeper.
+then frees the memory. If it is killed, or another one takes its place (`RequestKind.HAND_OVER`), the memory stays for
+the next keeper. Where a job has an agent, the keeper is a thread of it (`tierstate.tiers.peer.threads`).
 
 It serves processes that know the secret in the memory's folder, which each job writes there; when the secret changes,
 connections of the job before are closed. Who does not know it can take nothing from the others: not the keeper's file
@@ -30,7 +31,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tierstate.manifest.errors import FormatError, TierError, TierstateError
 from tierstate.tiers.address import own_address
@@ -40,6 +41,7 @@ from tierstate.tiers.connections.listener import Limits, Listener
 from tierstate.tiers.connections.secret import JobSecret, SecretError
 from tierstate.tiers.posix.files import BufferedFile
 
+from .launch import KeeperSettings
 from .local import (
     KEEPER_LOCK,
     START_LOCK,
@@ -110,21 +112,19 @@ class SessionServer(Protocol):
 
     Attributes:
         kept: the objects of this host.
-        root: the folder of the memory.
-        begun, used: when the server was started and last used, as `time.monotonic`.
+        used: when the server was last used, as `time.monotonic`.
         idle: seconds without use after which it ends.
+        in_agent: whether it is part of an agent, and so no other keeper takes its place.
     """
 
     kept: LocalMemory
-    root: Path
-    begun: float
     used: float
     idle: float
+    in_agent: bool
 
-    def stop(self) -> None: ...
+    def stop(self, *, keep: bool = False) -> None: ...
 
-    @property
-    def connections(self) -> int: ...
+    def status(self) -> dict[str, Any]: ...
 
     @property
     def crowded(self) -> bool: ...
@@ -164,6 +164,7 @@ class ClientSession:
             RequestKind.UNDO: self._undo,
             RequestKind.TERMS: self._terms,
             RequestKind.STOP: self._stop,
+            RequestKind.HAND_OVER: self._hand_over,
         }
 
     def serve(self) -> None:
@@ -183,10 +184,10 @@ class ClientSession:
             else:
                 self._line.answer(body)
                 self._lend()
+                if question.ask in (RequestKind.STOP, RequestKind.HAND_OVER):
+                    self._house.stop(keep=question.ask == RequestKind.HAND_OVER)
+                    return
             self._house.used = time.monotonic()
-            if question.ask == RequestKind.STOP:
-                self._house.stop()
-                return
 
     def _comes(self) -> bool:
         """Wait for a request; False if the client has closed the connection, or sends none for long."""
@@ -210,17 +211,7 @@ class ClientSession:
     # Reading
 
     def _status(self, question: Request) -> bytes:
-        kept, house = self._kept, self._house
-        told = {
-            "pid": os.getpid(),
-            "path": str(house.root),
-            "capacity": kept.capacity,
-            "used": kept.used(),
-            "objects": kept.count(),
-            "connections": house.connections,
-            "seconds": time.monotonic() - house.begun,
-        }
-        return json.dumps(told).encode()
+        return json.dumps(self._house.status()).encode()
 
     def _list(self, question: Request) -> bytes:
         """One page of the keys with a prefix: those after the key in the body, as many as fit. ``+`` first if more
@@ -317,6 +308,11 @@ class ClientSession:
     def _stop(self, question: Request) -> bytes:
         return b""  # `serve` stops the keeper after this response
 
+    def _hand_over(self, question: Request) -> bytes:
+        if self._house.in_agent:
+            raise TierError("this keeper is a part of an agent")
+        return b""  # as for `_stop`
+
 
 class SessionThreads:
     """Threads that serve connections. Some are always there; more are started as needed, and end when not needed.
@@ -387,8 +383,8 @@ class PeerServer:
         listener: the listening socket.
         secret: the secret in the folder.
         alive: the lock that says that this keeper lives.
-        idle: seconds without use after which it ends.
-        capacity: bytes of objects, at most; None for no limit.
+        settings: of the keeper.
+        in_agent: whether it is part of an agent, and so no other keeper takes its place.
     """
 
     def __init__(
@@ -397,30 +393,40 @@ class PeerServer:
         listener: Listener,
         secret: SecretFile,
         alive: BufferedFile,
-        idle: float,
-        capacity: int | None,
+        settings: KeeperSettings,
+        *,
+        in_agent: bool = False,
     ) -> None:
-        self.root, self.idle = root, idle
-        self.kept = LocalMemory(root, capacity)
-        self.begun = self.used = time.monotonic()
+        self.root, self.idle, self.in_agent = root, settings.idle, in_agent
+        self.kept = LocalMemory(root, settings.capacity)
+        self.used = self._begun = time.monotonic()
         self.stopping = threading.Event()
+        self._keeps = False
         self._listener, self._secret, self._alive = listener, secret, alive
         self._most = most_connections()
         self._lines: set[Connection] = set()
         self._lock = threading.Lock()
 
-    @property
-    def connections(self) -> int:
-        """Number of open connections of the job."""
-        return len(self._lines)
+    def status(self) -> dict[str, Any]:
+        """What `RequestKind.STATUS` responds."""
+        return {
+            "pid": os.getpid(),
+            "path": str(self.root),
+            "capacity": self.kept.capacity,
+            "used": self.kept.used(),
+            "objects": self.kept.count(),
+            "connections": len(self._lines),
+            "seconds": time.monotonic() - self._begun,
+            "in_agent": self.in_agent,
+        }
 
     @property
     def crowded(self) -> bool:
-        """Whether connections wait because no thread can be started for them."""
-        return self._threads.crowded
+        """Whether connections that ask nothing are closed soon: others wait for their threads, or the keeper ends."""
+        return self._threads.crowded or self.stopping.is_set()
 
     def run(self) -> None:
-        """Serve until the idle time is over or `stop` is called; then free the memory."""
+        """Serve until the idle time is over or `stop` is called; then free the memory, unless `stop` says other."""
         # Started here and not before: threads do not survive the fork by which a keeper becomes a daemon.
         self._threads = SessionThreads(self._serve)
         self._sweep()
@@ -433,6 +439,17 @@ class PeerServer:
         self._listener.close()
         self._threads.end()
         self._alive.close()
+        self._end_sessions()
+
+    def _end_sessions(self) -> None:
+        """Close all connections; if the memory stays, let them first finish the objects that they write."""
+        end = time.monotonic() + (SILENCE if self._keeps else 0.0)
+        while self._lines and time.monotonic() < end:
+            time.sleep(0.02)
+        with self._lock:
+            for line in self._lines:
+                with suppress(OSError):
+                    line.channel.wire.shutdown(socket.SHUT_RDWR)
 
     def _sweep(self) -> None:
         try:
@@ -450,8 +467,9 @@ class PeerServer:
                 time.sleep(PAUSE)
         self._end_old_sessions()
 
-    def stop(self) -> None:
-        """Make `run` end."""
+    def stop(self, *, keep: bool = False) -> None:
+        """Make `run` end. ``keep``: leave the memory to the next keeper."""
+        self._keeps = keep
         self.stopping.set()
         self._listener.stop()
 
@@ -491,7 +509,7 @@ class PeerServer:
     def _may_end(self) -> bool:
         """Whether the keeper ends now; if so, the memory is already freed."""
         if self.stopping.is_set():
-            return self._give_back(fcntl.LOCK_EX)
+            return self._keeps or self._give_back(fcntl.LOCK_EX)
         if not self.root.exists():  # `tierstate peer reap` has freed it
             return True
         if self._lines or time.monotonic() - self.used < self.idle:
@@ -549,13 +567,13 @@ def hold_keeper_lock(root: Path) -> BufferedFile:
                 os.unlink(root / KEEPER_LOCK)
 
 
-def make_listener(root: Path, args: argparse.Namespace, before: Member | None, identity: str) -> Listener:
+def make_listener(root: Path, address: str, wanted: int, before: Member | None, identity: str) -> Listener:
     """The listening socket; with port 0 at the port of the keeper before, if that is free, or at any."""
     secret, service = SecretFile(root), f"peer/{identity}"
-    for port in [before.port, 0] if before is not None and not args.port else [args.port]:
+    for port in [before.port, 0] if before is not None and not wanted else [wanted]:
         try:
             return Listener(
-                args.address,
+                address,
                 port,
                 lambda: current_secret(secret),
                 service,
@@ -563,15 +581,15 @@ def make_listener(root: Path, args: argparse.Namespace, before: Member | None, i
                 limits=strangers_limit(),
             )
         except OSError:
-            if port == args.port:
+            if port == wanted:
                 raise
     raise AssertionError("the last of them has succeeded or raised")
 
 
-def start_server(args: argparse.Namespace) -> PeerServer:
+def start_server(root: Path, settings: KeeperSettings, *, in_agent: bool = False) -> PeerServer:
     """Make a keeper that listens, and write its member file (`CARD`)."""
-    root: Path = args.path
-    idle, capacity = checked_idle(args.idle), checked_capacity(args.capacity)
+    checked_idle(settings.idle)
+    checked_capacity(settings.capacity)
     make_folder(root, "peer")
     try:
         before = read_member(root)
@@ -580,10 +598,10 @@ def start_server(args: argparse.Namespace) -> PeerServer:
     for left in removed_memories(root):
         shutil.rmtree(left, ignore_errors=True)  # of a keeper that was killed while it freed its memory
     identity = before.id if before else uuid.uuid4().hex
-    listener = make_listener(root, args, before, identity)
+    listener = make_listener(root, settings.address, settings.port, before, identity)
     alive = hold_keeper_lock(root)
-    write_membership(root, CARD, Member(identity, args.address, listener.port))
-    return PeerServer(root, listener, SecretFile(root), alive, idle, capacity)
+    write_membership(root, CARD, Member(identity, settings.address, listener.port))
+    return PeerServer(root, listener, SecretFile(root), alive, settings, in_agent=in_agent)
 
 
 def arguments() -> argparse.Namespace:
@@ -604,7 +622,8 @@ def main() -> None:
     """Start a keeper and detach it as a daemon. Errors before that are printed to standard error; exit status 1."""
     args = arguments()
     try:
-        keeper = start_server(args)
+        settings = KeeperSettings(args.address, args.port, args.idle, args.capacity)
+        keeper = start_server(args.path, settings)
     except Exception as error:
         print(json.dumps(f"{type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(1)

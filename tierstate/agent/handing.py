@@ -35,7 +35,7 @@ from tierstate.tiers.policy.policy import wrap_policy_tier
 from tierstate.tiers.wrappers.measure import OperationStats
 
 from .handover import AgentLink, HandOver
-from .launch import agent_name, greet, policy_text, socket_path
+from .launch import GREETING, agent_name, greet, policy_text, socket_path
 from .memory_tier import AgentMemory
 from .messages import ConnectionLost, Message, MessageSocket, decode_error
 from .received import MEMORY, encode_keep, with_memory
@@ -78,10 +78,11 @@ class HandingPipeline(SavePipeline):
         """The run in the agent's memory; None without an agent."""
         return None if self._link is None else self._memory
 
-    def _connect(self, **team: Any) -> Message:
-        """Begin a session with the agent. Returns its answer.
+    def _connect(self, seconds: float = GREETING, **team: Any) -> None:
+        """Begin a session with the agent.
 
         Args:
+            seconds: until it must have begun.
             team: more of the greeting.
 
         Raises:
@@ -95,7 +96,7 @@ class HandingPipeline(SavePipeline):
         hello = {"kind": "save", "run": self._run_name, "slab_size": self._arena.slab_size, "keep": keeps}
         hello |= team
         self._replace_other_version()
-        wire, answer = greet(self._path, hello, (shared.descriptor,))
+        wire, answer = greet(self._path, hello, (shared.descriptor,), seconds)
         link = AgentLink(wire, self._arena, self._event, self._on_lost, int(answer.head["pid"]))
         spec = with_memory(self._policy, 1).tiers[0]
         reader = AgentMemory(self._connect_memory)
@@ -108,7 +109,6 @@ class HandingPipeline(SavePipeline):
             self._link = link
         link.start()
         log.info("run %s: saves are published by the agent, process %d", self._run_name, link.pid)
-        return answer
 
     def _connect_memory(self) -> MessageSocket:
         return greet(self._path, {"kind": "read"})[0]

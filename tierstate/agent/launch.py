@@ -73,8 +73,14 @@ def agents_of_user() -> Iterator[Path]:
     yield from (p for p in sorted(runtime_folder().glob("agent-*")) if not p.suffix)
 
 
-def greet(path: Path, hello: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> tuple[MessageSocket, Message]:
+def greet(
+    path: Path, hello: Mapping[str, object], descriptors: tuple[int, ...] = (), seconds: float = GREETING
+) -> tuple[MessageSocket, Message]:
     """Connect to an agent. Returns the connection and the agent's first answer.
+
+    Args:
+        descriptors: open files to hand over; they stay open here.
+        seconds: until it must have answered.
 
     Raises:
         ConnectionLost: there is none, or it does not answer.
@@ -82,7 +88,7 @@ def greet(path: Path, hello: Mapping[str, object], descriptors: tuple[int, ...] 
     """
     link = MessageSocket.connect(path)
     try:
-        link.limit(GREETING)
+        link.limit(seconds)
         link.send({"version": agent_version(), "pid": os.getpid(), **hello}, (), descriptors)
         answer = link.receive()
         if answer.kind == "refused":

@@ -3,7 +3,8 @@
     python -m tierstate.agent.server SOCKET < POLICY
 
 The command returns as soon as the agent listens; the agent goes on as a daemon. It ends when no trainer is connected,
-nothing is left to publish, and nobody has used it for the policy's ``agent: idle``. Its log is beside the socket.
+nothing is left to publish, nobody has used it for the policy's ``agent: idle``, and no peer memory is served any more:
+the keeper of a host's peer memory is a part of the agent. Its log is beside the socket.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -78,6 +80,8 @@ class Agent:
     def __init__(self, text: str, path: Path, listener: socket.socket) -> None:
         # Imported after the fork, which is then quick; and they are most of the time that a start takes.
         from tierstate.tiers.memory.arena import PAGE
+        from tierstate.tiers.peer.host import HostMemory
+        from tierstate.tiers.peer.threads import KeeperThreads
         from tierstate.tiers.policy.policy import Policy
 
         from .store import VersionsInMemory, memory_limit
@@ -88,6 +92,7 @@ class Agent:
         slab_size = -(-self.policy.chunk // PAGE) * PAGE
         self.memory = VersionsInMemory(memory_limit(self.policy.agent.memory), slab_size)
         self.stores = TeamStores()
+        self._keepers = HostMemory.keepers = KeeperThreads()
         self._path, self._listener = path, listener
         self._begun = self._used = time.monotonic()
         self._lock = threading.Lock()
@@ -114,6 +119,7 @@ class Agent:
                 time.sleep(0.2)
             if self._stopping:
                 self._end_sessions()
+        self._keepers.hand_over()
 
     def _end_sessions(self) -> None:
         """Let go of trainers of which everything is published."""
@@ -135,7 +141,7 @@ class Agent:
             busy = bool(self._sessions)
         if busy:
             return False
-        return self._stopping or self._retired or self.may_give_up()
+        return self._stopping or self._retired or (self.may_give_up() and not self._keepers.serve())
 
     def _greet(self, wire: socket.socket) -> None:
         from .messages import ConnectionLost, Message, MessageSocket
@@ -184,6 +190,14 @@ class Agent:
             serve_memory(self.memory, link)
         elif hello.kind == "save":
             self._session(link, hello)
+        elif hello.kind == "team":
+            self._serve_store(link, int(hello.head["hosts"]))
+
+    def _serve_store(self, link: Any, hosts: int) -> None:
+        """Make the store of a team. It stays as long as this connection, and as long as the sessions that use it."""
+        with self.stores.made(hosts) as place:
+            link.send({"kind": "store", "place": place})
+            link.receive()
 
     def _session(self, link: Any, hello: Any) -> None:
         from .messages import encode_error
@@ -228,6 +242,7 @@ class Agent:
             "capacity": self.memory.capacity,
             "tiers": [tier.name for tier in self.policy.tiers],
             "sessions": sessions,
+            "peer": self._keepers.status(),
         }
 
 
@@ -259,6 +274,12 @@ def _answers(path: Path) -> bool:
         return True
 
 
+def allow_all_files() -> None:
+    """Let this process open as many files as it may: it serves many processes, and peer memory many hosts."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> None:
     """Start an agent. Returns, with status 0, when it listens; errors before that are printed, with status 1."""
     path, text = Path(sys.argv[1]), sys.stdin.read()
@@ -273,6 +294,7 @@ def main() -> None:
         return
     os.close(told)
     _become_daemon(path)
+    allow_all_files()
     try:
         agent = Agent(text, path, listener)
     except BaseException as error:

@@ -96,7 +96,6 @@ class TrainerSession:
         run: the name of the run.
         pid: the trainer's process.
         alive: whether the trainer is there.
-        place: where the store of its team is; None without one.
 
     Raises:
         TierstateError: a tier cannot be opened, or the greeting is not valid.
@@ -110,7 +109,6 @@ class TrainerSession:
         self._member: TeamMember | None = None
         self._given_up = self._bye = False
         self._received_all = threading.Event()
-        self.place: tuple[object, ...] | None = None
         self._saves: dict[int, IncomingSave] = {}
         self._structure: Version | None = None
         self._order: StateOrder = ()
@@ -136,10 +134,9 @@ class TrainerSession:
         agent.memory.begin(self.run)
 
     def _join(self, told: TeamGreeting, undo: ExitStack) -> None:
-        team, place = self._agent.stores.join(told)
-        if team.coordinator:
-            undo.callback(self._agent.stores.close, place)
-        self._member, self.place = TeamMember(team, patience=team.timeouts.decision), place
+        undo.enter_context(self._agent.stores.used(told.place))
+        team = self._agent.stores.join(told)
+        self._member = TeamMember(team, patience=team.timeouts.decision)
         undo.callback(self._leave)
 
     def _leave(self) -> None:
@@ -191,7 +188,7 @@ class TrainerSession:
         watcher = threading.Thread(target=self._watch, name="tierstate-agent-watch", daemon=True)
         watcher.start()
         try:
-            self._tell({"kind": "ready", "pid": os.getpid(), "place": self.place})
+            self._tell({"kind": "ready", "pid": os.getpid()})
             self._take_all()
         finally:
             self._given_up = self._given_up or not (self._bye or self._trainer_has_ended(ENDING))

@@ -11,25 +11,29 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from tierstate.engine.ranks.leader import remove_record
 from tierstate.engine.ranks.save import RankParts, SharedPipeline
+from tierstate.engine.ranks.team import Team
 from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.publish import Job
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError, TierUnavailable
+from tierstate.tiers.base import RankGroup
 from tierstate.tiers.concurrency import start_thread
+from tierstate.tiers.connections.secret import JobSecret
 
 from .handing import HandingPipeline
 from .handover import AgentLink, HandOver
-from .launch import start_agent
+from .launch import greet, start_agent
 from .messages import ConnectionLost, encode_error
 from .pipeline import agent_refusal
-from .teams import TeamGreeting
+from .teams import Place, TeamGreeting
 
 log = logging.getLogger("tierstate")
 
@@ -57,6 +61,35 @@ RECENT = 64
 Outcome: TypeAlias = Literal["committed", "failed", "redo", "copy"]
 """What is done with a version in a tier after agents were lost: all ranks publish their parts once more, or copy them
 from a tier that has it."""
+
+
+class StoppableTeam(RankGroup):
+    """A team for tiers that meet, whose waiting ends when this returns True."""
+
+    def __init__(self, team: Team, stop: Callable[[], bool]) -> None:
+        self._team, self._stop = team, stop
+
+    @property
+    def rank(self) -> int:
+        return self._team.rank
+
+    @property
+    def size(self) -> int:
+        return self._team.size
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        return self._team.hosts
+
+    @property
+    def secret(self) -> JobSecret:
+        return self._team.secret
+
+    def leads(self, shared: Literal["process", "host", "site"]) -> bool:
+        return self._team.leads(shared)
+
+    def gather(self, topic: str, data: bytes) -> Sequence[bytes]:
+        return self._team.gather(topic, data, stop=self._stop)
 
 
 class SharedAgentPipeline(HandingPipeline, SharedPipeline):
@@ -100,8 +133,9 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         first = team.leads("host")
         self._by_all("agent-refused", lambda: self._prepare(tier_runs, run))
         self._by_all("agent-there", lambda: self._start_here() if first else None)
-        places = self._by_all("agent-first", lambda: self._join(None) if team.coordinator else None)
-        self._by_all("agent-joined", lambda: None if team.coordinator else self._join(places[0]))
+        with ExitStack() as asked:
+            places = self._by_all("agent-store", lambda: self._ask_for_store(asked) if team.coordinator else None)
+            self._by_all("agent-joined", lambda: self._join(places[0]))
         link = self._link
         if link is not None:
             watch = threading.Thread(target=self._watch_others, args=(link,), name="tierstate-agents", daemon=True)
@@ -134,13 +168,20 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         except ConnectionLost:
             start_agent(self._policy, self._path)
 
-    def _join(self, place: Sequence[Any] | None) -> Any:
-        """Begin the session of this rank. Returns where the store of the agents is.
+    def _ask_for_store(self, asked: ExitStack) -> Any:
+        """Let the agent make the store of the agents' team. Returns where it is.
 
         Args:
-            place: where it is; None: this rank's agent makes it.
+            asked: ends when all sessions use it.
         """
-        return self._connect(team=TeamGreeting.of(self._team, place)._asdict()).head["place"]
+        link, answer = greet(self._path, {"kind": "team", "hosts": len(set(self._team.hosts))})
+        asked.callback(link.close)
+        return answer.head["place"]
+
+    def _join(self, place: Sequence[Any]) -> None:
+        """Begin the session of this rank. The agents of all ranks wait for each other where tiers have to meet."""
+        greeting = TeamGreeting.of(self._team, Place.decode(place))
+        self._connect(self._team.timeouts.timeout, team=greeting._asdict())
 
     def _leave_agent(self) -> None:
         with self._changing:
@@ -222,6 +263,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             self._drop_memory()
         try:
             self._team.announce(LOST)
+            self._meet_again()
             outcomes, again = self._agree()
             with self._changing:
                 if not self._stopped:
@@ -235,6 +277,19 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
                 self._carry_out_all({}, error)
         finally:
             link.release_orphans()
+
+    def _meet_again(self) -> None:
+        """Let the tiers of all ranks meet: with the agents, the keepers of peer memory may be gone.
+
+        Raises:
+            RankFailed: a rank does not answer.
+        """
+        group = StoppableTeam(self._team, lambda: self._stopped)
+        for name, tier_run in self._tier_runs.items():
+            try:
+                tier_run.tier.meet(group)
+            except TierUnavailable as error:
+                log.warning("%s: saves go on without it: %s", name, error)
 
     def _agree(self) -> tuple[dict[int, dict[str, Outcome]], int]:
         """Agree with all ranks on what becomes of each version that is not in all its tiers.

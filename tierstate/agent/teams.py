@@ -10,7 +10,9 @@ import base64
 import socket
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
@@ -54,7 +56,7 @@ class TeamGreeting(NamedTuple):
 
     Attributes:
         rank, hosts, timeouts: as of `Team`.
-        place: where the store is; None: this agent is to have it.
+        place: where the store is.
         secret: of the job, in base64; None if the team has none.
         authenticated: as of `JobSecret`.
     """
@@ -62,14 +64,13 @@ class TeamGreeting(NamedTuple):
     rank: int
     hosts: Sequence[int]
     timeouts: Sequence[float]
-    place: Place | None = None
+    place: Place
     secret: str | None = None
     authenticated: bool = True
 
     @classmethod
-    def of(cls, team: Team, told: Sequence[Any] | None) -> Self:
-        """That of a team of trainers. ``told``: the place, as an agent has told it."""
-        place = None if told is None else Place.decode(told)
+    def of(cls, team: Team, place: Place) -> Self:
+        """That of a team of trainers."""
         timeouts = team.timeouts.timeout, team.timeouts.silence
         if not team.has_secret:
             return cls(team.rank, team.hosts, timeouts, place)
@@ -79,12 +80,11 @@ class TeamGreeting(NamedTuple):
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> Self:
         """The one of a message, with its types checked."""
-        place = encoded.get("place")
         return cls(
             int(encoded["rank"]),
             [int(host) for host in encoded["hosts"]],
             [float(seconds) for seconds in encoded["timeouts"]],
-            None if place is None else Place.decode(place),
+            Place.decode(encoded["place"]),
             encoded.get("secret"),
             bool(encoded.get("authenticated")),
         )
@@ -95,15 +95,32 @@ class TeamStores:
 
     def __init__(self) -> None:
         self._stores: dict[str, Store] = {}
+        self._users: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def open(self, hosts: Sequence[int]) -> Place:
-        """Make a store for a team. ``hosts``: as of `Team`."""
-        name, count = uuid.uuid4().hex, len(set(hosts))
-        store, place = self._serve(name, count) if count > 1 else (dist.HashStore(), Place(name))
+    @contextmanager
+    def made(self, hosts: int) -> Iterator[Place]:
+        """A new store for ranks of so many hosts. It is there until the block ends, and for all who use it."""
+        name = uuid.uuid4().hex
+        store, place = self._serve(name, hosts) if hosts > 1 else (dist.HashStore(), Place(name))
         with self._lock:
             self._stores[name] = store
-        return place
+        with self.used(place):
+            yield place
+
+    @contextmanager
+    def used(self, place: Place) -> Iterator[None]:
+        """A store of this agent stays until the block ends."""
+        with self._lock:
+            self._users[place.name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users[place.name] -= 1
+                if not self._users[place.name]:
+                    del self._users[place.name]
+                    self._stores.pop(place.name, None)
 
     @staticmethod
     def _serve(name: str, hosts: int) -> tuple[Store, Place]:
@@ -132,17 +149,10 @@ class TeamStores:
             ) from None
         return dist.PrefixStore(place.name, found)
 
-    def close(self, place: Place) -> None:
-        """Give a store up, when all of its team have left."""
-        with self._lock:
-            self._stores.pop(place.name, None)
-
-    def join(self, told: TeamGreeting) -> tuple[Team, Place]:
-        """The team of a session, and where its store is."""
-        place = told.place or self.open(told.hosts)
+    def join(self, told: TeamGreeting) -> Team:
+        """The team of a session."""
         secret = None
         if told.secret is not None:
             secret = JobSecret(base64.b64decode(told.secret), authenticated=told.authenticated)
         size, timeouts = len(told.hosts), Timeouts(*told.timeouts)
-        team = Team(self.connect(place), told.rank, size, told.hosts, timeouts=timeouts, secret=secret)
-        return team, place
+        return Team(self.connect(told.place), told.rank, size, told.hosts, timeouts=timeouts, secret=secret)

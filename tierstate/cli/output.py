@@ -886,6 +886,8 @@ def show_agents(agents: Sequence[Mapping[str, Any]], as_json: bool) -> None:
         say(f"process {one['pid']} (tierstate {one['version']}), tiers {', '.join(one['tiers'])}: {memory}")
         if rows := [_trainer_row(session) for session in one["sessions"]]:
             table(["run", ">trainer", "", ">slabs", "under way"], rows)
+        for peer in one["peer"]:
+            say(f"peer memory {peer['path']}: {rough_size(peer['used'])}, {peer['connections']} connections")
     if not agents:
         say("no agent runs on this host")
 
