@@ -93,6 +93,19 @@ def test_a_keeper_comes_back_when_its_agent_was_killed(memory: Path) -> None:
     assert steps_of(memory, "a") == steps_of(memory, "b") == 8
 
 
+@pytest.mark.soak
+def test_new_agents_take_the_keepers_over(memory: Path) -> None:
+    with Gang(2, "support.agent_ranks:agents_come_back", memory, 2, per_rank=HOSTS) as gang:
+        for number in (1, 2):
+            pids = [int(gang.hear(rank, f"agent-{number}")) for rank in range(2)]
+            assert {one["pid"] for one in keepers(memory)} == set(pids)
+            os.kill(pids[number - 1], signal.SIGKILL)
+        pids = [int(gang.hear(rank, "agent-3")) for rank in range(2)]
+        last = int(gang.wait()[0].split()[-1])
+    assert {one["pid"] for one in keepers(memory)} == agent_pids() == set(pids)
+    assert steps_of(memory, "a") == steps_of(memory, "b") == last
+
+
 def test_an_agent_stays_as_long_as_it_serves_peer_memory(memory: Path) -> None:
     hosts = [host | {"PEER": "5s", "IDLE": "1s"} for host in HOSTS]
     with Gang(2, "support.agent_ranks:save", memory, 1, 2, per_rank=hosts) as gang:

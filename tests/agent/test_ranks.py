@@ -83,6 +83,18 @@ def test_ranks_go_on_without_an_agent_that_was_killed(place: Path, after: float)
     whole(place, "slow", [1, 2, 3, 4, 5])
 
 
+def test_after_a_loss_ranks_find_agents_again(place: Path) -> None:
+    with Gang(2, "support.agent_ranks:agents_come_back", place, 2) as gang:
+        for number in (1, 2):
+            pids = {int(gang.hear(rank, f"agent-{number}")) for rank in range(2)}
+            assert len(pids) == 1
+            os.kill(pids.pop(), signal.SIGKILL)
+        last = int(gang.wait()[0].split()[-1])
+    wait_until(lambda: not statuses()[0]["sessions"], "the session ends")
+    whole(place, "fast", list(range(1, last + 1)))
+    whole(place, "slow", list(range(1, last + 1)))
+
+
 def of_hosts(*names: str) -> list[dict[str, str]]:
     """What the environment of each rank has, which takes itself for one of the host with this name."""
     return [{"TIERSTATE_HOST": name} for name in names]

@@ -86,6 +86,34 @@ def one_within_capture(place: str, victim: str) -> None:
     os._exit(0)
 
 
+def agents_come_back(place: str, losses: str) -> None:
+    """Save again and again, while the test kills agents; say by which agent, until new ones came so many times."""
+    from tierstate.agent import shared_pipeline
+
+    shared_pipeline.TRY_AGAIN = 0.5
+    ckpt, rank, size = opened(place)
+    step, seen, before = 0, 0, None
+    saves = []
+    with ckpt:
+        while seen <= int(losses):
+            step += 1
+            assert step < 100, f"no agent comes back after {seen}"
+            saves.append(ckpt.save(state_of(step, rank, size), step=step))
+            saves[-1].wait("slow", timeout=90)
+            dist.barrier()
+            time.sleep(0.7)
+            agent = ckpt._pipeline.agent  # type: ignore[attr-defined]
+            if agent is not None and before is None:
+                seen += 1
+                print(f"agent-{seen}", agent, flush=True)
+            before = agent
+        saves.append(ckpt.save(state_of(step + 1, rank, size), step=step + 1))
+        for saved in saves:
+            saved.wait("slow", timeout=90)
+    print("saved", step + 1, flush=True)
+    dist.destroy_process_group()
+
+
 def agents_die(place: str, steps: str, pause: str) -> None:
     """Save so many steps, during which the test kills agents; then say from where the last was committed."""
     ckpt, rank, size = opened(place, slow="10MiB/s")

@@ -43,6 +43,10 @@ from .received import MEMORY, encode_keep, with_memory
 log = logging.getLogger("tierstate")
 
 
+TRY_AGAIN = 30.0
+"""Seconds after a loss, or a failed start, until an agent is looked for again."""
+
+
 class HandingPipeline(SavePipeline):
     """Hands saves over, as long as there is an agent. Sub-classes find one, and say what becomes of saves it loses."""
 
@@ -161,6 +165,12 @@ class HandingPipeline(SavePipeline):
             queue.end()
             queue.join(None)
         self._cascade.queues = {}
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is under way in this process."""
+        return all(state.settled() for state in self._saves.save_states()) and not any(
+            queue.outstanding() for queue in self.queues.values()
+        )
 
     def _capture_job(
         self,

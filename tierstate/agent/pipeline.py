@@ -21,16 +21,12 @@ from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
-from .handing import HandingPipeline
+from .handing import TRY_AGAIN, HandingPipeline
 from .handover import HandOver
 from .launch import start_agent
 from .messages import ConnectionLost
 
 log = logging.getLogger("tierstate")
-
-
-TRY_AGAIN = 30.0
-"""Seconds after a loss, or a failed start, until an agent is looked for again."""
 
 
 class AgentPipeline(HandingPipeline):
@@ -94,11 +90,6 @@ class AgentPipeline(HandingPipeline):
             return
         self._try_at = time.monotonic() + TRY_AGAIN
         self._connect_or_start()
-
-    def _is_quiet(self) -> bool:
-        return all(state.settled() for state in self._saves.save_states()) and not any(
-            queue.outstanding() for queue in self.queues.values()
-        )
 
     def submit(self, plan: CapturePlan, head: Head) -> SaveState:
         self._look_for_agent()

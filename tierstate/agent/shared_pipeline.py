@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,13 +24,12 @@ from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.publish import Job
 from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import TierQueue
-from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError, TierUnavailable
 from tierstate.tiers.base import RankGroup
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.connections.secret import JobSecret
 
-from .handing import HandingPipeline
+from .handing import TRY_AGAIN, HandingPipeline
 from .handover import AgentLink, HandOver
 from .launch import greet, start_agent
 from .messages import ConnectionLost, encode_error
@@ -39,11 +40,20 @@ log = logging.getLogger("tierstate")
 
 
 LOST = "agent-lost"
-"""What a rank announces, and under which all ranks then agree."""
+"""What a rank announces, and under which all ranks then agree; with the number of losses before."""
+
+
+LOOK_EVERY = 4
+"""Saves, at least, between the loss of agents and a look for new ones, and between two looks. All ranks look before the
+same save, and wait for each other there."""
 
 
 LOOKS = 100.0
 """Looks per second, of all ranks, for the loss of another rank's agent; a rank looks once a second at most."""
+
+
+LOOK_TIMEOUT = 120.0
+"""Seconds for which ranks wait for each other before such a save; then they look no more."""
 
 
 DOUBTS = 3
@@ -107,11 +117,17 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
     def __init__(self, parts: RankParts, *, run: str) -> None:
         SharedPipeline.__init__(self, parts)
         self._recent: dict[int, SaveState] = {}
-        self._latest = 0
+        self._latest = self._losses = 0
+        self._look_at = math.inf
+        self._starting: threading.Thread | None = None
+        self._there = False
+        self._try_at = 0.0
+        self._latest_at_loss = 0
         self._kept_back: list[Callable[[], None]] = []
         self._doubtful: list[tuple[int, str, SaveState, Mapping[str, Any]]] = []
         try:
-            self._find_agents(parts.tier_runs, run)
+            self._run_name = run
+            self._find_agents()
         except RankFailed:
             raise
         except TierstateError as error:
@@ -122,7 +138,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     # The agents
 
-    def _find_agents(self, tier_runs: Sequence[TierRun], run: str) -> None:
+    def _find_agents(self) -> None:
         """Begin a session with the agent of this host, and find whether all ranks have one.
 
         Raises:
@@ -131,7 +147,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         """
         team = self._team
         first = team.leads("host")
-        self._by_all("agent-refused", lambda: self._prepare(tier_runs, run))
+        self._by_all("agent-refused", self._prepare)
         self._by_all("agent-there", lambda: self._start_here() if first else None)
         with ExitStack() as asked:
             places = self._by_all("agent-store", lambda: self._ask_for_store(asked) if team.coordinator else None)
@@ -157,9 +173,9 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             raise PolicyError(f"rank {failed[0][0]} has no agent: {failed[0][1]}")
         return [one["value"] for one in every]
 
-    def _prepare(self, tier_runs: Sequence[TierRun], run: str) -> None:
-        self._begin_agent(run)
-        if why := agent_refusal(tier_runs, ranks=True):
+    def _prepare(self) -> None:
+        self._begin_agent(self._run_name)
+        if why := agent_refusal(list(self._tier_runs.values()), ranks=True):
             raise PolicyError(why)
 
     def _start_here(self) -> None:
@@ -167,6 +183,52 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             self._replace_other_version()
         except ConnectionLost:
             start_agent(self._policy, self._path)
+
+    # New agents
+
+    def next_seq(self) -> int:
+        seq = super().next_seq()  # once for each save, on all ranks
+        self._look_for_agents(seq)
+        return seq
+
+    def _look_for_agents(self, seq: int) -> None:
+        """After agents were lost: hand this save and the next ones over, if all ranks find that agents are there again
+        and that nothing is under way in their processes."""
+        holding_from = self._latest_at_loss
+        while self._holding is not None and seq >= holding_from + LOOK_EVERY and not self._stopped:
+            time.sleep(0.01)  # until it is known before which save all ranks look
+        if self._link is not None or seq < self._look_at:
+            return
+        mine = {"seq": seq, "ready": self._is_quiet() and (self._is_agent_there() or not self._team.leads("host"))}
+        try:
+            text = json.dumps(mine).encode()
+            said = self._team.gather("agents-again", text, LOOK_TIMEOUT, stop=lambda: self._stopped)
+            every = [json.loads(one) for one in said]
+            self._look_at = max(one["seq"] for one in every) + LOOK_EVERY
+            if all(one == {"seq": seq, "ready": True} for one in every):
+                self._find_agents()
+                self._look_at = math.inf
+        except TierstateError as error:
+            self._leave_agent()
+            if isinstance(error, RankFailed):
+                self._look_at = math.inf
+            log.warning("all ranks go on without agents: %s", error)
+
+    def _is_agent_there(self) -> bool:
+        """Whether an agent was started since the loss, which is done in the background."""
+        if not self._there and self._starting is None and time.monotonic() >= self._try_at:
+            self._starting = threading.Thread(target=self._start_beside, name="tierstate-agent-start", daemon=True)
+            start_thread(self._starting)
+        return self._there
+
+    def _start_beside(self) -> None:
+        try:
+            self._start_here()
+            self._there = True
+        except TierstateError as error:
+            log.warning("no agent could be started again: %s", error)
+            self._try_at = time.monotonic() + TRY_AGAIN
+        self._starting = None
 
     def _ask_for_store(self, asked: ExitStack) -> Any:
         """Let the agent make the store of the agents' team. Returns where it is.
@@ -201,7 +263,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     def _is_announced(self) -> bool:
         try:
-            return self._team.announced(LOST)
+            return self._team.announced(self._loss)
         except RankFailed:
             return False  # no other rank can be heard any more: what the agent tells is all there is
 
@@ -259,10 +321,11 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             if (link := self._link) is None:
                 return
             self._holding, self._link = link, None
+            self._latest_at_loss, self._there, self._try_at = self._latest, False, time.monotonic() + TRY_AGAIN
             self._doubtful.clear()
             self._drop_memory()
         try:
-            self._team.announce(LOST)
+            self._team.announce(self._loss)
             self._meet_again()
             outcomes, again = self._agree()
             with self._changing:
@@ -277,6 +340,10 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
                 self._carry_out_all({}, error)
         finally:
             link.release_orphans()
+
+    @property
+    def _loss(self) -> str:
+        return f"{LOST}/{self._losses}"
 
     def _meet_again(self) -> None:
         """Let the tiers of all ranks meet: with the agents, the keepers of peer memory may be gone.
@@ -304,13 +371,14 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             latest, saves = self._latest, dict(self._recent)
         mine = {str(seq): self._states(save_state) for seq, save_state in saves.items()}
         text = json.dumps({"latest": latest, "saves": mine})
-        said = self._team.gather(LOST, text.encode(), stop=lambda: self._stopped)
+        said = self._team.gather(self._loss, text.encode(), stop=lambda: self._stopped)
         every = [json.loads(one) for one in said]
         leaders = {name: self._team.leaders(s.tier.traits.shared) for name, s in self._tier_runs.items()}
         lasting = [name for name, s in self._tier_runs.items() if s.tier.traits.persistent]
         outcomes = decide(every, leaders, lasting)
         self._remove_partial(mine, outcomes)
         newest = max(one["latest"] for one in every)
+        self._look_at, self._losses = newest + LOOK_EVERY, self._losses + 1
         again = [seq for seq, tiers in outcomes.items() if set(tiers.values()) & {"redo", "copy"}]
         return outcomes, min(again, default=newest + 1)
 
