@@ -68,6 +68,15 @@ def wait_to_be_killed(place: str, steps: str, slow: str) -> None:
     time.sleep(100)
 
 
+def wait_with_slow_tiers(place: str, steps: str, rate: str) -> None:
+    """As `wait_to_be_killed`, where both tiers are slow."""
+    ckpt, rank, size = opened(place, slow=rate, fast=rate)
+    for step in range(1, int(steps) + 1):
+        ckpt.save(state_of(step, rank, size), step=step)
+    print("captured", flush=True)
+    time.sleep(100)
+
+
 def one_within_capture(place: str, victim: str) -> None:
     """All ranks save step 1; then one kills itself in the capture of step 2, and the others say what they are told."""
     ckpt, rank, size = opened(place)

@@ -54,6 +54,17 @@ def killed(place: str, first: str, count: str, seed: str, slow: str = "10MiB/s")
     print("killed", flush=True)
 
 
+def captured(place: str, steps: str, fast: str, end: str) -> None:
+    """A trainer that captures some steps faster than tiers take them, closes if ``end`` is so, and waits."""
+    ckpt = ts.Checkpointer(policy(Path(place), fast=fast), "run")
+    for step in range(1, int(steps) + 1):
+        ckpt.save(state_of(step), step=step)
+    if end == "close":
+        ckpt.close(timeout=0.1)
+    print("captured", os.getpid(), flush=True)
+    time.sleep(300)
+
+
 def within_capture(place: str) -> None:
     """A trainer that saves step 1, and kills itself when a part of step 2 is handed over."""
     ckpt = ts.Checkpointer(policy(Path(place)), "run")

@@ -28,9 +28,10 @@ def own_agents(folder: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        for pid in pids_below(folder):  # also those that were stopped, and do not answer
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while pids := pids_below(folder):  # also those that were stopped, and do not answer
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         os.environ.pop("XDG_RUNTIME_DIR")
         if before is not None:
             os.environ["XDG_RUNTIME_DIR"] = before
@@ -56,14 +57,16 @@ def statuses() -> list[dict[str, Any]]:
     return found
 
 
-def policy_text(place: Path, *, slow: str = "", agent: str = "mode: required, idle: 60s, memory: 256MiB") -> str:
-    """Two tiers: a fast one, and a slow one that gets everything later."""
-    limit = f", bandwidth: {slow}" if slow else ""
+def policy_text(
+    place: Path, *, slow: str = "", fast: str = "", agent: str = "mode: required, idle: 60s, memory: 256MiB"
+) -> str:
+    """Two tiers: a fast one, and a slow one that gets everything later. ``slow``, ``fast``: their rates, if limited."""
+    limit, fast_limit = (f", bandwidth: {rate}" if rate else "" for rate in (slow, fast))
     return (
         "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\n"
         f"agent: {{{agent}}}\n"
         "tiers:\n"
-        f'  fast: {{type: nvme, path: "{place}/fast"}}\n'
+        f'  fast: {{type: nvme, path: "{place}/fast"{fast_limit}}}\n'
         f'  slow: {{type: nvme, path: "{place}/slow"{limit}}}\n'
     )
 

@@ -35,7 +35,7 @@ from tierstate.tiers.policy.policy import wrap_policy_tier
 from tierstate.tiers.wrappers.measure import OperationStats
 
 from .handover import AgentLink, HandOver
-from .launch import GREETING, agent_name, greet, policy_text, socket_path
+from .launch import GREETING, STARTING, agent_name, greet, policy_text, socket_path, start_agent
 from .memory_tier import AgentMemory
 from .messages import ConnectionLost, Message, MessageSocket, decode_error
 from .received import MEMORY, encode_keep, with_memory
@@ -127,6 +127,18 @@ class HandingPipeline(SavePipeline):
             log.warning("%s; it publishes what it has, and a new one takes its place", error)
             greet(self._path, {"kind": "retire"})[0].close()
             raise ConnectionLost("the agent of another version has given its place up") from None
+
+    def _ensure_agent(self) -> None:
+        """Start an agent if there is none; return when one answers.
+
+        Raises:
+            TierstateError: none does, or another user's process listens there.
+        """
+        try:
+            self._replace_other_version()
+        except ConnectionLost:
+            start_agent(self._policy, self._path)  # nothing, if one listens that is just being started again
+            greet(self._path, {"kind": "status"}, seconds=STARTING)[0].close()
 
     def _drop_memory(self) -> None:
         memory, self._memory = self._memory, None

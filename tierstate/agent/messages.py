@@ -174,6 +174,10 @@ class MessageSocket:
             at += got
         return data
 
+    def watch_peer(self) -> int:
+        """A new descriptor that is ready once the process at the other end has ended (pidfd)."""
+        return os.pidfd_open(self.peer)
+
     def limit(self, seconds: float) -> None:
         """Let `receive` fail if nothing comes for so long."""
         whole = int(seconds)
@@ -201,6 +205,39 @@ def _first_part(head: Mapping[str, Any], blobs: Sequence[int]) -> bytes:
     text = json.dumps(head, separators=(",", ":")).encode()
     lengths = [len(text), *blobs]
     return _COUNT.pack(len(lengths)) + b"".join(map(_LENGTH.pack, lengths)) + text
+
+
+def encode_message(head: Mapping[str, Any], blobs: Sequence[Any]) -> bytes:
+    """A message as one piece of bytes."""
+    views = [memoryview(blob).cast("B") for blob in blobs]
+    return b"".join([_first_part(head, list(map(len, views))), *views])
+
+
+def split_messages(data: bytearray) -> tuple[list[Message], int]:
+    """The messages that bytes begin with, one after the other, up to the first that is not there whole.
+
+    Returns:
+        The messages, and the length of them all.
+    """
+    found, at, view = list[Message](), 0, memoryview(data)
+    while True:
+        try:
+            (count,) = _COUNT.unpack_from(view, at)
+            start = at + _COUNT.size + _LENGTH.size * count
+            lengths = [n for (n,) in _LENGTH.iter_unpack(view[at + _COUNT.size : start])]
+            if not 1 <= count <= MAX_PARTS or len(lengths) < count or start + sum(lengths) > len(view):
+                return found, at
+            parts = list[bytearray]()
+            for length in lengths:
+                parts.append(bytearray(view[start : start + length]))
+                start += length
+            head = json.loads(parts[0])
+        except (struct.error, ValueError):
+            return found, at
+        if not isinstance(head, dict):
+            return found, at
+        found.append(Message(head, parts[1:]))
+        at = start
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from tierstate.tiers.policy.policy import Policy
 
 from .handing import TRY_AGAIN, HandingPipeline
 from .handover import HandOver
-from .launch import start_agent
 from .messages import ConnectionLost
 
 log = logging.getLogger("tierstate")
@@ -47,6 +46,7 @@ class AgentPipeline(HandingPipeline):
         super().__init__(policy, tier_runs, arena)
         self._begin_agent(run)
         self._starting: threading.Thread | None = None
+        self._there = False
         self._try_at = 0.0
         self._connect_or_start(wait=policy.agent.mode == "required")
 
@@ -60,7 +60,7 @@ class AgentPipeline(HandingPipeline):
             self._connect()
         except ConnectionLost:
             if wait:
-                start_agent(self._policy, self._path)
+                self._ensure_agent()
                 self._connect()
             else:
                 self._start_in_background()
@@ -76,8 +76,8 @@ class AgentPipeline(HandingPipeline):
 
     def _start_beside(self) -> None:
         try:
-            start_agent(self._policy, self._path)
-            self._try_at = 0.0
+            self._ensure_agent()
+            self._there, self._try_at = True, 0.0
         except TierstateError as error:
             self._try_at = time.monotonic() + TRY_AGAIN
             log.warning("saves are published by this process: %s", error)
@@ -88,8 +88,11 @@ class AgentPipeline(HandingPipeline):
             return
         if self._starting is not None and self._starting.is_alive():
             return
-        self._try_at = time.monotonic() + TRY_AGAIN
-        self._connect_or_start()
+        if self._there:
+            self._there, self._try_at = False, time.monotonic() + TRY_AGAIN
+            self._connect_or_start()
+        else:
+            self._start_in_background()
 
     def submit(self, plan: CapturePlan, head: Head) -> SaveState:
         self._look_for_agent()
@@ -102,6 +105,7 @@ class AgentPipeline(HandingPipeline):
             if link is None:
                 return
             self._drop_memory()
+            self._there = False
             self._try_at = time.monotonic() + TRY_AGAIN
             handed = [h for _, h in sorted(self._handed.items()) if not h.save_state.settled()]
             self._handed.clear()

@@ -220,6 +220,12 @@ class ReceivingPipeline(SavePipeline):
         idle = all([queue.put(job) or isinstance(job, CascadeJob) for queue, job in jobs])
         return IncomingSave(save_state, structure, [job for _, job in jobs if isinstance(job, DirectJob)], idle=idle)
 
+    def begin_queues(self) -> None:
+        """Start the queues before the first save, to bring what slower tiers lack."""
+        self._make_queues(1 + max(map(self._highest, self._tier_runs.values())))
+        for queue in self.queues.values():
+            queue.start()
+
     def brought(self, name: str, due: PendingVersion) -> None:
         super().brought(name, due)
         self._report({"kind": "brought", "tier": name, "seq": due.seq, "step": due.step, "time": due.time})

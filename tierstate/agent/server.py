@@ -2,7 +2,8 @@
 
     python -m tierstate.agent.server SOCKET < POLICY
 
-The command returns as soon as the agent listens; the agent goes on as a daemon. It ends when no trainer is connected,
+The agent is a child of a small process that starts it again if it is killed (`tierstate.agent.supervisor`). The command
+returns as soon as the agent listens; the agent goes on as a daemon. It ends when no trainer is connected,
 nothing is left to publish, nobody has used it for the policy's ``agent: idle``, and no peer memory is served any more:
 the keeper of a host's peer memory is a part of the agent. Its log is beside the socket.
 """
@@ -19,15 +20,27 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.connections.distribution import short_path, user_of
 from tierstate.tiers.libc import libc
 
+from .supervisor import HeldFiles, Holder, Supervisor
+
+if TYPE_CHECKING:
+    from .session import TrainerSession
+
 LOG, LOCK = ".log", ".lock"
+
+
+DYING = 5.0
+"""Seconds that a trainer may take to die that was killed together with its agent."""
+
 
 log = logging.getLogger("tierstate")
 
@@ -72,12 +85,13 @@ class Agent:
         text: the policy.
         path: of the socket.
         listener: the listening socket.
+        holder: the parent of this process.
 
     Attributes:
-        policy, memory, stores: as `SessionOwner` has them.
+        policy, memory, stores, holder: as `SessionOwner` has them.
     """
 
-    def __init__(self, text: str, path: Path, listener: socket.socket) -> None:
+    def __init__(self, text: str, path: Path, listener: socket.socket, holder: Holder) -> None:
         # Imported after the fork, which is then quick; and they are most of the time that a start takes.
         from tierstate.tiers.memory.arena import PAGE
         from tierstate.tiers.peer.host import HostMemory
@@ -93,12 +107,13 @@ class Agent:
         self.memory = VersionsInMemory(memory_limit(self.policy.agent.memory), slab_size)
         self.stores = TeamStores()
         self._keepers = HostMemory.keepers = KeeperThreads()
+        self.holder = holder
         self._path, self._listener = path, listener
         self._begun = self._used = time.monotonic()
         self._lock = threading.Lock()
-        self._sessions: list[Any] = []
-        self._connections = 0
-        self._stopping = self._retired = False
+        self._sessions: list[TrainerSession] = []
+        self._replays = 0
+        self._stopping, self._retired = False, holder.retired
 
     def stop(self) -> None:
         """End when everything that was handed over is published; trainers go on by themselves."""
@@ -108,6 +123,9 @@ class Agent:
         """Serve until the agent is not needed any more."""
         # A scheduler that ends a job sends this to all its processes; what they have captured still has to arrive.
         signal.signal(signal.SIGTERM, lambda _number, _frame: self.stop())
+        for name, files in self.holder.found.items():
+            self._replays += 1
+            threading.Thread(target=self._replay, args=(name, files), daemon=True, name="tierstate-agent").start()
         ready = select.poll()
         ready.register(self._listener, select.POLLIN)
         while not self._may_end():
@@ -138,7 +156,7 @@ class Agent:
 
     def _may_end(self) -> bool:
         with self._lock:
-            busy = bool(self._sessions)
+            busy = bool(self._sessions) or self._replays > 0
         if busy:
             return False
         return self._stopping or self._retired or (self.may_give_up() and not self._keepers.serve())
@@ -211,6 +229,9 @@ class Agent:
             log.exception("a trainer was refused")
             link.send({"kind": "refused", "error": encode_error(error)})
             return
+        self._serve_session(session)
+
+    def _serve_session(self, session: TrainerSession) -> None:
         with self._lock:
             self._sessions.append(session)
         try:
@@ -219,10 +240,50 @@ class Agent:
             with self._lock:
                 self._sessions.remove(session)
 
+    def _replay(self, name: str, files: HeldFiles) -> None:
+        """Publish what a trainer had handed over to the process before this one, unless it lives and does it itself."""
+        from .journal import JournalLink, reopened
+        from .session import TrainerSession
+
+        try:
+            link = JournalLink(files)
+            journal = reopened(self.holder, name, files, link)
+            ending = select.poll()
+            ending.register(files.trainer, select.POLLIN)
+            if link.has_closed or ending.poll(1000 * DYING):
+                with self._store_of(link.hello.head.get("team")):
+                    self._serve_session(TrainerSession(self, link, link.hello, journal))
+            journal.close()
+        except Exception:
+            log.exception("what a trainer had handed over is lost with the process before")
+            self.holder.drop(name)
+        finally:
+            with self._lock:
+                self._replays -= 1
+
+    @contextmanager
+    def _store_of(self, team: Any) -> Iterator[None]:
+        """The store of a team whose agent was killed, for its sessions.
+
+        Raises:
+            TierstateError: it had ranks on other hosts, which have lost it.
+        """
+        from .teams import TeamGreeting
+
+        if team is None:
+            yield
+            return
+        place = TeamGreeting.decode(team).place
+        if place.port:
+            raise TierstateError("the ranks had agents on several hosts, which cannot go on without this one")
+        with self.stores.remade(place):
+            yield
+
     def _retire(self, version: str) -> None:
         """Another agent takes the place of this one, which ends when it has published what it has."""
         log.warning("an agent of tierstate %s takes the place of this one", version)
         self._retired = True
+        self.holder.retire()
         self._listener.close()
         with suppress(OSError):
             os.unlink(self._path)
@@ -242,6 +303,7 @@ class Agent:
             "capacity": self.memory.capacity,
             "tiers": [tier.name for tier in self.policy.tiers],
             "sessions": sessions,
+            "found": self._replays,
             "peer": self._keepers.status(),
         }
 
@@ -295,14 +357,26 @@ def main() -> None:
     os.close(told)
     _become_daemon(path)
     allow_all_files()
+    starter = os.fdopen(tell, "wb", 0)
+    Supervisor().run(lambda holder: _run_agent(text, path, listener, holder, starter), starter.close)
+
+
+def _run_agent(text: str, path: Path, listener: socket.socket, holder: Holder, starter: RawIOBase) -> None:
+    """What the agent's process does.
+
+    Args:
+        starter: whom to tell that it listens; closed where it was told by the process before.
+    """
     try:
-        agent = Agent(text, path, listener)
+        agent = Agent(text, path, listener, holder)
     except BaseException as error:
-        os.write(tell, f"{type(error).__name__}: {error}".encode()[:4000])
-        os.unlink(path)
+        if not starter.closed:
+            starter.write(f"{type(error).__name__}: {error}".encode()[:4000])
+            os.unlink(path)
         raise
-    os.write(tell, b"+")
-    os.close(tell)
+    if not starter.closed:
+        starter.write(b"+")
+        starter.close()
     agent.run()
     with suppress(OSError):
         if not agent._retired:

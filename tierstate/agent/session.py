@@ -23,11 +23,12 @@ import numpy as np
 
 from tierstate.engine.events import EVERY, Event, EventBus
 from tierstate.engine.info import TierStats
-from tierstate.engine.packs.slab_layout import SlabChunks
+from tierstate.engine.packs.slab_layout import SlabChunks, digest_list
 from tierstate.engine.ranks.join import TeamMember
 from tierstate.engine.save.plan import retention_of, rule_retention_of
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
+from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import CaptureError, FormatError, TierstateError
 from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, Version
@@ -38,6 +39,7 @@ from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.policy.policy import Policy, open_policy_tier, wrap_policy_tier
 
+from .journal import Journal, JournalLink
 from .messages import ConnectionLost, Message, MessageSocket, decode_error, encode_error
 from .received import (
     MEMORY,
@@ -47,11 +49,16 @@ from .received import (
     trainer_gone,
     with_memory,
 )
-from .shared_slabs import SharedSlabs
+from .shared_slabs import SharedSlab, SharedSlabs
 from .store import VersionsInMemory, drop_run
+from .supervisor import Holder
 from .teams import TeamGreeting, TeamStores
 
 log = logging.getLogger("tierstate")
+
+
+JOURNALED = ("slab", "unchanged", "captured", "failed", "withdraw", "continue", "bye")
+"""Messages that are written to the journal as they came; `_on_begin` writes one with all that it builds on."""
 
 
 ENDING = 60.0
@@ -70,11 +77,13 @@ class SessionOwner(Protocol):
         policy: the agent's policy.
         memory: the versions in memory.
         stores: by which the ranks of a job speak.
+        holder: the agent's parent.
     """
 
     policy: Policy
     memory: VersionsInMemory
     stores: TeamStores
+    holder: Holder
 
     def may_give_up(self) -> bool:
         """Whether versions that do not arrive may be left to the next process: nothing has arrived for long."""
@@ -88,9 +97,10 @@ class TrainerSession:
 
     Args:
         agent: the agent.
-        link: the connection, after its greeting.
+        link: the connection, after its greeting; or the journal of a trainer whose agent was killed.
         hello: the trainer's greeting: its run, what its tiers keep, the file of its slabs, and its team, if several
             ranks save together.
+        journal: where what becomes durable is written, if ``link`` is a journal.
 
     Attributes:
         run: the name of the run.
@@ -101,7 +111,13 @@ class TrainerSession:
         TierstateError: a tier cannot be opened, or the greeting is not valid.
     """
 
-    def __init__(self, agent: SessionOwner, link: MessageSocket, hello: Message) -> None:
+    def __init__(
+        self,
+        agent: SessionOwner,
+        link: MessageSocket | JournalLink,
+        hello: Message,
+        journal: Journal | None = None,
+    ) -> None:
         self._agent, self._link = agent, link
         self.run, self.pid = check_run(str(hello.head["run"])), link.peer
         self.alive = True
@@ -112,12 +128,15 @@ class TrainerSession:
         self._saves: dict[int, IncomingSave] = {}
         self._structure: Version | None = None
         self._order: StateOrder = ()
+        self._replays = journal is not None
+        self._spoiled: set[int] = set()
+        self._digest = digest_function(agent.policy.digest)
         self._outbox: SimpleQueue[tuple[Mapping[str, Any], tuple[bytes, ...]] | None] = SimpleQueue()
         slab_size = int(hello.head["slab_size"])
         if slab_size != agent.memory.slabs.slab_size or len(hello.descriptors) != 1:
             raise FormatError(f"slabs of {slab_size} bytes; right are {agent.memory.slabs.slab_size}, in one file")
         with ExitStack() as undo:
-            self._trainer = os.pidfd_open(self.pid)
+            self._trainer = link.watch_peer()
             undo.callback(os.close, self._trainer)
             descriptor = os.dup(hello.descriptors[0])
             try:
@@ -129,6 +148,8 @@ class TrainerSession:
             if (team := hello.head.get("team")) is not None:
                 self._join(TeamGreeting.decode(team), undo)
             self._pipeline = self._open(_with_keeps(agent.policy, hello.head.get("keep", {})), undo)
+            self._journal = journal or Journal.begun(agent.holder, hello, self._slabs.descriptor, self._trainer)
+            undo.callback(self._journal.close)
             self._undo = undo.pop_all()
         agent.memory.slabs.add(self._slabs)
         agent.memory.begin(self.run)
@@ -189,6 +210,8 @@ class TrainerSession:
         watcher.start()
         try:
             self._tell({"kind": "ready", "pid": os.getpid()})
+            if isinstance(self._link, JournalLink):
+                self._begin_again(self._link)
             self._take_all()
         finally:
             self._given_up = self._given_up or not (self._bye or self._trainer_has_ended(ENDING))
@@ -201,6 +224,14 @@ class TrainerSession:
             self._finish()
             self._outbox.put(None)
             sender.join()
+
+    def _begin_again(self, journal: JournalLink) -> None:
+        """The process before was killed: let the queues look for what is owed, and other ranks not wait for this one's
+        part of what it had seen to be durable."""
+        self._pipeline.begin_queues()
+        for seq in sorted(journal.durable):
+            for tier_run in self._tier_runs.values():
+                tier_run.withdraw(seq, "this version was durable when the agent was killed")
 
     def end_if_done(self) -> None:
         """End the connection if everything that was handed over is published: the trainer goes on by itself."""
@@ -228,6 +259,7 @@ class TrainerSession:
         try:
             if self._given_up:
                 log.warning("run %s: process %d goes on without this agent", self.run, self.pid)
+                self._journal.close()
                 self._pipeline.stop()
                 drop_run(self._agent.memory.tier, self.run)
             elif owed := self._pipeline.deliver(self._agent.may_give_up):
@@ -272,8 +304,8 @@ class TrainerSession:
     def _tell(self, event: Mapping[str, Any], *blobs: bytes) -> None:
         if event["kind"] in ("committed", "brought"):
             self._agent.progressed()
-            if self._tier_runs[event["tier"]].tier.traits.persistent and (save := self._saves.get(event["seq"])):
-                save.let_go()
+            if self._tier_runs[event["tier"]].tier.traits.persistent:
+                self._let_go(event["seq"])
         elif event["kind"] == "failed" and self._member is not None and self.alive and not self._member.team.is_whole():
             # Not the rank has failed but its agent, or that of another one: all trainers go on by themselves.
             event, blobs, self._given_up = {"kind": "fatal", "error": event["error"]}, (), True
@@ -313,7 +345,11 @@ class TrainerSession:
         takes: Callable[[Message], object] | None = getattr(self, f"_on_{message.kind}", None)
         if takes is None:
             raise FormatError(f"a message of unknown kind {message.kind!r:.40}")
-        takes(message)
+        if message.kind in JOURNALED:
+            seq = message.head.get("seq")
+            self._journal.note(None if seq is None else int(seq), message.head, message.blobs)
+        if not self._spoiled or message.head.get("seq") not in self._spoiled:
+            takes(message)
         return message.kind in ("bye", "leave")
 
     def _on_bye(self, message: Message) -> None:
@@ -338,16 +374,44 @@ class TrainerSession:
         if message.head.get("order") and self._member is not None:
             self._member.sort(head.seq, self._order)
         self._pipeline.required = [str(name) for name in message.head["required"]]
+        stages = next(blobs) if message.head.get("stages") else None
+        self._note_begin(head.seq, message.head, stages)
         structure = self._structure.again(head, self._structure.digests)
         names, total = [str(name) for name in message.head["tiers"]], structure.nbytes
+        if self._replays:
+            names = [name for name in names if not self._has_version(name, head)]
         if self._has_room(total):
             names.insert(0, MEMORY)
         else:
             self._tier_runs[MEMORY].withdraw(head.seq, f"{MEMORY}: there is no room for this version", left_out=True)
-        stages = np.frombuffer(next(blobs), "i8") if message.head.get("stages") else None
         self._saves = {n: save for n, save in self._saves.items() if save.hold or not save.save_state.settled()}
-        save = self._saves[head.seq] = self._pipeline.receive(head, structure, stages, names, total)
+        leaf_stages = None if stages is None else np.frombuffer(stages, "i8")
+        save = self._saves[head.seq] = self._pipeline.receive(head, structure, leaf_stages, names, total)
         save.hold = MEMORY in names
+
+    def _note_begin(self, seq: int, said: Mapping[str, Any], stages: bytearray | None) -> None:
+        """Write the beginning of a save to the journal, with all that earlier ones have told."""
+        assert self._structure is not None
+        head, blobs = {**said, "structure": True}, list[Any]([self._structure.data])
+        if said.get("order"):
+            head["order"] = "new"
+            blobs.append(json.dumps(self._order).encode())
+        self._journal.note(seq, head, blobs if stages is None else [*blobs, stages])
+
+    def _has_version(self, name: str, head: Head) -> bool:
+        """Whether a save whose agent was killed is in a tier already."""
+        try:
+            there = self._tier_runs[name].record(head.seq).version.head
+        except TierstateError as error:
+            log.debug("%s: version %d is not there yet: %s", name, head.seq, error)
+            return False
+        return (there.run, there.step) == (head.run, head.step)
+
+    def _let_go(self, seq: int) -> None:
+        """A save is durable, or has failed: neither this process nor the next one has to keep its slabs."""
+        if (save := self._saves.get(seq)) is not None:
+            save.let_go()
+            self._journal.durable(seq)
 
     def _has_room(self, nbytes: int) -> bool:
         """Make room in memory for a save, if need be by dropping the run's versions that are there: the newest last."""
@@ -378,9 +442,19 @@ class TrainerSession:
         if not len(rows) == len(at) == len(nbytes) == len(digests) or _outside(at, nbytes, self._slabs.slab_size):
             raise FormatError("chunks that do not lie in their slab")
         slab = self._slabs.take(int(message.head["offset"]))
+        if self._replays and not self._is_exact(slab, at, nbytes, digests):
+            slab.release()
+            self._spoiled.add(save.save_state.head.seq)
+            save.lost(CaptureError("the agent was killed, and the trainer has used a slab of this save again"))
+            return
         if save.hold:
             self._slab_is_kept(slab.offset)
         save.slab(SlabChunks(slab, rows, at, nbytes, digests))
+
+    def _is_exact(self, slab: SharedSlab, at: Array, nbytes: Array, digests: Array) -> bool:
+        """Whether a slab still has these chunks."""
+        spans = zip(at.tolist(), nbytes.tolist(), digest_list(digests), strict=True)
+        return all(self._digest(slab.buffer[start : start + n]) == digest for start, n, digest in spans)
 
     def _on_unchanged(self, message: Message) -> None:
         self._save(message).unchanged(np.frombuffer(message.blobs[0], "i8"), _digests(message.blobs[1]))
@@ -400,8 +474,7 @@ class TrainerSession:
 
     def _on_settled(self, message: Message) -> None:
         """The trainer does not want this save back."""
-        if (save := self._saves.get(int(message.head["seq"]))) is not None:
-            save.let_go()
+        self._let_go(int(message.head["seq"]))
 
     def _on_withdraw(self, message: Message) -> None:
         """The trainer gives nothing to a version that other ranks save."""

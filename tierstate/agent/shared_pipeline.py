@@ -31,8 +31,8 @@ from tierstate.tiers.connections.secret import JobSecret
 
 from .handing import TRY_AGAIN, HandingPipeline
 from .handover import AgentLink, HandOver
-from .launch import greet, start_agent
-from .messages import ConnectionLost, encode_error
+from .launch import greet
+from .messages import encode_error
 from .pipeline import agent_refusal
 from .teams import Place, TeamGreeting
 
@@ -148,7 +148,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         team = self._team
         first = team.leads("host")
         self._by_all("agent-refused", self._prepare)
-        self._by_all("agent-there", lambda: self._start_here() if first else None)
+        self._by_all("agent-there", lambda: self._ensure_agent() if first else None)
         with ExitStack() as asked:
             places = self._by_all("agent-store", lambda: self._ask_for_store(asked) if team.coordinator else None)
             self._by_all("agent-joined", lambda: self._join(places[0]))
@@ -177,12 +177,6 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         self._begin_agent(self._run_name)
         if why := agent_refusal(list(self._tier_runs.values()), ranks=True):
             raise PolicyError(why)
-
-    def _start_here(self) -> None:
-        try:
-            self._replace_other_version()
-        except ConnectionLost:
-            start_agent(self._policy, self._path)
 
     # New agents
 
@@ -223,7 +217,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     def _start_beside(self) -> None:
         try:
-            self._start_here()
+            self._ensure_agent()
             self._there = True
         except TierstateError as error:
             log.warning("no agent could be started again: %s", error)

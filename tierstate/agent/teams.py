@@ -109,6 +109,14 @@ class TeamStores:
             yield place
 
     @contextmanager
+    def remade(self, place: Place) -> Iterator[None]:
+        """A store of this agent that was lost with the process before, until the block ends, and for all who use it."""
+        with self._lock:
+            self._stores.setdefault(place.name, dist.HashStore())
+        with self.used(place):
+            yield
+
+    @contextmanager
     def used(self, place: Place) -> Iterator[None]:
         """A store of this agent stays until the block ends."""
         with self._lock:

@@ -1,0 +1,319 @@
+"""The agent is killed while it has what nobody else has: its parent starts it again, and everything arrives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.agents import load, pids_below, policy, same, state_of, statuses, steps_in, wait_until, without_agent
+from support.processes import Gang
+from support.rank_jobs import check
+from support.rank_jobs import state_of as rank_state
+
+import tierstate as ts
+from tierstate.agent import journal as journals
+from tierstate.agent.journal import Journal, JournalLink, reopened
+from tierstate.agent.messages import ConnectionLost, Message, encode_message, split_messages
+from tierstate.agent.supervisor import HeldFiles, Holder
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@contextmanager
+def trainer(*args: object) -> Iterator[int]:
+    """A process that has captured what `support.agent_trainers.captured` says; its number. It is killed in the end."""
+    command = [sys.executable, "-u", str(TESTS / "support/processes.py"), "support.agent_trainers:captured"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen([*command, *map(str, args)], stdout=said, stderr=said, env=environ) as process,
+    ):
+
+        def text() -> str:
+            said.seek(0)
+            return said.read()
+
+        try:
+            wait_until(lambda: "captured" in text() or process.poll() is not None, "all is captured")
+            assert "captured" in text(), text()
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def agent() -> int:
+    """The process that publishes; it may just be starting."""
+    wait_until(statuses, "an agent answers")
+    return int(statuses()[0]["pid"])
+
+
+def kill_both(trainer: int) -> None:
+    pid = agent()
+    os.kill(trainer, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
+
+
+def exact(place: Path, steps: list[int]) -> None:
+    for tier in ("fast", "slow"):
+        assert steps_in(place, tier) == steps
+        assert all(same(load(place, tier, step), state_of(step)) for step in steps)
+
+
+STEPS = [1, 2, 3, 4]
+
+
+def test_what_was_captured_arrives_though_trainer_and_agent_are_killed_at_once(place: Path) -> None:
+    with trainer(place, len(STEPS), "2MiB/s", "stay") as pid:
+        assert len(steps_in(place, "fast")) < len(STEPS)
+        kill_both(pid)
+    wait_until(lambda: steps_in(place, "slow") == STEPS, "all arrives")
+    exact(place, STEPS)
+    wait_until(lambda: not statuses()[0]["sessions"], "the session ends")
+
+
+def test_though_the_agent_is_killed_again_and_again(place: Path) -> None:
+    with trainer(place, len(STEPS), "1500KiB/s", "stay") as pid:
+        kill_both(pid)
+        for _ in range(2):
+            time.sleep(1)
+            os.kill(agent(), signal.SIGKILL)
+    wait_until(lambda: steps_in(place, "slow") == STEPS, "all arrives")
+    exact(place, STEPS)
+
+
+def test_what_a_closed_trainer_has_left_arrives_though_it_lives(place: Path) -> None:
+    with trainer(place, len(STEPS), "2MiB/s", "close"):
+        os.kill(agent(), signal.SIGKILL)
+        wait_until(lambda: steps_in(place, "slow") == STEPS, "all arrives")
+    exact(place, STEPS)
+
+
+def test_what_slower_tiers_lack_is_brought_though_all_is_durable(place: Path) -> None:
+    with ts.Checkpointer(policy(place, slow="1MiB/s"), "run") as ckpt:
+        for step in STEPS:
+            ckpt.save(state_of(step), step=step).wait("fast")
+        os.kill(agent(), signal.SIGSTOP)
+        ckpt._pipeline._link._link.send({"kind": "bye"})  # type: ignore[attr-defined]
+        pid = statuses_pid(place)
+        os.kill(pid, signal.SIGKILL)
+        assert steps_in(place, "slow") != STEPS
+        wait_until(lambda: steps_in(place, "slow") == STEPS, "all arrives")
+    exact(place, STEPS)
+
+
+def statuses_pid(place: Path) -> int:
+    """The newest agent's process, also one that is stopped."""
+    folder = Path(os.environ["XDG_RUNTIME_DIR"])
+    return max(pids_below(folder))
+
+
+def test_ranks_of_a_host_arrive_though_they_and_their_agent_are_killed(place: Path) -> None:
+    with Gang(2, "support.agent_ranks:wait_with_slow_tiers", place, 3, "2MiB/s") as gang:
+        for rank in range(2):
+            gang.hear(rank, "captured")
+        pid = agent()
+        for rank in range(2):
+            gang.kill(rank)
+        os.kill(pid, signal.SIGKILL)
+        gang.codes()
+    assert steps_in(place, "slow") != [1, 2, 3]
+    wait_until(lambda: steps_in(place, "slow") == [1, 2, 3], "all arrives")
+    for tier in ("fast", "slow"):
+        with ts.Checkpointer(without_agent(place, tier), "run") as ckpt:
+            assert not ckpt.verify(deep=True).problems
+            for step in (1, 2, 3):
+                state = rank_state(0, 0, 1)
+                ckpt.restore(state, step=step, only=["rows", "same", "step", "frozen"])
+                state["mine"].value.fill_(-1)
+                assert check(state, 0, 1) == step
+
+
+def overwrite(trainer: int, step: int) -> None:
+    """What a trainer would do that had got a slab of this step back: it uses it again."""
+    (link,) = [link for link in Path(f"/proc/{trainer}/fd").iterdir() if "tierstate-arena" in os.readlink(link)]
+    with open(link, "r+b") as slabs:
+        at = slabs.read().index(state_of(step)["w"].numpy().tobytes()[:64])
+        slabs.seek(at)
+        slabs.write(b"something else")
+
+
+def test_slabs_that_hold_something_else_by_now_are_never_published(place: Path) -> None:
+    with trainer(place, 3, "500KiB/s", "stay") as pid:
+        running = agent()
+        os.kill(running, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
+        overwrite(pid, 2)
+        os.kill(pid, signal.SIGKILL)
+        os.kill(running, signal.SIGKILL)
+    wait_until(lambda: [one for one in statuses() if not one["found"] and not one["sessions"]], "all is done")
+    exact(place, [1, 3])
+    with ts.Checkpointer(without_agent(place, "fast"), "run") as ckpt:
+        assert not ckpt.verify(deep=True).problems
+
+
+def supervised(work: str) -> list[str]:
+    """What is printed by a child that a `Supervisor` runs, each time."""
+    code = f"""
+import os, signal, time
+from tierstate.agent import supervisor
+time.sleep = lambda seconds: print("waits", seconds, flush=True)
+def work(holder):
+    print("runs", len(holder.found), flush=True)
+    {work}
+supervisor.Supervisor().run(work, lambda: None)
+print("ends", flush=True)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return ran.stdout.splitlines()
+
+
+HOLDS = "holder.hold('one', supervisor.HeldFiles(*(os.open('/dev/null', os.O_RDONLY) for _ in range(3))))"
+
+
+def test_a_child_that_is_killed_too_often_is_given_up() -> None:
+    said = supervised(f"{HOLDS}; os.kill(os.getpid(), signal.SIGKILL)")
+    waits = [f"waits {2**n - 1}" for n in range(7)]
+    runs = ["runs 0", *["runs 1"] * 6]
+    assert said == [line for pair in zip(runs, waits, strict=True) for line in pair] + ["ends"]
+
+
+def test_a_child_that_ends_or_holds_nothing_is_not_started_again() -> None:
+    assert supervised(HOLDS) == ["runs 0", "ends"]
+    assert supervised("os.kill(os.getpid(), signal.SIGKILL)") == ["runs 0", "ends"]
+    assert supervised(f"{HOLDS}; holder.drop('one'); os._exit(3)") == ["runs 0", "ends"]
+
+
+# The journal by itself
+
+
+class Told:
+    """A `Holder` whose parent keeps no files, only the names."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+    def hold(self, name: str, files: HeldFiles) -> None:
+        self.held[name] = os.dup(files.journal)
+
+    def drop(self, name: str) -> None:
+        os.close(self.held.pop(name))
+
+
+def begun(told: Any) -> Journal:
+    other = os.open(os.devnull, os.O_RDONLY)
+    try:
+        return Journal.begun(told, Message({"kind": "save", "run": "run", "pid": 7}), other, other)
+    finally:
+        os.close(other)
+
+
+def found_in(told: Told) -> JournalLink:
+    (journal,) = told.held.values()
+    return JournalLink(HeldFiles(-1, journal, -1))
+
+
+def messages_of(link: JournalLink) -> list[tuple[Any, list[bytes]]]:
+    found = []
+    while True:
+        try:
+            message = link.receive()
+        except ConnectionLost:
+            return found
+        found.append((message.head, [bytes(blob) for blob in message.blobs]))
+
+
+NOTES = st.lists(
+    st.one_of(
+        st.tuples(st.just("note"), st.none() | st.integers(1, 4), st.lists(st.binary(max_size=50), max_size=3)),
+        st.tuples(st.just("durable"), st.integers(1, 4)),
+    ),
+    max_size=30,
+)
+
+
+@given(notes=NOTES, slack=st.sampled_from([0, 200, 1 << 20]))
+def test_a_journal_has_what_is_not_durable_in_its_order(notes: list[Any], slack: int) -> None:
+    told, expected, gone = Told(), list[Any](), set[int]()
+    before, journals.SLACK = journals.SLACK, slack
+    made = begun(told)
+    try:
+        for number, (what, seq, *rest) in enumerate(notes):
+            if what == "durable":
+                made.durable(seq)
+                gone.add(seq)
+                expected = [one for one in expected if one[0]["seq"] != seq]
+            elif seq not in gone:  # a version that is durable is not handed over again
+                head = {"kind": "slab", "seq": seq, "number": number}
+                made.note(seq, head, rest[0])
+                expected.append((head, rest[0]))
+        link = found_in(told)
+        assert link.hello.head["run"] == "run"
+        assert link.peer == 7
+        # Of different versions the order may change where it was written anew; of one version never.
+        found = messages_of(link)
+        for seq in (None, 1, 2, 3, 4):
+            assert [one for one in found if one[0]["seq"] == seq] == [one for one in expected if one[0]["seq"] == seq]
+    finally:
+        journals.SLACK = before
+        made.close()
+    assert not told.held
+
+
+@given(data=st.data())
+def test_a_journal_that_ends_within_a_message_has_those_before_it(data: st.DataObject) -> None:
+    whole = [({"kind": "slab", "seq": n}, [bytes([n]) * n]) for n in range(5)]
+    text = b"".join(encode_message(head, blobs) for head, blobs in whole)
+    cut = data.draw(st.integers(0, len(text)))
+    found, length = split_messages(bytearray(text[:cut]))
+    assert [(m.head, [bytes(b) for b in m.blobs]) for m in found] == whole[: len(found)]
+    assert length == sum(len(encode_message(*one)) for one in whole[: len(found)])
+    assert length <= cut < length + len(encode_message(*whole[len(found)])) if cut < len(text) else len(found) == 5
+
+
+@given(st.binary(max_size=300))
+def test_bytes_that_are_no_journal_are_refused(data: bytes) -> None:
+    found, length = split_messages(bytearray(data))
+    assert 0 <= length <= len(data)
+    assert len(found) <= len(data) // 12
+
+
+def test_what_becomes_durable_after_a_restart_is_noted(tmp_path: Path) -> None:
+    told = Told()
+    made = begun(told)
+    made.note(1, {"kind": "slab", "seq": 1}, [])
+    made.note(2, {"kind": "slab", "seq": 2}, [b"x" * 100])
+    (name, kept) = next(iter(told.held.items()))
+    os.ftruncate(kept, os.fstat(kept).st_size - 50)  # killed while it wrote
+    other = os.open(os.devnull, os.O_RDONLY)
+    files = HeldFiles(other, os.dup(kept), os.dup(other))
+    again = reopened(told, name, files, JournalLink(files))  # type: ignore[arg-type]
+    again.note(3, {"kind": "slab", "seq": 3}, [])  # is in the journal, from which it is read
+    again.durable(1)
+    assert found_in(told).durable == {1}
+    assert messages_of(found_in(told)) == []
+    again.close()
+    made._files.close()
+
+
+def test_a_parent_that_is_gone_is_no_reason_to_end() -> None:
+    import socket
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    with theirs:
+        holder = Holder(theirs, {}, retired=False)
+        holder.drop("any")
+        holder.retire()
