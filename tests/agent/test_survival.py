@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.agents import load, pids_below, policy, same, state_of, statuses, steps_in, wait_until, without_agent
+from support.agents import load, same, state_of, statuses, steps_in, wait_until, without_agent
 from support.processes import Gang
 from support.rank_jobs import check
 from support.rank_jobs import state_of as rank_state
@@ -102,22 +102,12 @@ def test_what_a_closed_trainer_has_left_arrives_though_it_lives(place: Path) -> 
 
 
 def test_what_slower_tiers_lack_is_brought_though_all_is_durable(place: Path) -> None:
-    with ts.Checkpointer(policy(place, slow="1MiB/s"), "run") as ckpt:
-        for step in STEPS:
-            ckpt.save(state_of(step), step=step).wait("fast")
-        os.kill(agent(), signal.SIGSTOP)
-        ckpt._pipeline._link._link.send({"kind": "bye"})  # type: ignore[attr-defined]
-        pid = statuses_pid(place)
-        os.kill(pid, signal.SIGKILL)
-        assert steps_in(place, "slow") != STEPS
-        wait_until(lambda: steps_in(place, "slow") == STEPS, "all arrives")
+    with trainer(place, len(STEPS), "", "stay", "1MiB/s") as pid:
+        wait_until(lambda: steps_in(place, "fast") == STEPS, "all is durable")
+        kill_both(pid)
+    assert steps_in(place, "slow") != STEPS
+    wait_until(lambda: steps_in(place, "slow") == STEPS, "all arrives")
     exact(place, STEPS)
-
-
-def statuses_pid(place: Path) -> int:
-    """The newest agent's process, also one that is stopped."""
-    folder = Path(os.environ["XDG_RUNTIME_DIR"])
-    return max(pids_below(folder))
 
 
 def test_ranks_of_a_host_arrive_though_they_and_their_agent_are_killed(place: Path) -> None:

@@ -54,9 +54,9 @@ def killed(place: str, first: str, count: str, seed: str, slow: str = "10MiB/s")
     print("killed", flush=True)
 
 
-def captured(place: str, steps: str, fast: str, end: str) -> None:
+def captured(place: str, steps: str, fast: str, end: str, slow: str = "") -> None:
     """A trainer that captures some steps faster than tiers take them, closes if ``end`` is so, and waits."""
-    ckpt = ts.Checkpointer(policy(Path(place), fast=fast), "run")
+    ckpt = ts.Checkpointer(policy(Path(place), fast=fast, slow=slow), "run")
     for step in range(1, int(steps) + 1):
         ckpt.save(state_of(step), step=step)
     if end == "close":

@@ -156,11 +156,11 @@ class HandingPipeline(SavePipeline):
         if not self._hands_over:
             super()._make_queues(seq)
 
-    def _start(self, head: Head) -> Any:
-        capturing = super()._start(head)
+    def _start(self, seq: int) -> Any:
+        capturing = super()._start(seq)
         with self._changing:
             if not self._hands_over and not self.queues:
-                self._begin_here(head.seq)
+                self._begin_here(seq)
         return capturing
 
     def _begin_here(self, seq: int) -> None:

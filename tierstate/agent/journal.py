@@ -112,6 +112,7 @@ class JournalLink:
         has_closed: whether it has closed its Checkpointer, and so left everything to the agent.
         length: bytes of the journal that are whole messages.
         durable: numbers of the versions that were durable; their messages are left out.
+        first: the lowest number of the others; None if there are none.
 
     Raises:
         ConnectionLost: it is no journal.
@@ -126,6 +127,7 @@ class JournalLink:
         self.hello = found[0]._replace(descriptors=(files.slabs,))
         self.durable = {int(message.head["seq"]) for message in found if message.kind == DURABLE}
         left = [m for m in found[1:] if m.kind != DURABLE and m.head.get("seq") not in self.durable]
+        self.first = min((int(m.head["seq"]) for m in left if m.kind == "begin"), default=None)
         self.has_closed = any(message.kind == "bye" for message in left)
         self._left = deque(left)
         self.peer = int(self.hello.head["pid"])

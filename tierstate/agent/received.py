@@ -208,7 +208,7 @@ class ReceivingPipeline(SavePipeline):
             names: of the tiers that get it.
             nbytes: raw bytes of the state.
         """
-        self._start(head)
+        self._start(head.seq)
         routes = self._routes.of(structure.leaves)
         save_state = ReportedSave(head, nbytes, names, self._report)
         rows = StagedRows(structure, stages)
@@ -220,11 +220,13 @@ class ReceivingPipeline(SavePipeline):
         idle = all([queue.put(job) or isinstance(job, CascadeJob) for queue, job in jobs])
         return IncomingSave(save_state, structure, [job for _, job in jobs if isinstance(job, DirectJob)], idle=idle)
 
-    def begin_queues(self) -> None:
-        """Start the queues before the first save, to bring what slower tiers lack."""
-        self._make_queues(1 + max(map(self._highest, self._tier_runs.values())))
-        for queue in self.queues.values():
-            queue.start()
+    def look_back(self, first: int | None) -> None:
+        """Bring what slower tiers lack, before any save comes.
+
+        Args:
+            first: the number of the first save that will come; None if none will.
+        """
+        self._start(1 + max(map(self._highest, self._tier_runs.values())) if first is None else first)
 
     def brought(self, name: str, due: PendingVersion) -> None:
         super().brought(name, due)
@@ -244,7 +246,7 @@ class ReceivingPipeline(SavePipeline):
         Returns:
             What did not arrive; empty if all did.
         """
-        while any(queue.outstanding() for queue in self.queues.values()) and not give_up():
+        while any(not queue.looked or queue.outstanding() for queue in self.queues.values()) and not give_up():
             time.sleep(LOOK_INTERVAL)
         return self.close()
 

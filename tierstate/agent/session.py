@@ -228,7 +228,7 @@ class TrainerSession:
     def _begin_again(self, journal: JournalLink) -> None:
         """The process before was killed: let the queues look for what is owed, and other ranks not wait for this one's
         part of what it had seen to be durable."""
-        self._pipeline.begin_queues()
+        self._pipeline.look_back(journal.first)
         for seq in sorted(journal.durable):
             for tier_run in self._tier_runs.values():
                 tier_run.withdraw(seq, "this version was durable when the agent was killed")
@@ -392,7 +392,7 @@ class TrainerSession:
     def _note_begin(self, seq: int, said: Mapping[str, Any], stages: bytearray | None) -> None:
         """Write the beginning of a save to the journal, with all that earlier ones have told."""
         assert self._structure is not None
-        head, blobs = {**said, "structure": True}, list[Any]([self._structure.data])
+        head, blobs = {**said, "seq": seq, "structure": True}, list[Any]([self._structure.data])
         if said.get("order"):
             head["order"] = "new"
             blobs.append(json.dumps(self._order).encode())

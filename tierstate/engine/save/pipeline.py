@@ -149,7 +149,7 @@ class SavePipeline:
         """
         if os.getpid() != self._pid:
             raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
-        capturing = self._start(head)
+        capturing = self._start(head.seq)
         self.on_failure.began()
         self._tell_lost(head.seq)
         routes = self._routes.of(plan.leaves)
@@ -289,13 +289,13 @@ class SavePipeline:
             log.warning("%s: its log cannot be listed: %s", tier_run.name, error)
             return 0
 
-    def _start(self, head: Head) -> CaptureThread:
+    def _start(self, seq: int) -> CaptureThread:
         if self._capturing is None:
             self._bounds = {tier.name: LagBound(tier.name, tier.max_lag) for tier in self._policy.tiers if tier.max_lag}
             for name in self._tier_runs:
                 if (last := self._last_of(name)) is not None:
                     self._history.arrived(name, PendingVersion(-1, *last))
-            self._make_queues(head.seq)
+            self._make_queues(seq)
             watch = self._watch if self._policy.statistics else None
             capturing = CaptureThread(self._arena, self._end_queues, self.rank, watch)
             capturing.parent = self._parent
