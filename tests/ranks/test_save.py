@@ -304,6 +304,11 @@ def own_sites(place: Path) -> Any:
         yield made
 
 
+def state_of(step: int) -> dict[str, Any]:
+    """Something of which each rank has to write its own part."""
+    return {"w": torch.full((4096,), float(step)), "own": ts.PerRank(torch.full((4096,), float(step)))}
+
+
 def test_a_tier_that_fails_on_one_rank_fails_on_all_and_is_tried_again(place: Path, own_sites: Any) -> None:
     both = threading.Barrier(2, timeout=60)
 
@@ -315,7 +320,7 @@ def test_a_tier_that_fails_on_one_rank_fails_on_all_and_is_tried_again(place: Pa
                 if team.rank == 1:
                     own_sites[1].away = step == 1
                 both.wait()
-                save = ckpt.save({"w": torch.full((4096,), float(step))}, step=step)
+                save = ckpt.save(state_of(step), step=step)
                 save.wait()
                 try:
                     save.wait("site")
@@ -347,7 +352,7 @@ def test_an_error_is_told_once_to_each_rank_and_saves_go_on(place: Path, own_sit
                     own_sites[1].away = step == 1
                 both.wait()
                 try:
-                    save = ckpt.save({"w": torch.full((4096,), float(step))}, step=step)
+                    save = ckpt.save(state_of(step), step=step)
                 except ts.TierstateError as error:
                     found.append(type(error).__name__)
                 while not save.done() and not save.errors():

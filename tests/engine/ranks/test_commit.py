@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thread_teams import Shared, World, together
 
-from tierstate.engine.ranks import relay
+from tierstate.engine.ranks import commit, relay
 from tierstate.engine.ranks.commit import GroupCommit
 from tierstate.engine.ranks.leader import MergedVersions
 from tierstate.engine.ranks.messages import Vote, decode_error, decode_message, encode_error, encode_message
@@ -37,6 +37,7 @@ from tierstate.manifest.errors import (
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import Log
+from tierstate.manifest.sharded.part import encode_part
 from tierstate.tiers.wrappers.breaker import Hung
 
 SHARED: list[Shared] = ["site", "host", "process"]
@@ -51,6 +52,7 @@ def _relays_among_few() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relay, "FANOUT", 1)
         patch.setattr(relay, "PATIENCE", 0.5)
+        patch.setattr(commit, "PARTS_IN_STORE", 0)  # more can go wrong
         yield
 
 
@@ -282,6 +284,18 @@ def test_a_part_that_is_damaged_on_its_way_is_no_part() -> None:
     found = each(world, lambda team, group_commit: group_commit.commit(world.part(team.rank, 2)))
     assert [type(one) for one in found] == [Damaged] * 2
     assert "the part of rank 1" in str(found[0])
+
+
+def test_short_parts_make_no_request_to_a_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, written = World("site", [0, 0, 1]), list[str]()
+    world.tiers[0].failing = written.append
+    length = max(len(encode_part(world.part(rank, 1))) for rank in range(3))
+    for seq, (most, requests) in enumerate([(3 * length + 300, 0), (length, 2)], 1):
+        written.clear()
+        monkeypatch.setattr(commit, "PARTS_IN_STORE", most)
+        found = each(world, lambda team, one, seq=seq: one.commit(world.part(team.rank, seq)))
+        check(world, found, seq)
+        assert sum("-part-" in key for key in written) == requests
 
 
 def test_a_save_that_one_leaves_out_is_left_out_by_all() -> None:

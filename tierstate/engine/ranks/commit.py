@@ -36,13 +36,18 @@ from .team import Stop, Team, never
 log = logging.getLogger("tierstate")
 
 
+PARTS_IN_STORE = 128 << 20
+"""Bytes of the parts of all ranks, at most, that go through the team's store with the votes. Longer ones go through a
+tier that all ranks see, which takes three more requests for each rank."""
+
+
 class GroupCommit:
     """Commits versions to one tier together with all other ranks. Every rank has one `GroupCommit` for each tier.
 
     Args:
         team: the ranks.
         name: the tier's name, the prefix of its messages.
-        tier: the tier; parts are written to it if all ranks can read them there.
+        tier: the tier; long parts are written to it if all ranks can read them there.
         log: creates the records.
         merged: the merged versions of this process, for all its tiers.
 
@@ -149,9 +154,9 @@ class GroupCommit:
         return self._carry_out(decision, part, leader)
 
     def _vote(self, part: Record) -> Vote:
-        """A vote of yes with this part, which is written to the tier first if all ranks can read it there."""
+        """A vote of yes with this part; a long one is written to the tier first, if all ranks can read it there."""
         head, data = part.version.head, encode_part(part)
-        if self._tier.traits.shared != "site":
+        if self._tier.traits.shared != "site" or len(data) * self._team.size <= PARTS_IN_STORE:
             return Vote("yes", part=data)
         key = str(PackKey.new(head.run, head.seq, self._team.rank, PART))
         self._tier.put(key, as_buffer(data))
