@@ -164,6 +164,22 @@ def measured(hosts: int, leaves: int, rate: str, rounds: int) -> list[list[dict[
     return [json.loads(one) for one in told]
 
 
+def draw(rows: list[list[str]], path: Path) -> None:
+    """Write a PNG of how both ways grow."""
+    from benchmarks.plot import draw_groups  # only a plot needs matplotlib
+
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for name, columns in (("commit, seconds", (2, 5)), ("sent by rank 0, MiB", (3, 6))):
+        titles = ("by rank 0", "tierstate: passed on")
+        panels[name] = {
+            f"{row[0]} hosts\n{row[1]} MiB": {
+                title: float(row[column]) for title, column in zip(titles, columns, strict=True)
+            }
+            for row in rows
+        }
+    draw_groups(path, "The merged version goes to every host: less is better", panels)
+
+
 def main() -> int:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__.splitlines()[0])
@@ -171,6 +187,7 @@ def main() -> int:
     parser.add_argument("--leaves", type=int, default=1000)
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plot", type=Path, help="a PNG to write")
     args = parser.parse_args()
     print(facts_line(Path(tempfile.gettempdir())) + "\n")
     rows = []
@@ -186,6 +203,8 @@ def main() -> int:
         say(f"{hosts} hosts: {row}")
     columns = [f"{what}, {way}" for way in WAYS for what in ("seconds", "rank 0 sends, MiB", "most of one host, MiB")]
     print(table(" | ".join(["hosts", "version, MiB", *columns]), rows))
+    if args.plot:
+        draw(rows, args.plot)
     return 0
 
 

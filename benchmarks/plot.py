@@ -1,4 +1,4 @@
-"""The plot: seconds of each competitor, for the biggest state measured."""
+"""Plots: seconds of each competitor for the biggest state measured, and bars in groups for tables of other work."""
 
 from __future__ import annotations
 
@@ -44,6 +44,39 @@ def draw(results: Results, path: Path) -> bool:
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return True
+
+
+def draw_groups(path: Path, title: str, panels: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Write a PNG with bars in groups.
+
+    Args:
+        panels: by the panel's title, by group, each competitor's number.
+    """
+    figure = Figure(figsize=(11, 3.1 * len(panels) + 0.6))
+    axes = figure.subplots(len(panels), 1, squeeze=False)
+    for axis, (name, groups) in zip(axes.flat, panels.items(), strict=True):
+        titles = list(dict.fromkeys(title for group in groups.values() for title in group))
+        greys = [str(0.45 + 0.4 * i / max(1, len(titles))) for i in range(len(titles))]
+        width = 0.84 / len(titles)
+        for number, one in enumerate(titles):
+            there = [(i, group[one]) for i, group in enumerate(groups.values()) if one in group]
+            at = [i + (number - (len(titles) - 1) / 2) * width for i, _ in there]
+            colour = OURS if one.startswith("tierstate") else LIMITS if "bare" in one else greys[number]
+            axis.bar(
+                at,
+                [value for _, value in there],
+                width,
+                label=plain(one),
+                color=colour,
+                edgecolor="white",
+                linewidth=0.4,
+            )
+        axis.set_xticks(range(len(groups)), groups, fontsize=8)
+        axis.set_title(name, fontsize=10, loc="left")
+    axes[0, 0].legend(fontsize=8, ncols=6, frameon=False)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def bars(results: Results, size: int, phase: str, number: str) -> Bars:

@@ -139,8 +139,8 @@ def train(peer: str, nbytes: int, every: int, steps: int, root: Path) -> dict[st
 HEAD = "state, GiB | a save each | | total, s | / no save | blocked, s | work lost at a kill, s"
 
 
-def run(sizes: list[int], steps: int, intervals: list[int], peers: list[str], path: str | None) -> str:
-    """Measure all; a table."""
+def run(sizes: list[int], steps: int, intervals: list[int], peers: list[str], path: str | None) -> list[list[str]]:
+    """Measure all; the rows of a table."""
     rows = []
     for size in sizes:
         base = measured("none", size, 1, steps, path) if "none" in peers else None
@@ -155,7 +155,20 @@ def run(sizes: list[int], steps: int, intervals: list[int], peers: list[str], pa
                 rows.append([*cells, f"{found['blocked']:.2f}", f"{found['lost']:.1f}"])
         if base:
             rows.append([f"{base['nbytes'] / 2**30:.2f}", "never", "", f"{base['total']:.1f}", "1.00", "0", ""])
-    return table(HEAD, rows)
+    return rows
+
+
+def draw(rows: list[list[str]], path: Path) -> None:
+    """Write a PNG of how much longer runs took."""
+    from benchmarks.plot import draw_groups  # only a plot needs matplotlib
+
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for name, column in (("time of the whole run / of one without saves", 4), ("training blocked by saves, s", 5)):
+        groups = panels[name] = dict[str, dict[str, float]]()
+        for row in rows:
+            if row[2] and row[4]:
+                groups.setdefault(f"{row[0]} GiB\na save each {row[1]}", {})[row[2]] = float(row[column])
+    draw_groups(path, "A training run end to end: less is better", panels)
 
 
 def main() -> None:
@@ -171,6 +184,7 @@ def main() -> None:
     parser.add_argument("--every", type=numbers, default=[10, 5, 2, 1], help="steps between two saves")
     parser.add_argument("--peers", type=some_of(PEERS), default=list(PEERS), help=",".join(PEERS))
     parser.add_argument("--path", help="a folder of the disk that is measured")
+    parser.add_argument("--plot", type=Path, help="a PNG to write")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
@@ -180,7 +194,9 @@ def main() -> None:
     peers = ["none", *takers([peer for peer in args.peers if peer != "none"], Results(options={}))]
     found = run(args.sizes, args.steps, args.every, peers, args.path)
     place = Path(args.path or tempfile.gettempdir())
-    print(facts_line(place), "", found, sep="\n")
+    print(facts_line(place), "", table(HEAD, found), sep="\n")
+    if args.plot:
+        draw(found, args.plot)
 
 
 if __name__ == "__main__":

@@ -173,8 +173,8 @@ def row(model: str, ranks: int, peer: str, found: dict[str, Any], ours: dict[str
 HEAD = "model | ranks | GiB | tensors of rank 0 | | write, GB/s | s | / tierstate | read, GB/s | s | / tierstate"
 
 
-def run(models: list[str], ranks: list[int], peers: list[str], times: int, path: str | None) -> str:
-    """Measure all; a table."""
+def run(models: list[str], ranks: list[int], peers: list[str], times: int, path: str | None) -> list[list[str]]:
+    """Measure all; the rows of a table."""
     rows = []
     for model in models:
         for count in ranks:
@@ -188,7 +188,20 @@ def run(models: list[str], ranks: list[int], peers: list[str], times: int, path:
                     one[what] = [*found.get(peer, {}).get(what, ()), *one[what]]
                 found[peer] = one
             rows += [row(model, count, peer, one, found[peers[0]]) for peer, one in found.items()]
-    return table(HEAD, rows)
+    return rows
+
+
+def draw(rows: list[list[str]], path: Path) -> None:
+    """Write a PNG of the rates."""
+    from benchmarks.plot import draw_groups  # only a plot needs matplotlib
+
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for name, column in (("write, GB/s", 5), ("read with a cold cache, GB/s", 8)):
+        groups = panels[name] = dict[str, dict[str, float]]()
+        for row in rows:
+            group = f"{row[0].removeprefix('llama3-')}, {row[1]} rank{'s' * (row[1] != '1')}\n{row[2]} GiB"
+            groups.setdefault(group, {})[row[4]] = float(row[column])
+    draw_groups(path, f"MLPerf Storage's Llama 3, tensors of 1/{SCALE}: more is better", panels)
 
 
 def main() -> None:
@@ -201,6 +214,7 @@ def main() -> None:
         "--times", type=int, default=10, help="writes, and reads, half of them after all peers have had their turn"
     )
     parser.add_argument("--path", help="a folder of the disk that is measured")
+    parser.add_argument("--plot", type=Path, help="a PNG to write")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -212,7 +226,9 @@ def main() -> None:
     peers = ["tierstate", *takers([peer for peer in args.peers if peer != "tierstate"], Results(options={}))]
     found = run(args.models, args.ranks, peers, args.times, args.path)
     place = Path(args.path or tempfile.gettempdir())
-    print(facts_line(place), f"scale: 1/{SCALE}", "", found, sep="\n")
+    print(facts_line(place), f"scale: 1/{SCALE}", "", table(HEAD, found), sep="\n")
+    if args.plot:
+        draw(found, args.plot)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.errors import TierstateError, TierUnavailable
 
 from .launch import KeeperSettings, start_process
 from .server import PeerServer, start_server
@@ -39,11 +39,13 @@ class KeeperThreads:
         """Start a keeper; returns when it listens.
 
         Raises:
-            TierstateError, OSError: it cannot be started.
+            TierUnavailable, OSError: it cannot be started.
         """
         with self._lock:
             if self._ended:
-                raise RuntimeError("this process ends")
+                raise TierUnavailable(f"{root}: no keeper can be started in a process that ends")
+            if (before := self._started.get(root)) is not None:
+                before.server.stop(keep=True)  # it does not answer any more
             server = start_server(root, settings, in_agent=True)
             thread = threading.Thread(target=server.run, name="tierstate-keeper", daemon=True)
             self._started[root] = KeeperThread(server, settings, thread)

@@ -25,6 +25,10 @@ SLACK = 16 << 20
 """Bytes that a journal may have beyond twice those that are needed."""
 
 
+RECENT = 256
+"""Messages that belong to no save of this trainer, such as that it gives nothing to one, of which these are kept."""
+
+
 class Journal:
     """Writes a journal. May be used by several threads.
 
@@ -39,7 +43,7 @@ class Journal:
         self._holder, self._name, self._files, self._hello = holder, name, files, hello
         self._lock = threading.Lock()
         self._needed: defaultdict[int, list[bytes]] = defaultdict(list)
-        self._always: list[bytes] = []
+        self._others: deque[bytes] = deque(maxlen=RECENT)
         self._length = len(hello)
         self.replaying = False
 
@@ -61,13 +65,13 @@ class Journal:
         """Write a message.
 
         Args:
-            seq: the version to which it belongs; None for one that is always needed.
+            seq: the save to which it belongs; None for one that belongs to none.
         """
         if self.replaying:
             return
         data = encode_message(head, blobs)
         with self._lock:
-            (self._always if seq is None else self._needed[seq]).append(data)
+            (self._others if seq is None else self._needed[seq]).append(data)
             self._write(data)
 
     def durable(self, seq: int) -> None:
@@ -84,7 +88,7 @@ class Journal:
             self._length += len(data)
 
     def _shorten(self) -> None:
-        needed = [self._hello, *self._always, *(data for messages in self._needed.values() for data in messages)]
+        needed = [self._hello, *self._others, *(data for messages in self._needed.values() for data in messages)]
         if self._files.journal >= 0 and self._length > 2 * sum(map(len, needed)) + SLACK:
             old, self._files = self._files, self._files._replace(journal=_new_file(*needed))
             self._length = sum(map(len, needed))

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -247,13 +247,12 @@ class Agent:
 
         try:
             link = JournalLink(files)
-            journal = reopened(self.holder, name, files, link)
-            ending = select.poll()
-            ending.register(files.trainer, select.POLLIN)
-            if link.has_closed or ending.poll(1000 * DYING):
-                with self._store_of(link.hello.head.get("team")):
-                    self._serve_session(TrainerSession(self, link, link.hello, journal))
-            journal.close()
+            with closing(reopened(self.holder, name, files, link)) as journal:
+                ending = select.poll()
+                ending.register(files.trainer, select.POLLIN)
+                if link.has_closed or ending.poll(1000 * DYING):
+                    with self._store_of(link.hello.head.get("team")):
+                        self._serve_session(TrainerSession(self, link, link.hello, journal))
         except Exception:
             log.exception("what a trainer had handed over is lost with the process before")
             self.holder.drop(name)

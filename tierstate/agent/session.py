@@ -346,7 +346,7 @@ class TrainerSession:
         if takes is None:
             raise FormatError(f"a message of unknown kind {message.kind!r:.40}")
         if message.kind in JOURNALED:
-            seq = message.head.get("seq")
+            seq = None if message.kind == "withdraw" else message.head.get("seq")
             self._journal.note(None if seq is None else int(seq), message.head, message.blobs)
         if not self._spoiled or message.head.get("seq") not in self._spoiled:
             takes(message)

@@ -333,6 +333,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
                     self._begin_here(self._latest + 1)
                 self._carry_out_all({}, error)
         finally:
+            self._holding = None
             link.release_orphans()
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.peer_hosts import Hosts, meet
 
-from tierstate.manifest.errors import TierError
+from tierstate.manifest.errors import TierError, TierUnavailable
 from tierstate.tiers.peer.host import HostMemory, wait_until
 from tierstate.tiers.peer.launch import KeeperSettings
 from tierstate.tiers.peer.threads import KeeperThreads
@@ -77,7 +77,7 @@ def test_a_thread_takes_the_place_of_a_process_and_gives_it_back(
     assert not threads.serves(tier._kept.root)
     assert told(tier) == (False, port)
     assert tier.get("a").equal(data)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(TierUnavailable):
         threads.start(tier._kept.root, KeeperSettings("127.0.0.1", 0, 60.0, None))
 
 
