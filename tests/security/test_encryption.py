@@ -137,6 +137,8 @@ def test_nothing_that_is_stored_tells_what_it_is(kept: Kept) -> None:
     hidden = b"".join((kept.place / path).read_bytes() for path in kept.paths)
     assert [word for word in words if word in shown] == words, "the test would notice"
     assert not [word for word in words if word in hidden]
+    with ts.Checkpointer(encrypted(kept.place, kept.key), "run") as ckpt:
+        assert ckpt._tier_runs[0].tier.traits.encrypted  # so it is shown nowhere else, such as in the ranks' store
 
 
 def test_equal_states_are_stored_differently(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from tierstate.manifest.errors import (
     TierFull,
     TierstateError,
     TierUnavailable,
+    Unauthentic,
 )
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
@@ -296,6 +297,43 @@ def test_short_parts_make_no_request_to_a_tier(monkeypatch: pytest.MonkeyPatch) 
         found = each(world, lambda team, one, seq=seq: one.commit(world.part(team.rank, seq)))
         check(world, found, seq)
         assert sum("-part-" in key for key in written) == requests
+
+
+@pytest.mark.parametrize("shared", ["site", "host"])
+def test_a_part_that_was_changed_in_the_store_is_no_part(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "PARTS_IN_STORE", 1 << 30)
+    world, encode = World(shared, [0, 0]), Vote.encode
+    for seq, change in enumerate(
+        [
+            lambda vote: replace(vote, part=encode_part(world.part(1, 9))),  # of another version
+            lambda vote: replace(vote, mac=""),
+            lambda vote: replace(vote, part=vote.part[:-1] + bytes([vote.part[-1] ^ 1])),
+        ],
+        1,
+    ):
+        monkeypatch.setattr(Vote, "encode", lambda vote, change=change: encode(change(vote)))
+        found = each(world, lambda team, one, seq=seq: one.commit(world.part(team.rank, seq)))
+        assert type(found[0]) is Unauthentic
+        assert isinstance(found[1], TierstateError)
+        assert not world.records(seq)
+    monkeypatch.undo()
+    check(world, each(world, lambda team, one: one.commit(world.part(team.rank, 4))), 4)
+
+
+def test_what_a_tier_encrypts_is_not_shown_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "PARTS_IN_STORE", 1 << 30)
+    world, written = World("site", [0, 0]), list[str]()
+    tier = world.tiers[0]
+
+    class Encrypting(type(tier)):  # type: ignore[misc]
+        @property
+        def traits(self) -> Any:
+            return replace(super().traits, encrypted=True)
+
+    tier.__class__ = Encrypting
+    tier.failing = written.append
+    check(world, each(world, lambda team, one: one.commit(world.part(team.rank, 1))), 1)
+    assert sum("-part-" in key for key in written) == 1
 
 
 def test_a_save_that_one_leaves_out_is_left_out_by_all() -> None:

@@ -132,7 +132,7 @@ class GroupCommit:
 
     def _participate(self, part: Record, keys: CommitKeys, stop: Stop) -> Record:
         try:
-            vote = self._vote(part)
+            vote = self._vote(part, keys)
         except BaseException as error:
             self._withdraw(keys, error)
             raise
@@ -153,11 +153,12 @@ class GroupCommit:
             self._remove(str(vote.object["key"]))
         return self._carry_out(decision, part, leader)
 
-    def _vote(self, part: Record) -> Vote:
-        """A vote of yes with this part; a long one is written to the tier first, if all ranks can read it there."""
-        head, data = part.version.head, encode_part(part)
-        if self._tier.traits.shared != "site" or len(data) * self._team.size <= PARTS_IN_STORE:
-            return Vote("yes", part=data)
+    def _vote(self, part: Record, keys: CommitKeys) -> Vote:
+        """A vote of yes with this part. If all ranks see the tier, a part that is long, or that the tier would encrypt,
+        is written there first."""
+        head, data, traits = part.version.head, encode_part(part), self._tier.traits
+        if traits.shared != "site" or (len(data) * self._team.size <= PARTS_IN_STORE and not traits.encrypted):
+            return Vote("yes", part=data, mac=self._messages.mac(keys, self._team.rank, data))
         key = str(PackKey.new(head.run, head.seq, self._team.rank, PART))
         self._tier.put(key, as_buffer(data))
         return Vote("yes", {"key": key, "bytes": len(data), "sum": checksum(data).hex()})

@@ -7,6 +7,7 @@ acknowledgements. `GroupCommit` posts the decision afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -65,7 +66,7 @@ class Coordinator:
         Raises:
             TierstateError: the version is not committed; as `GroupCommit.commit`.
         """
-        parts = [self._part, *self._parts(keys)]
+        parts = [self._part, *self._parts(keys, messages)]
         messages.all_voted = max(messages.all_voted, keys.seq)
         version, rows = self._merged.merge(keys.seq, [part.version for part in parts])
         self.unnamed = {r: packs for r, part in enumerate(parts) if (packs := unnamed_packs(part.layout, rows[r]))}
@@ -113,7 +114,7 @@ class Coordinator:
 
     # Votes
 
-    def _parts(self, keys: CommitKeys) -> Iterator[Record]:
+    def _parts(self, keys: CommitKeys, messages: CommitMessages) -> Iterator[Record]:
         """The parts of all other ranks, by rank.
 
         Raises:
@@ -127,15 +128,16 @@ class Coordinator:
                 refused |= {rank: vote for rank, vote in cast.items() if vote.said != "yes"}
                 if not refused:
                     call = pool.map if len(cast) > 1 else map
-                    for rank, data in zip(cast, call(self._fetch, cast.items()), strict=True):
+                    fetched = call(partial(self._fetch, keys, messages), cast.items())
+                    for rank, data in zip(cast, fetched, strict=True):
                         yield self._checked(rank, reader.decode(data))
         if refused:
             raise _refusal(refused)
 
-    def _fetch(self, cast: tuple[int, Vote]) -> bytes:
+    def _fetch(self, keys: CommitKeys, messages: CommitMessages, cast: tuple[int, Vote]) -> bytes:
         rank, vote = cast
         if vote.object is None:
-            return vote.part
+            return messages.part_in(keys, rank, vote)
         key, nbytes = vote.object.get("key"), vote.object.get("bytes")
         if not isinstance(key, str) or not isinstance(nbytes, int) or not 0 < nbytes <= MAX_RECORD:
             raise FormatError(f"the vote of rank {rank} names a part of {nbytes!r:.40} bytes at {key!r:.80}")

@@ -166,7 +166,7 @@ class HostLeader:
             if not said:
                 return  # the commit has failed: the decision has the reason
             version = self._version(said, keys)
-            record = self._record(version, part, keys)
+            record = self._record(version, part, keys, messages)
             self._log.commit(record)
             self.record = record
         except RankFailed as error:
@@ -224,12 +224,12 @@ class HostLeader:
         found = None if relay is None else relay.fetch(self._leaders, keys.seq, version, stop)
         return memoryview(self._team.receive(0, keys.version, stop=self._stop)) if found is None else found
 
-    def _record(self, version: Version, part: Record, keys: CommitKeys) -> Record:
+    def _record(self, version: Version, part: Record, keys: CommitKeys, messages: CommitMessages) -> Record:
         """The record of this host: the whole version, with the layouts of the parts of this host's ranks."""
         parts, reader = [part], PartReader()
         for rank in self._ranks[1:]:
             vote = self._team.receive(rank, keys.vote, stop=lambda: self._stop() or self._is_over(keys))
-            parts.append(reader.decode(Vote.decode(vote, rank).part))
+            parts.append(reader.decode(messages.part_in(keys, rank, Vote.decode(vote, rank))))
         return record_of(version, [(rows_in_merged(version, p.version), p) for p in parts], part.commit)
 
 

@@ -6,6 +6,7 @@ about, never as a pickle, so that no message can run code. A message stays in th
 
 from __future__ import annotations
 
+import hmac
 import json
 import threading
 from collections import deque
@@ -29,6 +30,7 @@ from tierstate.manifest.errors import (
     TierFull,
     TierstateError,
     TierUnavailable,
+    Unauthentic,
 )
 
 from .team import Team
@@ -105,16 +107,19 @@ class Vote:
         object: key, length and checksum of the rank's part, if the part is an object in the tier.
         part: otherwise the part itself.
         error: why the vote is not yes.
+        mac: proves that the part is of a process of this job; see `CommitMessages.mac`.
     """
 
     said: str
     object: Mapping[str, Any] | None = None
     part: bytes = b""
     error: Mapping[str, Any] | None = None
+    mac: str = ""
 
     def encode(self) -> bytes:
         """The vote as bytes."""
-        return encode_message({"said": self.said, "object": self.object, "error": self.error}, self.part)
+        head = {"said": self.said, "object": self.object, "error": self.error, "mac": self.mac}
+        return encode_message(head, self.part)
 
     @classmethod
     def decode(cls, data: bytes, rank: int) -> Vote:
@@ -126,7 +131,7 @@ class Vote:
         head, part = decode_message(data, f"the vote of rank {rank}")
         if head.get("said") not in ("yes", "no", "left out"):
             raise FormatError(f"the vote of rank {rank} is {head.get('said')!r:.40}, which is not a vote")
-        return cls(head["said"], head.get("object"), part, head.get("error"))
+        return cls(head["said"], head.get("object"), part, head.get("error"), str(head.get("mac")))
 
 
 def encode_message(head: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -222,6 +227,23 @@ class CommitMessages:
         keys = CommitKeys(seq, f"{base}.{self._team.turn(base)}")
         self._open.append(keys)
         return keys
+
+    def mac(self, keys: CommitKeys, rank: int, part: bytes) -> str:
+        """By what a rank's part in a vote is authenticated, since the store is not; empty if the team has no secret."""
+        if not self._team.has_secret:
+            return ""
+        key = self._team.secret.derive("part of a version", keys.vote.encode(), str(rank).encode())
+        return hmac.digest(key, part, "sha256").hex()
+
+    def part_in(self, keys: CommitKeys, rank: int, vote: Vote) -> bytes:
+        """The part in the vote of a rank.
+
+        Raises:
+            Unauthentic: it is not what this rank has posted.
+        """
+        if not hmac.compare_digest(vote.mac.encode(), self.mac(keys, rank, vote.part).encode()):
+            raise Unauthentic(f"the part in the vote of rank {rank} was changed, or is of another job")
+        return vote.part
 
     def post(self, keys: CommitKeys, key: str, data: bytes) -> None:
         """Post a message of a commit.
