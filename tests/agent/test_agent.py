@@ -342,8 +342,8 @@ def test_an_idle_agent_ends(place: Path) -> None:
     with ts.Checkpointer(policy(place, agent="mode: required, memory: 64MiB, idle: 1s"), "run") as ckpt:
         ckpt.save(state_of(1), step=1)
         pid = statuses()[0]["pid"]
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "it ends by itself")
-    assert not statuses()
+    wait_until(lambda: not statuses(), "it ends by itself, although it is looked at again and again")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "its process ends")
 
 
 def test_lazy_capture_by_an_agent(place: Path) -> None:

@@ -70,6 +70,7 @@ def test_a_record_that_is_not_authentic_is_refused_by_all_ranks(encrypt: bool, t
 def test_a_part_that_is_not_authentic_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a rank is changed in the tier between its vote and the commit, its checksum made right."""
     ranks = cluster(tmp_path, False)
+    monkeypatch.setattr(commit, "PARTS_IN_STORE", 0)
     right = commit.Vote
 
     def vote(kind: str, said: Any = None, **more: Any) -> Any:

@@ -174,7 +174,7 @@ class Agent:
             link.limit(10.0)
             hello = link.receive()
             link.limit(0.0)
-            self.progressed()
+            self._note_use(hello)
             self._serve(link, hello)
         except ConnectionLost as error:
             log.info("a connection has ended: %s", error)
@@ -184,6 +184,10 @@ class Agent:
             for descriptor in hello.descriptors:
                 os.close(descriptor)
             link.close()
+            self._note_use(hello)
+
+    def _note_use(self, hello: Any) -> None:
+        if hello.kind != "status":  # who looks again and again must not keep it alive
             self.progressed()
 
     def _serve(self, link: Any, hello: Any) -> None:
