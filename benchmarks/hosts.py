@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -137,31 +137,43 @@ def rank(host: int, hosts: int, leaves: int, rounds: int, secret: JobSecret) -> 
     return found
 
 
+def forked(ranks: int, work: Callable[[int], Any]) -> list[Any]:
+    """What this returns for each rank, in a process of its own.
+
+    Raises:
+        ChildProcessError: a rank has failed.
+    """
+    pipes, children = [], []
+    for rank in range(ranks):
+        reads, writes = os.pipe()
+        # Forked, as so many processes that each import torch would take minutes.
+        if not (child := os.fork()):
+            try:
+                os.close(reads)
+                os.write(writes, json.dumps(work(rank)).encode())
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.close(writes)
+        pipes.append(reads)
+        children.append(child)
+    told = []
+    for pipe in pipes:
+        with os.fdopen(pipe, "rb") as file:
+            told.append(file.read())
+    for child in children:
+        os.waitpid(child, 0)
+    if not all(told):
+        raise ChildProcessError("a rank has failed")
+    return [json.loads(one) for one in told]
+
+
 def measured(hosts: int, leaves: int, rate: str, rounds: int) -> list[list[dict[str, float]]]:
     """What each rank has found."""
-    secret, pipes, children = JobSecret.random(), [], []
+    secret = JobSecret.random()
     with network(hosts, rate):
-        for host in range(hosts):
-            reads, writes = os.pipe()
-            # Forked, as so many processes that each import torch would take minutes.
-            if not (child := os.fork()):
-                try:
-                    os.close(reads)
-                    os.write(writes, json.dumps(rank(host, hosts, leaves, rounds, secret)).encode())
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(0)
-            os.close(writes)
-            pipes.append(reads)
-            children.append(child)
-        told = []
-        for pipe in pipes:
-            with os.fdopen(pipe, "rb") as file:
-                told.append(file.read())
-        for child in children:
-            os.waitpid(child, 0)
-    return [json.loads(one) for one in told]
+        return forked(hosts, lambda host: rank(host, hosts, leaves, rounds, secret))
 
 
 def draw(rows: list[list[str]], path: Path) -> None:

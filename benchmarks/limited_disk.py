@@ -10,14 +10,12 @@ tier of each host, which all are on that disk. Needs root, `ip`, `tc`, and contr
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +26,7 @@ import torch.distributed
 
 import tierstate as ts
 from benchmarks.files import make_cold
-from benchmarks.hosts import address, enter, network
+from benchmarks.hosts import address, enter, forked, network
 from benchmarks.machine import facts_line
 from benchmarks.rounds import say
 from benchmarks.tables import table
@@ -97,30 +95,10 @@ def rank_of(place: Path, rank: int, ranks: int, hosts: int, nbytes: int, rounds:
 
 def measured(place: Path, ranks: int, hosts: int, nbytes: int, rate: int, rounds: int) -> list[dict[str, float]]:
     """What rank 0 has found, which waits for all others each time."""
-    reads, writes = os.pipe()
-    children = []
     with network(hosts, "10gbit"), limited(place, rate):
-        for rank in range(ranks):
-            # Forked, as so many processes that each import torch would take minutes.
-            if not (child := os.fork()):
-                status = 1
-                try:
-                    said = rank_of(place, rank, ranks, hosts, nbytes, rounds)
-                    if not rank:
-                        os.write(writes, json.dumps(said).encode())
-                    status = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(status)
-            children.append(child)
-        os.close(writes)
-        with os.fdopen(reads, "rb") as file:
-            told = file.read()
-        for child in children:
-            if os.waitpid(child, 0)[1]:
-                raise ChildProcessError("a rank has failed")
-    found: list[dict[str, float]] = json.loads(told)
+        found: list[dict[str, float]] = forked(ranks, lambda rank: rank_of(place, rank, ranks, hosts, nbytes, rounds))[
+            0
+        ]
     return found
 
 

@@ -100,7 +100,6 @@ class Traits:
             None is not known yet.
         io: the I/O path of long objects, such as io_uring; known after the first transfer, empty without a choice.
         notes: messages for users about what was found when the tier was opened.
-        encrypted: what it keeps is encrypted, and so must not be shown elsewhere.
     """
 
     persistent: bool
@@ -116,7 +115,6 @@ class Traits:
     conditional_create: bool | None = True
     io: str = ""
     notes: tuple[str, ...] = ()
-    encrypted: bool = False
 
 
 class Place(NamedTuple):

@@ -35,6 +35,7 @@ from .local import (
     make_folder,
     remove_memory,
     removed_memories,
+    wait_until,
 )
 from .members import (
     SECRET,
@@ -259,14 +260,6 @@ class HostMemory:
                 log.debug("%s: the keeper stays where it is: %s", self.name, error)
                 return True
         return not wait_until(lambda: not keeper_lives(self.root), TAKING_OVER)
-
-
-def wait_until(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait until this returns True; returns whether it did within ``seconds``."""
-    end = time.monotonic() + seconds
-    while not (found := done()) and time.monotonic() < end:
-        time.sleep(0.02)
-    return found
 
 
 def wait_gone(root: Path, seconds: float) -> bool:

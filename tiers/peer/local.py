@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -109,6 +109,14 @@ def lock_file(path: Path, how: int) -> BufferedFile:
             file.close()
             raise
         file.close()  # removed with its folder while we waited
+
+
+def wait_until(done: Callable[[], bool], seconds: float) -> bool:
+    """Wait until this returns True; returns whether it did within ``seconds``."""
+    end = time.monotonic() + seconds
+    while not (found := done()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
 
 
 def removed_memories(root: Path) -> Iterator[Path]:

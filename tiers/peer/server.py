@@ -52,6 +52,7 @@ from .local import (
     make_folder,
     remove_memory,
     removed_memories,
+    wait_until,
 )
 from .members import CARD, Member, SecretFile, read_member, write_membership
 from .protocol import (
@@ -443,9 +444,7 @@ class PeerServer:
 
     def _end_sessions(self) -> None:
         """Close all connections; if the memory stays, let them first finish the objects that they write."""
-        end = time.monotonic() + (SILENCE if self._keeps else 0.0)
-        while self._lines and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_until(lambda: not self._lines, SILENCE if self._keeps else 0.0)
         with self._lock:
             for line in self._lines:
                 with suppress(OSError):

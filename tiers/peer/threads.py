@@ -55,7 +55,8 @@ class KeeperThreads:
         """Whether the keeper of a memory runs here."""
         return root in self._alive()
 
-    def serve(self) -> bool:
+    @property
+    def busy(self) -> bool:
         """Whether any keeper runs here."""
         return bool(self._alive())
 

@@ -21,7 +21,6 @@ import struct
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -29,17 +28,7 @@ from typing import NamedTuple
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, spans, view
 from tierstate.manifest.errors import Unauthentic
 from tierstate.manifest.seal import derive
-from tierstate.tiers.base import (
-    AtomicWriter,
-    ObjectWriter,
-    Range,
-    Release,
-    Tier,
-    Traits,
-    check_key,
-    check_ranges,
-    layers,
-)
+from tierstate.tiers.base import AtomicWriter, ObjectWriter, Range, Release, Tier, check_key, check_ranges, layers
 from tierstate.tiers.keys import SecretKey
 from tierstate.tiers.memory.arena import map_pages
 
@@ -148,10 +137,6 @@ class Encrypted(Wrapping):
         self._known: OrderedDict[str, _Stored] = OrderedDict()
         self._local = threading.local()
         self.stages: deque[Buffer] = deque(maxlen=STAGES_KEPT)
-
-    @property
-    def traits(self) -> Traits:
-        return replace(super().traits, encrypted=True)
 
     def put(self, key: str, data: Buffer) -> None:
         cipher, key_id, salt = self.new_cipher(key)

@@ -159,7 +159,7 @@ class Agent:
             busy = bool(self._sessions) or self._replays > 0
         if busy:
             return False
-        return self._stopping or self._retired or (self.may_give_up() and not self._keepers.serve())
+        return self._stopping or self._retired or (self.may_give_up() and not self._keepers.busy)
 
     def _greet(self, wire: socket.socket) -> None:
         from .messages import ConnectionLost, Message, MessageSocket

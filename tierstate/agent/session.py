@@ -379,7 +379,7 @@ class TrainerSession:
         structure = self._structure.again(head, self._structure.digests)
         names, total = [str(name) for name in message.head["tiers"]], structure.nbytes
         if self._replays:
-            names = [name for name in names if not self._has_version(name, head)]
+            names = [name for name in names if not self._tier_runs[name].has(head)]
         if self._has_room(total):
             names.insert(0, MEMORY)
         else:
@@ -397,15 +397,6 @@ class TrainerSession:
             head["order"] = "new"
             blobs.append(json.dumps(self._order).encode())
         self._journal.note(seq, head, blobs if stages is None else [*blobs, stages])
-
-    def _has_version(self, name: str, head: Head) -> bool:
-        """Whether a save whose agent was killed is in a tier already."""
-        try:
-            there = self._tier_runs[name].record(head.seq).version.head
-        except TierstateError as error:
-            log.debug("%s: version %d is not there yet: %s", name, head.seq, error)
-            return False
-        return (there.run, there.step) == (head.run, head.step)
 
     def _let_go(self, seq: int) -> None:
         """A save is durable, or has failed: neither this process nor the next one has to keep its slabs."""

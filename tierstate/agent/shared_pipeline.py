@@ -412,14 +412,9 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         return found
 
     def _has_record(self, name: str, save_state: SaveState) -> bool:
-        tier_run, head = self._tier_runs[name], save_state.head
+        tier_run = self._tier_runs[name]
         tier_run.look_again()
-        try:
-            there = tier_run.record(head.seq).version.head
-        except TierstateError as error:
-            log.debug("%s: version %d: %s", name, head.seq, error)
-            return False
-        return (there.step, there.run) == (head.step, head.run)
+        return tier_run.has(save_state.head)
 
     def _remove_partial(
         self, mine: Mapping[str, Mapping[str, str]], outcomes: Mapping[int, Mapping[str, Outcome]]

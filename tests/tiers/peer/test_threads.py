@@ -11,8 +11,9 @@ import pytest
 from support.peer_hosts import Hosts, meet
 
 from tierstate.manifest.errors import TierError, TierUnavailable
-from tierstate.tiers.peer.host import HostMemory, wait_until
+from tierstate.tiers.peer.host import HostMemory
 from tierstate.tiers.peer.launch import KeeperSettings
+from tierstate.tiers.peer.local import wait_until
 from tierstate.tiers.peer.threads import KeeperThreads
 from tierstate.tiers.peer.tier import Peer
 from tierstate.tiers.testing import random_bytes
@@ -119,5 +120,5 @@ def test_a_memory_that_is_freed_ends_its_thread(
 ) -> None:
     taken_over(tier, threads, monkeypatch)
     assert tier.stop()
-    assert wait_until(lambda: not threads.serve(), 20)
+    assert wait_until(lambda: not threads.busy, 20)
     assert threads.status() == []

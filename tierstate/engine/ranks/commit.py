@@ -27,6 +27,7 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.sharded.part import encode_part
 from tierstate.tiers.base import Tier
+from tierstate.tiers.wrappers.encrypt import encryption_of
 
 from .coordinator import Coordinator
 from .leader import HostLeader, MergedVersions
@@ -156,8 +157,8 @@ class GroupCommit:
     def _vote(self, part: Record, keys: CommitKeys) -> Vote:
         """A vote of yes with this part. If all ranks see the tier, a part that is long, or that the tier would encrypt,
         is written there first."""
-        head, data, traits = part.version.head, encode_part(part), self._tier.traits
-        if traits.shared != "site" or (len(data) * self._team.size <= PARTS_IN_STORE and not traits.encrypted):
+        head, data, hidden = part.version.head, encode_part(part), encryption_of(self._tier) is not None
+        if self._tier.traits.shared != "site" or (len(data) * self._team.size <= PARTS_IN_STORE and not hidden):
             return Vote("yes", part=data, mac=self._messages.mac(keys, self._team.rank, data))
         key = str(PackKey.new(head.run, head.seq, self._team.rank, PART))
         self._tier.put(key, as_buffer(data))

@@ -19,10 +19,11 @@ from tierstate.engine.packs.pack import FooterRow, read_footer
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.digest import UNFORGEABLE, DigestIndex
-from tierstate.manifest.errors import FormatError, MediaError, NotFound, Unauthentic
+from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierstateError, Unauthentic
 from tierstate.manifest.format.layout import ABSENT, DELTA, ChunkPlace, Layout, LayoutBuilder
 from tierstate.manifest.format.marker import names_tiers
 from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.log import Log, commit_id
 from tierstate.manifest.history.removals import is_removed, removed_entries, removed_seqs
@@ -207,6 +208,15 @@ class TierRun:
         with self._lock:
             newest = self._newest
         return newest if newest is not None and newest.version.head.seq == seq else self.log.read(seq)
+
+    def has(self, head: Head) -> bool:
+        """Whether a version of this number, run and step is there; False if it cannot be read."""
+        try:
+            there = self.record(head.seq).version.head
+        except TierstateError as error:
+            log.debug("%s: version %d is not there: %s", self.name, head.seq, error)
+            return False
+        return (there.run, there.step) == (head.run, head.step)
 
     def highest_seq(self) -> int:
         """The highest number taken in this tier, whether its record is readable or not; 0 for an empty log."""
