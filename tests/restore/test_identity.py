@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from support.filesystems import tmpfs
 
 import tierstate as ts
 from tierstate.engine.maintain.adopt import adopt_tier, init_tiers
+from tierstate.engine.store import identity
 from tierstate.engine.store.identity import read_marker
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.format.marker import MARKER_KEY, TierMarker, named_tiers
@@ -120,6 +123,37 @@ def test_a_mount_that_goes_away_under_a_running_job(place):
         assert not (place / "site").exists()
         (place / "away").rename(place / "site")
         assert ckpt.resume(into=tensors(9000)) is not None
+
+
+def test_what_went_away_before_a_record_named_it_stays_expected(place, monkeypatch):
+    """The tier was slow, so that the first record did not wait for it; the next ones are written when it is away."""
+
+    away = threading.Event()
+
+    def slow(tier: ts.Tier) -> TierMarker | None:
+        if tier.name == "site" and not away.is_set():
+            time.sleep(0.5)
+        return read_marker(tier)
+
+    monkeypatch.setattr(identity, "OTHERS_WAIT", 0.0)
+    monkeypatch.setattr(identity, "read_marker", slow)
+    with suppress(ts.WrongTier), ts.Checkpointer(spec(place), "run") as ckpt:
+        ckpt.save(tensors(9000, seed=1), step=1).wait()
+        (place / "site").rename(place / "away")
+        first = next(iter(Log(opened(spec(place), "local"), "run").newest_first())).record
+        assert first is not None
+        assert "site" not in named_tiers(first.commit)
+        away.set()
+        with pytest.raises(ts.WrongTier):
+            ckpt.resume(into=tensors(9000))
+        for step in (2, 3):
+            made = ckpt.save(tensors(9000, seed=step), step=step)
+            made.wait("local")
+            with pytest.raises(ts.WrongTier):
+                made.wait("site")
+    with pytest.raises(ts.WrongTier, match="records name it"):
+        save(spec(place), 4)
+    assert not (place / "site").exists()
 
 
 def test_a_new_disk_of_a_node_is_no_error(place):
@@ -276,6 +310,26 @@ def test_tiers_may_change_their_names(place):
         other = policy(dict(zip(names, two.values(), strict=True)))
         assert resumed(other) == 1
         save(other, 1)
+
+
+def test_a_tier_that_is_mounted_in_the_place_of_another_has_not_changed_its_name(place):
+    """The mount point of the tier that it was is empty: what is written there lies on another disk."""
+    sites = {name: {"type": "lustre", "path": str(place / name)} for name in ("near", "far")}
+    both = policy({"local": {"type": "nvme", "path": str(place / "local")}, **sites}, durable="near")
+    save(both, 1)
+    (place / "near").rename(place / "away")
+    (place / "far").rename(place / "near")
+    for run in ("run", "another"):
+        with suppress(ts.WrongTier), ts.Checkpointer(both, run) as ckpt:
+            made = ckpt.save(tensors(9000, seed=2), step=2)
+            for name in sites:
+                with pytest.raises(ts.WrongTier, match=f"{name}: tier .* is expected here"):
+                    made.wait(name)
+        assert not (place / "far").exists()
+    (place / "near").rename(place / "far")
+    (place / "away").rename(place / "near")
+    save(both, 3)
+    assert resumed(both) == 3
 
 
 def test_a_repository_without_markers_is_read_and_gets_them_with_a_save(place):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.errors import (
@@ -129,8 +129,9 @@ class TierIdentity:
         self.settled = Latch()
         self.settled.set()
         self._waited = False
+        self._asked: TierMarker | None = None
         self._was: TierName | None = None
-        self._by_others: TierName | None = None
+        self._by_others: dict[str, TierName] = {}
         self._noted: set[str] = set()
         self._place: Place | None = None
         self._lock = threading.Lock()
@@ -158,6 +159,11 @@ class TierIdentity:
         """Whether it is known to lie in a file system, which can be not mounted."""
         return self._place is not None and bool(self._place.mount)
 
+    @property
+    def _is_new_here(self) -> bool:
+        """Whether what lies here has no marker, or one that was made under another name and not asked about yet."""
+        return self.marker is None or (self.marker.tier not in ("", self.name) and self.marker != self._asked)
+
     def names(self) -> dict[str, TierName]:
         """The tiers of the policy by their names, for a record, as far as they are known. Does no I/O.
 
@@ -169,7 +175,7 @@ class TierIdentity:
         try:
             self.check()
         except WrongTier:
-            return self._expected()
+            return self._expected() or self._was
         return self._own_name() or self._expected()
 
     def _own_name(self) -> TierName | None:
@@ -230,7 +236,8 @@ class TierIdentity:
         """
         if not self.tier.traits.persistent:
             return
-        expected = self._ask_all() if self.look() is None else None
+        self.look()
+        expected = self._ask_all() if self._is_new_here else None
         if self.authentic and self.marker is UNKNOWN:
             check_key(self.tier)
             raise Unauthentic(
@@ -238,6 +245,7 @@ class TierIdentity:
                 f"`tierstate adopt {self.name}` writes it again"
             )
         self._check_with_others(expected)
+        self._asked = self.marker
         if self.marker is None and create:
             self._create(expected) if self.leads else self._wait_for_leader()
         for other in self.beside:
@@ -276,34 +284,41 @@ class TierIdentity:
             self.check(expected)
 
     def _ask_all(self) -> TierName | None:
-        """How the newest records in all tiers name this one, before its marker is created: that is rare.
+        """How the newest records in all tiers name this one, before something is saved to a tier that is new here.
 
         Records of the run count; of other runs, only for a tier of a file system, which can be not mounted.
         """
-        others: list[tuple[int, TierName]] = []
+        said: list[tuple[int, str, TierName]] = []
         for one in self.beside:
             if not one.tier.traits.persistent:
                 continue
             try:
                 if (newest := one._newest()) is not None:
                     one.learn(newest)
-                others += one.names_by_others(self.name) if self.is_in_files else []
+                said += one.said_by_runs() if self.is_in_files else []
             except TierstateError as error:
                 log.warning("%s: what its records say of %s is not known: %s", one.name, self.name, error)
-        # Kept: the tier that says so may be gone, too, when the next save looks.
-        self._by_others = max(others, default=(0, self._by_others))[1]
+        self.learn_of_others(said)
         return self._expected()
 
-    def names_by_others(self, name: str) -> Iterator[tuple[int, TierName]]:
-        """How the newest records of the runs that were saved last in this tier name a tier, with their numbers.
+    def said_by_runs(self) -> Iterator[tuple[int, str, TierName]]:
+        """How the newest records of the runs that were saved last in this tier name tiers, with their numbers.
 
         Raises:
             TierError: the tier could not be read.
         """
         for record in newest_records(self.tier, RUNS_LOOKED_AT):
             self.learn_own(record)
-            if (one := named_tiers(record.commit).get(name)) is not None:
-                yield record.version.head.seq, one
+            for name, one in named_tiers(record.commit).items():
+                yield record.version.head.seq, name, one
+
+    def learn_of_others(self, said: Iterable[tuple[int, str, TierName]]) -> TierName | None:
+        """Remember what other runs say of tiers, the newest last; returns what they say of this one.
+
+        It is kept: the tier that says so may be gone, too, when the next save looks.
+        """
+        self._by_others |= {name: one for _, name, one in sorted(said)}
+        return self._by_others.get(self.name)
 
     def _create(self, expected: TierName | None) -> None:
         # If its own records name it, only the marker was lost: the tier keeps its id.
@@ -328,7 +343,7 @@ class TierIdentity:
     def _expected(self) -> TierName | None:
         """How the newest of the records that were read names this tier."""
         found = [one.named[self.name] for one in self.beside if self.name in one.named]
-        return max(found)[1] if found else self._by_others
+        return max(found)[1] if found else self._by_others.get(self.name)
 
     def _holder(self, id: str) -> TierIdentity | None:
         """The tier that has an id, or is used in place of the one that has it; for all we know."""
@@ -338,6 +353,21 @@ class TierIdentity:
             if one.marker is not None and (one.marker is UNKNOWN or one.marker.stands_for(id)):
                 return one
         return next((one for one in self.beside if one.marker is None and id in one.own), None)
+
+    def _is_in_its_place(self, by_others: Mapping[str, TierName], others: tuple[TierIdentity, ...]) -> bool:
+        """Whether this tier is what records expect here, or tiers have changed their names among each other, as these
+        others have. If not, a file system is mounted in the place of another one, and has no new name.
+
+        Args:
+            by_others: what records of other runs say.
+        """
+        expected = self._expected() or by_others.get(self.name)
+        if expected is None or self.tier.traits.shared != "site":
+            return True
+        holder = self._holder(expected.id)
+        return holder is self or (
+            holder is not None and (holder in others or holder._is_in_its_place(by_others, (*others, self)))
+        )
 
     def check(self, expected: TierName | None = None) -> None:
         """Check the marker that was read against what is expected. Does no I/O.
@@ -360,7 +390,10 @@ class TierIdentity:
             )
 
     def _compare(self, expected: TierName | None, why: str) -> None:
-        if expected is None or self._holder(expected.id) is not None:
+        if expected is None:
+            return
+        holder = self._holder(expected.id)
+        if holder is not None and (holder is self or holder._is_in_its_place(self._by_others, (self,))):
             return
         if self.tier.traits.shared == "site":
             raise self._wrong(expected.id, why)
@@ -425,10 +458,8 @@ def check_nothing_missing(identities: Sequence[TierIdentity]) -> None:
     looked = _look_at(identities)
     for one in looked:
         one.check()
-    empty = [one for one in looked if one.marker is None and one.is_in_files]
-    for one in empty:
-        named = [name for other in looked for name in other.names_by_others(one.name)]
-        one.check(max(named)[1] if named else None)
+    for one in (one for one in looked if one._is_new_here and one.is_in_files):
+        one.check(one.learn_of_others(said for other in looked for said in other.said_by_runs()))
 
 
 def newest_records(tier: Tier, most: int | None = None) -> Iterator[Record]:
