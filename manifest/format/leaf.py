@@ -77,6 +77,10 @@ MAX_NESTING = 16
 _NO_GLOB = "{!r} is not a pattern of leaf paths; write keys with dots between, as in 'model.**'"
 
 
+_CANONICAL = re.compile(r'\["[ !#-\[\]-~]*"(?:,"[ !#-\[\]-~]*")*\]')
+"""Encoded paths whose keys are strings that need no escape: nearly all are."""
+
+
 _SEGMENT = re.compile(r'"(?:[^"\\]|\\.)*"|\([^"()]*\)(?=\.|\Z)|[^."]+')
 
 
@@ -396,8 +400,11 @@ class LeafTable:
     joined: tuple[LeafTable, ...] = ()
 
     @classmethod
-    def of(cls, leaves: Sequence[Leaf]) -> LeafTable:
+    def of(cls, leaves: Sequence[Leaf], texts: Sequence[str] | None = None) -> LeafTable:
         """The table of these leaves.
+
+        Args:
+            texts: of each leaf the text from which its path was decoded, which need not be canonical.
 
         Raises:
             FormatError: two leaves have the same path, or numbers of a leaf do not fit the columns.
@@ -408,7 +415,11 @@ class LeafTable:
                     f"{WHAT}: leaf {leaf.name} has elements of more than {MAX_LEAF_ITEMSIZE} bytes, or too many axes"
                 )
         count = len(leaves)
-        paths = tuple(encode_path(leaf.path) for leaf in leaves)
+        if texts is None:
+            paths = tuple(encode_path(leaf.path) for leaf in leaves)
+        else:
+            told = zip(texts, leaves, strict=True)
+            paths = tuple(text if _CANONICAL.fullmatch(text) else encode_path(leaf.path) for text, leaf in told)
         _check_unique(paths)
         return cls(
             tuple(leaves),
@@ -485,7 +496,8 @@ class LeafTable:
             [
                 Leaf(p, Spec(kinds[k], dtypes[d], i, s, _decode_attrs(a)))
                 for p, k, d, i, s, a in zip(decode_paths(paths), kind, dtype, itemsize, shapes, attrs, strict=True)
-            ]
+            ],
+            paths,
         )
 
 

@@ -6,6 +6,7 @@ A name may be untrusted: it is checked against a pattern or a table, and never e
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ _MAX_DEPTH = 32
 """How deep structured dtypes may be nested."""
 
 
+@cache
 def torch_name(dtype: torch.dtype) -> str:
     """The dtype's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")

@@ -44,6 +44,11 @@ class Strided:
         self.direct = self.dense or not (lazy or overlaps_itself(self._shape, self._strides))
         self.nbytes = tensor.numel() * self.itemsize
 
+    @property
+    def storage_address(self) -> int:
+        """Where the tensor's storage begins; 0 for an empty one."""
+        return self._storage.data_ptr()
+
     def read(self, start: int, out: Buffer) -> None:
         """Copy the bytes ``start : start + len(out)`` of whole elements into ``out``, on any device and at any address.
 

@@ -87,6 +87,18 @@ class TensorProvider(Provider):
         """The tensor itself."""
         return self._value
 
+    @property
+    def storage_address(self) -> int:
+        """Where the tensor's storage begins: tensors of different ones share no memory."""
+        return self._strided.storage_address
+
+    def mismatch(self, spec: Spec) -> str:
+        value = self._value
+        # Without this tensor's own spec, which takes longer to make than all the rest of a comparison.
+        plain = type(self) is TensorProvider and self._saved is None and spec.kind == TensorProvider.kind
+        alike = plain and spec.shape == value.shape and spec.dtype == torch_name(value.dtype)
+        return "" if alike else super().mismatch(spec)
+
     @cached_property
     def alias(self) -> Hashable:
         """Equal for tensors that are the same view of the same memory; None for one without elements."""

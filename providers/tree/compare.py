@@ -175,7 +175,7 @@ class Comparison:
         return saved is not None and not (self._may_be_elsewhere and isinstance(saved.value, torch.nn.Module))
 
     def _wanted(self, node: VersionNode) -> bool:
-        return any(s.index in self._chosen for s in node.walk())
+        return node.has_any(self._chosen)
 
     def _compare_leaf(self, node: VersionNode, place: StateNode, saved: StateNode | None) -> None:
         wanted, spec = node.index in self._chosen, self.effective(node.index)

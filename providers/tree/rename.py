@@ -283,7 +283,7 @@ class _NewTree:
             lines = [f"  {line}" for line in self._twice[:_LISTED]] + more
             raise StateMismatch("after `rename` several leaves of the version have one name:\n" + "\n".join(lines))
         for node, old in self._made.values():
-            node.leaf = replace(node.leaf, spec=self._spec(node, old))
+            node.become(replace(node.leaf, spec=self._spec(node, old)))
         if () not in self._made:  # the state is a single leaf
             return VersionNode(self._nodes[0].index, replace(self._nodes[0].leaf, path=()))
         return self._made[()][0]

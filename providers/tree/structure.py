@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -27,21 +27,29 @@ class VersionNode:
     Attributes:
         index: the leaf's index in the version.
         children: the items of a container, in order.
+        kind: a container's kind; empty for a leaf.
     """
 
     index: int
     leaf: Leaf
     children: dict[TypedKey, VersionNode] = field(default_factory=dict)
+    kind: str = field(init=False)
 
-    @property
-    def kind(self) -> str:
-        """A container's kind; empty for a leaf."""
-        return self.leaf.spec.kind if self.leaf.spec.kind in CONTAINERS else ""
+    def __post_init__(self) -> None:
+        self.become(self.leaf)
+
+    def become(self, leaf: Leaf) -> None:
+        """Be the node of another leaf, with the same children."""
+        self.leaf, self.kind = leaf, leaf.spec.kind if leaf.spec.kind in CONTAINERS else ""
 
     @property
     def key(self) -> Any:
         """The last key of the path."""
         return self.leaf.path[-1]
+
+    def has_any(self, chosen: Set[int]) -> bool:
+        """Whether this node, or one below it, is one of these leaves."""
+        return self.index in chosen or any(child.has_any(chosen) for child in self.children.values())
 
     def walk(self) -> Iterator[VersionNode]:
         """This node and all below it, each container before its items."""
@@ -52,8 +60,8 @@ class VersionNode:
             stack += reversed(node.children.values())
 
 
-def version_tree(leaves: Sequence[Leaf]) -> tuple[VersionNode, dict[str, int]]:
-    """The root of the tree, and the index of each encoded path. The leaves may be untrusted.
+def version_tree(leaves: Sequence[Leaf]) -> VersionNode:
+    """The root of the tree. The leaves may be untrusted.
 
     Raises:
         FormatError: the leaves do not form a tree: the first is not the root, a path occurs twice, a parent is missing
@@ -61,19 +69,44 @@ def version_tree(leaves: Sequence[Leaf]) -> tuple[VersionNode, dict[str, int]]:
     """
     if not leaves or leaves[0].path or leaves[0].spec.kind == STORAGE:
         raise FormatError(f"a version starts with the leaf of the whole state, not {_first(leaves)}")
-    root, index = VersionNode(0, leaves[0]), {encode_path(()): 0}
+    root = VersionNode(0, leaves[0])
+    storages: dict[TypedKey, VersionNode] = {}
     for i, leaf in enumerate(leaves[1:], 1):
-        if len(leaf.path) > MAX_PATH_DEPTH + 1:
-            raise FormatError(f"leaf {i} lies {len(leaf.path)} keys deep; at most {MAX_PATH_DEPTH} can be")
-        text = encode_path(leaf.path)
-        if index.setdefault(text, i) != i:
-            raise FormatError(f"leaf {leaf.name} is there twice, as number {index[text]} and {i}")
-        if leaf.spec.kind != STORAGE:  # a storage only has the bytes of tied leaves
-            parent = _parent(root, leaf)
-            parent.children[typed_key(leaf.path[-1])] = VersionNode(i, leaf)
+        node = VersionNode(i, leaf)
+        twin = _add(root, storages, node)
+        if twin is not node:
+            raise _twice(twin, node)
+    for storage in storages.values():
+        if (other := _find(root, storage.leaf.path)) is not None:
+            raise _twice(other, storage)
     for node in root.walk():
         _check_keys(node)
-    return root, index
+    return root
+
+
+def _add(root: VersionNode, storages: dict[TypedKey, VersionNode], node: VersionNode) -> VersionNode:
+    """Add a node to the tree, or to the storages: these only have the bytes of tied leaves, which name them by their
+    paths. Returns the node; or the one that is there already, under the same path.
+    """
+    leaf = node.leaf
+    if len(leaf.path) > MAX_PATH_DEPTH + 1:
+        raise FormatError(f"leaf {node.index} lies {len(leaf.path)} keys deep; at most {MAX_PATH_DEPTH} can be")
+    if not leaf.path:
+        return root
+    if leaf.spec.kind == STORAGE:
+        return storages.setdefault(typed_key(leaf.path), node)
+    return _parent(root, leaf).children.setdefault(typed_key(leaf.path[-1]), node)
+
+
+def _find(root: VersionNode, path: Path) -> VersionNode | None:
+    node: VersionNode | None = root
+    for key in path:
+        node = node.children.get(typed_key(key)) if node is not None else None
+    return node
+
+
+def _twice(one: VersionNode, other: VersionNode) -> FormatError:
+    return FormatError(f"leaf {other.leaf.name} is there twice, as number {one.index} and {other.index}")
 
 
 def _first(leaves: Sequence[Leaf]) -> str:
@@ -81,9 +114,7 @@ def _first(leaves: Sequence[Leaf]) -> str:
 
 
 def _parent(root: VersionNode, leaf: Leaf) -> VersionNode:
-    node: VersionNode | None = root
-    for key in leaf.path[:-1]:
-        node = node.children.get(typed_key(key)) if node is not None else None
+    node = _find(root, leaf.path[:-1])
     if node is None:
         raise FormatError(f"leaf {leaf.name} comes without, or before, the container that holds it")
     if not node.kind:
@@ -223,4 +254,4 @@ def selected_paths(version: Version, only: Sequence[str] | None) -> set[str]:
     """Encoded paths of the leaves that the globs select, with all leaves of selected containers; all without globs."""
     if only is None:
         return set(version.leaf_index)
-    return {encode_path(version.leaves[i].path) for i in select_leaves(version_tree(version.leaves)[0], only)}
+    return {encode_path(version.leaves[i].path) for i in select_leaves(version_tree(version.leaves), only)}

@@ -169,7 +169,7 @@ class Target:
             return build_container(node, items)
 
     def _wanted(self, node: VersionNode) -> bool:
-        return any(s.index in self._chosen for s in node.walk())
+        return node.has_any(self._chosen)
 
     def _set_objects(self, node: VersionNode, place: StateNode) -> None:
         for mark, child in node.children.items():

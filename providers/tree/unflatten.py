@@ -8,7 +8,7 @@ refuse it, and then into the state's own memory.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final
 
@@ -199,7 +199,7 @@ def plan_restore(
     if only is not None and not chosen:
         raise no_match_error(leaves, only)
     needed = _needed(ties, chosen)
-    classes = {i: _provider_class(saved[i], registry, allow_pickle) for i in sorted(needed) if saved[i].spec.has_bytes}
+    classes = _provider_classes(saved, sorted(needed), registry, allow_pickle)
     if not allow_lossy:
         _check_exact([leaves[i] for i in sorted(needed)])
     comparison = Comparison(leaves, ties, chosen, only, classes, elsewhere, content, hint=rename is None)
@@ -208,8 +208,8 @@ def plan_restore(
             comparison.run(root, place)
     matched, absent = comparison.matched, comparison.elsewhere
     chosen -= set(absent)
-    check_known_classes(root, place, lambda node: any(below.index in chosen for below in node.walk()))
-    given = _given(root, place, chosen) if place is not None else set()
+    check_known_classes(root, place, lambda node: node.has_any(chosen))
+    given = set(_given(root, place, chosen)) if place is not None else set()
     fresh = NewValues(registry, device, comparison.within, comparison.like)
     ahead: dict[int, Provider] = {}
     wanted: dict[int, Provider] = {}
@@ -232,8 +232,7 @@ def _read_version(
 ) -> tuple[VersionNode, dict[int, TiedLeaf], Sequence[Leaf]]:
     """The tree of a version, its ties, and its leaves, renamed."""
     with untrusted("the version's leaves", named=False):
-        root, index = version_tree(leaves)
-        ties = read_ties(leaves, index)
+        root, ties = version_tree(leaves), read_ties(leaves)
     if rename is not None:
         root, leaves = rename_leaves(root, leaves, rename, place)
     return root, ties, leaves
@@ -255,22 +254,36 @@ def _decide_memory(place: StateNode, tied: Sequence[Path], own: bool = False) ->
         _decide_memory(child, tied, own)
 
 
-def _given(node: VersionNode, place: StateNode, chosen: set[int], inside: bool = False) -> set[int]:
+def _given(node: VersionNode, place: StateNode, chosen: set[int], inside: bool = False) -> list[int]:
     """Indices of the chosen leaves that stateful objects get in memory of their own."""
     if place.stateful is not None and not place.stateful.transparent:
         inside = place.own_memory
-    found = {node.index} & chosen if inside else set()
+    found = [node.index] if inside and node.index in chosen else []
     for mark, child in node.children.items():
         if mark in place.children:
-            found |= _given(child, place.children[mark][1], chosen, inside)
+            found += _given(child, place.children[mark][1], chosen, inside)
         elif inside:
-            found |= {below.index for below in child.walk()} & chosen
+            found += [below.index for below in child.walk() if below.index in chosen]
     return found
 
 
 def _needed(ties: Mapping[int, TiedLeaf], chosen: set[int]) -> set[int]:
     """Indices of the leaves whose bytes the chosen leaves need: themselves, or the roots of tied ones."""
     return {ties[i].root if i in ties else i for i in chosen}
+
+
+def _provider_classes(
+    leaves: Sequence[Leaf], indices: Iterable[int], registry: Registry, allow_pickle: PickleAllowed
+) -> dict[int, type[Provider]]:
+    """The provider's class of each of these leaves that has bytes. Raises as `_provider_class`."""
+    found, safe = {}, dict[str, type[Provider]]()
+    for i in indices:
+        spec = leaves[i].spec
+        if spec.has_bytes:
+            found[i] = safe.get(spec.kind) or _provider_class(leaves[i], registry, allow_pickle)
+            if not found[i].unsafe:
+                safe[spec.kind] = found[i]
+    return found
 
 
 def _provider_class(leaf: Leaf, registry: Registry, allow_pickle: PickleAllowed) -> type[Provider]:

@@ -90,8 +90,7 @@ def dcp_view(version: Version, values: Mapping[int, Any], rename: Rename | None 
         TypeError, ValueError: as `compile_rename`, and where a function returns what is no path.
         FormatError: its leaves do not form a tree, or its tied tensors are not valid.
     """
-    root, index = version_tree(version.leaves)
-    ties = read_ties(version.leaves, index)
+    root, ties = version_tree(version.leaves), read_ties(version.leaves)
     if rename is not None:
         root, _ = rename_leaves(root, version.leaves, rename)
     state, marks = _outline(root, values, ties)

@@ -18,7 +18,7 @@ from tierstate.manifest.format.leaf import STORAGE, Leaf, Spec, decode_path, enc
 from tierstate.providers.tree.compare import no_match_error
 from tierstate.providers.tree.rename import Rename, rename_leaves
 from tierstate.providers.tree.structure import VersionNode, build_container, select_leaves, version_tree
-from tierstate.providers.tree.ties import TiedLeaf, read_ties
+from tierstate.providers.tree.ties import read_ties
 from tierstate.providers.values.classes import stand_in_classes
 from tierstate.providers.values.encoding import decode_value, encode_value
 from tierstate.providers.values.values import ValueProvider
@@ -64,8 +64,7 @@ class Selection:
     """
 
     def __init__(self, leaves: Sequence[Leaf], only: Sequence[str] | None = None, rename: Rename | None = None) -> None:
-        self._root, index = version_tree(leaves)
-        self._ties = read_ties(leaves, index)
+        self._root, self._ties = version_tree(leaves), read_ties(leaves)
         if rename is not None:
             self._root, leaves = rename_leaves(self._root, leaves, rename)
         self._leaves = leaves
@@ -140,11 +139,6 @@ class Selection:
         return [SelectedLeaf(leaf, root) for root, (at, leaf) in moved.items() if at == NO_BYTES]
 
 
-def tied_leaves(found: Sequence[Leaf]) -> dict[int, TiedLeaf]:
-    """The tied leaves among these, by index."""
-    return read_ties(found, {encode_path(leaf.path): i for i, leaf in enumerate(found)})
-
-
 def _as_dict(leaf: Leaf) -> Leaf:
     return Leaf(leaf.path, Spec("dict"))
 
@@ -204,8 +198,8 @@ def state_of_outline(parts: Sequence[OutlineLeaf], find: FindTensor, what: str) 
         FormatError: the leaves do not form a tree, or a tensor is missing.
     """
     leaves = [part.leaf for part in parts]
-    root, _ = version_tree(leaves)
-    ties = tied_leaves(leaves)
+    root = version_tree(leaves)
+    ties = read_ties(leaves)
     viewed = {tie.root for tie in ties.values() if tie.offset is not None}
     values: dict[int, Any] = {}
     for i, part in enumerate(parts):

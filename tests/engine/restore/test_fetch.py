@@ -234,6 +234,23 @@ def test_damage_in_place_is_healed_from_the_next_tier(tmp_path: Path, shift: int
     near.close()
 
 
+@pytest.mark.parametrize("longer", [1, 100, 5000])
+def test_a_chunk_that_is_said_to_be_longer_than_what_is_stored_is_damaged(longer: int) -> None:
+    """Though its digest is right: a forged version must not have what lies behind it in memory copied."""
+    tier = Memory()
+    tier.name = "near"
+    holding = saved(tier, [random_bytes(200)])
+    version = version_of(holding)
+    table = [Leaf(("l0",), Spec("bytes", shape=(200 + longer,)))]
+    shards = [ShardRow(0, 0, Box.whole((200 + longer,)))]
+    forged = Version.build(version.head, table, shards, version.digests)
+    into = {0: torch.zeros(200 + longer, dtype=torch.uint8)}
+    fetch = Fetch(forged, [holding], Arena(2 * MIB, MIB), workers=2)
+    with pytest.raises(Damaged):
+        fetch.fill(np.arange(1), land(forged, into, no_load))
+    assert not into[0].any()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("shift", [0, 64])

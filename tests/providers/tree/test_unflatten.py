@@ -212,6 +212,7 @@ def test_bytes_that_are_no_value_name_the_leaf() -> None:
 
 
 ROOT, T = Leaf((), Spec("dict")), Spec("tensor", "float32", 4, (1,))
+RAW = Leaf(("a", "storage"), Spec("storage", "uint8", 1, (4,)))
 NAMED = {"type": "m:P", "fields": ["x"]}
 
 
@@ -223,6 +224,9 @@ NAMED = {"type": "m:P", "fields": ["x"]}
         [ROOT, ROOT],
         [Leaf((), Spec("storage", "uint8", 1, (4,)))],
         [ROOT, Leaf(("a",), T), Leaf(("a",), T)],
+        [ROOT, Leaf(("a",), T), RAW, RAW],
+        [ROOT, RAW, Leaf(("a",), Spec("dict")), Leaf(("a", "storage"), T)],
+        [ROOT, Leaf((), RAW.spec)],
         [ROOT, Leaf(("a", "b"), T)],
         [ROOT, Leaf(("a", "b"), T), Leaf(("a",), Spec("dict"))],
         [ROOT, Leaf(("a",), T), Leaf(("a", "b"), T)],

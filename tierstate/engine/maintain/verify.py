@@ -278,8 +278,8 @@ class _Opening:
     def __call__(self, entry: VersionCopies) -> None:
         version = entry.version
         try:
-            _, index = version_tree(version.leaves)
-            read_ties(version.leaves, index)
+            version_tree(version.leaves)
+            read_ties(version.leaves)
         except FormatError as error:
             self._tell(entry, -1, error)
             return

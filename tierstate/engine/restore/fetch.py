@@ -21,7 +21,7 @@ from tierstate.engine.packs.pack import FooterRow, PackWriter
 from tierstate.engine.store.catalog import LOOK_FURTHER, Holding
 from tierstate.engine.store.delta_base import WrongBase, undo_delta
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import Buffer, Event, empty_buffer
+from tierstate.manifest.chunk import Buffer, Event, empty_buffer, view
 from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import (
     CaptureError,
@@ -38,6 +38,7 @@ from tierstate.manifest.format.version import Version
 from tierstate.tiers.base import IoAlignment, Range
 from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.memory.arena import Arena, Slab, map_pages
+from tierstate.tiers.memory.memcpy import SHORT_COPY
 from tierstate.tiers.trace import span
 
 from .read_plan import Extent, ReadPlan, StoredChunk, plan_reads
@@ -231,12 +232,14 @@ class Fetch:
         if memory is None:
             assert targets is not None
             buffers = self._destinations(extents, targets)
-            parts: Iterable[Buffer] = buffers
         else:
             buffers = [memory[at : at + stop - start] for start, stop, at, _ in extents]
-            parts = (memory[spot.at : spot.at + spot.stored] for spot in run.reads.spots(run.number))
         failure = self._read(run, buffers)
-        for spot, stored in zip(run.reads.spots(run.number), parts, strict=True):
+        spots: Iterable[StoredChunk] = run.reads.spots(run.number)
+        if memory is not None and targets is not None and failure is None:
+            spots = self._fill_short(run, memory, targets)
+        for number, spot in enumerate(spots):
+            stored = buffers[number] if memory is None else memory[spot.at : spot.at + spot.stored]
             raw = self._verified(run, spot, stored, failure)
             if raw is None:
                 continue
@@ -244,6 +247,25 @@ class Fetch:
             arrived = memory is None and raw is stored
             for row in spot.rows[1:] if arrived else spot.rows:
                 yield row, raw, slab if raw is stored else None
+
+    def _fill_short(self, run: ReadRequest, memory: Buffer, targets: ScatterTargets) -> list[StoredChunk]:
+        """Verify and copy the short chunks that are stored raw and go to host memory, in one loop without buffers of
+        their own, which cost several times what the bytes cost. Returns the others, and those with a wrong digest.
+        """
+        plain = [codec == RAW for codec in run.reads.layout.codecs]
+        data, base, left, filled = view(memory), memory.data_ptr(), [], 0
+        with span("verify") as verify:
+            for spot in run.reads.spots(run.number):
+                rows, stored, codec, at = spot
+                short = plain[codec] and stored < SHORT_COPY and targets.in_memory(rows)
+                if short and self._fallback.matches(rows[0], data[at : at + stored]):
+                    targets.copy(rows, base + at)
+                    filled += stored * len(rows)
+                else:
+                    left.append(spot)
+            verify.also(bytes=filled)
+        self._progress(filled)
+        return left
 
     def _destinations(self, extents: Sequence[Extent], targets: ScatterTargets) -> list[Buffer]:
         with self._touching:
@@ -335,6 +357,10 @@ class FallbackReader:
             else:
                 raw = decompress(codec, stored, nbytes)
         return raw if self._digest(raw) == self._digests[16 * row : 16 * row + 16] else None
+
+    def matches(self, row: int, raw: memoryview) -> bool:
+        """Whether these are the raw bytes of a chunk."""
+        return len(raw) == self._nbytes[row] and self._digest(raw) == self._digests[16 * row : 16 * row + 16]
 
     def sound(self, index: int, row: int, codec: str, stored: Buffer) -> Buffer | None:
         """As `verified`, but None also if the bytes cannot be decoded."""

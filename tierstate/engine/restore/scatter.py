@@ -199,6 +199,15 @@ class ScatterTargets:
             # If that fails, nothing is lost: reading into the pages faults them in one by one.
             populate(start, address + nbytes - start)
 
+    def in_memory(self, rows: Sequence[int]) -> bool:
+        """Whether each of these chunks has an address."""
+        return all(self.address[row] for row in rows)
+
+    def copy(self, rows: Sequence[int], source: int) -> None:
+        """Copy verified bytes from an address to that of each of these chunks, which are equal."""
+        for row in rows:
+            memcpy(int(self.address[row]), source, int(self._nbytes[row]))
+
     def give(self, row: int, raw: Buffer) -> Event | None:
         """Copy a chunk's verified bytes to every destination that wants some of them.
 
