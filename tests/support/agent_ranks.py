@@ -97,9 +97,9 @@ def one_within_capture(place: str, victim: str) -> None:
 
 def agents_come_back(place: str, losses: str) -> None:
     """Save again and again, while the test kills agents; say by which agent, until new ones came so many times."""
-    from tierstate.agent import shared_pipeline
+    from tierstate.agent import handing
 
-    shared_pipeline.TRY_AGAIN = 0.5
+    handing.TRY_AGAIN = 0.5
     ckpt, rank, size = opened(place)
     step, seen, before = 0, 0, None
     saves = []

@@ -31,6 +31,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, TierstateError, TierUnavailable
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.sharded.state_order import StateOrder
+from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.policy.policy import wrap_policy_tier
 from tierstate.tiers.wrappers.measure import OperationStats
 
@@ -45,6 +46,41 @@ log = logging.getLogger("tierstate")
 
 TRY_AGAIN = 30.0
 """Seconds after a loss, or a failed start, until an agent is looked for again."""
+
+
+class BackgroundStart:
+    """Starts an agent beside the training, now and then, as long as there is none.
+
+    Args:
+        start: starts one, and returns when it answers; raises `TierstateError`.
+    """
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        self._start, self._thread = start, threading.Thread()
+        self._started, self._next = False, 0.0
+
+    def begin(self) -> None:
+        """Start one now."""
+        self._thread = threading.Thread(target=self._run, name="tierstate-agent-start", daemon=True)
+        start_thread(self._thread)
+
+    def _run(self) -> None:
+        try:
+            self._start()
+            self._started = True
+        except TierstateError as error:
+            self.put_off()
+            log.warning("saves are published by this process, since no agent could be started: %s", error)
+
+    def put_off(self) -> None:
+        """Forget one that was started, and start none for `TRY_AGAIN` seconds."""
+        self._started, self._next = False, time.monotonic() + TRY_AGAIN
+
+    def has_started(self) -> bool:
+        """Whether one was started since `put_off`. If not, and it is time, begins to start one."""
+        if not self._started and not self._thread.is_alive() and time.monotonic() >= self._next:
+            self.begin()
+        return self._started
 
 
 class HandingPipeline(SavePipeline):

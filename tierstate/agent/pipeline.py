@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,11 +15,10 @@ from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, TierstateError
 from tierstate.manifest.format.version import Head
-from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
-from .handing import TRY_AGAIN, HandingPipeline
+from .handing import BackgroundStart, HandingPipeline
 from .handover import HandOver
 from .messages import ConnectionLost
 
@@ -45,9 +42,7 @@ class AgentPipeline(HandingPipeline):
     def __init__(self, policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> None:
         super().__init__(policy, tier_runs, arena)
         self._begin_agent(run)
-        self._starting: threading.Thread | None = None
-        self._there = False
-        self._try_at = 0.0
+        self._agent_start = BackgroundStart(self._ensure_agent)
         self._connect_or_start(wait=policy.agent.mode == "required")
 
     def _connect_or_start(self, *, wait: bool = False) -> None:
@@ -63,36 +58,18 @@ class AgentPipeline(HandingPipeline):
                 self._ensure_agent()
                 self._connect()
             else:
-                self._start_in_background()
+                self._agent_start.begin()
         except TierstateError as error:
             if wait:
                 raise
-            self._try_at = time.monotonic() + TRY_AGAIN
+            self._agent_start.put_off()
             log.warning("saves are published by this process, since the agent refuses it: %s", error)
-
-    def _start_in_background(self) -> None:
-        self._starting = threading.Thread(target=self._start_beside, name="tierstate-agent-start", daemon=True)
-        start_thread(self._starting)
-
-    def _start_beside(self) -> None:
-        try:
-            self._ensure_agent()
-            self._there, self._try_at = True, 0.0
-        except TierstateError as error:
-            self._try_at = time.monotonic() + TRY_AGAIN
-            log.warning("saves are published by this process: %s", error)
 
     def _look_for_agent(self) -> None:
         """Between two saves: hand the next ones over, if an agent is there by now and nothing is under way here."""
-        if self._link is not None or time.monotonic() < self._try_at or not self._is_quiet():
-            return
-        if self._starting is not None and self._starting.is_alive():
-            return
-        if self._there:
-            self._there, self._try_at = False, time.monotonic() + TRY_AGAIN
+        if self._link is None and self._is_quiet() and self._agent_start.has_started():
+            self._agent_start.put_off()
             self._connect_or_start()
-        else:
-            self._start_in_background()
 
     def submit(self, plan: CapturePlan, head: Head) -> SaveState:
         self._look_for_agent()
@@ -105,8 +82,7 @@ class AgentPipeline(HandingPipeline):
             if link is None:
                 return
             self._drop_memory()
-            self._there = False
-            self._try_at = time.monotonic() + TRY_AGAIN
+            self._agent_start.put_off()
             handed = [h for _, h in sorted(self._handed.items()) if not h.save_state.settled()]
             self._handed.clear()
             try:
