@@ -18,8 +18,9 @@ from tierstate.manifest.format.version import Head
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
-from .handing import BackgroundStart, HandingPipeline
+from .handing import BackgroundStart, HandingPipeline, slower_tiers
 from .handover import HandOver
+from .memory_tier import handed_in
 from .messages import ConnectionLost
 
 log = logging.getLogger("tierstate")
@@ -98,16 +99,15 @@ class AgentPipeline(HandingPipeline):
         return handed[0].seq if handed else self._seq + 1
 
     def _jobs_left(self, handover: HandOver) -> list[tuple[TierQueue, Job]]:
-        """The jobs for the tiers that lack a save: copies from a tier that has it, or else from its slabs."""
+        """The jobs for the tiers that lack a save: copies from a faster tier that has it, or else from its slabs."""
         save_state, plan = handover.save_state, handover.plan
         self._find_committed(handover)
         names = [name for name in save_state.tiers if not save_state.tiers[name].done()]
-        if not names:
-            return []
-        if self._is_durable(save_state):
-            due = PendingVersion.of(save_state.head, save_state.nbytes)
-            return [(self.queues[name], self._cascade.copy(name, due, save_state)) for name in names]
-        return self._jobs(save_state, plan, names, self._routes.of(plan.leaves), plan.stages)
+        lasting = [n for n, s in self._tier_runs.items() if s.tier.traits.persistent and n in save_state.tiers]
+        copied = slower_tiers(list(self._tier_runs), [name for name in lasting if save_state.done(name)])
+        due, anew = PendingVersion.of(save_state.head, save_state.nbytes), [n for n in names if n not in copied]
+        jobs = self._jobs(save_state, plan, anew, self._routes.of(plan.leaves), plan.stages) if anew else []
+        return [*jobs, *((self.queues[n], self._cascade.copy(n, due, save_state)) for n in names if n in copied)]
 
     def _find_committed(self, handover: HandOver) -> None:
         """What the agent has committed in its last moment, without telling."""
@@ -142,11 +142,11 @@ def pipeline_of(policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: A
         return SavePipeline(policy, tier_runs, arena)
 
 
-def agent_refusal(tier_runs: Sequence[TierRun], *, ranks: bool = False) -> str:
-    """Why these tiers cannot be an agent's; empty if they can. ``ranks``: whether several ranks save together."""
+def agent_refusal(tier_runs: Sequence[TierRun]) -> str:
+    """Why these tiers cannot be an agent's; empty if they can."""
     for tier_run in tier_runs:
-        if ranks and tier_run.tier.traits.shared == "process" and tier_run.gpu is None:
-            return f"tiers.{tier_run.name}: if several ranks save by agents, none can have a tier of its own process"
         if tier_run.gpu is not None:
             return f"tiers.{tier_run.name}: an agent cannot keep what lies in this process's device memory"
+        if tier_run.tier.traits.shared == "process" and handed_in(tier_run.tier) is None:
+            return f"tiers.{tier_run.name}: an agent cannot show this process what is in a tier of its own process"
     return ""

@@ -29,7 +29,7 @@ from tierstate.tiers.base import RankGroup
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.connections.secret import JobSecret
 
-from .handing import BackgroundStart, HandingPipeline
+from .handing import BackgroundStart, HandingPipeline, slower_tiers
 from .handover import AgentLink, HandOver
 from .launch import greet
 from .messages import encode_error
@@ -173,7 +173,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     def _prepare(self) -> None:
         self._begin_agent(self._run_name)
-        if why := agent_refusal(list(self._tier_runs.values()), ranks=True):
+        if why := agent_refusal(list(self._tier_runs.values())):
             raise PolicyError(why)
 
     # New agents
@@ -454,7 +454,7 @@ def decide(
     Args:
         every: by rank, the number of its ``latest`` save, and for the latest of its ``saves``, by number, its states
             (`SharedAgentPipeline._states`).
-        leaders: by tier, the ranks that create its records.
+        leaders: by tier, fastest first, the ranks that create its records.
         lasting: the tiers that are persistent.
     """
     found: dict[int, dict[str, Outcome]] = {}
@@ -470,16 +470,17 @@ def decide(
             name for name, said in states.items()
             if "done" in said or all(said[rank] == "record" for rank in leaders[name])
         }  # fmt: skip
-        found[seq] = {name: _outcome(name, states[name], there, lasting) for name in tiers}
+        copied = slower_tiers(list(leaders), there & set(lasting))
+        found[seq] = {name: _outcome(states[name], name in there, name in copied) for name in tiers}
     return found
 
 
-def _outcome(name: str, states: Sequence[str], there: Collection[str], lasting: Sequence[str]) -> Outcome:
-    if name in there:
+def _outcome(states: Sequence[str], there: bool, copied: bool) -> Outcome:
+    if there:
         return "committed"
     if "failed" in states:
         return "failed"
-    if any(other in there for other in lasting):
+    if copied:
         return "copy"
     return "failed" if "gone" in states else "redo"
 
