@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from tierstate.agent.handing import HandingPipeline
+from tierstate.agent.memory_tier import open_handed_tier
 from tierstate.agent.pipeline import pipeline_of
 from tierstate.agent.shared_pipeline import shared_pipeline_of
 from tierstate.engine.cadence import Level, auto_cadence, hosts_of_job
@@ -263,7 +264,8 @@ class Checkpointer(Run):
         together = self._together
         arena = Arena(policy.arena.size, policy.chunk, shared=policy.agent.mode != "off")
         tier_run = TierRun if together is None else together.tier_run
-        opening = [(open_policy_tier(tier, arena), tier) for tier in policy.tiers]
+        open_tier = open_policy_tier if policy.agent.mode == "off" else open_handed_tier
+        opening = [(open_tier(tier, arena), tier) for tier in policy.tiers]
         tier_runs = [tier_run(tier, run, retention_of(spec), rule_retention_of(policy, spec)) for tier, spec in opening]
         super().__init__(policy, run, tier_runs, arena)
         self._pickles, self._guard, sharing = pickles, Guard(), None

@@ -161,7 +161,7 @@ def test_an_agent_that_wakes_up_again_touches_nothing_of_the_trainer(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "SILENCE", 2.0)
-    monkeypatch.setattr("tierstate.agent.pipeline.TRY_AGAIN", 1000.0)
+    monkeypatch.setattr("tierstate.agent.handing.TRY_AGAIN", 1000.0)
     with ts.Checkpointer(policy(place, slow="8MiB/s"), "run") as ckpt:
         ckpt.save(state_of(1), step=1).wait("slow")
         agent = statuses()[0]["pid"]
@@ -182,7 +182,7 @@ def test_an_agent_that_wakes_up_again_touches_nothing_of_the_trainer(
 
 
 def test_the_agent_dies_at_any_moment_of_any_save(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstate.agent.pipeline.TRY_AGAIN", 0.0)
+    monkeypatch.setattr("tierstate.agent.handing.TRY_AGAIN", 0.0)
     chance, steps = random.Random(3), 12
     with ts.Checkpointer(policy(place), "run") as ckpt:
         ending = threading.Event()
@@ -206,7 +206,7 @@ def test_the_agent_dies_at_any_moment_of_any_save(place: Path, monkeypatch: pyte
 
 
 def test_a_new_agent_is_used_later(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstate.agent.pipeline.TRY_AGAIN", 0.0)
+    monkeypatch.setattr("tierstate.agent.handing.TRY_AGAIN", 0.0)
     with ts.Checkpointer(policy(place), "run") as ckpt:
         os.kill(statuses()[0]["pid"], signal.SIGKILL)
         wait_until(lambda: pipeline(ckpt).agent is None, "the loss is noticed")
@@ -223,7 +223,7 @@ def test_a_policy_with_an_agent_begins_without_one(place: Path) -> None:
     with ts.Checkpointer(policy(place, agent="mode: auto, idle: 60s, memory: 64MiB"), "run") as ckpt:
         ckpt.save(state_of(1), step=1).wait("slow")  # the agent is not there yet
         wait_until(statuses, "the agent is started")
-        wait_until(lambda: pipeline(ckpt)._starting is None or not pipeline(ckpt)._starting.is_alive(), "it listens")
+        wait_until(pipeline(ckpt)._agent_start.has_started, "it listens")
         for step in (2, 3):
             ckpt.save(state_of(step), step=step).wait("slow")
         assert pipeline(ckpt).agent is not None

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from support.agents import load, policy, same, state_of, statuses, steps_in, wai
 import tierstate as ts
 from tierstate.agent.handover import AgentLink, HandOver
 from tierstate.agent.launch import agent_name, greet
-from tierstate.agent.memory_tier import AgentMemory, serve_memory
+from tierstate.agent.memory_tier import AgentMemory, HandedMemory, serve_memory
 from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
 from tierstate.agent.received import encode_keep
 from tierstate.agent.server import cpu_numbers
@@ -41,11 +41,13 @@ from tierstate.engine.save.plan import CapturePlan, CaptureSource
 from tierstate.engine.save.save_state import SaveState
 from tierstate.manifest import errors
 from tierstate.manifest.boxes import Box
+from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import FormatError, PolicyError, TierstateError
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.host import Host
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.testing import TierContract
 
@@ -57,31 +59,73 @@ def pair() -> tuple[MessageSocket, MessageSocket]:
     return MessageSocket(one), MessageSocket(other)
 
 
+@contextmanager
+def agent_memory() -> Iterator[AgentMemory]:
+    """Reads and writes the memory of an agent, which is empty."""
+    memory, threads = VersionsInMemory(64 << 20, 1 << 16), []
+
+    def connect() -> MessageSocket:
+        here, there = pair()
+
+        def serve() -> None:
+            try:
+                serve_memory(memory.tier, memory.slabs, there)
+            except ConnectionLost:
+                there.close()
+
+        threads.append(threading.Thread(target=serve, daemon=True))
+        threads[-1].start()
+        return here
+
+    tier = AgentMemory(connect)
+    yield tier
+    tier.close()
+    for thread in threads:
+        thread.join(10)
+
+
 class TestMemory(TierContract):
     """What an agent keeps, read and written over sockets, is a tier as any other."""
 
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        memory, threads = VersionsInMemory(64 << 20, 1 << 16), []
+        with agent_memory() as tier:
+            yield tier
 
-        def connect() -> MessageSocket:
-            here, there = pair()
 
-            def serve() -> None:
-                try:
-                    serve_memory(memory, there)
-                except ConnectionLost:
-                    there.close()
+class TestHandedMemory(TierContract):
+    """A trainer's host tier is a tier as any other, wherever its objects are."""
 
-            threads.append(threading.Thread(target=serve, daemon=True))
-            threads[-1].start()
-            return here
+    @pytest.fixture(params=["without an agent", "with one"])
+    def tier(self, request: pytest.FixtureRequest) -> Iterator[Tier]:
+        with agent_memory() as agent:
+            tier = HandedMemory(Host())
+            tier.agent = agent if request.param == "with one" else None
+            yield tier
+            tier.close()
 
-        tier = AgentMemory(connect)
-        yield tier
+
+def test_what_a_trainer_has_itself_is_read_until_the_agent_has_something_newer() -> None:
+    with agent_memory() as agent:
+        tier, data = HandedMemory(Host()), as_buffer(b"data")
+        tier.superseded()  # nothing without an agent
+        tier.put("a/own", data)
+        tier.superseded()
+        tier.agent = agent
+        tier.put("a/agents", data)
+        assert list(tier.list("a/")) == ["a/agents", "a/own"]
+        assert list(tier.inner.list("")) == ["a/own"]
+        assert list(agent.list("")) == ["a/agents"]
+        with pytest.raises(errors.AlreadyExists):
+            tier.put("a/own", data)
+        assert bytes(tier.get("a/own").numpy()) == bytes(tier.get("a/agents").numpy()) == b"data"
+        tier.superseded()
+        assert list(tier.list("")) == ["a/agents"]
+        tier.discard(["a/agents"])
+        assert list(agent.list("")) == []
+        tier.agent = None
+        assert list(tier.list("")) == []
         tier.close()
-        for thread in threads:
-            thread.join(10)
 
 
 @given(st.lists(st.binary(max_size=3000), max_size=8), st.dictionaries(st.text(max_size=9), st.integers(), max_size=5))

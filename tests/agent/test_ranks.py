@@ -8,25 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from support.agents import statuses, steps_in, wait_until, without_agent
+from support.agents import of_hosts, statuses, steps_in, wait_until, whole, whole_on_all_hosts
 from support.processes import Gang
-from support.rank_jobs import check, state_of
-
-import tierstate as ts
 
 pytestmark = pytest.mark.slow
-
-
-def whole(place: Path, tier: str, steps: list[int], ranks: int = 2) -> None:
-    """A tier has these steps, each exact for every rank."""
-    assert steps_in(place, tier) == steps
-    with ts.Checkpointer(without_agent(place, tier), "run") as ckpt:
-        assert not ckpt.verify(deep=True).problems
-        for step in steps:
-            state = state_of(0, 0, 1)
-            ckpt.restore(state, step=step, only=["rows", "same", "step", "frozen"])
-            state["mine"].value.fill_(-1)
-            assert check(state, 0, 1) == step
 
 
 def test_ranks_of_a_host_save_by_one_agent(place: Path) -> None:
@@ -93,24 +78,6 @@ def test_after_a_loss_ranks_find_agents_again(place: Path) -> None:
     wait_until(lambda: not statuses()[0]["sessions"], "the session ends")
     whole(place, "fast", list(range(1, last + 1)))
     whole(place, "slow", list(range(1, last + 1)))
-
-
-def of_hosts(*names: str) -> list[dict[str, str]]:
-    """What the environment of each rank has, which takes itself for one of the host with this name."""
-    return [{"TIERSTATE_HOST": name} for name in names]
-
-
-def whole_on_all_hosts(place: Path, steps: list[int]) -> None:
-    """Every tier of two hosts has these steps: each exact in the shared one."""
-    shared = f'tiers: {{slow: {{type: lustre, path: "{place}/all"}}}}'
-    with ts.Checkpointer(
-        ts.Policy.parse(f"version: 1\nchunk: 64KiB\narena: {{size: 4MiB}}\n{shared}\n"), "run"
-    ) as ckpt:
-        assert [info.step for info in ckpt.versions()] == steps
-        assert not ckpt.verify(deep=True).problems
-    for name in ("a", "b"):
-        with ts.Checkpointer(without_agent(place, name), "run") as ckpt:
-            assert [info.step for info in ckpt.versions()] == steps
 
 
 def test_ranks_of_two_hosts_are_committed_by_their_agents_though_all_are_killed(place: Path) -> None:

@@ -18,10 +18,10 @@ import tierstate as ts
 def opened(place: str, **options: str) -> tuple[ts.Checkpointer, int, int]:
     """The Checkpointer of this rank, its rank, and the number of ranks."""
     dist.init_process_group("gloo")
-    if "AGENT" in os.environ:
-        options["agent"] = os.environ["AGENT"]
+    options |= {key: os.environ[key.upper()] for key in ("agent", "ram", "every") if key.upper() in os.environ}
     if "TIERSTATE_HOST" in os.environ:
-        spec = hosts_policy(Path(place), peer=os.environ.get("PEER", ""), idle=os.environ.get("IDLE", "60s"))
+        told = {key: os.environ[key.upper()] for key in ("peer", "idle", "ram") if key.upper() in os.environ}
+        spec = hosts_policy(Path(place), **told)
     else:
         spec = policy(Path(place), **options)
     ckpt = ts.Checkpointer(spec, "run", process_group=dist.group.WORLD)
@@ -95,11 +95,71 @@ def one_within_capture(place: str, victim: str) -> None:
     os._exit(0)
 
 
+def go_back(place: str, steps: str, to: str) -> None:
+    """Save so many steps, wait for the host tier, restore one of them, and say from where; then go on from there."""
+    ckpt, rank, size = opened(place)
+    with ckpt:
+        for step in range(1, int(steps) + 1):
+            saved = ckpt.save(state_of(step, rank, size), step=step)
+            saved.wait("slow" if step == 1 else "ram")  # the host tier keeps it until then
+        dist.barrier()
+        state = state_of(0, rank, size)
+        ckpt.restore(state, step=int(to))
+        assert ckpt.restored is not None
+        assert state["mine"].value.tolist() == [int(to), rank]
+        print("restored", check(state, rank, size), *ckpt.restored.tiers, flush=True)
+        found = {info.step: info.tiers for info in ckpt.versions()}
+        print("in ram", *(step for step, tiers in found.items() if "ram" in tiers), flush=True)
+        tier = ckpt._tier_runs[0].tier
+        print("bytes", sum(map(tier.size, tier.list(""))), flush=True)
+        assert not ckpt.verify(deep=True).problems
+        ckpt.save(state_of(int(steps) + 1, rank, size), step=int(steps) + 1).wait("ram")
+        dist.barrier()
+        ckpt.restore(state)
+        print("again", check(state, rank, size), "by", ckpt._pipeline.agent, flush=True)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+
+
+def too_long_for_ram(place: str, steps: str) -> None:
+    """Save steps of which the host tier cannot have all; say how many bytes it had at most."""
+    ckpt, rank, size = opened(place)
+    most = failures = 0
+    with ckpt:
+        tier = ckpt._tier_runs[0].tier
+        for step in range(1, int(steps) + 1):
+            saved = ckpt.save(state_of(step, rank, size), step=step)
+            saved.wait("fast")
+            try:
+                saved.wait("ram")
+            except ts.TierstateError as error:
+                failures += 1
+                print(type(error).__name__, error, flush=True)
+            dist.barrier()
+            most = max(most, sum(map(tier.size, tier.list(""))))
+            dist.barrier()
+    print("most", most, "failures", failures, flush=True)
+    dist.destroy_process_group()
+
+
+def one_is_killed(place: str, victim: str) -> None:
+    """Save a step, which all have captured; then one kills itself, and the others end some time after it."""
+    ckpt, rank, size = opened(place, slow="5MiB/s")
+    saved = ckpt.save(state_of(1, rank, size), step=1)
+    saved.wait_captured()
+    dist.barrier()
+    print("captured", flush=True)
+    if rank == int(victim):
+        os.kill(os.getpid(), signal.SIGKILL)
+    saved.wait("slow", timeout=60)
+    print("arrived", flush=True)
+    os._exit(0)
+
+
 def agents_come_back(place: str, losses: str) -> None:
     """Save again and again, while the test kills agents; say by which agent, until new ones came so many times."""
-    from tierstate.agent import shared_pipeline
+    from tierstate.agent import handing
 
-    shared_pipeline.TRY_AGAIN = 0.5
+    handing.TRY_AGAIN = 0.5
     ckpt, rank, size = opened(place)
     step, seen, before = 0, 0, None
     saves = []

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.rank_jobs import check
+from support.rank_jobs import state_of as rank_state
 
 import tierstate as ts
 from tierstate.agent.launch import agents_of_user, ask_agent
@@ -58,32 +60,47 @@ def statuses() -> list[dict[str, Any]]:
 
 
 def policy_text(
-    place: Path, *, slow: str = "", fast: str = "", agent: str = "mode: required, idle: 60s, memory: 256MiB"
+    place: Path,
+    *,
+    slow: str = "",
+    fast: str = "",
+    agent: str = "mode: required, idle: 60s, memory: 256MiB",
+    ram: str = "",
+    every: str = "1",
 ) -> str:
-    """Two tiers: a fast one, and a slow one that gets everything later. ``slow``, ``fast``: their rates, if limited."""
-    limit, fast_limit = (f", bandwidth: {rate}" if rate else "" for rate in (slow, fast))
+    """Two tiers: a fast one, and a slow one that gets everything later.
+
+    Args:
+        slow, fast: their rates, if limited.
+        ram: what a host tier before them has, if there is one.
+        every: of the two.
+    """
+    limit, fast_limit = (f", every: {every}" + (f", bandwidth: {rate}" if rate else "") for rate in (slow, fast))
+    first = f"  ram: {{type: host, {ram}}}\n" if ram else ""
     return (
         "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\n"
         f"agent: {{{agent}}}\n"
-        "tiers:\n"
+        f"tiers:\n{first}"
         f'  fast: {{type: nvme, path: "{place}/fast"{fast_limit}}}\n'
         f'  slow: {{type: nvme, path: "{place}/slow"{limit}}}\n'
     )
 
 
-def hosts_policy(place: Path, *, peer: str = "", idle: str = "60s") -> ts.Policy:
+def hosts_policy(place: Path, *, peer: str = "", idle: str = "60s", ram: str = "") -> ts.Policy:
     """A tier of each host (`TIERSTATE_HOST`), and one that all share.
 
     Args:
         peer: if it is not empty, the first tier is memory of the host and its peers, with this idle time.
         idle: of the agent.
+        ram: what a host tier before all others has, if there is one.
     """
+    first = f"  ram: {{type: host, {ram}}}\n" if ram else ""
     kind = f"peer, capacity: 256MiB, idle: {peer}" if peer else "nvme"
     return ts.Policy.parse(
         "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\n"
         f"agent: {{mode: required, idle: {idle}, memory: 256MiB}}\n"
         "ranks: {timeout: 60s, silence: 5s}\n"
-        "tiers:\n"
+        f"tiers:\n{first}"
         f'  fast: {{type: {kind}, path: "{place}/${{TIERSTATE_HOST}}"}}\n'
         f'  slow: {{type: lustre, path: "{place}/all", bandwidth: 5MiB/s}}\n'
     )
@@ -140,3 +157,33 @@ def load(place: Path, tier: str, step: int, run: str = "run") -> dict[str, Any]:
     with ts.Checkpointer(without_agent(place, tier), run) as ckpt:
         found: dict[str, Any] = ckpt.load(step=step)
         return found
+
+
+def whole(place: Path, tier: str, steps: list[int], ranks: int = 2) -> None:
+    """A tier has these steps, each exact for every rank."""
+    assert steps_in(place, tier) == steps
+    with ts.Checkpointer(without_agent(place, tier), "run") as ckpt:
+        assert not ckpt.verify(deep=True).problems
+        for step in steps:
+            state = rank_state(0, 0, 1)
+            ckpt.restore(state, step=step, only=["rows", "same", "step", "frozen"])
+            state["mine"].value.fill_(-1)
+            assert check(state, 0, 1) == step
+
+
+def of_hosts(*names: str) -> list[dict[str, str]]:
+    """What the environment of each rank has, which takes itself for one of the host with this name."""
+    return [{"TIERSTATE_HOST": name} for name in names]
+
+
+def whole_on_all_hosts(place: Path, steps: list[int]) -> None:
+    """Every tier of two hosts has these steps: each exact in the shared one."""
+    shared = f'tiers: {{slow: {{type: lustre, path: "{place}/all"}}}}'
+    with ts.Checkpointer(
+        ts.Policy.parse(f"version: 1\nchunk: 64KiB\narena: {{size: 4MiB}}\n{shared}\n"), "run"
+    ) as ckpt:
+        assert [info.step for info in ckpt.versions()] == steps
+        assert not ckpt.verify(deep=True).problems
+    for name in ("a", "b"):
+        with ts.Checkpointer(without_agent(place, name), "run") as ckpt:
+            assert [info.step for info in ckpt.versions()] == steps

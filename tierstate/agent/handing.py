@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,14 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, TierstateError, TierUnavailable
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.sharded.state_order import StateOrder
+from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.policy.policy import wrap_policy_tier
 from tierstate.tiers.wrappers.measure import OperationStats
 
 from .handover import AgentLink, HandOver
 from .launch import GREETING, STARTING, agent_name, greet, policy_text, socket_path, start_agent
-from .memory_tier import AgentMemory
-from .messages import ConnectionLost, Message, MessageSocket, decode_error
+from .memory_tier import AgentMemory, HandedMemory, handed_in
+from .messages import ConnectionLost, Message, decode_error
 from .received import MEMORY, encode_keep, with_memory
 
 log = logging.getLogger("tierstate")
@@ -45,6 +46,50 @@ log = logging.getLogger("tierstate")
 
 TRY_AGAIN = 30.0
 """Seconds after a loss, or a failed start, until an agent is looked for again."""
+
+
+class BackgroundStart:
+    """Starts an agent beside the training, now and then, as long as there is none.
+
+    Args:
+        start: starts one, and returns when it answers; raises `TierstateError`.
+    """
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        self._start, self._thread = start, threading.Thread()
+        self._started, self._next = False, 0.0
+
+    def begin(self) -> None:
+        """Start one now."""
+        self._thread = threading.Thread(target=self._run, name="tierstate-agent-start", daemon=True)
+        start_thread(self._thread)
+
+    def _run(self) -> None:
+        try:
+            self._start()
+            self._started = True
+        except TierstateError as error:
+            self.put_off()
+            log.warning("saves are published by this process, since no agent could be started: %s", error)
+
+    def put_off(self) -> None:
+        """Forget one that was started, and start none for `TRY_AGAIN` seconds."""
+        self._started, self._next = False, time.monotonic() + TRY_AGAIN
+
+    def has_started(self) -> bool:
+        """Whether one was started since `put_off`. If not, and it is time, begins to start one."""
+        if not self._started and not self._thread.is_alive() and time.monotonic() >= self._next:
+            self.begin()
+        return self._started
+
+
+def slower_tiers(order: Sequence[str], sources: Collection[str]) -> set[str]:
+    """The tiers that are slower than one of these sources: a version is copied to them, and never to faster ones.
+
+    Args:
+        order: of all tiers, fastest first.
+    """
+    return set(order[min(map(order.index, sources), default=len(order)) + 1 :])
 
 
 class HandingPipeline(SavePipeline):
@@ -67,6 +112,8 @@ class HandingPipeline(SavePipeline):
         self._holding: AgentLink | None = None
         """The lost connection, as long as it is not known what becomes of the saves that went over it."""
         self._handed: dict[int, HandOver] = {}
+        found = {name: handed_in(tier_run.tier) for name, tier_run in self._tier_runs.items()}
+        self._in_memory: dict[str, HandedMemory] = {name: tier for name, tier in found.items() if tier is not None}
         self._changing = threading.RLock()
         self._path = socket_path(agent_name(policy_text(self._policy), os.environ))
 
@@ -103,19 +150,22 @@ class HandingPipeline(SavePipeline):
         wire, answer = greet(self._path, hello, (shared.descriptor,), seconds)
         link = AgentLink(wire, self._arena, self._event, self._on_lost, int(answer.head["pid"]))
         spec = with_memory(self._policy, 1).tiers[0]
-        reader = AgentMemory(self._connect_memory)
-        tier = wrap_policy_tier(spec, reader)
-        tier.name = reader.name = MEMORY
+        tier = wrap_policy_tier(spec, self._reader(MEMORY))
         with self._changing:
             self._end_here()
             self._sent_structure = self._sent_order = None
             self._memory = TierRun(tier, self._run_name)
+            for name, handed in self._in_memory.items():
+                handed.agent = self._reader(name, session=answer.head["session"])
             self._link = link
         link.start()
         log.info("run %s: saves are published by the agent, process %d", self._run_name, link.pid)
 
-    def _connect_memory(self) -> MessageSocket:
-        return greet(self._path, {"kind": "read"})[0]
+    def _reader(self, name: str, **of: Any) -> AgentMemory:
+        """Reads a tier in the agent; ``of``: more of the greeting."""
+        reader = AgentMemory(lambda: greet(self._path, {"kind": "read", "tier": name, **of})[0])
+        reader.name = name
+        return reader
 
     def _replace_other_version(self) -> None:
         """An agent of another version of this package gives its place up, and ends when it is done."""
@@ -144,6 +194,10 @@ class HandingPipeline(SavePipeline):
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.tier.close()
+        for handed in self._in_memory.values():
+            reader, handed.agent = handed.agent, None
+            if reader is not None:
+                reader.close()
 
     # Saves
 
@@ -272,6 +326,8 @@ class HandingPipeline(SavePipeline):
         if save_state.tiers[name].done():
             return
         if kind == "committed":
+            if name in self._in_memory:
+                self._in_memory[name].superseded()
             self._tier_runs[name].look_again()  # what it knows of the tier is outdated
             self.arrived(name, PendingVersion.of(save_state.head, save_state.nbytes))
             save_state.measured(name)
@@ -320,9 +376,6 @@ class HandingPipeline(SavePipeline):
         handover.take_back([job for _, job in jobs if isinstance(job, DirectJob)])
         handover.accepted.set()
         return failure is None
-
-    def _is_durable(self, save_state: SaveState) -> bool:
-        return any(save_state.done(n) for n in save_state.tiers if self._tier_runs[n].tier.traits.persistent)
 
     @staticmethod
     def _fail_all(save_state: SaveState, error: BaseException) -> None:

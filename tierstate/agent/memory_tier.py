@@ -1,7 +1,8 @@
 """The agent's memory as a tier of a trainer: a process that is started again restores from the slabs of the one before.
 
 `AgentMemory` asks the agent where the bytes of an object lie, and copies them from the slabs' file itself, so that they
-never pass through a socket. `serve_memory` is the agent's side.
+never pass through a socket. `serve_memory` is the agent's side. With a `HandedMemory` a trainer has its own `host` tier
+in the agent.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 from tierstate.manifest.chunk import Buffer, as_buffer, view
 from tierstate.manifest.errors import TierstateError, TierUnavailable
-from tierstate.tiers.base import Range, Tier, Traits, check_key, check_spans
+from tierstate.tiers.base import ObjectWriter, Range, Tier, Traits, check_key, check_spans, layers
+from tierstate.tiers.memory.host import InMemoryTier
+from tierstate.tiers.policy.policy import TierPolicy, wrap_policy_tier
+from tierstate.tiers.registry import open_tier
+from tierstate.tiers.wrappers.base import Wrapping
 
 from .messages import ConnectionLost, Message, MessageSocket, decode_error, encode_error
-from .store import VersionsInMemory
+from .shared_slabs import AllSlabs
 
 INLINE = -1
 """In place of a file's number: the bytes come with the answer, since they are in no slab."""
@@ -175,22 +180,95 @@ def _read_file(descriptor: int, offset: int, out: memoryview) -> None:
         done += got
 
 
-def serve_memory(memory: VersionsInMemory, link: MessageSocket) -> None:
-    """Answer the requests of one connection until it ends."""
+class HandedMemory(Wrapping):
+    """A tier in a trainer's own memory, such as `host`, whose objects are in its agent while that publishes the saves.
+
+    What the trainer has saved to its own memory before can be read until the agent has something newer.
+
+    Args:
+        inner: the tier in the trainer's memory.
+
+    Attributes:
+        agent: reads the same tier in the agent; None without one.
+    """
+
+    def __init__(self, inner: InMemoryTier) -> None:
+        super().__init__(inner)
+        self.agent: AgentMemory | None = None
+
+    def superseded(self) -> None:
+        """The agent has a newer version: free what was saved to the trainer's own memory."""
+        if self.agent is not None:
+            self.inner.discard(self.inner.list(""))
+
+    def _having(self, key: str) -> Tier:
+        """Where an object is, or is to be."""
+        agent = self.agent  # once: the agent may be lost at any moment
+        return agent if agent is not None and key not in self.inner.list(key) else self.inner
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._having(key).put(key, data)
+
+    def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
+        return self._having(key).writer(key, size_hint)
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        self._having(key).read(key, ranges)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        agent = self.agent
+        there = () if agent is None else agent.list(prefix)
+        return iter(sorted({*self.inner.list(prefix), *there}))
+
+    def size(self, key: str) -> int:
+        return self._having(key).size(key)
+
+    def age(self, key: str) -> float | None:
+        return self._having(key).age(key)
+
+    def delete(self, key: str) -> None:
+        self._having(key).delete(key)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.delete(key)
+
+    def room(self) -> int | None:
+        return None if self.agent is not None else self.inner.room()
+
+
+def open_handed_tier(spec: TierPolicy, arena: object) -> Tier:
+    """A tier of a trainer that may have an agent; as `open_policy_tier`, but with a `HandedMemory` in it if it lies in
+    the trainer's own memory."""
+    opened = open_tier(spec.name, spec.type, spec.options, arena)
+    return wrap_policy_tier(spec, HandedMemory(opened) if isinstance(opened, InMemoryTier) else opened)
+
+
+def handed_in(tier: Tier) -> HandedMemory | None:
+    """The `HandedMemory` that a tier wraps; None if there is none."""
+    return next((layer for layer in layers(tier) if isinstance(layer, HandedMemory)), None)
+
+
+def serve_memory(tier: InMemoryTier, slabs: AllSlabs, link: MessageSocket) -> None:
+    """Answer the requests of one connection until it ends.
+
+    Args:
+        tier: what is read.
+        slabs: in which its buffers lie.
+    """
     known: set[int] = set()
     while True:
         message = link.receive()
         try:
-            _answer(memory, link, message, known)
+            _answer(tier, slabs, link, message, known)
         except TierstateError as error:
             link.send({"kind": "answer", "error": encode_error(error)})
 
 
-def _answer(memory: VersionsInMemory, link: MessageSocket, message: Message, known: set[int]) -> None:
-    tier, op = memory.tier, message.head.get("op")
-    key = str(message.head.get("key", ""))
+def _answer(tier: InMemoryTier, slabs: AllSlabs, link: MessageSocket, message: Message, known: set[int]) -> None:
+    op, key = message.head.get("op"), str(message.head.get("key", ""))
     if op == "locate":
-        _locate(memory, link, message, known)
+        _locate(tier, slabs, link, message, known)
         return
     answer: dict[str, Any] = {}
     if op == "list":
@@ -208,27 +286,27 @@ def _answer(memory: VersionsInMemory, link: MessageSocket, message: Message, kno
     link.send({"kind": "answer", **answer})
 
 
-def _locate(memory: VersionsInMemory, link: MessageSocket, message: Message, known: set[int]) -> None:
+def _locate(tier: InMemoryTier, slabs: AllSlabs, link: MessageSocket, message: Message, known: set[int]) -> None:
     """Say where the bytes of ranges are, and keep them there until the reader has copied them."""
     key = check_key(str(message.head["key"]))
     spans = [(int(offset), int(nbytes)) for offset, nbytes in message.head["spans"]]
     with ExitStack() as reading:
-        held = reading.enter_context(memory.tier.reading(key))
+        held = reading.enter_context(tier.reading(key))
         pieces: list[tuple[int, int, int, int, int]] = []
         inline: list[memoryview] = []
         files: dict[int, int] = {}
-        check_spans(f"{memory.tier.name}: {key}", held.nbytes, spans)
+        check_spans(f"{tier.name}: {key}", held.nbytes, spans)
         for which, (offset, nbytes) in enumerate(spans):
             for at, buffer in held.parts(offset, nbytes):
-                found = memory.slabs.place(buffer)
+                found = slabs.place(buffer)
                 if found is None:
                     pieces.append((which, at, INLINE, sum(map(len, inline)), buffer.numel()))
                     inline.append(view(buffer))
                 else:
-                    slabs, start = found
-                    pieces.append((which, at, slabs.number, start, buffer.numel()))
-                    if slabs.number not in known:
-                        files[slabs.number] = slabs.descriptor
+                    file, start = found
+                    pieces.append((which, at, file.number, start, buffer.numel()))
+                    if file.number not in known:
+                        files[file.number] = file.descriptor
         known |= set(files)
         answer = {"kind": "answer", "pieces": pieces, "files": list(files)}
         link.send(answer, [b"".join(inline)], list(files.values()))

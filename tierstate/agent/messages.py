@@ -23,7 +23,7 @@ from tierstate.manifest import errors
 from tierstate.manifest.errors import RankFailed, TierError, TierstateError, TierUnavailable
 from tierstate.tiers.connections.distribution import process_of, short_path, user_of
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of the protocol; processes that speak another one are refused."""
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,12 +15,12 @@ from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, TierstateError
 from tierstate.manifest.format.version import Head
-from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
-from .handing import TRY_AGAIN, HandingPipeline
+from .handing import BackgroundStart, HandingPipeline, slower_tiers
 from .handover import HandOver
+from .memory_tier import handed_in
 from .messages import ConnectionLost
 
 log = logging.getLogger("tierstate")
@@ -45,9 +43,7 @@ class AgentPipeline(HandingPipeline):
     def __init__(self, policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> None:
         super().__init__(policy, tier_runs, arena)
         self._begin_agent(run)
-        self._starting: threading.Thread | None = None
-        self._there = False
-        self._try_at = 0.0
+        self._agent_start = BackgroundStart(self._ensure_agent)
         self._connect_or_start(wait=policy.agent.mode == "required")
 
     def _connect_or_start(self, *, wait: bool = False) -> None:
@@ -63,36 +59,18 @@ class AgentPipeline(HandingPipeline):
                 self._ensure_agent()
                 self._connect()
             else:
-                self._start_in_background()
+                self._agent_start.begin()
         except TierstateError as error:
             if wait:
                 raise
-            self._try_at = time.monotonic() + TRY_AGAIN
+            self._agent_start.put_off()
             log.warning("saves are published by this process, since the agent refuses it: %s", error)
-
-    def _start_in_background(self) -> None:
-        self._starting = threading.Thread(target=self._start_beside, name="tierstate-agent-start", daemon=True)
-        start_thread(self._starting)
-
-    def _start_beside(self) -> None:
-        try:
-            self._ensure_agent()
-            self._there, self._try_at = True, 0.0
-        except TierstateError as error:
-            self._try_at = time.monotonic() + TRY_AGAIN
-            log.warning("saves are published by this process: %s", error)
 
     def _look_for_agent(self) -> None:
         """Between two saves: hand the next ones over, if an agent is there by now and nothing is under way here."""
-        if self._link is not None or time.monotonic() < self._try_at or not self._is_quiet():
-            return
-        if self._starting is not None and self._starting.is_alive():
-            return
-        if self._there:
-            self._there, self._try_at = False, time.monotonic() + TRY_AGAIN
+        if self._link is None and self._is_quiet() and self._agent_start.has_started():
+            self._agent_start.put_off()
             self._connect_or_start()
-        else:
-            self._start_in_background()
 
     def submit(self, plan: CapturePlan, head: Head) -> SaveState:
         self._look_for_agent()
@@ -105,8 +83,7 @@ class AgentPipeline(HandingPipeline):
             if link is None:
                 return
             self._drop_memory()
-            self._there = False
-            self._try_at = time.monotonic() + TRY_AGAIN
+            self._agent_start.put_off()
             handed = [h for _, h in sorted(self._handed.items()) if not h.save_state.settled()]
             self._handed.clear()
             try:
@@ -122,16 +99,15 @@ class AgentPipeline(HandingPipeline):
         return handed[0].seq if handed else self._seq + 1
 
     def _jobs_left(self, handover: HandOver) -> list[tuple[TierQueue, Job]]:
-        """The jobs for the tiers that lack a save: copies from a tier that has it, or else from its slabs."""
+        """The jobs for the tiers that lack a save: copies from a faster tier that has it, or else from its slabs."""
         save_state, plan = handover.save_state, handover.plan
         self._find_committed(handover)
         names = [name for name in save_state.tiers if not save_state.tiers[name].done()]
-        if not names:
-            return []
-        if self._is_durable(save_state):
-            due = PendingVersion.of(save_state.head, save_state.nbytes)
-            return [(self.queues[name], self._cascade.copy(name, due, save_state)) for name in names]
-        return self._jobs(save_state, plan, names, self._routes.of(plan.leaves), plan.stages)
+        lasting = [n for n, s in self._tier_runs.items() if s.tier.traits.persistent and n in save_state.tiers]
+        copied = slower_tiers(list(self._tier_runs), [name for name in lasting if save_state.done(name)])
+        due, anew = PendingVersion.of(save_state.head, save_state.nbytes), [n for n in names if n not in copied]
+        jobs = self._jobs(save_state, plan, anew, self._routes.of(plan.leaves), plan.stages) if anew else []
+        return [*jobs, *((self.queues[n], self._cascade.copy(n, due, save_state)) for n in names if n in copied)]
 
     def _find_committed(self, handover: HandOver) -> None:
         """What the agent has committed in its last moment, without telling."""
@@ -166,11 +142,11 @@ def pipeline_of(policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: A
         return SavePipeline(policy, tier_runs, arena)
 
 
-def agent_refusal(tier_runs: Sequence[TierRun], *, ranks: bool = False) -> str:
-    """Why these tiers cannot be an agent's; empty if they can. ``ranks``: whether several ranks save together."""
+def agent_refusal(tier_runs: Sequence[TierRun]) -> str:
+    """Why these tiers cannot be an agent's; empty if they can."""
     for tier_run in tier_runs:
-        if ranks and tier_run.tier.traits.shared == "process" and tier_run.gpu is None:
-            return f"tiers.{tier_run.name}: if several ranks save by agents, none can have a tier of its own process"
         if tier_run.gpu is not None:
             return f"tiers.{tier_run.name}: an agent cannot keep what lies in this process's device memory"
+        if tier_run.tier.traits.shared == "process" and handed_in(tier_run.tier) is None:
+            return f"tiers.{tier_run.name}: an agent cannot show this process what is in a tier of its own process"
     return ""

@@ -26,13 +26,15 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.errors import TierstateError, TierUnavailable
 from tierstate.tiers.connections.distribution import short_path, user_of
 from tierstate.tiers.libc import libc
 
 from .supervisor import HeldFiles, Holder, Supervisor
 
 if TYPE_CHECKING:
+    from tierstate.tiers.memory.host import InMemoryTier
+
     from .session import TrainerSession
 
 LOG, LOCK = ".log", ".lock"
@@ -192,7 +194,6 @@ class Agent:
 
     def _serve(self, link: Any, hello: Any) -> None:
         from .launch import agent_version
-        from .memory_tier import serve_memory
         from .messages import encode_error
 
         said = str(hello.head.get("version"))
@@ -208,12 +209,30 @@ class Agent:
             self.stop()
             link.send({"kind": "stopping", "status": self._status()})
         elif hello.kind == "read":
-            link.send({"kind": "ready"})
-            serve_memory(self.memory, link)
+            self._serve_memory(link, hello)
         elif hello.kind == "save":
             self._session(link, hello)
         elif hello.kind == "team":
             self._serve_store(link, int(hello.head["hosts"]))
+
+    def _serve_memory(self, link: Any, hello: Any) -> None:
+        """Let a trainer read the agent's memory, or a tier of its session."""
+        from .memory_tier import serve_memory
+        from .messages import encode_error
+
+        name, session = str(hello.head["tier"]), hello.head.get("session")
+        tier = self.memory.tier if session is None else self._tier_of(session, name)
+        if tier is None:
+            error = TierUnavailable(f"{name}: the agent has this tier no more, as its trainer has ended", tier=name)
+            link.send({"kind": "refused", "error": encode_error(error)})
+            return
+        link.send({"kind": "ready"})
+        serve_memory(tier, self.memory.slabs, link)
+
+    def _tier_of(self, session: str, name: str) -> InMemoryTier | None:
+        with self._lock:
+            found = [one.in_memory.get(name) for one in self._sessions if one.id == session]
+        return found[0] if found else None
 
     def _serve_store(self, link: Any, hosts: int) -> None:
         """Make the store of a team. It stays as long as this connection, and as long as the sessions that use it."""

@@ -12,6 +12,7 @@ import os
 import select
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -35,7 +36,9 @@ from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.sharded.state_order import StateOrder
 from tierstate.telemetry.event_log import EventLog
+from tierstate.tiers.base import layers
 from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.memory.host import InMemoryTier
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.policy.policy import Policy, open_policy_tier, wrap_policy_tier
 
@@ -106,6 +109,8 @@ class TrainerSession:
         run: the name of the run.
         pid: the trainer's process.
         alive: whether the trainer is there.
+        id: by which the trainer names this session.
+        in_memory: by name, the tiers that would be in the trainer's own memory without an agent, which it reads here.
 
     Raises:
         TierstateError: a tier cannot be opened, or the greeting is not valid.
@@ -121,7 +126,7 @@ class TrainerSession:
         self._agent, self._link = agent, link
         self.run, self.pid = check_run(str(hello.head["run"])), link.peer
         self.alive = True
-        self._begun = time.time()
+        self._begun, self.id = time.time(), uuid.uuid4().hex
         self._member: TeamMember | None = None
         self._given_up = self._bye = False
         self._received_all = threading.Event()
@@ -169,6 +174,7 @@ class TrainerSession:
             self._member.close()
 
     def _open(self, policy: Policy, undo: ExitStack) -> ReceivingPipeline:
+        self.in_memory: dict[str, InMemoryTier] = {}
         policy = with_memory(policy, self._agent.memory.capacity)
         self._policy = policy
         arena = Arena(min(policy.arena.size, COPY_SLABS * policy.chunk), policy.chunk)
@@ -181,6 +187,9 @@ class TrainerSession:
             else:
                 tier = open_policy_tier(spec, self._agent.memory.slabs)
                 undo.callback(tier.close)
+                *_, bare = layers(tier)
+                if isinstance(bare, InMemoryTier):
+                    self.in_memory[spec.name] = bare
             tier.name = spec.name
             tier_runs.append(tier_run_of(tier, self.run, retention_of(spec), rule_retention_of(policy, spec)))
         rank = None if member is None else member.team.rank
@@ -209,7 +218,7 @@ class TrainerSession:
         watcher = threading.Thread(target=self._watch, name="tierstate-agent-watch", daemon=True)
         watcher.start()
         try:
-            self._tell({"kind": "ready", "pid": os.getpid()})
+            self._tell({"kind": "ready", "pid": os.getpid(), "session": self.id})
             if isinstance(self._link, JournalLink):
                 self._begin_again(self._link)
             self._take_all()

@@ -29,7 +29,7 @@ from tierstate.tiers.base import RankGroup
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.connections.secret import JobSecret
 
-from .handing import TRY_AGAIN, HandingPipeline
+from .handing import BackgroundStart, HandingPipeline, slower_tiers
 from .handover import AgentLink, HandOver
 from .launch import greet
 from .messages import encode_error
@@ -119,9 +119,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         self._recent: dict[int, SaveState] = {}
         self._latest = self._losses = 0
         self._look_at = math.inf
-        self._starting: threading.Thread | None = None
-        self._there = False
-        self._try_at = 0.0
+        self._agent_start = BackgroundStart(self._ensure_agent)
         self._latest_at_loss = 0
         self._kept_back: list[Callable[[], None]] = []
         self._doubtful: list[tuple[int, str, SaveState, Mapping[str, Any]]] = []
@@ -175,7 +173,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     def _prepare(self) -> None:
         self._begin_agent(self._run_name)
-        if why := agent_refusal(list(self._tier_runs.values()), ranks=True):
+        if why := agent_refusal(list(self._tier_runs.values())):
             raise PolicyError(why)
 
     # New agents
@@ -193,7 +191,8 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             time.sleep(0.01)  # until it is known before which save all ranks look
         if self._link is not None or seq < self._look_at:
             return
-        mine = {"seq": seq, "ready": self._is_quiet() and (self._is_agent_there() or not self._team.leads("host"))}
+        ready = self._is_quiet() and (not self._team.leads("host") or self._agent_start.has_started())
+        mine = {"seq": seq, "ready": ready}
         try:
             text = json.dumps(mine).encode()
             said = self._team.gather("agents-again", text, LOOK_TIMEOUT, stop=lambda: self._stopped)
@@ -207,22 +206,6 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             if isinstance(error, RankFailed):
                 self._look_at = math.inf
             log.warning("all ranks go on without agents: %s", error)
-
-    def _is_agent_there(self) -> bool:
-        """Whether an agent was started since the loss, which is done in the background."""
-        if not self._there and self._starting is None and time.monotonic() >= self._try_at:
-            self._starting = threading.Thread(target=self._start_beside, name="tierstate-agent-start", daemon=True)
-            start_thread(self._starting)
-        return self._there
-
-    def _start_beside(self) -> None:
-        try:
-            self._ensure_agent()
-            self._there = True
-        except TierstateError as error:
-            log.warning("no agent could be started again: %s", error)
-            self._try_at = time.monotonic() + TRY_AGAIN
-        self._starting = None
 
     def _ask_for_store(self, asked: ExitStack) -> Any:
         """Let the agent make the store of the agents' team. Returns where it is.
@@ -315,7 +298,8 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             if (link := self._link) is None:
                 return
             self._holding, self._link = link, None
-            self._latest_at_loss, self._there, self._try_at = self._latest, False, time.monotonic() + TRY_AGAIN
+            self._latest_at_loss = self._latest
+            self._agent_start.put_off()
             self._doubtful.clear()
             self._drop_memory()
         try:
@@ -470,7 +454,7 @@ def decide(
     Args:
         every: by rank, the number of its ``latest`` save, and for the latest of its ``saves``, by number, its states
             (`SharedAgentPipeline._states`).
-        leaders: by tier, the ranks that create its records.
+        leaders: by tier, fastest first, the ranks that create its records.
         lasting: the tiers that are persistent.
     """
     found: dict[int, dict[str, Outcome]] = {}
@@ -486,16 +470,17 @@ def decide(
             name for name, said in states.items()
             if "done" in said or all(said[rank] == "record" for rank in leaders[name])
         }  # fmt: skip
-        found[seq] = {name: _outcome(name, states[name], there, lasting) for name in tiers}
+        copied = slower_tiers(list(leaders), there & set(lasting))
+        found[seq] = {name: _outcome(states[name], name in there, name in copied) for name in tiers}
     return found
 
 
-def _outcome(name: str, states: Sequence[str], there: Collection[str], lasting: Sequence[str]) -> Outcome:
-    if name in there:
+def _outcome(states: Sequence[str], there: bool, copied: bool) -> Outcome:
+    if there:
         return "committed"
     if "failed" in states:
         return "failed"
-    if any(other in there for other in lasting):
+    if copied:
         return "copy"
     return "failed" if "gone" in states else "redo"
 
