@@ -332,6 +332,21 @@ def test_a_tier_that_is_mounted_in_the_place_of_another_has_not_changed_its_name
     assert resumed(both) == 3
 
 
+def test_what_is_adopted_in_place_of_another_tier_is_missed_in_its_own_place(place):
+    sites = {name: {"type": "lustre", "path": str(place / name)} for name in ("near", "far")}
+    both = policy({"local": {"type": "nvme", "path": str(place / "local")}, **sites}, durable="near")
+    save(both, 1)
+    (place / "near").rename(place / "away")
+    (place / "far").rename(place / "near")
+    assert adopt_tier(both, "near").created, "it is another tier now"
+    with suppress(ts.WrongTier), ts.Checkpointer(both, "run") as ckpt:
+        made = ckpt.save(tensors(9000, seed=2), step=2)
+        made.wait("near")
+        with pytest.raises(ts.WrongTier, match="far: tier"):
+            made.wait("far")
+    assert not (place / "far").exists()
+
+
 def test_a_repository_without_markers_is_read_and_gets_them_with_a_save(place):
     save(spec(place), 1)
     for name in ("local", "site"):

@@ -60,7 +60,8 @@ def init_tiers(policy: Policy, names: Sequence[str] = ()) -> list[MarkerResult]:
 def adopt_tier(policy: Policy, name: str) -> MarkerResult:
     """Use what lies in a tier's place from now on, in place of every tier of that name that records know.
 
-    The tier keeps its id, unless another tier of the policy has the same one: then it is a copy, and gets a new one.
+    The tier keeps its id, unless another tier of the policy has the same one, or records know it as another one: then
+    it is a copy, or was mounted in the place of this one, and gets a new id.
     No version is changed. Interrupted, it may leave no marker; then it is run again.
 
     Raises:
@@ -71,10 +72,12 @@ def adopt_tier(policy: Policy, name: str) -> MarkerResult:
     """
     with _opened(policy) as identities:
         one = _named(identities, name)
-        known = {
-            t.id for each in identities for r in newest_records(each.tier) if (t := named_tiers(r.commit).get(name))
-        }
-        taken = {other.marker.id for other in identities if other is not one and other.marker is not None}
+        records = (record for each in identities for record in newest_records(each.tier))
+        said = {(tier, t.id) for record in records for tier, t in named_tiers(record.commit).items()}
+        known = {id for tier, id in said if tier == name}
+        # Ids of other tiers of this policy, also of one that is away: it stays expected in its own place.
+        others = {id for tier, id in said if tier in {other.name for other in identities}} - known
+        taken = others | {other.marker.id for other in identities if other is not one and other.marker is not None}
         before = one.marker if one.marker is not None and one.marker is not UNKNOWN else TierMarker()
         made = TierMarker(tier=name) if before.id in taken else before
         replaces = {*before.replaces, *known} - taken - {made.id}
