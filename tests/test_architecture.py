@@ -177,6 +177,7 @@ def test_a_module_imports_only_what_its_package_may(module):
         assert rule_of(other) in may or other == module, f"{file}: may not import {other or 'tierstate'!r}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [True, False], ids=["when imported", "ever"])
 def test_modules_have_no_circle(at_once):
     arrows = defaultdict(set)

@@ -106,6 +106,7 @@ def messages_of_the_source() -> str:
     return "\n".join(text.replace("\n", " ") for text in found)
 
 
+@pytest.mark.slow
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_source():
     page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)

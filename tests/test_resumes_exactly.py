@@ -98,6 +98,7 @@ def test_a_process_that_does_not_end_is_killed() -> None:
         check(train=[sys.executable, "-c", "print(1)"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{"kill_at": []}, {"kill_at": [4, 2]}, {"train": "main"}, {"train": lambda _f: None}])
 def test_wrong_arguments_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"right are|cannot be called by"):

@@ -370,6 +370,7 @@ def test_what_a_tier_keeps_comes_to_the_agent_as_it_is(keep: KeepKeys) -> None:
     assert KeepKeys.model_validate(json.loads(json.dumps(encode_keep(keep)))) == keep
 
 
+@pytest.mark.slow
 def test_refused_greetings_leave_no_descriptors(place: Path) -> None:
     with ts.Checkpointer(policy(place), "run") as ckpt:
         path, pid = ckpt._pipeline._path, statuses()[0]["pid"]  # type: ignore[attr-defined]

@@ -241,6 +241,7 @@ def test_the_program_itself(policy: Path) -> None:
     assert all(verb in helped.stdout for verb in ("ls", "show", "verify", "restore", "policy"))
 
 
+@pytest.mark.slow
 def test_its_version_and_python_m(call: Call) -> None:
     assert call("--version").out == f"tierstate {ts.__version__}\n"
     found = subprocess.run([sys.executable, "-m", "tierstate", "--version"], capture_output=True, text=True)

@@ -106,6 +106,7 @@ def messages() -> Iterator[tuple[str, str]]:
                 yield node.value, f"{path.name}:{node.lineno}"
 
 
+@pytest.mark.slow
 def test_no_message_of_the_library_has_an_argument_that_is_no_option() -> None:
     """As the command line prints them. A string that is no sentence, such as a key, is no message, and no markup is."""
     names = arguments_of_python()
@@ -122,6 +123,7 @@ def test_no_message_of_the_library_has_an_argument_that_is_no_option() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell: str, tmp_path: Path) -> None:
     """Of the program itself, in a process with a home of its own."""

@@ -84,6 +84,7 @@ def poisoned(place: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_first_version_with_a_nan(call: Call, poisoned: Path) -> None:
     found = call("bisect", "-p", poisoned, *ARGUMENTS, "--when", "nonfinite(model.**)", "--json")
     assert found.status == 0

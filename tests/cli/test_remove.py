@@ -18,6 +18,7 @@ import tierstate as ts
 ARGUMENTS = ("-r", "gpt")
 
 
+@pytest.mark.slow
 def test_a_version_goes_from_all_tiers(call: Call, policy: Path) -> None:
     dry = call("rm", "-p", policy, *ARGUMENTS, "--step", "1", "--dry-run")
     assert dry.status == 0
@@ -37,6 +38,7 @@ def test_a_version_goes_from_all_tiers(call: Call, policy: Path) -> None:
     assert (again.status, "its steps: 3" in again.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_what_must_stay_stays(call: Call, policy: Path) -> None:
     newest = call("rm", "-p", policy, *ARGUMENTS, "--step", "3")
     assert newest.status == 2

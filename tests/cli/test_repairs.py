@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from support.cli_calls import Call, damage, state
 from support.equality import difference
@@ -29,6 +30,7 @@ def test_nothing_is_wrong_with_what_is_whole(call: Call, policy: Path) -> None:
     assert call("doctor", "-p", policy, "-r", "nobody").status == 2
 
 
+@pytest.mark.slow
 def test_damage_that_combines_is_repaired_in_one_go(call: Call, policy: Path) -> None:
     """Of version 2 one tier has lost its record, the other has damaged chunks: each has what the other lacks."""
     records(policy, "nvme")[1].unlink()

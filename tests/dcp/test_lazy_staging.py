@@ -61,6 +61,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_the_copy_and_all_else_may_change_at_once(place: Path, held: threading.Event) -> None:
     made = Training()
     stager, right = TierStager(guard=made.optimizer), copies(made.state())
@@ -82,6 +83,7 @@ def test_a_step_waits_for_the_copy_and_all_else_may_change_at_once(place: Path, 
     made.step()
 
 
+@pytest.mark.slow
 def test_what_changes_without_a_step_fails_that_save_and_is_copied_at_once_later(
     place: Path, held: threading.Event
 ) -> None:

@@ -16,6 +16,7 @@ PARTS = {"lightning_strategies": "lightning", "lightning_versions": "lightning"}
 FRAMEWORKS = [name for name in MODULES if name not in SHARED | PARTS.keys()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_its_own_framework_only(module: str) -> None:
     framework = PARTS.get(module, module)

@@ -15,6 +15,7 @@ run = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(run)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     Path(tierstate.__file__).resolve().parent != CHECKOUT / "tierstate", reason="lists are of the checkout's files"
 )

@@ -41,6 +41,7 @@ def made(seconds: float, write: float = 2.0, **more: float) -> Plan:
     return make_plan(policy, workload, tier_models(policy, 2, 8, workload.capture, speeds, {}), seconds)
 
 
+@pytest.mark.slow
 def test_what_is_advised_is_better() -> None:
     plan = made(30_000, slower=0.1)
     assert plan.best.goodput > plan.now.goodput
@@ -137,6 +138,7 @@ def policy(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_and_its_page(call: Call, policy: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     done = call("plan", "-p", policy, *OPTIONS, "--price", "lustre=0.02", "--for", "10min", "-o", page)

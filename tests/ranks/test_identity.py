@@ -75,6 +75,7 @@ def test_ranks_agree_on_a_fresh_start_and_on_what_they_go_on_from(cluster: Sites
         assert {t.id for t in named.values()} <= {m.id for m in markers if m}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blind", [(1,), (0,), (0, 1)])
 def test_no_rank_starts_afresh_where_one_does_not_see_the_site(cluster: Sites, blind: tuple[int, ...]) -> None:
     assert cluster.together(job) == [(None, "")] * 3

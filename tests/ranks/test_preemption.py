@@ -44,6 +44,7 @@ class Nothing:
         return ""
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     size=st.integers(2, 5),

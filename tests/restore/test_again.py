@@ -147,6 +147,7 @@ def test_a_tied_tensor_that_becomes_empty(place: Path, emptied: str) -> None:
         assert difference(state, ckpt.load()) == ""
 
 
+@pytest.mark.slow
 def test_what_a_guarded_optimizer_no_longer_owns_is_captured_at_once(place: Path) -> None:
     weight, average = torch.ones(5000, requires_grad=True), torch.zeros(5000)
     optimizer = torch.optim.SGD([weight])

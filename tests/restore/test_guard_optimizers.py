@@ -158,6 +158,7 @@ def must_wait(ckpt: ts.Checkpointer, job: Job, gates: Gates, step: Callable[[], 
     gates.held.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap", [plain, scheduled, Accelerated, Engine, Chained, Homemade, Mixed], ids=lambda w: w.__name__
 )
@@ -181,6 +182,7 @@ def test_a_step_waits_through_whatever_wraps_it_until_unguarded(wrap: Callable[.
     assert not _global_optimizer_pre_hooks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("kind", ["zero", "local"])
 def test_wrappers_of_torch_wait(kind: str, place: Path) -> None:

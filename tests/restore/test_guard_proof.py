@@ -189,6 +189,7 @@ class Moment(NamedTuple):
     when: str
 
 
+@pytest.mark.slow
 def test_the_ways_do_what_their_names_say() -> None:
     for way in WAYS:
         job = Job()

@@ -79,6 +79,7 @@ def test_records_name_the_tiers_they_were_written_with(place):
         assert {n: t.id for n, t in named.items()} == {n: m.id for n, m in markers.items() if m}
 
 
+@pytest.mark.slow
 def test_what_is_not_mounted_is_expected(place):
     save(spec(place), 1)
     (place / "site").rename(place / "away")

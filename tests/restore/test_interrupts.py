@@ -84,6 +84,7 @@ def test_after_an_interrupt_nobody_reads_the_state(place):
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow
 @in_a_thread_of_its_own
 def test_nothing_is_written_once_an_interrupted_restore_has_raised(place):
     """Whichever thread was being started, waited for or ended at that moment."""

@@ -281,6 +281,7 @@ def run(examples: int, steps: int) -> None:
     run_state_machine_as_test(Ranks, settings=settings(max_examples=examples, stateful_step_count=steps))
 
 
+@pytest.mark.slow
 def test_any_history_of_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     crossings = Crossings(monkeypatch)
     run(max(4, settings().max_examples // 12), 5)

@@ -89,6 +89,7 @@ def refuse(state: dict[str, Any], how: str) -> None:
         state["rng"] = np.random.Generator(np.random.Philox(1))
 
 
+@pytest.mark.slow
 @given(
     st.permutations(PARTS), st.sampled_from(["thing", "hooked", "groups", "expanded", "overlap", "shape", "generator"])
 )

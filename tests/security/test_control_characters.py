@@ -130,6 +130,7 @@ def test_no_command_prints_what_a_terminal_obeys(
     assert hits > len(VERBS) // 2, "the texts are there, as escapes"
 
 
+@pytest.mark.slow
 def test_damage_and_warnings_are_told_without_them(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,7 @@ def attack(path: Path, other: Path, kind: str, at: float) -> None:
         write(path, changed[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "chunk"),
     [("raw", "2MiB"), ("delta", "2MiB"), *((one, "64KiB") for one in ("raw", "fast", "small", "delta", "auto"))],

@@ -38,6 +38,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[h5py.Dataset]:
     return opened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [(512, 64), (4, 64), (100, 7), (1, 1)])
 def test_every_chunk_is_decompressed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: Any) -> None:
     data = np.arange(512.0 * 64).reshape(512, 64)

@@ -147,6 +147,7 @@ def is_shown(mark: str, said: str) -> bool:
     return any(form in said for form in (mark, repr(mark)[1:-1], json.dumps(mark)[1:-1]))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(PLACES),
@@ -170,6 +171,7 @@ def test_a_credential_of_the_environment_is_shown_nowhere(
         assert f"{name} is named like a credential" in said, "refused, and the value goes nowhere"
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from([keys for keys in PLACES if takes_credentials(keys)]),
@@ -276,6 +278,7 @@ def test_variables_of_the_environment_that_libraries_read_are_secret(monkeypatch
 # Requests
 
 
+@pytest.mark.slow
 def test_no_request_has_a_credential_in_its_url_and_no_log_has_one(caplog: pytest.LogCaptureFixture) -> None:
     """Every kind of request, with all that botocore and urllib3 log."""
     caplog.set_level(logging.DEBUG)

@@ -87,6 +87,7 @@ def test_a_port_that_is_taken_costs_a_warning_only(place: Path, caplog: pytest.L
     assert f"metrics are not served at 127.0.0.1:{port}" in caplog.text
 
 
+@pytest.mark.slow
 def test_opentelemetry_gets_metrics_and_spans(place: Path) -> None:
     """In a process of its own, since providers are set once per process."""
     program = f"""

@@ -50,6 +50,7 @@ changes = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(changes, min_size=1, max_size=4), st.booleans())
 def test_each_version_has_those_of_its_own_values(history: list[Any], many: bool) -> None:
     """Also of chunks that did not change, and were not read again, and after a restart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ def look(world: World, run: str, *, apply: bool = False) -> DoctorReport:
 A_TAG_AND_A_RECORD = [Blow(0, "versions", 0, "delete", 0.0), Blow(0, "tags", 0, "flip", 0.0)]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(whole_shapes, blows)
 @example(
@@ -59,6 +61,7 @@ def test_what_it_says_can_be_had_is_had_and_nothing_else(shape: Shape, struck: l
             assert expected or not had[key], "what was had before is had afterwards"
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(shapes)
 def test_nothing_is_wrong_with_what_was_saved(shape: Shape) -> None:

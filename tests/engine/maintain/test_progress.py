@@ -35,6 +35,7 @@ def saved(root: Path, states: list[tuple[int, int]], codec: str) -> ts.Checkpoin
     return ts.Checkpointer(Policy.parse(json.dumps(policy)), run="run")
 
 
+@pytest.mark.slow
 @SOME
 @given(STATES, st.sampled_from(["raw", "fast"]), st.booleans())
 def test_it_is_known_about_how_much_is_verified(states: list[tuple[int, int]], codec: str, deep: bool) -> None:
@@ -45,6 +46,7 @@ def test_it_is_known_about_how_much_is_verified(states: list[tuple[int, int]], c
         assert expected == pytest.approx(sum(told), rel=0.25)
 
 
+@pytest.mark.slow
 @SOME
 @given(STATES, st.sampled_from(["raw", "fast"]))
 def test_it_is_known_about_how_much_a_doctor_reads(states: list[tuple[int, int]], codec: str) -> None:

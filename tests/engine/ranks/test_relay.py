@@ -108,6 +108,7 @@ def listens_nowhere(team: Team, one: VersionRelay) -> None:
     one.serve = lambda _leaders: None  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [hangs, sends_something_else, closes, cannot_be_reached, listens_nowhere])
 @pytest.mark.parametrize("who", [{0}, {1}, {1, 2}, set(range(LEADERS))], ids=str)
 def test_a_leader_that_passes_nothing_on_costs_time_and_no_version(

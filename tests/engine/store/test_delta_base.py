@@ -105,6 +105,7 @@ def test_a_difference_taken_twice_is_nothing(one: bytes, seed: int, at: int) -> 
     assert to_bytes(base) == other
 
 
+@pytest.mark.slow
 @fewer
 @given(
     dtype=DTYPES,
@@ -215,6 +216,7 @@ def test_a_base_is_read_where_it_was_mended() -> None:
     assert to_bytes(world.read(place, len(raw))) == to_bytes(data(changed(raw, 0.01, 1)))
 
 
+@pytest.mark.slow
 def test_an_anchor_is_used_so_often_and_then_another() -> None:
     world, now = World(), values(torch.float32, 40_000, 0)
     world.save(data(now))

@@ -42,6 +42,7 @@ def test_layouts_without_bases_are_what_they_were():
     assert checksum(layout.encode()).hex() == "e88407c082325ace01666c587169c7d7"
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_draft_like_other_layouts_has_their_places(data):
     version = data.draw(versions())

@@ -234,6 +234,7 @@ def test_tables_changed_many_times(record, name, data):
     outcome(encode_sections(sections | {name: table.encode()}))
 
 
+@pytest.mark.slow
 @given(records())
 @settings(steady, max_examples=20)
 def test_a_table_taken_apart_and_put_together_is_accepted(record):

@@ -39,6 +39,7 @@ def stored(layout: Layout) -> int:
     return sum(places.values())
 
 
+@pytest.mark.slow
 @given(records(), st.integers(0, 999_999))
 def test_an_index_says_what_the_records_say(record: Record, generation: int) -> None:
     one = Summary.of(Record.decode(memoryview(record.encode())), generation)

@@ -136,6 +136,7 @@ def test_a_version_and_its_successor(data):
     assert listed(diff_versions(version_of(old), version_of(new))) == model(old, new)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_aligned_and_unaligned_tables_tell_the_same(data):
     """One more leaf at the front moves every row, and nothing else."""

@@ -183,6 +183,7 @@ def test_huge_shapes_and_many_shards_take_no_time_and_no_memory():
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_a_mesh_of_shards_is_covered_however_it_is_asked():
     """10,000 shards, a million chunks: only what is wanted is counted, and nothing per element is done."""
     n, side = 100, 160

@@ -243,6 +243,7 @@ def test_a_missing_section_is_named(name):
         PartReader().decode(small_record().encode())
 
 
+@pytest.mark.slow
 @given(
     records(),
     st.sampled_from(["pieces", "part"]),

@@ -224,6 +224,7 @@ def inside(module: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @given(st.sampled_from(sorted(ZOO)), st.integers(0, 1 << 30), st.booleans())
 @settings(deadline=None)
