@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstate.engine.ranks import exchange_plan
 from tierstate.engine.ranks.exchange_plan import (
+    FEW_HOSTS,
     HOST,
     LINK,
     NO_ROWS,
@@ -21,6 +23,7 @@ from tierstate.engine.ranks.exchange_plan import (
     plan_exchange,
     reach_kind,
     runs_in,
+    sets_with,
 )
 from tierstate.manifest.errors import FormatError
 from tierstate.tiers.base import Traits
@@ -109,6 +112,54 @@ def test_a_chunk_is_read_once_a_host_and_once_in_all_where_it_is_far(world):
         assert len(others) <= max(len(near), bool(rest))
         # Not two of a host, nor any that lacks what would have been nearer.
         assert len({hosts[r] for r in others}) == len(others)
+
+
+@given(worlds())
+def test_where_many_hosts_want_a_chunk_one_rank_reads_it_from_the_site(world):
+    hosts, nbytes, wants, reach = world
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "FEW_HOSTS", 1)
+        every = plans(*world)
+    there = arrivals(every)
+    anyone = np.logical_or.reduce([reach[kind].any(0) for kind in KINDS])
+    for row in range(len(nbytes)):
+        wanting = np.flatnonzero(wants[:, row]).tolist()
+        assert all(there[rank].get(row, 0) == int(anyone[row]) for rank in wanting)
+        far = [r for r, plan in enumerate(every) if row in plan.reads and not (reach[PROCESS] | reach[HOST])[r, row]]
+        others = {hosts[rank] for rank in wanting if not reach[PROCESS][rank, row]}
+        assert len(far) <= 1 or len(others) <= 1
+
+
+def test_many_ranks_read_each_chunk_of_the_site_once():
+    size, rows = 160, 300
+    hosts = [rank // 8 for rank in range(size)]
+    assert len(set(hosts)) > FEW_HOSTS
+    everyone = np.array([[0, rows]])
+    offers = [RankRows(everyone, (NO_ROWS, NO_ROWS, everyone, NO_ROWS))] * size
+    every = [plan_exchange(offers, hosts, np.full(rows, 1 << 20), me) for me in range(size)]
+    assert sorted(row for plan in every for row in plan.reads.tolist()) == list(range(rows))
+    for plan in every:
+        there = [*plan.reads.tolist(), *(row for got in plan.receives.values() for row in got.tolist())]
+        assert sorted(there) == list(range(rows))
+
+
+@given(worlds())
+def test_what_only_one_rank_wants_is_planned_the_same_without_its_short_cut(world):
+    found = plans(*world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "_only_reader", lambda _offers, rows: np.full(rows, exchange_plan.NOBODY, "i4"))
+        right = plans(*world)
+    for one, other in zip(found, right, strict=True):
+        assert one.reads.tolist() == other.reads.tolist()
+        for name in ("sends", "receives", "lacking"):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            assert {r: rows.tolist() for r, rows in mine.items()} == {r: rows.tolist() for r, rows in theirs.items()}
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), max_size=5))
+def test_how_many_sets_have_a_row(sets):
+    found = sets_with([runs_in(np.array(bits)) for bits in sets], 7)
+    assert found.tolist() == [sum(bits[row] for bits in sets) for row in range(7)]
 
 
 @given(worlds())

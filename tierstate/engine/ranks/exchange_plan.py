@@ -9,8 +9,9 @@ that all readers read about the same number of bytes.
 * A chunk in a tier of a rank's own process: the rank reads it itself.
 * A chunk that several ranks of a host want: one rank reads it once for the host, from a tier of the host, from its own
   memory, or from a tier of the site, and sends it to the other ranks.
-* A chunk in a tier of the site that is slower than the network (`is_slow_tier`), or one that only ranks of other hosts
-  can read: one rank reads it once for the whole team and sends it to one rank of each host, which forwards it there.
+* A chunk in a tier of the site that is slower than the network (`is_slow_tier`), one that more than `FEW_HOSTS` want,
+  or one that only ranks of other hosts can read: one rank reads it once for the whole team and sends it to one rank of
+  each host, which forwards it there.
 
 Sets of rows are sent as runs (first row, row after the last), which takes few bytes.
 """
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tierstate.manifest.arrays import Array
+from tierstate.manifest.arrays import Array, expand_runs
 from tierstate.manifest.errors import FormatError
 from tierstate.tiers.base import Traits
 
@@ -45,6 +46,11 @@ LINK = 1e9
 """Bytes per second that a host is assumed to receive through the network: about a link of 10 Gbit/s."""
 
 
+FEW_HOSTS = 8
+"""Hosts that may each read the same chunk from a tier of the site, at most. What they read adds up there, where it does
+not in the network: each link carries the chunk once."""
+
+
 def runs_in(mask: Array) -> Array:
     """The runs of true values in a ``(rows,)`` array of bool.
 
@@ -61,6 +67,15 @@ def mask_of(runs: Array, rows: int) -> Array:
     change[runs[:, 0]], change[runs[:, 1]] = 1, -1
     found: Array = np.cumsum(change[:-1], dtype="i1").astype(bool)
     return found
+
+
+def sets_with(sets: Sequence[Array], rows: Array | int) -> Array:
+    """``(rows,)``: in how many of these sets of runs each row is. Takes no more than there are rows and runs."""
+    change = np.zeros(int(rows) + 1, "i4")
+    for runs in sets:
+        change[runs[:, 0]] += 1
+        change[runs[:, 1]] -= 1
+    return np.cumsum(change[:-1], dtype="i4")
 
 
 def encode_runs(runs: Array) -> bytes:
@@ -239,17 +254,69 @@ def plan_exchange(
     """
     lacking: dict[int, list[Array]] = defaultdict(list)
     groups: list[_Group] = []
-    for one in row_classes(offers):
+    only = np.full(len(nbytes), NOBODY, "i4") if apart else _only_reader(offers, len(nbytes))
+    taken = np.flatnonzero(only != NOBODY)
+    load = np.bincount(only[taken], nbytes[taken], len(offers)).astype("i8").tolist()
+    edges = _Edges(me, hosts)
+    edges.reads.append(np.flatnonzero(only == me))
+    for one in row_classes(_wanted_otherwise(offers, only)):
         groups += _groups(one, hosts, lacking, apart)
     # Groups with few possible readers first, so that the later ones even out the load.
     groups.sort(key=lambda group: (len(group.readers), group.rows[0]))
-    load = [0] * len(offers)
-    edges = _Edges(me, hosts)
     for group in _concerning(hosts[me], groups, hosts):
         for reader, rows in _cut(group, nbytes, load):
             edges.add(group, reader, rows)
     sends, receives = edges.both
     return ExchangePlan(_joined(edges.reads), _by_rank(sends), _by_rank(receives), _by_rank(lacking))
+
+
+NOBODY = -1
+"""No rank, as the only one that wants a row and reads it itself."""
+
+
+def _only_reader(offers: Sequence[RankRows], rows: int) -> Array:
+    """``(rows,)``: the rank that reads a row for itself alone, since no other wants it; or `NOBODY`.
+
+    Where each rank wants its own, as under the same parallelism, these are all rows, of which ten thousand ranks may
+    have tens of millions. So they are found without sorting, and without a class for each rank.
+    """
+    wanting = sets_with([offer.wants for offer in offers], rows)
+    # Where one rank wants a row, the sum of the numbers of all that want it is that rank's.
+    number = np.zeros(rows + 1, "i8")
+    for rank, offer in enumerate(offers):
+        number[offer.wants[:, 0]] += rank
+        number[offer.wants[:, 1]] -= rank
+    wanter = np.where(wanting == 1, np.cumsum(number[:-1]), NOBODY)
+    kinds, ranks, runs = _sets([RankRows(NO_ROWS, offer.reach) for offer in offers])
+    near = sets_with([one for kind, one in zip(kinds, runs, strict=True) if kind in (PROCESS, HOST)], rows) > 0
+    found = np.zeros(rows, bool)
+    for kind, holders, one in zip(kinds, ranks, runs, strict=True):
+        if kind != SLOW:
+            reached = _spread(one[:, 0], one[:, 1])
+            reaches = np.zeros(len(offers) + 1, bool)  # the last one is for `NOBODY`
+            reaches[list(holders)] = True
+            # From the site only where no rank has it nearer: that might be one of the same host.
+            found[reached] |= reaches[wanter[reached]] & ~(near[reached] & (kind == SITE))
+    return np.where(found, wanter, NOBODY)
+
+
+def _wanted_otherwise(offers: Sequence[RankRows], reader: Array) -> Sequence[RankRows]:
+    """The offers, without the rows that a rank reads for itself alone."""
+    taken = runs_in(reader != NOBODY)
+    if not len(taken):
+        return offers
+    return [offer._replace(wants=_without(offer.wants, taken)) for offer in offers]
+
+
+def _without(runs: Array, holes: Array) -> Array:
+    """Some runs without the rows of others."""
+    first, last = np.searchsorted(holes[:, 1], runs[:, 0], "right"), np.searchsorted(holes[:, 0], runs[:, 1])
+    count = np.maximum(last - first, 0)
+    inside = holes[expand_runs(first, count)]
+    low, high = np.repeat(runs[:, 0], count), np.repeat(runs[:, 1], count)
+    starts = np.sort(np.concatenate([runs[:, 0], np.minimum(inside[:, 1], high)]))
+    stops = np.sort(np.concatenate([np.maximum(inside[:, 0], low), runs[:, 1]]))
+    return np.stack([starts, stops], 1)[starts < stops]
 
 
 def _by_rank(parts: Mapping[int, Sequence[Array]]) -> dict[int, Array]:
@@ -267,17 +334,21 @@ def _groups(one: RowClass, hosts: Sequence[int], lacking: dict[int, list[Array]]
     alone = [rank for rank in one.wanting if any(rank in one.reach[kind] for kind in kinds)]
     shared: list[_Group] = []
     left: dict[int, list[int]] = {}
-    for host, ranks in _by_host(sorted(set(one.wanting) - set(alone)), hosts).items():
-        readers = _near(one, host, ranks, hosts)
+    wanting = _by_host(sorted(set(one.wanting) - set(alone)), hosts)
+    near = (HOST, PROCESS) if len(wanting) > FEW_HOSTS else (HOST, PROCESS, SITE)
+    for host, ranks in wanting.items():
+        readers = _near(one, host, ranks, hosts, near)
         if readers:
             shared.append(_Group(one.rows, readers, {host: ranks}))
         else:
             left[host] = ranks
-    if left and not shared and (readers := _far(one)):
-        shared.append(_Group(one.rows, readers, {}))
+    serving = shared  # the groups that read it serve the other hosts, too, in turns
+    if len(left) > FEW_HOSTS * len(shared) and (readers := _far(one, hosts, len(left), nearest=not shared)):
+        serving = [_Group(one.rows, readers, {})]
+        shared = shared + serving
     for at, (host, ranks) in enumerate(left.items()):
-        if shared:  # the groups that read it serve these hosts, too, in turns
-            shared[at % len(shared)].served[host] = ranks
+        if serving:
+            serving[at % len(serving)].served[host] = ranks
         else:
             for rank in ranks:
                 lacking[rank].append(one.rows)
@@ -291,9 +362,10 @@ def _by_host(ranks: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]
     return found
 
 
-def _near(one: RowClass, host: int, ranks: list[int], hosts: Sequence[int]) -> list[int]:
-    """The ranks of a host that may read a class for it: ranks that want it, if one of them can read it."""
-    for kind in (HOST, PROCESS, SITE):
+def _near(one: RowClass, host: int, ranks: list[int], hosts: Sequence[int], kinds: Sequence[int]) -> list[int]:
+    """The ranks of a host that may read a class for it from such tiers: ranks that want it, if one of them can read
+    it."""
+    for kind in kinds:
         readers = [rank for rank in ranks if rank in one.reach[kind]]
         readers = readers or [rank for rank in sorted(one.reach[kind]) if hosts[rank] == host]
         if readers:
@@ -301,13 +373,20 @@ def _near(one: RowClass, host: int, ranks: list[int], hosts: Sequence[int]) -> l
     return []
 
 
-def _far(one: RowClass) -> list[int]:
-    """The ranks of the whole team that may read a class for all."""
-    for kind in (PROCESS, HOST, SLOW, SITE):
+def _far(one: RowClass, hosts: Sequence[int], served: int, *, nearest: bool) -> list[int]:
+    """The ranks of the whole team that may read a class for so many hosts.
+
+    Args:
+        nearest: they may also be those that have it in a tier of their own. Few of them do not serve many hosts if it
+            can be read from the site.
+    """
+    found: list[int] = []
+    for kind in (PROCESS, HOST, SLOW, SITE) if nearest else (SLOW, SITE):
         readers = [rank for rank in one.wanting if rank in one.reach[kind]] or sorted(one.reach[kind])
-        if readers:
+        if readers and (kind in (SLOW, SITE) or len({hosts[r] for r in readers}) * FEW_HOSTS >= served):
             return readers
-    return []
+        found = found or readers
+    return found
 
 
 def _concerning(host: int, groups: Sequence[_Group], hosts: Sequence[int]) -> Iterator[_Group]:

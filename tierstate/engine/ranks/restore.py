@@ -68,10 +68,10 @@ from .exchange_plan import (
     RankRows,
     decode_runs,
     encode_runs,
-    mask_of,
     plan_exchange,
     reach_kind,
     runs_in,
+    sets_with,
 )
 from .team import Team
 
@@ -305,7 +305,7 @@ class SharedReads:
         for number in range(ROUNDS + 1):
             with ExitStack() as opened:
                 offers, later, addresses, away = self._ask(opened, ahead=ahead)
-                wanted = np.flatnonzero(np.logical_or.reduce([mask_of(o.wants, len(nbytes)) for o in offers]))
+                wanted = np.flatnonzero(sets_with([offer.wants for offer in offers], len(nbytes)))
                 if ahead and number == 0:
                     # Nothing is begun unless all that is wanted can be had, also what comes later.
                     plan = plan_exchange(later, hosts, nbytes, self._team.rank)
@@ -334,18 +334,26 @@ class SharedReads:
         """Gather what all ranks still want now, and in all, with what they reach, the addresses of their listening
         sockets, and as ``(rows,)`` of bool the chunks in tiers that some rank could not ask."""
         rows, leaves = len(self._version.digests), len(self._version.leaves)
-        offers, later, addresses, away, nowhere = [], [], [], np.zeros(rows, bool), np.ones(leaves, bool)
+        offers, later, addresses, away, elsewhere = [], [], [], [], []
+        known: dict[tuple[bytes, int], Array] = {}
+
+        def runs(columns: col.Columns, name: str, count: int) -> Array:
+            # Many ranks say the same; each set is decoded once.
+            data = _column(columns, name)
+            found = known.get((data, count))
+            return known.setdefault((data, count), decode_runs(data, count)) if found is None else found
+
         for said in self._usable("offer", lambda: self._offer(opened, ahead=ahead)):
             head, columns = col.decode_table(memoryview(said), WHAT)
-            sets = [decode_runs(_column(columns, f"rows.{i}"), rows) for i in range(WANTED + 1)]
+            sets = [runs(columns, f"rows.{i}", rows) for i in range(WANTED + 1)]
             reach = (sets[0], sets[1], sets[2], sets[3])
             offers.append(RankRows(sets[WANTED], reach))
-            later.append(RankRows(decode_runs(_column(columns, "rows.all"), rows), reach))
+            later.append(RankRows(runs(columns, "rows.all", rows), reach))
             addresses.append(col.json_field(head, "address", str, WHAT))
-            away |= mask_of(decode_runs(_column(columns, "rows.away"), rows), rows)
-            nowhere &= mask_of(decode_runs(_column(columns, "elsewhere"), leaves), leaves)
-        self._check_wanted(np.flatnonzero(nowhere).tolist())
-        return offers, later, addresses, away
+            away.append(runs(columns, "rows.away", rows))
+            elsewhere.append(runs(columns, "elsewhere", leaves))
+        self._check_wanted(np.flatnonzero(sets_with(elsewhere, leaves) == len(offers)).tolist())
+        return offers, later, addresses, sets_with(away, rows) > 0
 
     def _offer(self, opened: ExitStack, *, ahead: bool) -> bytes:
         # Opened here, within the all-gather, so that the other ranks get an error if it fails.
