@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstate.engine.ranks import exchange_plan
@@ -16,6 +16,7 @@ from tierstate.engine.ranks.exchange_plan import (
     PROCESS,
     SITE,
     SLOW,
+    HostGrid,
     RankRows,
     decode_runs,
     encode_runs,
@@ -128,6 +129,40 @@ def test_where_many_hosts_want_a_chunk_one_rank_reads_it_from_the_site(world):
         far = [r for r, plan in enumerate(every) if row in plan.reads and not (reach[PROCESS] | reach[HOST])[r, row]]
         others = {hosts[rank] for rank in wanting if not reach[PROCESS][rank, row]}
         assert len(far) <= 1 or len(others) <= 1
+
+
+@pytest.mark.parametrize("readers", [1, 12])
+@given(size=st.integers(4, 23), each=st.integers(1, 3), data=st.data())
+@settings(max_examples=20)
+def test_along_the_rows_of_many_hosts_everything_arrives_once_and_no_hosts_wait_for_each_other(
+    readers, size, each, data
+):
+    hosts, rows = [rank // each for rank in range(size * each)], 12
+    wants = np.array([[data.draw(st.booleans())] * rows for _ in hosts])
+    reach = {kind: np.zeros((len(hosts), rows), bool) for kind in KINDS}
+    reach[SLOW][data.draw(st.permutations(range(len(hosts))))[:readers]] = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "DIRECT", 2)
+        every, grid = plans(hosts, np.full(rows, 10), wants, reach), HostGrid(hosts)
+    there = arrivals(every)
+    for rank, plan in enumerate(every):
+        assert all(there[rank].get(row, 0) == 1 for row in range(rows) if wants[rank, row])
+        mine = hosts[rank]
+        for source, got in plan.receives.items():
+            for to, sent in plan.sends.items():
+                if np.isin(got, sent).any() and hosts[to] != mine:  # it is forwarded to another host
+                    assert grid.row(hosts[source]) != grid.row(mine) == grid.row(hosts[to])
+                    assert hosts[source] != mine
+    assert sum(len(plan.reads) for plan in every) == rows * bool(wants.any())
+
+
+def test_ten_thousand_ranks_have_few_connections():
+    hosts = [rank // 8 for rank in range(10_000)]
+    every = np.array([[0, 500]])
+    offers = [RankRows(every, (NO_ROWS, NO_ROWS, every, NO_ROWS))] * len(hosts)
+    for me in (0, 5000, 9999):
+        plan = plan_exchange(offers, hosts, np.full(500, 10), me)
+        assert len({*plan.sends, *plan.receives}) < 200
 
 
 def test_many_ranks_read_each_chunk_of_the_site_once():

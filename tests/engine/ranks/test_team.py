@@ -20,7 +20,7 @@ from tierstate.engine.ranks import store as store_module
 from tierstate.engine.ranks.heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
 from tierstate.engine.ranks.rendezvous import rendezvous, this_host
 from tierstate.engine.ranks.store import StoreClient
-from tierstate.engine.ranks.team import MAX_TOPICS, MESSAGE_PART, Team, _unpack
+from tierstate.engine.ranks.team import MAX_TOPICS, MESSAGE_PART, Team, unpack_answers
 from tierstate.manifest.errors import FormatError, RankFailed, format_ranks
 
 SOON = Timeouts(timeout=20.0, silence=0.3)
@@ -65,7 +65,7 @@ def test_what_all_say_alike_takes_little_room() -> None:
 def test_what_all_have_said_is_refused_where_it_was_changed(data: bytes, nbytes: int) -> None:
     head = json.dumps([nbytes]).encode()
     with contextlib.suppress(FormatError):
-        assert [len(one) for one in _unpack(b"\2" + len(head).to_bytes(4, "little") + head + data)] == [nbytes]
+        assert [len(one) for one in unpack_answers(b"\2" + len(head).to_bytes(4, "little") + head + data)] == [nbytes]
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from("ab"), st.binary(max_size=40)), max_size=6))

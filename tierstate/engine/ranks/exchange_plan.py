@@ -11,16 +11,18 @@ that all readers read about the same number of bytes.
   memory, or from a tier of the site, and sends it to the other ranks.
 * A chunk in a tier of the site that is slower than the network (`is_slow_tier`), one that more than `FEW_HOSTS` want,
   or one that only ranks of other hosts can read: one rank reads it once for the whole team and sends it to one rank of
-  each host, which forwards it there.
+  each host, which forwards it there. Where these are more than `DIRECT` hosts, it goes along the rows of a grid of all
+  hosts (`HostGrid`), so that a rank has connections to a few dozen others and not to thousands.
 
 Sets of rows are sent as runs (first row, row after the last), which takes few bytes.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +51,52 @@ LINK = 1e9
 FEW_HOSTS = 8
 """Hosts that may each read the same chunk from a tier of the site, at most. What they read adds up there, where it does
 not in the network: each link carries the chunk once."""
+
+
+DIRECT = 16
+"""Hosts to which a reader sends a chunk itself, at most."""
+
+
+class HostGrid:
+    """All hosts in rows, about as many rows as hosts in each. A reader sends to the hosts of its own row, and to one
+    host of each other row, which forwards to its row.
+
+    Chunks that are forwarded to other hosts come from other rows and go along the own one, so no two hosts ever wait
+    for each other. (As in broadcasts over the dimensions of a mesh.)
+
+    Args:
+        hosts: by rank, the number of its host.
+    """
+
+    def __init__(self, hosts: Sequence[int]) -> None:
+        self._hosts = hosts
+        every = sorted(set(hosts))
+        self._width = math.isqrt(max(0, len(every) - 1)) + 1
+        self._place = {host: at for at, host in enumerate(every)}
+        self.used = len(every) > DIRECT + 1
+
+    def row(self, host: int) -> int:
+        """The row of a host."""
+        return self._place[host] // self._width
+
+    def rows(self, hosts: Iterable[int]) -> dict[int, list[int]]:
+        """These hosts by row."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for host in hosts:
+            found[self.row(host)].append(host)
+        return found
+
+    def head(self, row: Sequence[int], reader: int) -> int:
+        """Which of some hosts of a row gets the chunks of a reader in another row."""
+        return row[self._place[self._hosts[reader]] % self._width % len(row)]
+
+    def steps(self, source: int, me: int) -> int:
+        """Over how many ranks chunks may come that one rank gets from another."""
+        if len(self._place) == 1:
+            return 1
+        mine, its = self._hosts[me], self._hosts[source]
+        forwarded = self.used and self.row(mine) == self.row(its)
+        return 1 + forwarded + (mine == its)
 
 
 def runs_in(mask: Array) -> Array:
@@ -257,7 +305,7 @@ def plan_exchange(
     only = np.full(len(nbytes), NOBODY, "i4") if apart else _only_reader(offers, len(nbytes))
     taken = np.flatnonzero(only != NOBODY)
     load = np.bincount(only[taken], nbytes[taken], len(offers)).astype("i8").tolist()
-    edges = _Edges(me, hosts)
+    edges = _Edges(me, hosts, HostGrid(hosts))
     edges.reads.append(np.flatnonzero(only == me))
     for one in row_classes(_wanted_otherwise(offers, only)):
         groups += _groups(one, hosts, lacking, apart)
@@ -416,8 +464,9 @@ def _cut(group: _Group, nbytes: Array, load: list[int]) -> Iterator[tuple[int, A
 class _Edges:
     """Collects the transfers between ranks that one rank takes part in."""
 
-    def __init__(self, me: int, hosts: Sequence[int]) -> None:
-        self._me, self._hosts = me, hosts
+    def __init__(self, me: int, hosts: Sequence[int], grid: HostGrid) -> None:
+        self._me, self._hosts, self._grid = me, hosts, grid
+        self._rows: dict[int, dict[int, list[int]]] = {}
         self.reads: list[Array] = []
         self.both: tuple[dict[int, list[Array]], dict[int, list[Array]]] = defaultdict(list), defaultdict(list)
         """Rows to send, by receiver; rows to receive, by sender."""
@@ -427,22 +476,49 @@ class _Edges:
         if reader == self._me:
             self.reads.append(rows)
         mine = self._hosts[self._me]
-        for host, ranks in group.served.items():
-            # Transfers between other hosts do not concern this rank.
-            if reader == self._me or host == mine:
-                self._serve(reader, host, ranks, rows, len(group.readers))
-
-    def _serve(self, reader: int, host: int, ranks: Sequence[int], rows: Array, readers: int) -> None:
-        if host == self._hosts[reader]:
-            self._fan_out(reader, ranks, rows)
+        if self._grid.used and len(group.served) > DIRECT:
+            self._along_rows(group, reader, rows)
             return
+        for host in group.served if reader == self._me else [mine] if mine in group.served else []:
+            # Transfers between other hosts do not concern this rank.
+            self._serve(group, reader, host, reader, rows)
+
+    def _along_rows(self, group: _Group, reader: int, rows: Array) -> None:
+        """Add the transfers of the grid that this rank takes part in."""
+        grid, mine = self._grid, self._hosts[self._me]
+        if id(group) not in self._rows:
+            self._rows[id(group)] = grid.rows(group.served)
+        by_row = self._rows[id(group)]
+        home, own = grid.row(self._hosts[reader]), grid.row(mine)
+        for number in by_row if reader == self._me else [own] if own in by_row else []:
+            row = by_row[number]
+            if number == home:
+                for host in row if reader == self._me else [mine] if mine in row else []:
+                    self._serve(group, reader, host, reader, rows)
+                continue
+            head = grid.head(row, reader)
+            for relay, part in self._serve(group, reader, head, reader, rows):
+                for host in row if relay == self._me else [mine] if mine in row else []:
+                    if host != head:
+                        self._serve(group, reader, host, relay, part)
+
+    def _serve(self, group: _Group, reader: int, host: int, source: int, rows: Array) -> list[tuple[int, Array]]:
+        """Add the transfers of rows of a reader from a source to the ranks of a host.
+
+        Returns:
+            The ranks of that host that get rows from the source, and which.
+        """
+        ranks = group.served[host]
+        if host == self._hosts[source]:
+            self._fan_out(source, ranks, rows)
+            return []
         # Through one relay rank of the other host, another one for each reader; if readers are few, through all ranks.
-        at = reader % len(ranks)
-        relays = ranks if readers < len(ranks) else [ranks[at]]
-        for i, relay in enumerate(relays):
-            part = rows[i :: len(relays)]
-            self._edge(reader, relay, part)
+        relays = ranks if len(group.readers) < len(ranks) else [ranks[reader % len(ranks)]]
+        parts = [(relay, rows[i :: len(relays)]) for i, relay in enumerate(relays)]
+        for relay, part in parts:
+            self._edge(source, relay, part)
             self._fan_out(relay, ranks, part)
+        return parts
 
     def _fan_out(self, source: int, ranks: Sequence[int], rows: Array) -> None:
         for rank in ranks if source == self._me else [self._me] if self._me in ranks else []:

@@ -400,14 +400,14 @@ class Team:
             longer = self.timeouts.decision if timeout is None else 2 * timeout + self.timeouts.silence
             found = self.receive(0, result, timeout=longer, stop=stop)
             self.forget([mine])
-            return _unpack(found)
+            return unpack_answers(found)
         try:
             others = self.receive_all({r: mine for r in range(1, self.size)}, timeout=timeout, stop=stop)
         except RankFailed as error:
             self.post(result, _failed(error))
             raise
         every = [data, *(others[rank] for rank in range(1, self.size))]
-        self.post(result, _pack(every))
+        self.post(result, pack_answers(every))
         self.forget(
             [f"gathered/{topic}/{count - 1}"]
         )  # all ranks are in this call, so all have received the last result
@@ -433,7 +433,8 @@ def _key(rank: int, key: str) -> str:
     return f"said/{rank}/{key}"
 
 
-def _pack(parts: Sequence[bytes]) -> bytes:
+def pack_answers(parts: Sequence[bytes]) -> bytes:
+    """What all ranks have given to an all-gather, as one message."""
     head = json.dumps([len(part) for part in parts]).encode()
     body = b"".join(parts)
     # All ranks receive it, and mostly they have said much the same.
@@ -446,7 +447,13 @@ def _failed(error: RankFailed) -> bytes:
     return b"\1" + json.dumps({"text": str(error)[:4096], "ranks": error.ranks}).encode()
 
 
-def _unpack(data: bytes) -> list[bytes]:
+def unpack_answers(data: bytes) -> list[bytes]:
+    """What all ranks have given, by rank.
+
+    Raises:
+        RankFailed: the all-gather has failed.
+        FormatError: the message was changed.
+    """
     if data[:1] == b"\1":
         said = json.loads(data[1:])
         raise RankFailed(f"rank 0 could not gather what all have: {said['text']}", said["ranks"])
