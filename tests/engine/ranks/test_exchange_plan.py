@@ -165,6 +165,16 @@ def test_ten_thousand_ranks_have_few_connections():
         assert len({*plan.sends, *plan.receives}) < 200
 
 
+def test_who_gets_a_chunk_from_its_host_does_not_read_it_for_others(monkeypatch):
+    monkeypatch.setattr(exchange_plan, "FEW_HOSTS", 1)
+    hosts, yes = [0, 1, 2, 2], np.array([True])
+    wants = np.array([yes, yes, yes, ~yes])
+    reach = {kind: np.zeros((4, 1), bool) for kind in KINDS}
+    reach[HOST][3] = reach[SLOW][2] = True
+    every = plans(hosts, np.array([10]), wants, reach)
+    assert [there.get(0, 0) for there in arrivals(every)] == [1, 1, 1, 1]
+
+
 def test_many_ranks_read_each_chunk_of_the_site_once():
     size, rows = 160, 300
     hosts = [rank // 8 for rank in range(size)]

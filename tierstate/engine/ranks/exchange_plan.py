@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -391,7 +391,8 @@ def _groups(one: RowClass, hosts: Sequence[int], lacking: dict[int, list[Array]]
         else:
             left[host] = ranks
     serving = shared  # the groups that read it serve the other hosts, too, in turns
-    if len(left) > FEW_HOSTS * len(shared) and (readers := _far(one, hosts, len(left), nearest=not shared)):
+    served = {rank for group in shared for ranks in group.served.values() for rank in ranks}
+    if len(left) > FEW_HOSTS * len(shared) and (readers := _far(one, hosts, len(left), served)):
         serving = [_Group(one.rows, readers, {})]
         shared = shared + serving
     for at, (host, ranks) in enumerate(left.items()):
@@ -421,17 +422,18 @@ def _near(one: RowClass, host: int, ranks: list[int], hosts: Sequence[int], kind
     return []
 
 
-def _far(one: RowClass, hosts: Sequence[int], served: int, *, nearest: bool) -> list[int]:
+def _far(one: RowClass, hosts: Sequence[int], left: int, served: Set[int]) -> list[int]:
     """The ranks of the whole team that may read a class for so many hosts.
 
     Args:
-        nearest: they may also be those that have it in a tier of their own. Few of them do not serve many hosts if it
-            can be read from the site.
+        served: ranks that get it from one of their host. Where there are some, these others read it from the site. In
+            general few ranks that have it in a tier of their own do not serve many hosts if it can be read from there.
     """
     found: list[int] = []
-    for kind in (PROCESS, HOST, SLOW, SITE) if nearest else (SLOW, SITE):
-        readers = [rank for rank in one.wanting if rank in one.reach[kind]] or sorted(one.reach[kind])
-        if readers and (kind in (SLOW, SITE) or len({hosts[r] for r in readers}) * FEW_HOSTS >= served):
+    for kind in (SLOW, SITE) if served else (PROCESS, HOST, SLOW, SITE):
+        there = one.reach[kind] - served
+        readers = [rank for rank in one.wanting if rank in there] or sorted(there)
+        if readers and (kind in (SLOW, SITE) or len({hosts[r] for r in readers}) * FEW_HOSTS >= left):
             return readers
         found = found or readers
     return found
