@@ -12,6 +12,10 @@ from .errors import FormatError
 Array = NDArray[Any]
 
 
+BLOCK = 1 << 20
+"""Rows that are worked on at once where a table may have tens of millions: temporary columns stay small."""
+
+
 def check_rising(ends: Array, what: str) -> Array:
     """Check that cumulative ends do not decrease; returns them.
 
@@ -31,9 +35,11 @@ def starts_of(ends: Array) -> Array:
 def expand_runs(starts: Array, lengths: Array) -> Array:
     """The indices of all rows, concatenated: ``starts[i] : starts[i] + lengths[i]`` for each i."""
     lengths = lengths.astype("i8", copy=False)
+    if bool((lengths == 1).all()):
+        return starts.astype("i8")
     ends = np.cumsum(lengths)
-    shift = starts.astype("i8", copy=False) - starts_of(ends)
-    found: Array = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(shift, lengths)
+    found: Array = np.repeat(starts.astype("i8", copy=False) - starts_of(ends), lengths)
+    found += np.arange(len(found))  # in place, since there may be tens of millions
     return found
 
 

@@ -156,17 +156,14 @@ class Boxes(Sequence[Box]):
     @classmethod
     def from_numbers(cls, ndim: Array, numbers: Array) -> Boxes:
         """The boxes from one column of numbers, as a version stores it: for each box its offsets, then its lengths."""
-        ndim = ndim.astype("i8")
-        late = np.arange(len(numbers)) - np.repeat(starts_of(np.cumsum(2 * ndim)), 2 * ndim)
-        lengths = late >= np.repeat(ndim, 2 * ndim)
+        lengths = _lengths(ndim)
         return cls(ndim, numbers[~lengths], numbers[lengths])
 
     def to_numbers(self) -> Array:
         """The inverse of `from_numbers`."""
-        both = np.repeat(self.ndim, 2)
-        numbers = np.concatenate([self.offset, self.shape])
-        starts = np.stack([self.starts, self.starts + len(self.offset)], axis=1).reshape(-1)
-        return numbers[expand_runs(starts, both)].astype("<i8", copy=False)
+        lengths, numbers = _lengths(self.ndim), np.empty(2 * len(self.offset), "<i8")
+        numbers[~lengths], numbers[lengths] = self.offset, self.shape
+        return numbers
 
     @cached_property
     def starts(self) -> Array:
@@ -255,9 +252,10 @@ class Boxes(Sequence[Box]):
             if counts[ndim] == len(self):
                 yield np.arange(len(self)), self.offset.reshape(len(self), ndim), self.shape.reshape(len(self), ndim)
                 return
-            rows = np.flatnonzero(self.ndim == ndim)
-            at = self.starts[rows][:, None] + np.arange(ndim)
-            yield rows, self.offset[at], self.shape[at]
+            mine = self.ndim == ndim
+            at = np.repeat(mine, self.ndim)
+            rows = np.flatnonzero(mine)
+            yield rows, self.offset[at].reshape(len(rows), ndim), self.shape[at].reshape(len(rows), ndim)
 
     @overload
     def __getitem__(self, index: int) -> Box: ...
@@ -269,6 +267,10 @@ class Boxes(Sequence[Box]):
             part = slice(int(self.starts[i]), int(self.starts[i]) + int(self.ndim[i]))
             return Box(tuple(self.offset[part].tolist()), tuple(self.shape[part].tolist()))
         ndim = self.ndim[index]
+        if isinstance(index, slice) and index.step in (None, 1) and len(ndim):
+            first, last, _ = index.indices(len(self))
+            part = slice(int(self.starts[first]), int(self.starts[last - 1]) + int(self.ndim[last - 1]))
+            return Boxes(ndim, self.offset[part], self.shape[part])
         if self.axes is not None:
             return Boxes(ndim, *(c.reshape(len(self), self.axes)[index].reshape(-1) for c in (self.offset, self.shape)))
         at = expand_runs(self.starts[index], ndim)
@@ -293,6 +295,11 @@ class Boxes(Sequence[Box]):
 
     def __repr__(self) -> str:
         return f"Boxes({', '.join(map(repr, self[:4]))}{', ...' if len(self) > 4 else ''})"
+
+
+def _lengths(ndim: Array) -> Array:
+    """Which numbers of `Boxes.to_numbers` are lengths, as bool; the others are offsets."""
+    return np.repeat(np.tile(np.array([False, True]), len(ndim)), np.repeat(ndim, 2))
 
 
 def splitmix64(numbers: Array, seed: Array) -> Array:

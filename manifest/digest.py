@@ -7,7 +7,7 @@ digests in the table of a version, which may have a million rows, without a Pyth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -89,6 +89,16 @@ def checksum(data: bytes | memoryview) -> bytes:
     import xxhash
 
     return xxhash.xxh3_128_digest(data)
+
+
+def checksum_of(pieces: Iterable[bytes]) -> bytes:
+    """As `checksum`, of these pieces one after another: they need not be copied into one."""
+    import xxhash
+
+    found = xxhash.xxh3_128()
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()
 
 
 class DigestIndex:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierstate.manifest.arrays import Array, check_rising, starts_of
-from tierstate.manifest.digest import checksum
+from tierstate.manifest.digest import checksum, checksum_of
 from tierstate.manifest.errors import FormatError, untrusted
 from tierstate.manifest.seal import sealed_with
 
@@ -141,8 +141,8 @@ def encode_sections(sections: Mapping[str, bytes], number: int = RECORD_FORMAT) 
         raise FormatError(f"a {RECORD_NAME} of {at + _TAIL} bytes is too long; at most {MAX_RECORD} are read back")
     total = (at + _TAIL).to_bytes(8, "little")
     head = RECORD_MAGIC + number.to_bytes(4, "little") + len(sections).to_bytes(4, "little") + total
-    record = b"".join([head, table, *body])
-    return record + checksum(record)
+    pieces = [head, table, *body]
+    return b"".join([*pieces, checksum_of(pieces)])  # one copy: a record may have more than a GiB
 
 
 def decode_sections(data: memoryview) -> dict[str, memoryview]:

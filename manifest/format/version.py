@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstate.manifest.arrays import Array, check_rising, starts_of
+from tierstate.manifest.arrays import BLOCK, Array, check_rising, starts_of
 from tierstate.manifest.boxes import MAX_ELEMENTS, Box, Boxes
 from tierstate.manifest.chunk import CHUNK_GRAIN, MAX_CHUNK_SIZE
 from tierstate.manifest.digest import ALGORITHMS, checksum
@@ -362,6 +362,12 @@ def _shard_nbytes(catalog: LeafTable, leaf: Array, boxes: Boxes) -> Array:
     """``(shards,)`` of int64: bytes of each shard, after a check of its leaf and box."""
     if len(leaf) and (int(leaf.max()) >= len(catalog.leaves) or bool(np.any(leaf[1:] < leaf[:-1]))):
         raise FormatError(f"{WHAT}: shards are not in the order of {len(catalog.leaves)} leaves")
+    blocks = [slice(at, at + BLOCK) for at in range(0, len(leaf), BLOCK)]
+    found = [_block_nbytes(catalog, leaf[block], boxes[block]) for block in blocks]
+    return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, "i8"), *found])
+
+
+def _block_nbytes(catalog: LeafTable, leaf: Array, boxes: Boxes) -> Array:
     sound = catalog.has_bytes[leaf] & boxes.within(catalog.wholes[leaf])
     itemsize = catalog.itemsize[leaf]
     if sound.all():

@@ -19,7 +19,7 @@ from operator import ne
 
 import numpy as np
 
-from tierstate.manifest.arrays import Array
+from tierstate.manifest.arrays import BLOCK, Array
 from tierstate.manifest.boxes import MAX_ELEMENTS, Box, Boxes, splitmix64
 from tierstate.manifest.errors import FormatError, StateMismatch, format_ranks
 from tierstate.manifest.format.version import Version
@@ -100,7 +100,8 @@ def _several_do_not_cover(version: Version, bounds: Array) -> Array:
     leaves, shards = np.flatnonzero(several), np.flatnonzero(several[version.shard_leaf])
     owner = np.repeat(np.arange(len(leaves)), np.diff(bounds)[leaves])
     found = np.zeros(len(several), bool)
-    found[leaves] = _not_covered_once(version.boxes[shards], owner, version.catalog.wholes[leaves])
+    boxes = version.boxes if len(shards) == len(version.boxes) else version.boxes[shards]
+    found[leaves] = _not_covered_once(boxes, owner, version.catalog.wholes[leaves])
     return found
 
 
@@ -110,7 +111,9 @@ def _not_covered_once(parts: Boxes, owner: Array, boxes: Boxes) -> Array:
     for _ in range(_TRIALS if len(boxes) else 0):
         seed = np.frombuffer(os.urandom(16), "u8")
         sums = np.zeros(len(boxes), "u8")
-        np.add.at(sums, owner, _weights(parts, seed))
+        for at in range(0, len(parts), BLOCK):
+            block = slice(at, at + BLOCK)
+            np.add.at(sums, owner[block], _weights(parts[block], seed))
         found |= sums % _PRIME != _weights(boxes, seed)
     return found
 

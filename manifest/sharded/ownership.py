@@ -156,41 +156,85 @@ def assign_owners(tables: Sequence[SaveCandidates]) -> Ownership:
     Greedy: the largest box first, each to the holder with the fewest bytes so far; boxes with only one holder are
     counted before. The order of the rows in a table does not matter.
     """
-    counts = [len(t.keys) for t in tables]
-    keys = np.concatenate([np.zeros((0, 2), "<u8"), *(t.keys for t in tables)])
-    nbytes = np.concatenate([np.zeros(0, "<i8"), *(t.nbytes for t in tables)])
-    rank = np.repeat(np.arange(len(tables)), counts)
-    order = np.lexsort((rank, keys[:, 1], keys[:, 0]))
+    names, ranks = [table.digest for table in tables], dict[bytes, list[int]]()
+    for rank, name in enumerate(names):
+        ranks.setdefault(name, []).append(rank)
+    # Equal tables once: mostly a few ranks hold the same, and there may be ten thousand.
+    distinct = [tables[holders[0]] for holders in ranks.values()]
+    counts = [len(t.keys) for t in distinct]
+    keys = np.concatenate([np.zeros((0, 2), "<u8"), *(t.keys for t in distinct)])
+    nbytes = np.concatenate([np.zeros(0, "<i8"), *(t.nbytes for t in distinct)])
+    order = np.lexsort((keys[:, 1], keys[:, 0]))
     fresh = np.ones(len(order), bool)
     fresh[1:] = np.any(keys[order][1:] != keys[order][:-1], axis=1)
     starts = np.flatnonzero(fresh)
-    owner = _owners(
-        rank[order], starts, np.maximum.reduceat(nbytes[order], starts) if len(starts) else nbytes, len(tables)
-    )
+    most = np.maximum.reduceat(nbytes[order], starts) if len(starts) else nbytes
+    table = np.repeat(np.arange(len(distinct)), counts)[order]
     owners = np.zeros(len(order), "<u4")
-    owners[order] = np.repeat(owner, np.diff(np.append(starts, len(order))))
-    names = [t.digest for t in tables]
+    owners[order] = np.repeat(
+        _OwnerChoice(table, starts, most, list(ranks.values())).owners(), np.diff(np.append(starts, len(order)))
+    )
     cut = np.split(owners, np.cumsum(counts)[:-1]) if counts else []
-    return Ownership(dict(enumerate(names)), dict(zip(names, cut, strict=True)))
+    return Ownership(dict(enumerate(names)), dict(zip(ranks, cut, strict=True)))
 
 
-def _owners(holder: Array, starts: Array, nbytes: Array, ranks: int) -> Array:
-    """``(boxes,)``: an owner for each box.
+class _OwnerChoice:
+    """Chooses an owner for each box.
 
     Args:
-        holder: the ranks that hold each box, concatenated.
-        starts: ``(boxes,)``: index of each box's first holder.
+        table: the tables in which each box is, concatenated.
+        starts: ``(boxes,)``: index of each box's first table.
         nbytes: ``(boxes,)``: bytes of each box.
-        ranks: number of ranks.
+        ranks: for each table the ranks that have it, rising.
     """
-    counts = np.diff(np.append(starts, len(holder)))
-    found = holder[starts]
-    alone = counts == 1
-    load = np.bincount(found[alone], nbytes[alone], ranks)  # float64: exact up to 2**53 bytes per rank
-    shared = np.flatnonzero(~alone)
-    for box in shared[np.argsort(-nbytes[shared], kind="stable")].tolist():
-        holders = holder[starts[box] : starts[box] + counts[box]]
-        best = holders[int(np.argmin(load[holders]))]
-        load[best] += nbytes[box]
-        found[box] = best
-    return found
+
+    def __init__(self, table: Array, starts: Array, nbytes: Array, ranks: Sequence[Sequence[int]]) -> None:
+        self._tables, self._starts, self._nbytes, self._ranks = table, starts, nbytes, ranks
+        self._counts = np.diff(np.append(starts, len(table)))
+        self._table = table[starts]
+        self._holders = np.array([len(held) for held in ranks], "i8")
+        self._found = np.array([held[0] for held in ranks], "i8")[self._table]
+        self._alone = (self._counts == 1) & (self._holders[self._table] == 1)
+        # float64: exact up to 2**53 bytes per rank
+        self._load = np.bincount(self._found[self._alone], nbytes[self._alone], sum(map(len, ranks)))
+
+    def owners(self) -> Array:
+        """``(boxes,)``: the owner of each box."""
+        shared = np.flatnonzero(~self._alone)
+        shared = shared[np.argsort(-self._nbytes[shared], kind="stable")]
+        first = 0
+        for place in [*np.flatnonzero(self._counts[shared] > 1).tolist(), len(shared)]:
+            self._of_one_table(shared[first:place])
+            if place < len(shared):
+                self._of_several(int(shared[place]))
+            first = place + 1
+        return self._found
+
+    def _of_several(self, box: int) -> None:
+        """Choose the owner of a box that is in several tables."""
+        start = self._starts[box]
+        there = self._tables[start : start + self._counts[box]].tolist()
+        holders = np.sort(np.concatenate([np.array(self._ranks[table], "i8") for table in there]))
+        self._give(np.array([box]), holders[None])
+
+    def _of_one_table(self, boxes: Array) -> None:
+        """Choose the owners of boxes, each of which is in one table: no other table's boxes count for that, so all
+        tables get an owner for their next box at once."""
+        holders = self._holders[self._table[boxes]]
+        for count in np.unique(holders).tolist():
+            mine = boxes[holders == count]
+            tables, number = np.unique(self._table[mine], return_inverse=True)
+            members = np.array([self._ranks[table] for table in tables.tolist()], "i8")
+            by_table = np.argsort(number, kind="stable")
+            turn = np.zeros(len(mine), "i8")
+            each = np.bincount(number)
+            turn[by_table] = np.arange(len(mine)) - np.repeat(starts_of(np.cumsum(each)), each)
+            for now in np.split(np.argsort(turn, kind="stable"), np.cumsum(np.bincount(turn))[:-1]):
+                self._give(mine[now], members[number[now]])
+
+    def _give(self, boxes: Array, holders: Array) -> None:
+        """Give each box to the first of those ``(boxes, ranks)`` with the fewest bytes so far; no rank holds two
+        of these boxes."""
+        best = holders[np.arange(len(boxes)), np.argmin(self._load[holders], axis=1)]
+        self._load[best] += self._nbytes[boxes]
+        self._found[boxes] = best

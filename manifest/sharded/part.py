@@ -110,7 +110,10 @@ class PartReader:
         shards = Shards(leaf, rank, decode_boxes(columns, catalog, leaf))
         statistics = ChunkStatistics.decode(columns, len(digests) // 2, WHAT)
         version = Version.build(Head.decode(head, WHAT), catalog, shards, digests, statistics)
-        return Record(version, Layout.of(head, columns, version), _checked(col.json_field(head, "commit", dict, WHAT)))
+        layout = Layout.of(head, columns, version)
+        for name in ("chunk_shard", "chunk_start", "chunk_nbytes"):
+            version.__dict__.pop(name, None)  # the check of the layout made them: a quarter of what a part takes
+        return Record(version, layout, _checked(col.json_field(head, "commit", dict, WHAT)))
 
     def _catalog(self, pieces: memoryview, ends: Array) -> LeafTable:
         name = checksum(pieces) + checksum(ends.tobytes())

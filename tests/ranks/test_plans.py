@@ -85,7 +85,7 @@ class Hosts:
             here = [r for r in range(part.size) if part.hosts[r] == host]
             for r in here:
                 assert np.array_equal(rows_in_merged(whole, records[r].version), rows[r])
-            record = record_of(whole, [(rows[r], records[r]) for r in here], {"id": f"{step}-{host}"})
+            record = record_of(whole, [(rows[r], records[r].layout) for r in here], {"id": f"{step}-{host}"})
             TierRun(self.tiers[host], "run").publish(record)
             for r in here:
                 cut = part_of(record, r)

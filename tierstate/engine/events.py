@@ -44,6 +44,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "interval": "`every: auto` of a tier has another interval; `seconds`: of it; `reason`: why",
         "alarm": "the statistics of a version are alarming (`alarms`); `reason`: the kind, and which leaves",
         "rank_silent": "a rank for which this one waits gives no sign of life; `reason`: which, and for how long",
+        "rank_late": "in a restore a rank passes on too little, too late; `reason`: which, and if this one reads it",
         "restored": "a version was restored; `seconds`: for how long; `nbytes`: of its state",
     }
 )

@@ -48,7 +48,7 @@ log = logging.getLogger("tierstate")
 
 TOLD = (
     *("failed", "owed", "brought", "left_out", "skipped", "mended", "away", "back", "restored"),
-    *("alarm", "arena_full", "rank_silent"),
+    *("alarm", "arena_full", "rank_silent", "rank_late"),
 )
 """Kinds of events that are listed one by one."""
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstate.engine.ranks import exchange_plan
 from tierstate.engine.ranks.exchange import CHUNK_HEADER, CHUNK_LOST, CLAIM, ChunkExchange, PeerListener
 from tierstate.engine.ranks.exchange_plan import NO_ROWS, ExchangePlan, RankRows, plan_exchange, runs_in
 from tierstate.manifest.chunk import as_buffer, to_bytes
@@ -36,10 +37,12 @@ def content(row, nbytes):
 class Rank:
     """One rank, with what has arrived there."""
 
-    def __init__(self, me, plan, doors, nbytes, patience=20.0):
+    def __init__(self, me, plan, doors, nbytes, patience=20.0, hosts=()):
         self.got, self.nbytes = {}, nbytes
         addresses = [door.address for door in doors]
-        self.passing = ChunkExchange(me, plan, doors[me], SECRET, addresses, nbytes, self.take, patience)
+        self.passing = ChunkExchange(
+            me, plan, doors[me], SECRET, addresses, nbytes, self.take, patience, lambda _row: None, hosts
+        )
 
     def read(self, plan, lost):
         for row in plan.reads.tolist():
@@ -90,6 +93,30 @@ def test_what_is_planned_arrives_and_what_is_lost_is_told(team):
     for plan, rank in zip(plans, ranks, strict=True):
         coming = {row for got in plan.receives.values() for row in got.tolist()}
         assert rank.got == {row: content(row, nbytes[row]) for row in coming - lost}
+
+
+def test_along_the_rows_of_many_hosts_no_rank_waits_for_ever(monkeypatch):
+    """More chunks than there is memory for are under way in all directions."""
+    monkeypatch.setattr(exchange_plan, "DIRECT", 2)
+    hosts, nbytes = [0, 0, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8], np.full(36, 200_000)
+    every = np.array([[0, len(nbytes)]])
+    offers = [RankRows(every, (NO_ROWS, NO_ROWS, NO_ROWS, every)) for _ in hosts]
+    plans = [plan_exchange(offers, hosts, nbytes, me) for me in range(len(hosts))]
+    assert sum(len(plan.reads) for plan in plans) == len(nbytes)
+    with ExitStack() as closing:
+        doors = [PeerListener(1, SECRET) for _ in hosts]
+        ranks = [Rank(me, plan, doors, nbytes, hosts=hosts) for me, plan in enumerate(plans)]
+        for rank in ranks:
+            closing.callback(rank.passing.close)
+        threads = [threading.Thread(target=r.read, args=(p, ())) for r, p in zip(ranks, plans, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for rank in ranks:
+            assert rank.passing.wait([]) is None
+    for plan, rank in zip(plans, ranks, strict=True):
+        assert sorted([*plan.reads.tolist(), *rank.got]) == list(range(len(nbytes)))
 
 
 @contextmanager
@@ -159,6 +186,34 @@ def test_who_passes_nothing_on_is_not_waited_for_longer_than_patience_lasts():
     with receiver(3, patience=0.2) as (doors, rank), connect(doors[0]):
         assert rank.passing.wait([]) is None
         assert rank.passing.wait([1]) is None
+
+
+def test_who_is_dropped_is_told_and_what_it_sends_then_is_not_taken():
+    nbytes = np.array([3, 4, 5])
+    with ExitStack() as closing:
+        doors = [PeerListener(1, SECRET) for _ in range(3)]
+        # Rank 0 forwards one chunk of rank 1 to rank 2.
+        waits = Rank(0, ExchangePlan(NO, {2: rows(2)}, {1: rows(0, 1, 2)}, {}), doors, nbytes)
+        late = Rank(1, ExchangePlan(rows(0, 1, 2), {0: rows(0, 1, 2)}, {}, {}), doors, nbytes)
+        last = Rank(2, ExchangePlan(NO, {}, {0: rows(2)}, {}), doors, nbytes)
+        for rank in (waits, late, last):
+            closing.callback(rank.passing.close)
+        late.passing.give(0, as_buffer(content(0, 3)))
+        while waits.passing.left(1) != [1, 2]:
+            waits.passing.pause(1, 0.01)
+        assert waits.passing.passed(1) == (3, 9)
+        assert waits.passing.awaited() == [1]
+        assert waits.passing.drop(1) == [1, 2]
+        assert waits.passing.awaited() == []
+        assert late.passing.relieved.wait(20)
+        assert late.passing.broken == [0]
+        assert not waits.passing.relieved.is_set()
+        assert not last.passing._over[0].is_set()  # what is read in its place is still sent
+        with connect(doors[0], rank=1) as line:
+            assert is_closed(line)
+        waits.passing.give(2, as_buffer(content(2, 5)))
+        assert last.passing.wait([]) is None
+        assert (waits.got, last.got) == ({0: content(0, 3)}, {2: content(2, 5)})
 
 
 @pytest.mark.slow

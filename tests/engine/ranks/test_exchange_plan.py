@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierstate.engine.ranks import exchange_plan
 from tierstate.engine.ranks.exchange_plan import (
+    FEW_HOSTS,
     HOST,
     LINK,
     NO_ROWS,
     PROCESS,
     SITE,
     SLOW,
+    HostGrid,
     RankRows,
     decode_runs,
     encode_runs,
@@ -21,6 +24,7 @@ from tierstate.engine.ranks.exchange_plan import (
     plan_exchange,
     reach_kind,
     runs_in,
+    sets_with,
 )
 from tierstate.manifest.errors import FormatError
 from tierstate.tiers.base import Traits
@@ -109,6 +113,98 @@ def test_a_chunk_is_read_once_a_host_and_once_in_all_where_it_is_far(world):
         assert len(others) <= max(len(near), bool(rest))
         # Not two of a host, nor any that lacks what would have been nearer.
         assert len({hosts[r] for r in others}) == len(others)
+
+
+@given(worlds())
+def test_where_many_hosts_want_a_chunk_one_rank_reads_it_from_the_site(world):
+    hosts, nbytes, wants, reach = world
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "FEW_HOSTS", 1)
+        every = plans(*world)
+    there = arrivals(every)
+    anyone = np.logical_or.reduce([reach[kind].any(0) for kind in KINDS])
+    for row in range(len(nbytes)):
+        wanting = np.flatnonzero(wants[:, row]).tolist()
+        assert all(there[rank].get(row, 0) == int(anyone[row]) for rank in wanting)
+        far = [r for r, plan in enumerate(every) if row in plan.reads and not (reach[PROCESS] | reach[HOST])[r, row]]
+        others = {hosts[rank] for rank in wanting if not reach[PROCESS][rank, row]}
+        assert len(far) <= 1 or len(others) <= 1
+
+
+@pytest.mark.parametrize("readers", [1, 12])
+@given(size=st.integers(4, 23), each=st.integers(1, 3), data=st.data())
+@settings(max_examples=20)
+def test_along_the_rows_of_many_hosts_everything_arrives_once_and_no_hosts_wait_for_each_other(
+    readers, size, each, data
+):
+    hosts, rows = [rank // each for rank in range(size * each)], 12
+    wants = np.array([[data.draw(st.booleans())] * rows for _ in hosts])
+    reach = {kind: np.zeros((len(hosts), rows), bool) for kind in KINDS}
+    reach[SLOW][data.draw(st.permutations(range(len(hosts))))[:readers]] = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "DIRECT", 2)
+        every, grid = plans(hosts, np.full(rows, 10), wants, reach), HostGrid(hosts)
+    there = arrivals(every)
+    for rank, plan in enumerate(every):
+        assert all(there[rank].get(row, 0) == 1 for row in range(rows) if wants[rank, row])
+        mine = hosts[rank]
+        for source, got in plan.receives.items():
+            for to, sent in plan.sends.items():
+                if np.isin(got, sent).any() and hosts[to] != mine:  # it is forwarded to another host
+                    assert grid.row(hosts[source]) != grid.row(mine) == grid.row(hosts[to])
+                    assert hosts[source] != mine
+    assert sum(len(plan.reads) for plan in every) == rows * bool(wants.any())
+
+
+def test_ten_thousand_ranks_have_few_connections():
+    hosts = [rank // 8 for rank in range(10_000)]
+    every = np.array([[0, 500]])
+    offers = [RankRows(every, (NO_ROWS, NO_ROWS, every, NO_ROWS))] * len(hosts)
+    for me in (0, 5000, 9999):
+        plan = plan_exchange(offers, hosts, np.full(500, 10), me)
+        assert len({*plan.sends, *plan.receives}) < 200
+
+
+def test_who_gets_a_chunk_from_its_host_does_not_read_it_for_others(monkeypatch):
+    monkeypatch.setattr(exchange_plan, "FEW_HOSTS", 1)
+    hosts, yes = [0, 1, 2, 2], np.array([True])
+    wants = np.array([yes, yes, yes, ~yes])
+    reach = {kind: np.zeros((4, 1), bool) for kind in KINDS}
+    reach[HOST][3] = reach[SLOW][2] = True
+    every = plans(hosts, np.array([10]), wants, reach)
+    assert [there.get(0, 0) for there in arrivals(every)] == [1, 1, 1, 1]
+
+
+def test_many_ranks_read_each_chunk_of_the_site_once():
+    size, rows = 160, 300
+    hosts = [rank // 8 for rank in range(size)]
+    assert len(set(hosts)) > FEW_HOSTS
+    everyone = np.array([[0, rows]])
+    offers = [RankRows(everyone, (NO_ROWS, NO_ROWS, everyone, NO_ROWS))] * size
+    every = [plan_exchange(offers, hosts, np.full(rows, 1 << 20), me) for me in range(size)]
+    assert sorted(row for plan in every for row in plan.reads.tolist()) == list(range(rows))
+    for plan in every:
+        there = [*plan.reads.tolist(), *(row for got in plan.receives.values() for row in got.tolist())]
+        assert sorted(there) == list(range(rows))
+
+
+@given(worlds())
+def test_what_only_one_rank_wants_is_planned_the_same_without_its_short_cut(world):
+    found = plans(*world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "_only_reader", lambda _offers, rows: np.full(rows, exchange_plan.NOBODY, "i4"))
+        right = plans(*world)
+    for one, other in zip(found, right, strict=True):
+        assert one.reads.tolist() == other.reads.tolist()
+        for name in ("sends", "receives", "lacking"):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            assert {r: rows.tolist() for r, rows in mine.items()} == {r: rows.tolist() for r, rows in theirs.items()}
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), max_size=5))
+def test_how_many_sets_have_a_row(sets):
+    found = sets_with([runs_in(np.array(bits)) for bits in sets], 7)
+    assert found.tolist() == [sum(bits[row] for bits in sets) for row in range(7)]
 
 
 @given(worlds())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from collections import Counter
 from concurrent.futures import Future
@@ -18,7 +20,7 @@ from tierstate.engine.ranks import store as store_module
 from tierstate.engine.ranks.heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
 from tierstate.engine.ranks.rendezvous import rendezvous, this_host
 from tierstate.engine.ranks.store import StoreClient
-from tierstate.engine.ranks.team import MAX_TOPICS, MESSAGE_PART, Team
+from tierstate.engine.ranks.team import MAX_TOPICS, MESSAGE_PART, Team, unpack_answers
 from tierstate.manifest.errors import FormatError, RankFailed, format_ranks
 
 SOON = Timeouts(timeout=20.0, silence=0.3)
@@ -42,6 +44,28 @@ def test_what_was_gathered_long_ago_is_not_heard_again() -> None:
         return [before, team.gather("restore", b"new")]
 
     assert together(2, rank) == [[[b"old"] * 2, [b"new"] * 2]] * 2
+
+
+def test_what_all_say_alike_takes_little_room() -> None:
+    stores: list[Any] = []
+    said = bytes(range(256)) * 16
+
+    def rank(team: Team) -> list[bytes]:
+        found = team.gather("offer", said + bytes([team.rank]))
+        if team.rank == 1:
+            stores.append(team._line.look("said/0/gathered/offer/1"))
+        team.gather("over", b"")
+        return found
+
+    assert together(4, rank) == [[said + bytes([r]) for r in range(4)]] * 4
+    assert len(stores[0]) < len(said)
+
+
+@given(st.binary(max_size=40), st.integers(0, 100))
+def test_what_all_have_said_is_refused_where_it_was_changed(data: bytes, nbytes: int) -> None:
+    head = json.dumps([nbytes]).encode()
+    with contextlib.suppress(FormatError):
+        assert [len(one) for one in unpack_answers(b"\2" + len(head).to_bytes(4, "little") + head + data)] == [nbytes]
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from("ab"), st.binary(max_size=40)), max_size=6))

@@ -13,9 +13,12 @@ from support.manifest_strategies import cuts
 
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import StateMismatch
+from tierstate.manifest.format import version as version_format
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.version import ShardRow, Version
+from tierstate.manifest.reshard import coverage
 from tierstate.manifest.reshard.coverage import check_complete
+from tierstate.manifest.sharded import merge
 from tierstate.manifest.sharded.merge import merge_parts, rows_in_merged
 
 
@@ -268,3 +271,32 @@ def test_many_shards_side_by_side():
     doubled = [*rows[:-1], rows[0]]
     with pytest.raises(StateMismatch, match="shards overlap"):
         check_complete(Version.build(HEAD, [leaf], doubled, np.zeros((2000, 2), "u8")))
+
+
+@given(worlds())
+def test_many_rows_are_worked_on_in_blocks_of_whole_leaves(world):
+    parts = parts_of(world)
+    right = merge_parts(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (merge, version_format, coverage):
+            patch.setattr(module, "BLOCK", 2)
+        found = merge_parts(parts)
+        assert Version.decode(memoryview(right.version.data)).id == found.version.id
+    assert found.version.data == right.version.data
+    assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in right.rows]
+
+
+@given(worlds(), st.data())
+def test_what_is_wrong_in_a_later_block_is_found(world, data):
+    parts = parts_of(world)
+    solid = [s for s in world.shards if s.box.volume]
+    assume(solid)
+    gone = data.draw(st.sampled_from(solid))
+    less = world._replace(shards=[s for s in world.shards if s is not gone])
+    assume(any(s.leaf == gone.leaf for s in less.shards))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (merge, version_format, coverage):
+            patch.setattr(module, "BLOCK", 2)
+        merge_parts(parts)
+        with pytest.raises(StateMismatch, match="not whole"):
+            merge_parts(parts_of(less))

@@ -78,6 +78,24 @@ def test_bytes_of_replicas_are_even(ranks, sizes):
     assert max(loads) - min(loads) <= max(sizes)
 
 
+@given(st.lists(st.tuples(rows, st.integers(1, 4)), min_size=1, max_size=4))
+def test_each_box_goes_to_who_has_the_fewest_bytes_largest_first(held):
+    """Also where ranks hold the same, and where boxes are in the tables of some of them only."""
+    worlds = [dict.fromkeys(world, True) for world, replicas in held for _ in range(replicas)]
+    tables = [table(world) for world in worlds]
+    sharing = assign_owners(tables)
+    boxes = {}
+    for rank, world in enumerate(worlds):
+        for row, key in zip(world, tables[rank].keys.tolist(), strict=True):
+            boxes.setdefault((tuple(key), nbytes(row)), []).append(rank)
+    load, owners = [0] * len(worlds), {}
+    for (key, size), ranks in sorted(boxes.items(), key=lambda box: (len(box[1]) > 1, -box[0][1], box[0][0])):
+        owners[key] = min(ranks, key=lambda rank: load[rank])
+        load[owners[key]] += size
+    for mine in tables:
+        assert sharing.owners[mine.digest].tolist() == [owners[tuple(key)] for key in mine.keys.tolist()]
+
+
 def test_what_a_rank_alone_holds_counts():
     shared, own = Box.whole((8,)), Box.whole((100,))
     tables = [

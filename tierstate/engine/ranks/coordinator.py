@@ -69,9 +69,11 @@ class Coordinator:
         parts = [self._part, *self._parts(keys, messages)]
         messages.all_voted = max(messages.all_voted, keys.seq)
         version, rows = self._merged.merge(keys.seq, [part.version for part in parts])
-        self.unnamed = {r: packs for r, part in enumerate(parts) if (packs := unnamed_packs(part.layout, rows[r]))}
+        layouts = [part.layout for part in parts]
+        del parts  # all shards are in the version: of ten thousand ranks they may take gigabytes
+        self.unnamed = {r: packs for r, layout in enumerate(layouts) if (packs := unnamed_packs(layout, rows[r]))}
         if self._tier.traits.shared == "site":
-            return self._create(version, range(len(parts)), parts, rows)
+            return self._create(version, range(len(layouts)), layouts, rows)
         every = self._team.leaders(self._tier.traits.shared)
         leaders = [rank for rank in every if rank]
         if leaders:
@@ -79,7 +81,7 @@ class Coordinator:
                 self._merged.relay.serve(every)
             messages.post(keys, keys.version, version.data)
             messages.post(keys, keys.version_id, encode_message({"id": version.id}))
-        record = self._create(version, self._team.ranks_sharing(self._tier.traits.shared), parts, rows)
+        record = self._create(version, self._team.ranks_sharing(self._tier.traits.shared), layouts, rows)
         self._confirm(leaders, keys)
         return record
 
@@ -87,8 +89,10 @@ class Coordinator:
         """Delete the record that this rank created, since the commit has failed. Returns: as `remove_record`."""
         return error if self._record is None else remove_record(self._log, self._record, error)
 
-    def _create(self, version: Version, ranks: Sequence[int], parts: Sequence[Record], rows: Sequence[Array]) -> Record:
-        record = record_of(version, [(rows[r], parts[r]) for r in ranks], self._part.commit)
+    def _create(
+        self, version: Version, ranks: Sequence[int], layouts: Sequence[Layout], rows: Sequence[Array]
+    ) -> Record:
+        record = record_of(version, [(rows[r], layouts[r]) for r in ranks], self._part.commit)
         self._log.commit(record)
         self._record = record
         return record

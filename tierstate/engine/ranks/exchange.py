@@ -6,8 +6,12 @@ read has the length `CHUNK_LOST` and no bytes. Connections are authenticated by 
 receiver verifies every chunk by its digest. If a connection fails, only the chunks that were still to come over it are
 lost; the receiver finds them missing and they are planned again.
 
-There is no deadlock: a reader waits for receivers, a receiver that forwards to ranks of its host waits for those, and
-they wait for no rank. Chunks to forward and chunks to keep have separate buffers.
+A rank that waits for a straggler may drop it: it closes the connection, so that nothing more arrives from there, and
+tells the straggler by a connection of which the claim says so (`RELIEF`).
+
+There is no deadlock: a reader waits for receivers; a receiver that forwards to other hosts waits for ranks there that
+forward to ranks of their own host at most (`HostGrid`), and those wait for no rank. Chunks to forward to other hosts,
+chunks to forward within the host and chunks to keep have separate buffers.
 """
 
 from __future__ import annotations
@@ -30,9 +34,11 @@ from tierstate.tiers.address import own_address
 from tierstate.tiers.connections.channel import Channel, connect
 from tierstate.tiers.connections.listener import Listener
 from tierstate.tiers.connections.secret import JobSecret
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import map_pages
 
 from .exchange_plan import ExchangePlan
+from .stragglers import Passed
 
 log = logging.getLogger("tierstate")
 
@@ -45,12 +51,25 @@ CLAIM = struct.Struct("<Q")
 """Rank of the sender."""
 
 
+RELIEF = 1 << 63
+"""Added to the rank of a claim: that rank waits no longer for this one, and sends nothing."""
+
+
+DROP_WAIT = 2.0
+"""Seconds until a connection that is dropped must have ended."""
+
+
 CHUNK_HEADER = struct.Struct("<QQ")
 """Row and length of a chunk."""
 
 
 HANDSHAKE_TIMEOUT = 10.0
 """Timeout in seconds for making a connection, handshake included."""
+
+
+CONNECT_TIMEOUT, SEND_TIMEOUT = 5.0, 10.0
+"""Timeouts in seconds for the connection to a rank, and for sending a message to it. A rank that is stopped holds up
+the others for no longer; what it does not get in time, it reads itself later."""
 
 
 MESSAGE_TIMEOUT = 60.0
@@ -127,19 +146,21 @@ class PeerConnection:
 
     Attributes:
         broken: whether it has failed or is closed; nothing more is sent then.
+        seconds: for how long it has sent.
     """
 
     def __init__(self, me: int, rank: int, address: str, secret: JobSecret, patience: float) -> None:
         self._me, self._rank, self._address, self._secret, self._patience = me, rank, address, secret, patience
         self._lock = threading.Lock()
         self._connection: Channel | None = None
-        self.broken = False
+        self.broken, self.seconds = False, 0.0
 
     def send(self, row: int, data: memoryview | None) -> None:
         """Send a chunk; None says that it is lost. Does nothing once the connection is broken."""
         with self._lock:
             if self.broken:
                 return
+            began = time.monotonic()
             try:
                 connection = self._connection = self._connection or self._connect()
                 connection.send(CHUNK_HEADER.pack(row, CHUNK_LOST if data is None else len(data)))
@@ -148,12 +169,14 @@ class PeerConnection:
             except OSError as error:
                 self.broken = True
                 log.warning("nothing more is passed on to rank %d: %s", self._rank, error)
+            finally:
+                self.seconds += time.monotonic() - began
 
     def _connect(self) -> Channel:
         host, port, service = self._address.split(" ")
-        seconds, claim = min(HANDSHAKE_TIMEOUT, self._patience), CLAIM.pack(self._me)
+        seconds, claim = min(CONNECT_TIMEOUT, self._patience), CLAIM.pack(self._me)
         found = connect(host, int(port), self._secret, service, seconds=seconds, claim=claim)
-        found.seconds = self._patience
+        found.seconds = min(SEND_TIMEOUT, self._patience)
         return found
 
     def close(self) -> None:
@@ -177,6 +200,10 @@ class ChunkExchange:
         take: verifies a received chunk, and copies it into the state if this rank wants it.
         patience: timeout in seconds for sending to a rank, and for the chunks of the other ranks.
         spot: the memory into which a chunk may be received directly.
+        hosts: by rank, the number of its host; by default all are on one.
+
+    Attributes:
+        relieved: set when a rank waits no longer for what this one was to send to it.
     """
 
     def __init__(
@@ -190,21 +217,33 @@ class ChunkExchange:
         take: ReceiveChunk,
         patience: float,
         spot: ChunkMemory = lambda _row: None,
+        hosts: Sequence[int] = (),
     ) -> None:
         self._me, self._listener, self._nbytes, self._take, self._spot = me, listener, nbytes, take, spot
-        self._patience = patience
+        self._patience, self._secret, self._addresses = patience, secret, addresses
         self._lines = {rank: PeerConnection(me, rank, addresses[rank], secret, patience) for rank in exchange.sends}
         self._to = _by_row(exchange.sends)
         self._expected = dict(exchange.receives)
         longest = max((int(nbytes[rows].max()) for rows in self._expected.values() if len(rows)), default=0)
-        self._memory = _Memory(longest), _Memory(longest)
+        self._memory = _Memory(longest), _Memory(longest), _Memory(longest)
+        far = [rows for rank, rows in exchange.sends.items() if hosts and hosts[rank] != hosts[me]]
+        across = np.unique(np.concatenate([np.zeros(0, "i8"), *far]))
+        self._left = {
+            rank: dict(zip(rows.tolist(), (self.on(rows) + np.isin(rows, across).astype("i8")).tolist(), strict=True))
+            for rank, rows in self._expected.items()
+        }
+        """By rank and row that is to come from it: 0 if it is kept, 1 if it is forwarded on this host, 2 to others."""
+        self._arrived = dict.fromkeys(self._expected, 0)
+        self._dropped: set[int] = set()
+        self._of: dict[int, Channel] = {}
+        self.relieved = Latch()
         self._over = {rank: threading.Event() for rank in self._expected}
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._open: list[Channel] = []
         self._threads = [threading.Thread(target=self._accept, name="tierstate-exchange", daemon=True)]
-        if self._expected:
+        if self._expected or self._lines:
             self._threads[0].start()
 
     def on(self, rows: Array) -> Array:
@@ -234,6 +273,54 @@ class ChunkExchange:
     def broken(self) -> list[int]:
         """Ranks to which the connection has failed."""
         return [rank for rank, line in self._lines.items() if line.broken]
+
+    @property
+    def held(self) -> float:
+        """Seconds for which the rank that takes the least quickly has held up this one."""
+        return max((line.seconds for line in self._lines.values()), default=0.0)
+
+    def awaited(self) -> list[int]:
+        """The ranks from which chunks are still to come."""
+        return [rank for rank, over in self._over.items() if not over.is_set()]
+
+    def pause(self, rank: int, seconds: float) -> None:
+        """Wait until all chunks of a rank have come, for so many seconds at most."""
+        self._over[rank].wait(seconds)
+
+    def left(self, rank: int) -> list[int]:
+        """The rows that are still to come from a rank."""
+        return list(self._left[rank])
+
+    def passed(self, rank: int) -> Passed:
+        """Bytes that have come from a rank, and that are to come."""
+        return Passed(self._arrived[rank], int(self._nbytes[self.left(rank)].sum()))
+
+    def drop(self, rank: int) -> list[int]:
+        """Wait for a rank no longer: nothing more comes from it, and it is told so.
+
+        Returns:
+            The rows that have not come from it. They are this rank's to read, and to send to the ranks behind.
+        """
+        with self._lock:
+            self._dropped.add(rank)
+            connection = self._of.get(rank)
+        if connection is not None:
+            with suppress(OSError):
+                connection.wire.shutdown(SHUT_RDWR)
+            if not self._over[rank].wait(DROP_WAIT):  # it is held up by a rank to which a chunk is forwarded
+                return []
+        self._over[rank].set()
+        with suppress(RuntimeError):  # no more threads (`ulimit -u`)
+            threading.Thread(target=self._tell, args=(rank,), name="tierstate-relief", daemon=True).start()
+        return self.left(rank)
+
+    def _tell(self, rank: int) -> None:
+        host, port, service = self._addresses[rank].split(" ")
+        seconds, claim = min(HANDSHAKE_TIMEOUT, self._patience), CLAIM.pack(self._me | RELIEF)
+        try:
+            connect(host, int(port), self._secret, service, seconds=seconds, claim=claim).close()
+        except OSError as error:
+            log.info("rank %d could not be told that it is not waited for: %s", rank, error)
 
     def wait(self, without: Collection[int]) -> Exception | None:
         """Wait for the chunks of other ranks; called when all ranks have finished reading.
@@ -280,30 +367,47 @@ class ChunkExchange:
                 self._receive(connection)  # so connections are served one after the other
 
     def _rank_of(self, connection: Channel) -> int | None:
-        """The rank that connects; None if the plan has nothing from it to this rank."""
+        """The rank that connects; None if the plan has nothing from it to this rank, or it was dropped."""
         (rank,) = CLAIM.unpack(connection.claim)
-        return rank if rank in self._expected else None
+        with self._lock:
+            if rank not in self._expected or rank in self._dropped:
+                return None
+            self._of[rank] = connection
+        return int(rank)
+
+    def _is_relief(self, connection: Channel) -> bool:
+        (number,) = CLAIM.unpack(connection.claim)
+        if not number & RELIEF:
+            return False
+        if (line := self._lines.get(number ^ RELIEF)) is not None:
+            line.broken = True
+            self.relieved.set()
+        connection.close()
+        return True
 
     def _receive(self, connection: Channel) -> None:
+        if self._is_relief(connection):
+            return
         rank = self._rank_of(connection)
         if rank is None:
-            log.warning("a connection of a rank that was to send nothing was refused: %s", connection.peer)
+            dropped = CLAIM.unpack(connection.claim)[0] in self._dropped
+            level = logging.INFO if dropped else logging.WARNING
+            log.log(level, "a connection of a rank that was to send nothing was refused: %s", connection.peer)
             connection.close()
             return
         with connection:
             try:
                 self._take_all(connection, rank)
             except OSError as error:
-                log.log(logging.DEBUG if self._closed else logging.WARNING, "what is passed on ends early: %s", error)
+                quiet = self._closed or rank in self._dropped
+                log.log(logging.DEBUG if quiet else logging.WARNING, "what is passed on ends early: %s", error)
             except Exception as error:  # a value of the state cannot take what was saved: `wait` returns it
                 self._failure = error
             finally:
                 self._over[rank].set()
 
     def _take_all(self, connection: Channel, rank: int) -> None:
-        rows = self._expected[rank]
-        again = self.on(rows)
-        left = dict(zip(rows.tolist(), again.tolist(), strict=True))
+        left = self._left[rank]
         try:
             while left:
                 if not connection.wait(None):
@@ -315,13 +419,15 @@ class ChunkExchange:
                     self.lose(row)
                 else:
                     self._take_one(connection, row, nbytes, left[row])
+                    self._arrived[rank] += nbytes
                 del left[row]
         finally:
-            for row in left:  # so that ranks to which they would be forwarded need not wait any longer
+            # So that ranks to which they would be forwarded need not wait any longer; unless they are read here.
+            for row in [] if rank in self._dropped else list(left):
                 self.lose(row)
 
-    def _take_one(self, connection: Channel, row: int, nbytes: int, again: bool) -> None:
-        with nullcontext(spot) if (spot := self._spot(row)) is not None else self._memory[again].lent() as memory:
+    def _take_one(self, connection: Channel, row: int, nbytes: int, kind: int) -> None:
+        with nullcontext(spot) if (spot := self._spot(row)) is not None else self._memory[kind].lent() as memory:
             raw = memory[:nbytes]
             connection.receive_long(view(raw))
             if self._take(row, raw):

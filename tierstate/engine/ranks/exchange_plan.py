@@ -9,23 +9,26 @@ that all readers read about the same number of bytes.
 * A chunk in a tier of a rank's own process: the rank reads it itself.
 * A chunk that several ranks of a host want: one rank reads it once for the host, from a tier of the host, from its own
   memory, or from a tier of the site, and sends it to the other ranks.
-* A chunk in a tier of the site that is slower than the network (`is_slow_tier`), or one that only ranks of other hosts
-  can read: one rank reads it once for the whole team and sends it to one rank of each host, which forwards it there.
+* A chunk in a tier of the site that is slower than the network (`is_slow_tier`), one that more than `FEW_HOSTS` want,
+  or one that only ranks of other hosts can read: one rank reads it once for the whole team and sends it to one rank of
+  each host, which forwards it there. Where these are more than `DIRECT` hosts, it goes along the rows of a grid of all
+  hosts (`HostGrid`), so that a rank has connections to a few dozen others and not to thousands.
 
 Sets of rows are sent as runs (first row, row after the last), which takes few bytes.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from tierstate.manifest.arrays import Array
+from tierstate.manifest.arrays import Array, expand_runs
 from tierstate.manifest.errors import FormatError
 from tierstate.tiers.base import Traits
 
@@ -45,6 +48,57 @@ LINK = 1e9
 """Bytes per second that a host is assumed to receive through the network: about a link of 10 Gbit/s."""
 
 
+FEW_HOSTS = 8
+"""Hosts that may each read the same chunk from a tier of the site, at most. What they read adds up there, where it does
+not in the network: each link carries the chunk once."""
+
+
+DIRECT = 16
+"""Hosts to which a reader sends a chunk itself, at most."""
+
+
+class HostGrid:
+    """All hosts in rows, about as many rows as hosts in each. A reader sends to the hosts of its own row, and to one
+    host of each other row, which forwards to its row.
+
+    Chunks that are forwarded to other hosts come from other rows and go along the own one, so no two hosts ever wait
+    for each other. (As in broadcasts over the dimensions of a mesh.)
+
+    Args:
+        hosts: by rank, the number of its host.
+    """
+
+    def __init__(self, hosts: Sequence[int]) -> None:
+        self._hosts = hosts
+        every = sorted(set(hosts))
+        self._width = math.isqrt(max(0, len(every) - 1)) + 1
+        self._place = {host: at for at, host in enumerate(every)}
+        self.used = len(every) > DIRECT + 1
+
+    def row(self, host: int) -> int:
+        """The row of a host."""
+        return self._place[host] // self._width
+
+    def rows(self, hosts: Iterable[int]) -> dict[int, list[int]]:
+        """These hosts by row."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for host in hosts:
+            found[self.row(host)].append(host)
+        return found
+
+    def head(self, row: Sequence[int], reader: int) -> int:
+        """Which of some hosts of a row gets the chunks of a reader in another row."""
+        return row[self._place[self._hosts[reader]] % self._width % len(row)]
+
+    def steps(self, source: int, me: int) -> int:
+        """Over how many ranks chunks may come that one rank gets from another."""
+        if len(self._place) == 1:
+            return 1
+        mine, its = self._hosts[me], self._hosts[source]
+        forwarded = self.used and self.row(mine) == self.row(its)
+        return 1 + forwarded + (mine == its)
+
+
 def runs_in(mask: Array) -> Array:
     """The runs of true values in a ``(rows,)`` array of bool.
 
@@ -61,6 +115,15 @@ def mask_of(runs: Array, rows: int) -> Array:
     change[runs[:, 0]], change[runs[:, 1]] = 1, -1
     found: Array = np.cumsum(change[:-1], dtype="i1").astype(bool)
     return found
+
+
+def sets_with(sets: Sequence[Array], rows: Array | int) -> Array:
+    """``(rows,)``: in how many of these sets of runs each row is. Takes no more than there are rows and runs."""
+    change = np.zeros(int(rows) + 1, "i4")
+    for runs in sets:
+        change[runs[:, 0]] += 1
+        change[runs[:, 1]] -= 1
+    return np.cumsum(change[:-1], dtype="i4")
 
 
 def encode_runs(runs: Array) -> bytes:
@@ -239,17 +302,69 @@ def plan_exchange(
     """
     lacking: dict[int, list[Array]] = defaultdict(list)
     groups: list[_Group] = []
-    for one in row_classes(offers):
+    only = np.full(len(nbytes), NOBODY, "i4") if apart else _only_reader(offers, len(nbytes))
+    taken = np.flatnonzero(only != NOBODY)
+    load = np.bincount(only[taken], nbytes[taken], len(offers)).astype("i8").tolist()
+    edges = _Edges(me, hosts, HostGrid(hosts))
+    edges.reads.append(np.flatnonzero(only == me))
+    for one in row_classes(_wanted_otherwise(offers, only)):
         groups += _groups(one, hosts, lacking, apart)
     # Groups with few possible readers first, so that the later ones even out the load.
     groups.sort(key=lambda group: (len(group.readers), group.rows[0]))
-    load = [0] * len(offers)
-    edges = _Edges(me, hosts)
     for group in _concerning(hosts[me], groups, hosts):
         for reader, rows in _cut(group, nbytes, load):
             edges.add(group, reader, rows)
     sends, receives = edges.both
     return ExchangePlan(_joined(edges.reads), _by_rank(sends), _by_rank(receives), _by_rank(lacking))
+
+
+NOBODY = -1
+"""No rank, as the only one that wants a row and reads it itself."""
+
+
+def _only_reader(offers: Sequence[RankRows], rows: int) -> Array:
+    """``(rows,)``: the rank that reads a row for itself alone, since no other wants it; or `NOBODY`.
+
+    Where each rank wants its own, as under the same parallelism, these are all rows, of which ten thousand ranks may
+    have tens of millions. So they are found without sorting, and without a class for each rank.
+    """
+    wanting = sets_with([offer.wants for offer in offers], rows)
+    # Where one rank wants a row, the sum of the numbers of all that want it is that rank's.
+    number = np.zeros(rows + 1, "i8")
+    for rank, offer in enumerate(offers):
+        number[offer.wants[:, 0]] += rank
+        number[offer.wants[:, 1]] -= rank
+    wanter = np.where(wanting == 1, np.cumsum(number[:-1]), NOBODY)
+    kinds, ranks, runs = _sets([RankRows(NO_ROWS, offer.reach) for offer in offers])
+    near = sets_with([one for kind, one in zip(kinds, runs, strict=True) if kind in (PROCESS, HOST)], rows) > 0
+    found = np.zeros(rows, bool)
+    for kind, holders, one in zip(kinds, ranks, runs, strict=True):
+        if kind != SLOW:
+            reached = _spread(one[:, 0], one[:, 1])
+            reaches = np.zeros(len(offers) + 1, bool)  # the last one is for `NOBODY`
+            reaches[list(holders)] = True
+            # From the site only where no rank has it nearer: that might be one of the same host.
+            found[reached] |= reaches[wanter[reached]] & ~(near[reached] & (kind == SITE))
+    return np.where(found, wanter, NOBODY)
+
+
+def _wanted_otherwise(offers: Sequence[RankRows], reader: Array) -> Sequence[RankRows]:
+    """The offers, without the rows that a rank reads for itself alone."""
+    taken = runs_in(reader != NOBODY)
+    if not len(taken):
+        return offers
+    return [offer._replace(wants=_without(offer.wants, taken)) for offer in offers]
+
+
+def _without(runs: Array, holes: Array) -> Array:
+    """Some runs without the rows of others."""
+    first, last = np.searchsorted(holes[:, 1], runs[:, 0], "right"), np.searchsorted(holes[:, 0], runs[:, 1])
+    count = np.maximum(last - first, 0)
+    inside = holes[expand_runs(first, count)]
+    low, high = np.repeat(runs[:, 0], count), np.repeat(runs[:, 1], count)
+    starts = np.sort(np.concatenate([runs[:, 0], np.minimum(inside[:, 1], high)]))
+    stops = np.sort(np.concatenate([np.maximum(inside[:, 0], low), runs[:, 1]]))
+    return np.stack([starts, stops], 1)[starts < stops]
 
 
 def _by_rank(parts: Mapping[int, Sequence[Array]]) -> dict[int, Array]:
@@ -267,17 +382,22 @@ def _groups(one: RowClass, hosts: Sequence[int], lacking: dict[int, list[Array]]
     alone = [rank for rank in one.wanting if any(rank in one.reach[kind] for kind in kinds)]
     shared: list[_Group] = []
     left: dict[int, list[int]] = {}
-    for host, ranks in _by_host(sorted(set(one.wanting) - set(alone)), hosts).items():
-        readers = _near(one, host, ranks, hosts)
+    wanting = _by_host(sorted(set(one.wanting) - set(alone)), hosts)
+    near = (HOST, PROCESS) if len(wanting) > FEW_HOSTS else (HOST, PROCESS, SITE)
+    for host, ranks in wanting.items():
+        readers = _near(one, host, ranks, hosts, near)
         if readers:
             shared.append(_Group(one.rows, readers, {host: ranks}))
         else:
             left[host] = ranks
-    if left and not shared and (readers := _far(one)):
-        shared.append(_Group(one.rows, readers, {}))
+    serving = shared  # the groups that read it serve the other hosts, too, in turns
+    served = {rank for group in shared for ranks in group.served.values() for rank in ranks}
+    if len(left) > FEW_HOSTS * len(shared) and (readers := _far(one, hosts, len(left), served)):
+        serving = [_Group(one.rows, readers, {})]
+        shared = shared + serving
     for at, (host, ranks) in enumerate(left.items()):
-        if shared:  # the groups that read it serve these hosts, too, in turns
-            shared[at % len(shared)].served[host] = ranks
+        if serving:
+            serving[at % len(serving)].served[host] = ranks
         else:
             for rank in ranks:
                 lacking[rank].append(one.rows)
@@ -291,9 +411,10 @@ def _by_host(ranks: Sequence[int], hosts: Sequence[int]) -> dict[int, list[int]]
     return found
 
 
-def _near(one: RowClass, host: int, ranks: list[int], hosts: Sequence[int]) -> list[int]:
-    """The ranks of a host that may read a class for it: ranks that want it, if one of them can read it."""
-    for kind in (HOST, PROCESS, SITE):
+def _near(one: RowClass, host: int, ranks: list[int], hosts: Sequence[int], kinds: Sequence[int]) -> list[int]:
+    """The ranks of a host that may read a class for it from such tiers: ranks that want it, if one of them can read
+    it."""
+    for kind in kinds:
         readers = [rank for rank in ranks if rank in one.reach[kind]]
         readers = readers or [rank for rank in sorted(one.reach[kind]) if hosts[rank] == host]
         if readers:
@@ -301,13 +422,21 @@ def _near(one: RowClass, host: int, ranks: list[int], hosts: Sequence[int]) -> l
     return []
 
 
-def _far(one: RowClass) -> list[int]:
-    """The ranks of the whole team that may read a class for all."""
-    for kind in (PROCESS, HOST, SLOW, SITE):
-        readers = [rank for rank in one.wanting if rank in one.reach[kind]] or sorted(one.reach[kind])
-        if readers:
+def _far(one: RowClass, hosts: Sequence[int], left: int, served: Set[int]) -> list[int]:
+    """The ranks of the whole team that may read a class for so many hosts.
+
+    Args:
+        served: ranks that get it from one of their host. Where there are some, these others read it from the site. In
+            general few ranks that have it in a tier of their own do not serve many hosts if it can be read from there.
+    """
+    found: list[int] = []
+    for kind in (SLOW, SITE) if served else (PROCESS, HOST, SLOW, SITE):
+        there = one.reach[kind] - served
+        readers = [rank for rank in one.wanting if rank in there] or sorted(there)
+        if readers and (kind in (SLOW, SITE) or len({hosts[r] for r in readers}) * FEW_HOSTS >= left):
             return readers
-    return []
+        found = found or readers
+    return found
 
 
 def _concerning(host: int, groups: Sequence[_Group], hosts: Sequence[int]) -> Iterator[_Group]:
@@ -337,8 +466,9 @@ def _cut(group: _Group, nbytes: Array, load: list[int]) -> Iterator[tuple[int, A
 class _Edges:
     """Collects the transfers between ranks that one rank takes part in."""
 
-    def __init__(self, me: int, hosts: Sequence[int]) -> None:
-        self._me, self._hosts = me, hosts
+    def __init__(self, me: int, hosts: Sequence[int], grid: HostGrid) -> None:
+        self._me, self._hosts, self._grid = me, hosts, grid
+        self._rows: dict[int, dict[int, list[int]]] = {}
         self.reads: list[Array] = []
         self.both: tuple[dict[int, list[Array]], dict[int, list[Array]]] = defaultdict(list), defaultdict(list)
         """Rows to send, by receiver; rows to receive, by sender."""
@@ -348,22 +478,49 @@ class _Edges:
         if reader == self._me:
             self.reads.append(rows)
         mine = self._hosts[self._me]
-        for host, ranks in group.served.items():
-            # Transfers between other hosts do not concern this rank.
-            if reader == self._me or host == mine:
-                self._serve(reader, host, ranks, rows, len(group.readers))
-
-    def _serve(self, reader: int, host: int, ranks: Sequence[int], rows: Array, readers: int) -> None:
-        if host == self._hosts[reader]:
-            self._fan_out(reader, ranks, rows)
+        if self._grid.used and len(group.served) > DIRECT:
+            self._along_rows(group, reader, rows)
             return
+        for host in group.served if reader == self._me else [mine] if mine in group.served else []:
+            # Transfers between other hosts do not concern this rank.
+            self._serve(group, reader, host, reader, rows)
+
+    def _along_rows(self, group: _Group, reader: int, rows: Array) -> None:
+        """Add the transfers of the grid that this rank takes part in."""
+        grid, mine = self._grid, self._hosts[self._me]
+        if id(group) not in self._rows:
+            self._rows[id(group)] = grid.rows(group.served)
+        by_row = self._rows[id(group)]
+        home, own = grid.row(self._hosts[reader]), grid.row(mine)
+        for number in by_row if reader == self._me else [own] if own in by_row else []:
+            row = by_row[number]
+            if number == home:
+                for host in row if reader == self._me else [mine] if mine in row else []:
+                    self._serve(group, reader, host, reader, rows)
+                continue
+            head = grid.head(row, reader)
+            for relay, part in self._serve(group, reader, head, reader, rows):
+                for host in row if relay == self._me else [mine] if mine in row else []:
+                    if host != head:
+                        self._serve(group, reader, host, relay, part)
+
+    def _serve(self, group: _Group, reader: int, host: int, source: int, rows: Array) -> list[tuple[int, Array]]:
+        """Add the transfers of rows of a reader from a source to the ranks of a host.
+
+        Returns:
+            The ranks of that host that get rows from the source, and which.
+        """
+        ranks = group.served[host]
+        if host == self._hosts[source]:
+            self._fan_out(source, ranks, rows)
+            return []
         # Through one relay rank of the other host, another one for each reader; if readers are few, through all ranks.
-        at = reader % len(ranks)
-        relays = ranks if readers < len(ranks) else [ranks[at]]
-        for i, relay in enumerate(relays):
-            part = rows[i :: len(relays)]
-            self._edge(reader, relay, part)
+        relays = ranks if len(group.readers) < len(ranks) else [ranks[reader % len(ranks)]]
+        parts = [(relay, rows[i :: len(relays)]) for i, relay in enumerate(relays)]
+        for relay, part in parts:
+            self._edge(source, relay, part)
             self._fan_out(relay, ranks, part)
+        return parts
 
     def _fan_out(self, source: int, ranks: Sequence[int], rows: Array) -> None:
         for rank in ranks if source == self._me else [self._me] if self._me in ranks else []:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CommitUnknown, FormatError, RankFailed, TierError, TierstateError
+from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
@@ -230,17 +231,17 @@ class HostLeader:
         for rank in self._ranks[1:]:
             vote = self._team.receive(rank, keys.vote, stop=lambda: self._stop() or self._is_over(keys))
             parts.append(reader.decode(messages.part_in(keys, rank, Vote.decode(vote, rank))))
-        return record_of(version, [(rows_in_merged(version, p.version), p) for p in parts], part.commit)
+        return record_of(version, [(rows_in_merged(version, p.version), p.layout) for p in parts], part.commit)
 
 
-def record_of(version: Version, parts: Sequence[tuple[Array, Record]], commit: Mapping[str, Any]) -> Record:
+def record_of(version: Version, parts: Sequence[tuple[Array, Layout]], commit: Mapping[str, Any]) -> Record:
     """The record of a whole version with the joined layouts of some parts.
 
     Args:
-        parts: for each part the version's rows of its chunks, and the part.
+        parts: for each part the version's rows of its chunks, and its layout.
         commit: the commit section of the record.
     """
-    return Record(version, join_layouts(version, [(rows, part.layout) for rows, part in parts]), commit)
+    return Record(version, join_layouts(version, parts), commit)
 
 
 def remove_record(records: Log, record: Record, error: BaseException) -> BaseException:

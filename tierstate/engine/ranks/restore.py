@@ -1,18 +1,21 @@
 """Restore by many ranks together (reshard): one version for all ranks, and each chunk read as few times as possible.
 
 Each rank gathers to all ranks which chunks it wants and which it can read (*reaches*). All compute the same exchange
-plan. Each rank then reads its chunks and sends them to the ranks that want them. Chunks that did not arrive are planned
-again, a few times (`ROUNDS`). Either all ranks get what they want of a version, or none takes it, and an older version
-may be tried.
+plan. Each rank then reads its chunks and sends them to the ranks that want them. What a late rank was to send is read
+by those who wait for it, if they can, and it then stops reading (`tierstate.engine.ranks.stragglers`). Chunks that did
+not arrive are planned again, a few times (`ROUNDS`). Either all ranks get what they want of a version, or none takes
+it, and an older version may be tried.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,21 +61,26 @@ from tierstate.manifest.format import table as col
 from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.providers.tree.target import Target
 from tierstate.providers.tree.unflatten import NEW, plan_restore
+from tierstate.tiers.concurrency import start_thread
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.units import format_size
 
 from .agreement import GroupQuery, VersionAgreement
 from .exchange import ChunkExchange, PeerListener
 from .exchange_plan import (
     WANTED,
     ExchangePlan,
+    HostGrid,
     RankRows,
     decode_runs,
     encode_runs,
-    mask_of,
     plan_exchange,
     reach_kind,
     runs_in,
+    sets_with,
 )
+from .stragglers import Gate, ReadTime, StragglerWatch
 from .team import Team
 
 ROUNDS = 4
@@ -81,6 +89,14 @@ ROUNDS = 4
 
 WHAT = "what another rank wants"
 """Names the offer of another rank in error messages."""
+
+
+GLANCE = 0.1
+"""Seconds between two looks at whether other ranks are late."""
+
+
+GRACE = 1.0
+"""Seconds for which reads that are under way are waited for once they are of no use."""
 
 
 _USABLE, _UNUSABLE = b"+", b"-"
@@ -105,11 +121,12 @@ class ChunkRestore:
         damage: the error of the first chunk that is damaged or missing; None if there was none.
         unreadable: the error of the first chunk that a tier has which cannot be asked now; None if there was none.
         away: ``(rows,)`` of bool: all those chunks. They may be whole.
+        entry, arena: as given.
         failure: the error of a chunk that could not be copied into the state; None if there was none.
     """
 
     def __init__(self, query: GroupQuery, entry: VersionCopies, targets: ScatterTargets, arena: Arena) -> None:
-        self._query, self._entry, self._targets, self._arena = query, entry, targets, arena
+        self._query, self.entry, self._targets, self.arena = query, entry, targets, arena
         version = entry.version
         self._digest, self._digests = digest_function(version.head.digest), version.digests.tobytes()
         self._nbytes = version.chunk_nbytes
@@ -119,6 +136,7 @@ class ChunkRestore:
         self.damage: Damaged | None = None
         self.unreadable: Unreadable | None = None
         self.away = np.zeros(len(version.digests), bool)
+        self._elsewhere = np.zeros(len(version.digests), bool)
         self.failure: Exception | None = None
 
     @property
@@ -127,19 +145,27 @@ class ChunkRestore:
         found: Array = self._wants & ~self._got
         return found
 
-    def exchange(self, plan: ExchangePlan, wanted: Array, listener: PeerListener, addresses: Sequence[str]) -> None:
+    def exchange(
+        self,
+        plan: ExchangePlan,
+        wanted: Array,
+        elsewhere: Array,
+        listener: PeerListener,
+        addresses: Sequence[str],
+    ) -> None:
         """Read and send chunks as planned, and wait for those of other ranks. All ranks call this together.
 
         Args:
             plan: this rank's exchange plan.
             wanted: all rows that at least one rank wants.
+            elsewhere: ``(rows,)`` of bool: the chunks that another rank can read.
             listener: this rank's listening socket.
             addresses: by rank, the address of its listening socket.
 
         Raises:
             VersionMoved, RankFailed, TierstateError: as `GroupQuery.ask`. Chunks that did not come are `missing`.
         """
-        team = self._query.team
+        team, self._elsewhere = self._query.team, elsewhere
         passing = ChunkExchange(
             team.rank,
             plan,
@@ -150,11 +176,17 @@ class ChunkRestore:
             self._take,
             team.timeouts.silence,
             self._spot,
+            team.hosts,
         )
 
         def read() -> bytes:
             with lease_for_reading(self._held(wanted), int(self._nbytes[wanted].sum(dtype="i8"))):
+                began = time.monotonic()
                 self._read(plan.reads, passing)
+                # Not the time for which a rank has held up this one: that may be the late one.
+                held = min(passing.held, took := time.monotonic() - began)
+                read = ReadTime(took - held, int(self._nbytes[plan.reads].sum(dtype="i8")))
+                self._watch(passing, read, held)
             return json.dumps(passing.broken).encode()
 
         try:
@@ -166,36 +198,76 @@ class ChunkRestore:
     def _held(self, rows: Array) -> list[Source]:
         """The sources in which this rank holds a lease during the read: one rank per set that sees the same objects."""
         leads = self._query.team.leads
-        return [source for source in read_sources(self._entry, rows) if leads(source[0].tier.traits.shared)]
+        return [source for source in read_sources(self.entry, rows) if leads(source[0].tier.traits.shared)]
 
     def _read(self, rows: Array, passing: ChunkExchange) -> None:
-        lost: list[int] = []
-
-        def lose(row: int, error: Damaged | Unreadable) -> None:
-            lost.append(row)
-            if isinstance(error, Unreadable):
-                self.away[row], self.unreadable = True, self.unreadable or error
-            else:
-                self.damage = self.damage or error
-            passing.lose(row)
-
-        def give(row: int, raw: Buffer, _slab: object) -> None:
-            self._bring(row, raw)
-            passing.give(row, raw)
-
-        version, holdings = self._entry.version, self._entry.holdings
-        mender = RepairWriter(version, holdings)
-        fetch = Fetch(version, holdings, self._arena, workers=READ_WORKERS, mended=mender, lost=lose)
+        reads = RankReads(self, passing)
         for_others = passing.on(rows) | ~self._wants[rows]
         alone = rows[~for_others]
         try:
-            fetch.run(rows[for_others].tolist(), give)  # first, since other ranks wait for them
-            fetch.fill(restore_on_device(self._entry, alone, self._targets), self._targets)
+            reads.run(rows[for_others])  # first, since other ranks wait for them
+            if not passing.relieved.is_set():
+                reads.fetch.fill(restore_on_device(self.entry, alone, self._targets), self._targets)
+                self._got[np.setdiff1d(alone, reads.lost)] = True
         finally:
-            mender.close()
-        self._got[np.setdiff1d(alone, lost)] = True
+            reads.close()
         for mask in self.reach:
-            mask[lost] = False
+            mask[reads.lost] = False
+        if passing.relieved.is_set():
+            self._leave_to_others(rows[~(self._got | reads.settled)[rows]], passing)
+
+    def _leave_to_others(self, rows: Array, passing: ChunkExchange) -> None:
+        """Read no more of these rows, if another rank can: nobody waits for them any longer, and others are faster."""
+        if not len(rows):
+            return
+        log.warning(
+            "rank %d reads so slowly that others read in its place: %d chunks", self._query.team.rank, len(rows)
+        )
+        for row in rows.tolist():
+            passing.lose(row)
+        there = rows[self._elsewhere[rows]]
+        for mask in self.reach:
+            mask[there] = False
+        self.away[there] = True  # if the others cannot read them either, this is no damage
+
+    def _watch(self, passing: ChunkExchange, read: ReadTime, held: float) -> None:
+        """Wait for what other ranks pass on, and read what is still to come from one that is late.
+
+        Args:
+            read: how long this rank has read its own share.
+            held: for how long it was held up then.
+        """
+        grid, me = HostGrid(self._query.team.hosts), self._query.team.rank
+        steps = {rank: grid.steps(rank, me) for rank in passing.awaited()}
+        watch, given_up = StragglerWatch(read, steps, held), set[int]()
+        while waiting := [rank for rank in passing.awaited() if rank not in given_up]:
+            passing.pause(waiting[0], GLANCE)
+            for rank in waiting:
+                if watch.is_late(rank, passing.passed(rank)):
+                    given_up.add(rank)
+                    self._hedge(rank, passing, watch.waited)
+
+    def _hedge(self, rank: int, passing: ChunkExchange, waited: float) -> None:
+        """Name a rank that is late, and read in its place, if this rank can."""
+        reach = np.logical_or.reduce(self.reach)
+        can = bool(reach[passing.left(rank)].all())
+        left = passing.passed(rank).left
+        what = "it is read here" if can else "this rank cannot read it, and waits"
+        text = f"rank {rank} is late: {format_size(left)} have not come from it {waited:.1f} s after the rest; {what}"
+        log.warning("rank %d: %s", self._query.team.rank, text)
+        for holding in self.entry.holdings[:1]:
+            holding.tier_run.events.emit("rank_late", seq=self.entry.version.head.seq, reason=text)
+        if can and (rows := passing.drop(rank)):
+            reads = RankReads(self, passing)
+            try:
+                reads.run(np.array(sorted(rows), "i8"))
+            finally:
+                reads.close()
+            for mask in self.reach:
+                mask[reads.lost] = False
+            for row in rows:
+                if not reads.settled[row]:  # this rank is late itself
+                    passing.lose(row)
 
     def _take(self, row: int, raw: Buffer) -> bool:
         """Take a chunk from another rank; returns whether it is what was saved, by its digest."""
@@ -204,7 +276,7 @@ class ChunkRestore:
         if self._lands(row):
             self._got[row] = True  # it was received directly into its place
         else:
-            self._bring(row, raw)
+            self.bring(row, raw)
         return True
 
     def _lands(self, row: int) -> bool:
@@ -218,12 +290,110 @@ class ChunkRestore:
         self._targets.touch(row)
         return self._targets.memory(row)
 
-    def _bring(self, row: int, raw: Buffer) -> None:
+    def note(self, row: int, error: Damaged | Unreadable) -> None:
+        """Note why a chunk could be read from no tier of this rank."""
+        if isinstance(error, Unreadable):
+            self.away[row], self.unreadable = True, self.unreadable or error
+        else:
+            self.damage = self.damage or error
+
+    def bring(self, row: int, raw: Buffer) -> None:
+        """Copy the verified bytes of a chunk into the state, if this rank wants it."""
         if self._wants[row]:
             event = self._targets.give(row, raw)
             if event is not None:
                 event.synchronize()
             self._got[row] = True
+
+
+class RankReads:
+    """Reads chunks, keeps those that this rank wants, and sends those that others are to get from it.
+
+    Args:
+        restore: of this rank.
+        passing: the exchange.
+
+    Attributes:
+        fetch: reads from the tiers.
+        lost: rows that could not be read.
+        settled: ``(rows,)`` of bool: those that were read or are lost.
+    """
+
+    def __init__(self, restore: ChunkRestore, passing: ChunkExchange) -> None:
+        self._restore, self._passing, self._gate = restore, passing, Gate()
+        version, holdings = restore.entry.version, restore.entry.holdings
+        self._mender = RepairWriter(version, holdings)
+        self.lost: list[int] = []
+        self.settled = np.zeros(len(version.digests), bool)
+        self._stopped = False
+        self.fetch = Fetch(
+            version,
+            holdings,
+            restore.arena,
+            workers=READ_WORKERS,
+            mended=self._mend,
+            lost=self._lose,
+            stop=lambda: self._stopped,
+        )
+
+    def run(self, rows: Array) -> None:
+        """Read rows of which some are for others. Ends early if no rank waits for them any longer.
+
+        A read that hangs is left alone then: it has memory of its own, and what it brings later is ignored.
+        """
+        if not len(rows):
+            return
+        over, failed = Latch(), list[BaseException]()
+
+        def run() -> None:
+            try:
+                self.fetch.run(rows.tolist(), self._give)
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                over.set()
+
+        start_thread(threading.Thread(target=run, name="tierstate-reads", daemon=True))
+        try:
+            while not over.wait(GLANCE) and not self._passing.relieved.is_set():
+                pass
+        except BaseException:  # an interrupt: raised when nothing of this reads any more
+            self._stopped = True
+            over.wait()
+            raise
+        self._stopped = not over.is_set()
+        if self._stopped and not over.wait(GRACE):
+            log.warning("a read of a tier is not waited for any longer: it hangs")
+        if failed and not self._stopped:
+            raise failed[0]
+
+    def close(self) -> None:
+        """Ignore what comes from now on, and finish the repair of what was damaged."""
+        self._stopped = True
+        self._gate.close()
+        self._mender.close()
+
+    def _give(self, row: int, raw: Buffer, _slab: object) -> None:
+        with self._gate.entered() as may:
+            if may:
+                self._restore.bring(row, raw)
+                self.settled[row] = True
+        if may:
+            self._passing.give(row, raw)
+
+    def _lose(self, row: int, error: Damaged | Unreadable) -> None:
+        with self._gate.entered() as may:
+            if may:
+                self.lost.append(row)
+                self.settled[row] = True
+                self._restore.note(row, error)
+        if may:
+            self._passing.lose(row)
+
+    def _mend(self, holding: int, row: int, raw: Buffer) -> None:
+        with self._gate.entered() as may:
+            if may:
+                self._mender(holding, row, raw)
 
 
 def _reach(entry: VersionCopies, team: Team) -> tuple[Array, ...]:
@@ -232,6 +402,59 @@ def _reach(entry: VersionCopies, team: Team) -> tuple[Array, ...]:
     found = tuple(np.zeros(len(entry.version.digests), bool) for _ in range(WANTED))
     for holding in entry.holdings:
         found[reach_kind(holding.tier_run.tier.traits, ranks)][holding.layout.present] = True
+    return found
+
+
+def encode_offer(address: str, sets: Mapping[str, Array]) -> bytes:
+    """What one rank wants and reaches, by name as runs, with the address of its listening socket; as bytes."""
+    columns = {name: encode_runs(runs) for name, runs in sets.items()}
+    return col.encode_table({"address": address}, {name: np.frombuffer(d, "<u1") for name, d in columns.items()})
+
+
+class SaidOffers(NamedTuple):
+    """What all ranks want and reach; each a list by rank.
+
+    Attributes:
+        offers: the rows that they still want now, and what they reach.
+        later: the same for all that they want in all.
+        addresses: of their listening sockets.
+        away: the rows in tiers that they could not ask.
+        elsewhere: the leaves that their states do not have.
+    """
+
+    offers: list[RankRows]
+    later: list[RankRows]
+    addresses: list[str]
+    away: list[Array]
+    elsewhere: list[Array]
+
+
+def decode_offers(answers: Sequence[bytes], rows: int, leaves: int) -> SaidOffers:
+    """The offers that `encode_offer` has encoded.
+
+    Args:
+        rows, leaves: how many chunks and leaves the version has.
+
+    Raises:
+        FormatError: one of them is no offer.
+    """
+    found, known = SaidOffers([], [], [], [], []), dict[tuple[bytes, int], Array]()
+
+    def runs(columns: col.Columns, name: str, count: int) -> Array:
+        data = _column(columns, name)
+        if (data, count) not in known:  # many ranks say the same
+            known[data, count] = decode_runs(data, count)
+        return known[data, count]
+
+    for said in answers:
+        head, columns = col.decode_table(memoryview(said), WHAT)
+        sets = [runs(columns, f"rows.{i}", rows) for i in range(WANTED + 1)]
+        reach = (sets[0], sets[1], sets[2], sets[3])
+        found.offers.append(RankRows(sets[WANTED], reach))
+        found.later.append(RankRows(runs(columns, "rows.all", rows), reach))
+        found.addresses.append(col.json_field(head, "address", str, WHAT))
+        found.away.append(runs(columns, "rows.away", rows))
+        found.elsewhere.append(runs(columns, "elsewhere", leaves))
     return found
 
 
@@ -305,7 +528,7 @@ class SharedReads:
         for number in range(ROUNDS + 1):
             with ExitStack() as opened:
                 offers, later, addresses, away = self._ask(opened, ahead=ahead)
-                wanted = np.flatnonzero(np.logical_or.reduce([mask_of(o.wants, len(nbytes)) for o in offers]))
+                wanted = np.flatnonzero(sets_with([offer.wants for offer in offers], len(nbytes)))
                 if ahead and number == 0:
                     # Nothing is begun unless all that is wanted can be had, also what comes later.
                     plan = plan_exchange(later, hosts, nbytes, self._team.rank)
@@ -320,7 +543,9 @@ class SharedReads:
                 self.changed = self.changed or not ahead
                 assert self._chunks is not None
                 assert self._listener is not None
-                self._chunks.exchange(plan, wanted, self._listener, addresses)
+                others = [runs for rank, one in enumerate(offers) if rank != self._team.rank for runs in one.reach]
+                elsewhere = sets_with(others, len(nbytes)) > 0
+                self._chunks.exchange(plan, wanted, elsewhere, self._listener, addresses)
         lacking = plan.lacking or {rank: _rows(offer.wants) for rank, offer in enumerate(offers) if len(offer.wants)}
         incomplete = self._not_whole(lacking)
         if away[np.concatenate(list(lacking.values()))].all():
@@ -334,18 +559,9 @@ class SharedReads:
         """Gather what all ranks still want now, and in all, with what they reach, the addresses of their listening
         sockets, and as ``(rows,)`` of bool the chunks in tiers that some rank could not ask."""
         rows, leaves = len(self._version.digests), len(self._version.leaves)
-        offers, later, addresses, away, nowhere = [], [], [], np.zeros(rows, bool), np.ones(leaves, bool)
-        for said in self._usable("offer", lambda: self._offer(opened, ahead=ahead)):
-            head, columns = col.decode_table(memoryview(said), WHAT)
-            sets = [decode_runs(_column(columns, f"rows.{i}"), rows) for i in range(WANTED + 1)]
-            reach = (sets[0], sets[1], sets[2], sets[3])
-            offers.append(RankRows(sets[WANTED], reach))
-            later.append(RankRows(decode_runs(_column(columns, "rows.all"), rows), reach))
-            addresses.append(col.json_field(head, "address", str, WHAT))
-            away |= mask_of(decode_runs(_column(columns, "rows.away"), rows), rows)
-            nowhere &= mask_of(decode_runs(_column(columns, "elsewhere"), leaves), leaves)
-        self._check_wanted(np.flatnonzero(nowhere).tolist())
-        return offers, later, addresses, away
+        said = decode_offers(self._usable("offer", lambda: self._offer(opened, ahead=ahead)), rows, leaves)
+        self._check_wanted(np.flatnonzero(sets_with(said.elsewhere, leaves) == len(said.offers)).tolist())
+        return said.offers, said.later, said.addresses, sets_with(said.away, rows) > 0
 
     def _offer(self, opened: ExitStack, *, ahead: bool) -> bytes:
         # Opened here, within the all-gather, so that the other ranks get an error if it fails.
@@ -364,9 +580,7 @@ class SharedReads:
         sets |= {"rows.all": chunks.missing | _mask(self._later(), len(chunks.missing)), "elsewhere": elsewhere}
         # A tier that has a record of this number may have any chunk, as long as the record cannot be read.
         sets["rows.away"] = chunks.away | bool(self._entry.away)
-        columns = {name: encode_runs(runs_in(mask)) for name, mask in sets.items()}
-        head = {"address": listener.address}
-        return col.encode_table(head, {name: np.frombuffer(d, "<u1") for name, d in columns.items()})
+        return encode_offer(listener.address, {name: runs_in(mask) for name, mask in sets.items()})
 
     def _usable(self, topic: str, answer: Callable[[], bytes]) -> list[bytes]:
         """The answers of all ranks, if all of them can use what the version holds.

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias
 
@@ -40,6 +41,10 @@ __all__ = ["Stop", "Team", "never"]
 MESSAGE_PART = 2 << 20
 """Bytes of a message in one value of the store, at most. Longer messages are split: the TCP store takes 8 MiB at
 most."""
+
+
+PRESSED_FROM = 4096
+"""Bytes of what all ranks have said together, from which on it is compressed."""
 
 
 MESSAGES_AT_ONCE = 64
@@ -395,14 +400,14 @@ class Team:
             longer = self.timeouts.decision if timeout is None else 2 * timeout + self.timeouts.silence
             found = self.receive(0, result, timeout=longer, stop=stop)
             self.forget([mine])
-            return _unpack(found)
+            return unpack_answers(found)
         try:
             others = self.receive_all({r: mine for r in range(1, self.size)}, timeout=timeout, stop=stop)
         except RankFailed as error:
             self.post(result, _failed(error))
             raise
         every = [data, *(others[rank] for rank in range(1, self.size))]
-        self.post(result, _pack(every))
+        self.post(result, pack_answers(every))
         self.forget(
             [f"gathered/{topic}/{count - 1}"]
         )  # all ranks are in this call, so all have received the last result
@@ -428,22 +433,46 @@ def _key(rank: int, key: str) -> str:
     return f"said/{rank}/{key}"
 
 
-def _pack(parts: Sequence[bytes]) -> bytes:
+def pack_answers(parts: Sequence[bytes]) -> bytes:
+    """What all ranks have given to an all-gather, as one message."""
     head = json.dumps([len(part) for part in parts]).encode()
-    return b"\0" + len(head).to_bytes(4, "little") + head + b"".join(parts)
+    body = b"".join(parts)
+    # All ranks receive it, and mostly they have said much the same.
+    pressed = zlib.compress(body, 1) if len(body) > PRESSED_FROM else body
+    kind = b"\0" if len(pressed) >= len(body) else b"\2"
+    return kind + len(head).to_bytes(4, "little") + head + (body if kind == b"\0" else pressed)
 
 
 def _failed(error: RankFailed) -> bytes:
     return b"\1" + json.dumps({"text": str(error)[:4096], "ranks": error.ranks}).encode()
 
 
-def _unpack(data: bytes) -> list[bytes]:
+def unpack_answers(data: bytes) -> list[bytes]:
+    """What all ranks have given, by rank.
+
+    Raises:
+        RankFailed: the all-gather has failed.
+        FormatError: the message was changed.
+    """
     if data[:1] == b"\1":
         said = json.loads(data[1:])
         raise RankFailed(f"rank 0 could not gather what all have: {said['text']}", said["ranks"])
     at = 5 + int.from_bytes(data[1:5], "little")
-    found = []
-    for length in json.loads(data[5:at]):
-        found.append(data[at : at + length])
+    lengths = json.loads(data[5:at])
+    body, at, found = data[at:] if data[:1] == b"\0" else _unpressed(data[at:], sum(lengths)), 0, []
+    for length in lengths:
+        found.append(body[at : at + length])
         at += length
     return found
+
+
+def _unpressed(data: bytes, nbytes: int) -> bytes:
+    if nbytes > MAX_RECORD:
+        raise FormatError(f"what all ranks have said takes {nbytes} bytes; at most {MAX_RECORD} are right")
+    try:
+        body = zlib.decompressobj().decompress(data, nbytes + 1)
+    except zlib.error as error:
+        raise FormatError(f"what all ranks have said cannot be read: {error}") from error
+    if len(body) != nbytes:
+        raise FormatError(f"what all ranks have said is {len(body)} bytes long, of {nbytes}")
+    return body
