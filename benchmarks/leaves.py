@@ -32,9 +32,7 @@ SMALL = 16 << 20
 
 def state_of(leaves: int) -> dict[str, torch.Tensor]:
     """Parameters as a module has them: a matrix and three vectors each."""
-    return {
-        f"layers.{i // 4}.{'wbgn'[i % 4]}": torch.randn((128, 128) if i % 4 == 0 else (64,)) for i in range(leaves)
-    }
+    return {f"layers.{i // 4}.{'wbgn'[i % 4]}": torch.randn((128, 128) if i % 4 == 0 else (64,)) for i in range(leaves)}
 
 
 class Ways:

@@ -194,8 +194,16 @@ def fault_in(buffer: Buffer) -> None:
 
 def populate(address: int, nbytes: int) -> bool:
     """Prefault pages and keep their content. Returns whether the kernel supports that. ``address`` is page-aligned."""
-    # Called by ctypes and not by mmap, which would hold the GIL during the call.
-    return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0)
+    end = address + nbytes
+    while address < end:
+        # One huge page at a time: no thread can start, or map memory, while the kernel is in this call, and a new page
+        # of a virtual machine may take a millisecond.
+        step = min(end, (address // HUGE + 1) * HUGE) - address
+        # Called by ctypes and not by mmap, which would hold the GIL during the call.
+        if libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(step), _POPULATE_WRITE) != 0:
+            return False
+        address += step
+    return True
 
 
 def current_device() -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, check_scatter, find_version, read_into
+from tierstate.engine.restore.restore import RestoreSpec, check_scatter, find_version, read_into
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
 from tierstate.manifest.boxes import Box
@@ -101,7 +101,6 @@ def read_alone(engine: DcpEngine, entry: VersionCopies) -> Callable[[Wants], Non
     def read(wants: Wants) -> None:
         targets = targets_of(entry.version, wants())
         if len(targets.rows):
-            engine.arena.prepare(READ_WORKERS * engine.arena.slab_size)
             read_into(entry, targets, engine.arena)
 
     return read

@@ -234,6 +234,22 @@ def test_damage_in_place_is_healed_from_the_next_tier(tmp_path: Path, shift: int
     near.close()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "slabs"), [([4 * MIB], 0), ([4 * MIB, 100], 1), ([1000] * 5, 1), ([600 << 10] * 3, 3)]
+)
+def test_no_more_memory_is_prepared_than_reads_need(sizes: list[int], slabs: int) -> None:
+    tier = Memory()
+    tier.name = "near"
+    leaves = contents(sizes)
+    holding = saved(tier, leaves)
+    into = {i: None if size == 600 << 10 else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
+    arena = Arena(16 * MIB, MIB)
+    fill([holding], land(version_of(holding), into, lambda *_: None), arena)
+    if (preparer := arena._preparer) is not None:
+        preparer.join()
+    assert len(arena._free) == slabs
+
+
 @pytest.mark.parametrize("longer", [1, 100, 5000])
 def test_a_chunk_that_is_said_to_be_longer_than_what_is_stored_is_damaged(longer: int) -> None:
     """Though its digest is right: a forged version must not have what lies behind it in memory copied."""

@@ -775,8 +775,6 @@ def _restore(
     query: GroupQuery, agreement: VersionAgreement, arena: Arena, attempt: type[SharedReads]
 ) -> Restored | None:
     wanted, catalog = agreement.wanted, agreement.catalog
-    # Prepared in the background during the messages: the first touch of memory costs more than its later use.
-    arena.prepare(READ_WORKERS * arena.slab_size)
     agreement.compare_arguments()
     changed = False
     try:

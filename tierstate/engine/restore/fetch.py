@@ -187,6 +187,9 @@ class Fetch:
             for run in runs:
                 self._one(run, give, targets)
             return
+        # As much memory as these reads need, and no more: the first touch of it costs more than a read into it.
+        slabs = sum(0 < run.reads.room(run.number) <= self._arena.slab_size for run in runs)
+        self._arena.prepare(min(self._workers, slabs) * self._arena.slab_size)
         # Threads even for a single run: an interrupt then ends only this wait, and not a transfer into memory.
         run_concurrently(lambda run: self._one(run, give, targets), runs, self._workers, "tierstate-fetch", apart=True)
 

@@ -308,8 +308,6 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
     passed: list[str] = []
     target: Target | None = None
     changed = False
-    # In the background, while records are read: the page faults of new memory cost more than the reads into it.
-    arena.prepare(READ_WORKERS * arena.slab_size)
     try:
         for entry in _candidates(catalog, wanted, passed):
             target = None  # the one before is done with, and its memory
