@@ -317,7 +317,7 @@ def test_a_check_of_histories_tells_what_is_wrong_and_closes_what_it_opened() ->
     tier, other = Closing(), Closing()
     other.objects = tier.objects
     with pytest.raises(PromiseBroken, match="raised nothing, not AlreadyExists"):
-        TierMachine.check(lambda: tier, lambda _tier: other, steps=5)
+        TierMachine.check(lambda: tier, lambda _tier: other, steps=20)
     assert (tier.closed, other.closed) == (1, 1)
 
 

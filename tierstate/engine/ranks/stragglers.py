@@ -69,25 +69,27 @@ class Gate:
     """Lets threads deliver until it is closed; `close` waits for those that do. What comes later is ignored."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.RLock())
+        # Entered and left in C: an interrupt at the beginning of `Condition.__exit__` would leave it locked for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._inside, self._closed = 0, False
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
         """Whether the block may deliver."""
-        with self._changed:
+        with self._lock:
             may = not self._closed
             self._inside += may
         try:
             yield may
         finally:
-            with self._changed:
+            with self._lock:
                 self._inside -= may
                 self._changed.notify_all()
 
     def close(self) -> None:
         """Let nobody in any more, and wait until none is inside."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             while self._inside:
                 self._changed.wait(1.0)
