@@ -211,6 +211,7 @@ def test_ranks_with_a_host_tier_go_on_without_an_agent_that_was_killed(place: Pa
     whole(place, "slow", [1, 2, 3, 4, 5])
 
 
+@pytest.mark.soak
 def test_ranks_with_a_host_tier_find_agents_again(place: Path) -> None:
     with Gang(2, "support.agent_ranks:agents_come_back", place, 1, env=RAM) as gang:
         os.kill(int(gang.hear(0, "agent-1")), signal.SIGKILL)
