@@ -111,7 +111,7 @@ def test_what_slower_tiers_lack_is_brought_though_all_is_durable(place: Path) ->
 
 
 def test_ranks_of_a_host_arrive_though_they_and_their_agent_are_killed(place: Path) -> None:
-    with Gang(2, "support.agent_ranks:wait_with_slow_tiers", place, 3, "2MiB/s") as gang:
+    with Gang(2, "support.agent_ranks:wait_with_slow_tiers", place, 3, "500KiB/s") as gang:
         for rank in range(2):
             gang.hear(rank, "captured")
         pid = agent()
