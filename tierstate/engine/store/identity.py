@@ -458,8 +458,10 @@ def check_nothing_missing(identities: Sequence[TierIdentity]) -> None:
     looked = _look_at(identities)
     for one in looked:
         one.check()
-    for one in (one for one in looked if one._is_new_here and one.is_in_files):
-        one.check(one.learn_of_others(said for other in looked for said in other.said_by_runs()))
+    new = [one for one in looked if one._is_new_here and one.is_in_files]
+    said = [item for other in looked for item in other.said_by_runs()] if new else []
+    for one in new:
+        one.check(one.learn_of_others(said))
 
 
 def newest_records(tier: Tier, most: int | None = None) -> Iterator[Record]:
