@@ -313,17 +313,23 @@ def test_tiers_may_change_their_names(place):
         save(other, 1)
 
 
-def test_a_tier_that_is_mounted_in_the_place_of_another_has_not_changed_its_name(place):
-    """The mount point of the tier that it was is empty: what is written there lies on another disk."""
+def far_in_place_of_near(place: Path) -> ts.Policy:
+    """Two file systems of the site with a version, of which one is mounted in the place of the other now."""
     sites = {name: {"type": "lustre", "path": str(place / name)} for name in ("near", "far")}
     both = policy({"local": {"type": "nvme", "path": str(place / "local")}, **sites}, durable="near")
     save(both, 1)
     (place / "near").rename(place / "away")
     (place / "far").rename(place / "near")
+    return both
+
+
+def test_a_tier_that_is_mounted_in_the_place_of_another_has_not_changed_its_name(place):
+    """The mount point of the tier that it was is empty: what is written there lies on another disk."""
+    both = far_in_place_of_near(place)
     for run in ("run", "another"):
         with suppress(ts.WrongTier), ts.Checkpointer(both, run) as ckpt:
             made = ckpt.save(tensors(9000, seed=2), step=2)
-            for name in sites:
+            for name in ("near", "far"):
                 with pytest.raises(ts.WrongTier, match=f"{name}: tier .* is expected here"):
                     made.wait(name)
         assert not (place / "far").exists()
@@ -334,11 +340,7 @@ def test_a_tier_that_is_mounted_in_the_place_of_another_has_not_changed_its_name
 
 
 def test_what_is_adopted_in_place_of_another_tier_is_missed_in_its_own_place(place):
-    sites = {name: {"type": "lustre", "path": str(place / name)} for name in ("near", "far")}
-    both = policy({"local": {"type": "nvme", "path": str(place / "local")}, **sites}, durable="near")
-    save(both, 1)
-    (place / "near").rename(place / "away")
-    (place / "far").rename(place / "near")
+    both = far_in_place_of_near(place)
     assert adopt_tier(both, "near").created, "it is another tier now"
     with suppress(ts.WrongTier), ts.Checkpointer(both, "run") as ckpt:
         made = ckpt.save(tensors(9000, seed=2), step=2)

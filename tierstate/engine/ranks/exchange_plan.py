@@ -109,14 +109,6 @@ def runs_in(mask: Array) -> Array:
     return edges.astype("i8").reshape(-1, 2)
 
 
-def mask_of(runs: Array, rows: int) -> Array:
-    """The rows of these runs as ``(rows,)`` of bool."""
-    change = np.zeros(rows + 1, "i1")
-    change[runs[:, 0]], change[runs[:, 1]] = 1, -1
-    found: Array = np.cumsum(change[:-1], dtype="i1").astype(bool)
-    return found
-
-
 def sets_with(sets: Sequence[Array], rows: Array | int) -> Array:
     """``(rows,)``: in how many of these sets of runs each row is. Takes no more than there are rows and runs."""
     change = np.zeros(int(rows) + 1, "i4")
