@@ -40,7 +40,7 @@ class DeviceJob:
         """The state's values now, on the host."""
         torch.cuda.synchronize(self.device)
         state = {**self.state(), "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return copy.deepcopy(on_the_host(state))
+        return truth_of(state)
 
     def forward(self) -> None:
         """Work for the device that changes no parameter."""
@@ -86,6 +86,11 @@ class OddTensors:
     def saved(self) -> dict[str, torch.Tensor]:
         """What is saved and restored."""
         return {str(i): tensor for i, tensor in enumerate(self.tensors)}
+
+
+def truth_of(state: Any) -> Any:
+    """A copy of its values, in host memory."""
+    return copy.deepcopy(on_the_host(state))
 
 
 def on_the_host(value: Any) -> Any:

@@ -376,6 +376,12 @@ def _stand_in_for_library(runtime: Runtime) -> None:
     module.runtime = lambda: runtime  # type: ignore[attr-defined]
 
 
+def timing(when: int, seed: int = 0) -> None:
+    """Choose when fake devices work, as `FakeCuda.timing`; real ones choose for themselves."""
+    if is_installed():
+        fake().timing(when, seed)
+
+
 def has_real() -> bool:
     """Whether this machine has a CUDA device that is not fake."""
     return not _installed and torch.cuda.is_available()

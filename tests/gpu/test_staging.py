@@ -15,9 +15,14 @@ from support.checkpointer_worlds import scratch
 from support.dcp_jobs import policy_text
 from support.device_jobs import on_the_host
 from support.equality import difference
-from support.fake_cuda import LATE, RANDOM, fake
+from support.fake_cuda import LATE, RANDOM, timing
 
 from tierstate.dcp import TierReader, TierStager, TierWriter, close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +58,13 @@ def loaded(place: Path, step: int, like: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=16)
 @given(
-    timing=st.sampled_from([LATE, RANDOM]), seed=st.integers(0, 1 << 20), guarded=st.booleans(),
+    when=st.sampled_from([LATE, RANDOM]), seed=st.integers(0, 1 << 20), guarded=st.booleans(),
     device=st.sampled_from(["cpu", "cuda"]),
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning:torch")
-def test_a_staged_state_is_the_one_of_the_call(timing: int, seed: int, guarded: bool, device: str) -> None:
+def test_a_staged_state_is_the_one_of_the_call(when: int, seed: int, guarded: bool, device: str) -> None:
     optimizer, state = training(device)
-    fake().timing(timing, seed)
+    timing(when, seed)
     stager = TierStager(guard=optimizer if guarded else None)
     with scratch() as place:
         expected, responses = {}, []
