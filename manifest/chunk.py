@@ -36,6 +36,16 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+class StreamEvent(Protocol):
+    """An event on a stream: it happens when all work queued before it is done."""
+
+    def synchronize(self) -> None:
+        """Wait until it has happened."""
+
+    def wait(self) -> None:
+        """Make all later work of the current stream wait for it."""
+
+
 class Chunk(NamedTuple):
     """A run of a shard's bytes, in row-major order.
 
@@ -56,15 +66,19 @@ class DeviceChunk(Chunk):
 
     Attributes:
         data: the bytes themselves, ``(nbytes,)``.
+        after: what a stream has to wait for that reads them, beside the work on the caller's stream; else None.
     """
 
     data: Buffer
+    after: StreamEvent | None
 
     @classmethod
-    def of(cls, start: int, data: Buffer, fill: Callable[[Buffer], Event | None]) -> DeviceChunk:
+    def of(
+        cls, start: int, data: Buffer, fill: Callable[[Buffer], Event | None], after: StreamEvent | None = None
+    ) -> DeviceChunk:
         """The chunk from these bytes, which ``fill`` copies too."""
         chunk = cls(start, data.numel(), fill)
-        chunk.data = data
+        chunk.data, chunk.after = data, after
         return chunk
 
 

@@ -35,6 +35,7 @@ def mesh() -> Iterator[Any]:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     else:
         device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
         yield init_device_mesh("cuda", (1,))

@@ -28,7 +28,9 @@ def difference(one: Any, other: Any) -> str:
     found_here = _difference(one, other, "state", found)
     if found_here:
         return found_here
-    pairs = [pair for pair in zip(*found, strict=True) if not any(map(_repeats, pair))]
+    apart = [not any(both) for both in zip(*map(_near, found), strict=True)]
+    together = [pair for pair, alone in zip(zip(*found, strict=True), apart, strict=True) if not alone]
+    pairs = [pair for pair in together if not any(map(_repeats, pair))]
     alike = _sharing([a for a, _ in pairs]) == _sharing([b for _, b in pairs])
     return "" if alike else "other leaves share memory"
 
@@ -111,7 +113,34 @@ def _content(value: Any) -> Any:
 
 def _repeats(leaf: Any) -> bool:
     """Whether elements share memory: alone, such a tensor is saved with memory for each element."""
-    return isinstance(leaf, torch.Tensor) and len(np.unique(positions(leaf))) < leaf.numel() * leaf.element_size()
+    if not isinstance(leaf, torch.Tensor) or leaf.is_contiguous():
+        return False
+    return len(np.unique(positions(leaf))) < leaf.numel() * leaf.element_size()
+
+
+def _near(found: list[Any]) -> list[bool]:
+    """Of each leaf, whether the addresses from its first to its last byte reach into those of another one."""
+    ranges = sorted((*_range(leaf), i) for i, leaf in enumerate(found))
+    near, end, last = [False] * len(found), 0, 0
+    for low, high, i in ranges:
+        if low < end and low < high:
+            near[i] = near[last] = True
+        if high > end:
+            end, last = high, i
+    return near
+
+
+def _range(leaf: Any) -> tuple[int, int]:
+    """The addresses of a leaf's first byte and behind its last one; equal if it is empty."""
+    if 0 in leaf.shape:
+        return 0, 0
+    if isinstance(leaf, np.ndarray):
+        low, size, strides = leaf.__array_interface__["data"][0], leaf.itemsize, leaf.strides
+    else:
+        low, size = leaf.data_ptr(), leaf.element_size()
+        strides = tuple(stride * size for stride in leaf.stride())
+    reach = [(n - 1) * stride for n, stride in zip(leaf.shape, strides, strict=True)]
+    return low + sum(min(0, n) for n in reach), low + sum(max(0, n) for n in reach) + size
 
 
 def _sharing(found: list[Any]) -> list[int]:
@@ -142,7 +171,9 @@ def positions(tensor: torch.Tensor) -> np.ndarray:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements' bytes in row-major order, with lazy conjugates and negatives applied to the sign bits."""
-    found = raw(tensor.untyped_storage())[positions(tensor)].copy()
+    size, start = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
+    whole = slice(start, start + tensor.numel() * size) if tensor.is_contiguous() else positions(tensor)
+    found = raw(tensor.untyped_storage())[whole].copy()
     part = tensor.element_size() // (2 if tensor.is_complex() else 1)
     signs = found.reshape(-1, part)[:, -1]
     if tensor.is_conj():

@@ -1,7 +1,7 @@
 """Checksums of device memory, made on the device: whether it still has the bytes that were copied into it.
 
 The `gpu` tier keeps them with each snapshot and makes them again before a rollback, so that nothing but a few numbers
-crosses the bus. They are made from torch's own operations, and are the same on every device.
+crosses the bus. They are made by a kernel or from torch's own operations, and are the same on every device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ import torch
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
 
+from .kernels import ALIGN, kernels_of
+
 SUM_SIDE = 128
 
 
 SUM_BLOCK = 4 * SUM_SIDE * SUM_SIDE
 """Bytes that are summed together: a square of 32-bit words, 64 KiB."""
+
+
+SUM_THREADS = 256
+"""Threads of the kernel that sum one block."""
 
 
 SUM_PART = 16 << 20
@@ -40,7 +46,8 @@ def block_sums(memory: Buffer) -> torch.Tensor:
 
     Each block is a square; its rows and columns are summed, and then those sums are weighted. torch widens the whole
     input of an integer sum to the type of the result, in memory of its own; so that is done here, in parts of
-    `SUM_PART` and always in the same memory. The data is read once, and less than 40 MiB are needed beside it.
+    `SUM_PART` and always in the same memory. The data is read once, and less than 40 MiB are needed beside it. Where
+    there are kernels, one of them does all of it, and needs nothing beside its result.
 
     Args:
         memory: whole blocks, on any device; may be empty.
@@ -51,6 +58,14 @@ def block_sums(memory: Buffer) -> torch.Tensor:
     Raises:
         RuntimeError: the length is no multiple of `SUM_BLOCK`, or the device has no memory or has failed.
     """
+    kernels = (
+        kernels_of(memory.device) if memory.is_cuda and memory.numel() and memory.data_ptr() % ALIGN == 0 else None
+    )
+    if kernels is not None:
+        blocks = memory.numel() // SUM_BLOCK
+        found = torch.zeros((blocks, 2), dtype=torch.int64, device=memory.device)
+        kernels.launch("block_sums", blocks, SUM_THREADS, blocks, memory.view(torch.int32), found)
+        return found
     squares = memory.view(torch.int32).view(memory.numel() // SUM_BLOCK, SUM_SIDE, SUM_SIDE)
     wide = squares.new_empty((min(len(squares), SUM_PART // SUM_BLOCK), SUM_SIDE, SUM_SIDE), dtype=torch.int64)
     sums = squares.new_empty((len(squares), 2), dtype=torch.int64)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+
+from tierstate.manifest.chunk import StreamEvent
 
 from .cudart import device_in_use, relaxed_capture, uses_cuda
 
@@ -64,16 +66,6 @@ def stream_fences(devices: Iterable[int]) -> tuple[StreamFence, ...]:
         return ()
     here = torch.cuda.current_device()
     return tuple(StreamFence(device) for device in sorted({*devices} | ({here} & {device_in_use(here)})))
-
-
-class StreamEvent(Protocol):
-    """An event on a stream: it happens when all work queued before it is done."""
-
-    def synchronize(self) -> None:
-        """Wait until it has happened."""
-
-    def wait(self) -> None:
-        """Make all later work of the current stream wait for it."""
 
 
 class OnStreams:

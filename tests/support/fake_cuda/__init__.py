@@ -7,6 +7,7 @@ what fails. ``tests/gpu/test_under_fake.py`` runs the tests for GPUs in such pro
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import importlib
@@ -18,6 +19,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -329,6 +331,7 @@ def _fill_in(device: Any, runtime: Runtime, devices: int) -> None:
     cuda.get_device_properties = lambda index=None: _properties(device, torch.device("cuda", index or 0).index)
     torch.UntypedStorage.resize_ = _resizing(device, torch.UntypedStorage.resize_)
     _stand_in_for_library(runtime)
+    _stand_in_for_kernels()
 
 
 def _resizing(device: Any, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -374,6 +377,38 @@ def _stand_in_for_library(runtime: Runtime) -> None:
     except ModuleNotFoundError:
         return
     module.runtime = lambda: runtime  # type: ignore[attr-defined]
+
+
+class HostKernels:
+    """The kernels of tierstate, compiled for the host: as real ones, they do their work when the device does its."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._library = device, _kernels_library()
+
+    def launch(self, name: str, blocks: int, threads: int, *args: int | torch.Tensor) -> None:
+        tensors = {i: arg for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        here = {i: fake().on_host(tensor).data_ptr() for i, tensor in tensors.items()}
+        offset = next(here[i] - tensor.data_ptr() for i, tensor in tensors.items())
+        cells = (ctypes.c_uint64 * 5)(*(here.get(i, arg) for i, arg in enumerate(args)))
+        function = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
+        with torch.cuda.device(self._device):
+            fake().later(lambda: self._library.run(function, blocks, threads, ctypes.c_longlong(offset), cells))
+
+
+@lru_cache(maxsize=1)
+def _kernels_library() -> ctypes.PyDLL:
+    source: Path = importlib.import_module("tierstate.tiers.memory.kernels").SOURCE
+    version = hashlib.sha256(source.read_bytes()).hexdigest()
+    return ctypes.PyDLL(str(_compiled("kernels.cpp", [f"-I{source.parent}", f"-DVERSION_{version}"], [])))
+
+
+def _stand_in_for_kernels() -> None:
+    """There is no NVRTC here."""
+    try:
+        module: ModuleType = importlib.import_module("tierstate.tiers.memory.kernels")
+    except ModuleNotFoundError:
+        return
+    module.CompiledKernels = HostKernels  # type: ignore[attr-defined]
 
 
 def timing(when: int, seed: int = 0) -> None:

@@ -21,7 +21,7 @@ from tierstate.engine.packs.slab_layout import capture_order
 from tierstate.engine.placement import may_pickle
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
-from tierstate.manifest.chunk import Buffer, Chunk
+from tierstate.manifest.chunk import Buffer, Chunk, StreamEvent
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf, Path, matches_any
 from tierstate.manifest.format.statistics import ChunkStatistics
@@ -37,7 +37,7 @@ from tierstate.providers.tensors.tensors import TensorProvider, local_of
 from tierstate.providers.tree.flatten import FlatState
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.values.metadata import json_metadata
-from tierstate.tiers.memory.cuda import StreamEvent, stream_fences
+from tierstate.tiers.memory.cuda import stream_fences
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 
@@ -209,6 +209,7 @@ class LastCapture:
         digests: ``(chunks, 2)`` of uint64.
         samples: ``(chunks,)`` of uint64: for big chunks the hash of a sample of the bytes; else 0.
         likely: ``(chunks,)`` of bool: which need not be copied if they have not changed.
+        seen_again: whether so many chunks on devices were the same as before that it is worth to look for them first.
         statistics: what is known of the chunks' elements; None if that is not asked for.
     """
 
@@ -216,6 +217,7 @@ class LastCapture:
     digests: Array
     samples: Array
     likely: Array
+    seen_again: bool = False
     statistics: ChunkStatistics | None = None
 
     @classmethod

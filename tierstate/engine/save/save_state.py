@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from tierstate.manifest.chunk import StreamEvent
 from tierstate.manifest.errors import CaptureError, NotFound, TierUnavailable
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.latch import Completion, Latch
-from tierstate.tiers.memory.cuda import StreamEvent
 
 MAX_UNREPORTED = 100
 """The most failed saves that are remembered until they are reported; a tier may fail for weeks."""

@@ -20,12 +20,12 @@ from tierstate.engine.packs.keys import SNAPSHOT, PackKey
 from tierstate.engine.packs.pack import FooterRows, encode_footer
 from tierstate.engine.packs.slab_layout import BIG
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import MAX_CHUNK_SIZE, Buffer, Chunk, Event, as_buffer, spans
+from tierstate.manifest.chunk import MAX_CHUNK_SIZE, Buffer, DeviceChunk, Event, StreamEvent, as_buffer, spans
 from tierstate.manifest.errors import TierFull
 from tierstate.manifest.format.layout import RAW, LayoutBuilder
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums, sums_on_host
-from tierstate.tiers.memory.cuda import CopyStream, StreamEvent
+from tierstate.tiers.memory.cuda import CopyStream
 from tierstate.tiers.memory.gpu import Gpu
 
 from .capture import CaptureJob
@@ -254,4 +254,7 @@ def _chunks(copy: Buffer, summed_up: StreamEvent) -> Chunks:
             event.record()
         return event
 
-    return lambda size: (Chunk(start, n, partial(fill, start)) for start, n in spans(copy.numel(), size))
+    return lambda size: (
+        DeviceChunk.of(start, copy[start : start + n], partial(fill, start), summed_up)
+        for start, n in spans(copy.numel(), size)
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -18,10 +18,11 @@ import torch
 
 from tierstate.engine.packs.slab_layout import BIG, BLOCK, GRAIN
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import Buffer, Chunk, DeviceChunk, Event
+from tierstate.manifest.chunk import Buffer, Chunk, DeviceChunk, Event, StreamEvent
 from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.tiers.memory.arena import Arena, Slab
 from tierstate.tiers.memory.device_room import DeviceRoom
+from tierstate.tiers.trace import span
 
 from .plan import CapturePlan
 
@@ -30,6 +31,11 @@ log = logging.getLogger("tierstate")
 
 SLABS_AHEAD = 2
 """Slabs that a device may still be copying into while the next one is filled, if one thread does everything."""
+
+
+COPIES_QUEUED = 16
+"""Slabs that devices may be copying into. With some 50 events on which threads sleep, recording one more waits until
+the oldest has happened, and lets no other thread run meanwhile (docs/benchmarks-gpu.md)."""
 
 
 STAGING = 16 << 20
@@ -58,11 +64,13 @@ class DeviceStaging:
 
 
 class _Gathered(NamedTuple):
-    """A short chunk that is to be copied with others: its leaf's name, its byte offset in the slab, and its bytes."""
+    """A short chunk that is to be copied with others: its leaf's name, its byte offset in the slab, its bytes, and what
+    has to be waited for before they are read."""
 
     name: str
     at: int
     data: Buffer
+    after: StreamEvent | None
 
 
 FilledSlab: TypeAlias = tuple[Slab, Array, Array, Array]
@@ -92,9 +100,10 @@ class Filling:
         """Wait for all copies into the slab, then return it. Raises CaptureError if a copy failed; the slab is released
         then."""
         try:
-            for name, event in self.events:
-                with _reading(name):
-                    event.synchronize()
+            with span("wait for a device"):
+                for name, event in self.events:
+                    with _reading(name):
+                        event.synchronize()
         except BaseException:
             self.drop()
             raise
@@ -136,14 +145,16 @@ class StreamedSources:
         self._staging = staging
         self._open: Filling | None = None
         self._waiting: deque[Filling] = deque()
+        self._queued: deque[list[tuple[str, Event]]] = deque()
 
-    def run(self, sources: Array, first: Array) -> Generator[Filling]:
+    def run(self, sources: Array, first: Array, kept: Container[int] = ()) -> Generator[Filling]:
         """Yield slabs, into which devices may still copy. The caller must settle or drop each. Order:
         `CapturePlan.in_order`.
 
         Args:
             sources: indices of the sources to capture.
             first: ``(sources of the plan,)``: the first row of each source.
+            kept: rows that are not copied.
 
         Raises:
             CaptureError: the save was cancelled, or a provider failed or broke its contract; the message names the
@@ -155,8 +166,10 @@ class StreamedSources:
                 for i, chunk in enumerate(checked_chunks(self._plan, source, self._chunk)):
                     if self._stop():
                         raise CaptureError("the save was cancelled")
+                    if (row := int(first[source]) + i) in kept:
+                        continue
                     yield from self._make_room(chunk.nbytes)
-                    self._fill(source, int(first[source]) + i, chunk)
+                    self._fill(source, row, chunk)
             yield from self._shut(0)
         finally:
             self._let_go()
@@ -177,17 +190,26 @@ class StreamedSources:
         """Close the open slab and yield filled ones, except the last ``ahead``, into which devices may still copy."""
         if self._open is not None:
             self._transfer(self._open)
+            self._bound(self._open.events)
             self._waiting.append(self._open)
             self._open = None
         while len(self._waiting) > ahead or (self._waiting and not self._waiting[0].events):
             yield self._waiting.popleft()
+
+    def _bound(self, events: list[tuple[str, Event]]) -> None:
+        """Wait for the oldest slab that devices copy into, if there are `COPIES_QUEUED`."""
+        self._queued.append(events)
+        if len(self._queued) > COPIES_QUEUED:
+            for name, event in self._queued.popleft():
+                with _reading(name):
+                    event.synchronize()
 
     def _fill(self, source: int, row: int, chunk: Chunk) -> None:
         filling = self._open
         assert filling is not None
         name = self._plan.name(source)
         if isinstance(chunk, DeviceChunk) and chunk.data.is_cuda and chunk.nbytes < BIG:
-            self._gather(filling, _Gathered(name, filling.end, chunk.data))
+            self._gather(filling, _Gathered(name, filling.end, chunk.data, chunk.after))
         else:
             self._transfer(filling)
             with _reading(name):
@@ -213,6 +235,9 @@ class StreamedSources:
         device, slab, start = run[0].data.device, filling.slab.buffer, run[0].at
         name = run[0].name if len(run) == 1 else f"{run[0].name}, or one of {len(run) - 1} more up to {run[-1].name},"
         with _reading(name):
+            for after in {id(chunk.after): chunk.after for chunk in run}.values():
+                if after is not None:
+                    after.wait()
             staging = self._staging.on(device) if len(run) > 1 else None
             to = slab if staging is None else staging
             base = 0 if staging is None else start
