@@ -82,7 +82,7 @@ def test_no_thread_is_left(place):
 def prepared(ckpt: ts.Checkpointer) -> int:
     """Bytes that a first save need not wait for."""
     arena = arena_of(ckpt)
-    while (thread := arena._preparer) is not None and thread.is_alive():
+    for thread in arena._preparers:
         thread.join(10)
     return len(arena._free) * arena.slab_size
 

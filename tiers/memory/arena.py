@@ -65,6 +65,10 @@ RESERVED_SLABS = 1
 """Slabs that captures leave free for reads (see `Arena.acquire`)."""
 
 
+MOST_PREPARERS = 4
+"""Threads that prepare memory at once, at most: with more, the kernel's own locks are the limit."""
+
+
 def map_pages(nbytes: int) -> Buffer:
     """New zeroed private memory, unmapped when its last view is deleted. Nothing is faulted in yet.
 
@@ -338,8 +342,8 @@ class Arena:
         self._pid = os.getpid()
         self._free: list[Slab] = []
         self._out: dict[int, Slab] = {}
-        self._preparing = False
-        self._preparer: threading.Thread | None = None  # the last one, until `close` has seen it end
+        self._preparing = 0
+        self._preparers: list[threading.Thread] = []  # the last ones, until `close` has seen them end
 
     @property
     def node(self) -> NumaNode | None:
@@ -419,7 +423,7 @@ class Arena:
         return slab
 
     def prepare(self, nbytes: int) -> None:
-        """Prefault memory for ``nbytes`` bytes in a background thread, within the budget.
+        """Prefault memory for ``nbytes`` bytes in background threads, within the budget: one for each four cores.
 
         The first touch of memory costs more than all later work with it. Called from the thread that saves: slabs are
         pinned in the context of its CUDA device.
@@ -429,14 +433,19 @@ class Arena:
             wanted = min(self.slots, -(-nbytes // self.slab_size))
             if self.closed or self._preparing or self.in_flight + len(self._free) >= wanted:
                 return
-            thread = threading.Thread(target=self._prepare, args=(wanted,), name="tierstate-arena", daemon=True)
-            # Under the lock, so that `close` never misses a thread that it must wait for.
-            self._preparing, self._preparer = True, thread
-            try:
-                start_thread(thread)
-            except RuntimeError:
-                self._preparing, self._preparer = False, None
-                raise
+            lacking = wanted - self.in_flight - len(self._free)
+            self._preparers = []
+            for _ in range(max(1, min(MOST_PREPARERS, lacking, (os.cpu_count() or 1) // 4))):
+                thread = threading.Thread(target=self._prepare, args=(wanted,), name="tierstate-arena", daemon=True)
+                # Under the lock, so that `close` never misses a thread that it must wait for.
+                self._preparing += 1
+                self._preparers.append(thread)
+                try:
+                    start_thread(thread)
+                except RuntimeError:
+                    self._preparing -= 1
+                    self._preparers.pop()
+                    raise
 
     def _prepare(self, wanted: int) -> None:
         try:
@@ -447,7 +456,7 @@ class Arena:
             log.warning("memory could not be prepared, so that saves wait for it: %r", error)
         finally:
             with self.lock:
-                self._preparing = False
+                self._preparing -= 1
 
     def _add_prepared(self, wanted: int) -> bool:
         """Add one free slab, unless there are enough. Returns whether it was added."""
@@ -528,17 +537,18 @@ class Arena:
     def close(self) -> None:
         """Return all free memory to the system; a slab that is in use follows when its last lease ends.
 
-        A thread that waits for a slab gets an error, and the background thread ends. In a forked child this does
+        A thread that waits for a slab gets an error, and the background threads end. In a forked child this does
         nothing: memory and threads belong to its parent.
         """
         if not self.is_ours():
             return
         with self.lock:
             self.closed = True  # from here on no slab is added to the free ones
-            preparer = self._preparer
+            preparers = self._preparers
             self.changed.notify_all()
-        if preparer is not None and preparer.ident is not None:  # it has none if `prepare` was interrupted
-            preparer.join()
+        for preparer in preparers:
+            if preparer.ident is not None:  # it has none if `prepare` was interrupted
+                preparer.join()
         try:
             while (slab := self._unused()) is not None:
                 slab.discard()

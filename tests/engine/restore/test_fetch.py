@@ -245,7 +245,7 @@ def test_no_more_memory_is_prepared_than_reads_need(sizes: list[int], slabs: int
     into = {i: None if size == 600 << 10 else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
     arena = Arena(16 * MIB, MIB)
     fill([holding], land(version_of(holding), into, lambda *_: None), arena)
-    if (preparer := arena._preparer) is not None:
+    for preparer in arena._preparers:
         preparer.join()
     assert len(arena._free) == slabs
 

@@ -172,9 +172,9 @@ def test_memory_that_cannot_be_prepared_is_given_back(
     arena = Arena(4 * PAGE, PAGE)
     monkeypatch.setattr(arena_room, "fault_in", fail)
     arena.prepare(2 * PAGE)
-    thread = arena._preparer
-    assert thread is not None
-    thread.join(10)
+    assert arena._preparers
+    for thread in arena._preparers:
+        thread.join(10)
     assert "memory could not be prepared" in caplog.text
     assert arena.shared is not None
     assert arena.shared._holes == [0]
