@@ -32,6 +32,11 @@ MIB = 1 << 20
 XXH3 = digest_function("xxh3-128")
 
 
+@pytest.fixture(autouse=True)
+def _few_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_digests, "SIDE_BY_SIDE", 1)
+
+
 @pytest.fixture
 def ckpt(place: Path) -> Iterator[ts.Checkpointer]:
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}, arena={"size": "64MiB"}, chunk="1MiB"), "run") as made:
@@ -95,7 +100,10 @@ def test_a_version_is_the_same_as_one_of_the_host(place: Path, lazy: bool, gpu: 
         found = []
         for step, one in enumerate((state, truth_of(state))):
             ckpt.save(one, step=step).wait()
-            assert (version := ckpt._pipeline._capturing._version) is not None
+            capturing = ckpt._pipeline._capturing
+            assert capturing is not None
+            version = capturing._version
+            assert version is not None
             found.append(
                 [
                     (version.leaves[leaf].name, data.tobytes())
@@ -181,7 +189,7 @@ def test_a_device_without_memory_leaves_it_to_the_host(ckpt: ts.Checkpointer, mo
 
 
 def test_what_changes_on_the_way_to_the_host_is_found(ckpt: ts.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A digest is of what the device holds: an error of the bus, or a change meanwhile, is never taken for the state."""
+    """A digest is of what the device holds, so that what an error of the bus makes of it is never taken for it."""
     state, own = {"w": torch.randn(3 * MIB, device="cuda")}, device_digests.DeviceDigests.of
 
     def late(digests: Any, row: int) -> Any:
@@ -200,3 +208,16 @@ def test_only_what_fits_the_kernel_is_given_to_it() -> None:
     assert not device_digests._fits(memory[1 : 1 + ALIGN])
     assert not device_digests._fits(memory[: ALIGN + 1])
     assert not device_digests._fits(on_the_host(memory))
+
+
+@pytest.mark.parametrize(("count", "on_device"), [(15, False), (16, True)])
+def test_a_few_long_chunks_are_left_to_the_host(
+    ckpt: ts.Checkpointer, monkeypatch: pytest.MonkeyPatch, count: int, on_device: bool
+) -> None:
+    monkeypatch.undo()
+    asked, own = [], device_digests.xxh3_digests
+    monkeypatch.setattr(device_digests, "xxh3_digests", lambda *args: asked.append(1) or own(*args))
+    state = {"w": torch.randn(count * MIB // 4, device="cuda")}
+    ckpt.save(state, step=0).wait()
+    assert bool(asked) == on_device
+    assert difference(truth_of(state), ckpt.load()) == ""

@@ -32,6 +32,11 @@ Streams = dict[torch.device, CopyStream]
 """Where each device computes digests: beside its copies."""
 
 
+SIDE_BY_SIDE = 16
+"""How many times the longest chunk there must be, for a device to digest them sooner than threads of the host: one
+chunk takes it as long as many."""
+
+
 class _Batch(NamedTuple):
     """The chunks of one device.
 
@@ -56,7 +61,8 @@ class DeviceDigests:
     def queue(
         cls, plan: CapturePlan, sources: Array, first: Array, size: int, digest: DigestFunction, streams: Streams
     ) -> DeviceDigests:
-        """Begin to digest the chunks of these sources that lie in devices' memory, if they are of `BIG` bytes or more.
+        """Begin to digest the chunks of these sources that lie in devices' memory, if they are of `BIG` bytes or more,
+        and enough (`SIDE_BY_SIDE`).
 
         Called by the thread that copies from the devices, after its side streams wait for the state. What is queued
         here waits for the same, and for nothing that is queued there later.
@@ -81,6 +87,9 @@ class DeviceDigests:
                 if isinstance(chunk, DeviceChunk) and chunk.nbytes >= BIG and _fits(chunk.data):
                     found.setdefault(chunk.data.device, []).append((int(first[source]) + i, chunk))
         for device, chunks in found.items():
+            lengths = [chunk.nbytes for _, chunk in chunks]
+            if sum(lengths) < SIDE_BY_SIDE * max(lengths):
+                continue
             try:
                 made._add(device, chunks, streams)
             except Exception as error:
