@@ -21,7 +21,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Chunk, DeviceChunk, Event
 from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.tiers.memory.arena import Arena, Slab
-from tierstate.tiers.memory.device_room import DeviceRoom
+from tierstate.tiers.memory.device_room import STAGING, DeviceStaging
 
 from .plan import CapturePlan
 
@@ -30,31 +30,6 @@ log = logging.getLogger("tierstate")
 
 SLABS_AHEAD = 2
 """Slabs that a device may still be copying into while the next one is filled, if one thread does everything."""
-
-
-STAGING = 16 << 20
-"""Bytes of a device's memory in which short tensors are gathered."""
-
-
-class DeviceStaging:
-    """Memory of devices in which short tensors are gathered: `STAGING` bytes of each, kept for the next save.
-
-    Each buffer is used by one thread, on one stream at a time.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, Buffer] = {}
-
-    def on(self, device: torch.device) -> Buffer | None:
-        """The buffer on a CUDA device; None if training would have to give up memory for it."""
-        if device not in self._buffers:
-            if DeviceRoom(device).lack(STAGING):
-                return None
-            try:
-                self._buffers[device] = torch.empty(STAGING, dtype=torch.uint8, device=device)
-            except torch.OutOfMemoryError:  # it was taken since
-                return None
-        return self._buffers[device]
 
 
 class _Gathered(NamedTuple):
