@@ -33,9 +33,9 @@ SLABS_AHEAD = 2
 
 
 class _Gathered(NamedTuple):
-    """A short chunk that is to be copied with others: its leaf's name, its byte offset in the slab, and its bytes."""
+    """A short chunk that is to be copied with others: its source, its byte offset in the slab, and its bytes."""
 
-    name: str
+    source: int
     at: int
     data: Buffer
 
@@ -160,11 +160,11 @@ class StreamedSources:
     def _fill(self, source: int, row: int, chunk: Chunk) -> None:
         filling = self._open
         assert filling is not None
-        name = self._plan.name(source)
         if isinstance(chunk, DeviceChunk) and chunk.data.is_cuda and chunk.nbytes < BIG:
-            self._gather(filling, _Gathered(name, filling.end, chunk.data))
+            self._gather(filling, _Gathered(source, filling.end, chunk.data))
         else:
             self._transfer(filling)
+            name = self._plan.name(source)
             with _reading(name):
                 event = chunk.fill(filling.slab.buffer[filling.end : filling.end + chunk.nbytes])
             if event is not None:
@@ -186,7 +186,9 @@ class StreamedSources:
         if not run:
             return
         device, slab, start = run[0].data.device, filling.slab.buffer, run[0].at
-        name = run[0].name if len(run) == 1 else f"{run[0].name}, or one of {len(run) - 1} more up to {run[-1].name},"
+        name, last = self._plan.name(run[0].source), self._plan.name(run[-1].source)
+        if len(run) > 1:
+            name = f"{name}, or one of {len(run) - 1} more up to {last},"
         with _reading(name):
             staging = self._staging.on(device) if len(run) > 1 else None
             to = slab if staging is None else staging
@@ -222,23 +224,19 @@ def checked_chunks(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]
         CaptureError: the provider failed or broke the contract.
     """
     at, nbytes = 0, int(plan.nbytes[source])
-    for chunk in _yielded(plan, source, size):
-        right = min(size, nbytes - at)
-        if chunk.start != at or chunk.nbytes != right or right <= 0:
-            raise CaptureError(
-                f"{plan.name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
-                f"right are {right} at {at} of {nbytes}"
-            )
-        at += chunk.nbytes
-        yield chunk
-    if at != nbytes:
-        raise CaptureError(f"{plan.name(source)}: its provider gave {at} of {nbytes} bytes")
-
-
-def _yielded(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]:
     try:
-        for chunk in plan.chunks[source](size):
-            yield chunk if isinstance(chunk, Chunk) else Chunk(*chunk)
+        for given in plan.chunks[source](size):
+            chunk = given if isinstance(given, Chunk) else Chunk(*given)
+            right = min(size, nbytes - at)
+            if chunk.start != at or chunk.nbytes != right or right <= 0:
+                raise CaptureError(
+                    f"{plan.name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
+                    f"right are {right} at {at} of {nbytes}"
+                )
+            at += chunk.nbytes
+            yield chunk
+        if at != nbytes:
+            raise CaptureError(f"{plan.name(source)}: its provider gave {at} of {nbytes} bytes")
     except TierstateError:
         raise
     except Exception as error:
