@@ -8,7 +8,9 @@ refused, since nothing tells when the work that is queued there is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -22,6 +24,9 @@ STREAMED = ("cuda",)
 """Types of devices whose streams and events are used."""
 
 
+_TOGETHER = threading.local()
+
+
 def copies_beside(device: torch.device) -> bool:
     """Whether copies from and to the device are queued on streams, and run beside the caller's work."""
     return device.type in STREAMED
@@ -29,7 +34,7 @@ def copies_beside(device: torch.device) -> bool:
 
 def refusal(device: torch.device) -> str:
     """Why tensors of this device can be neither saved nor loaded; empty if they can."""
-    if device.type == "cpu" or copies_beside(device):
+    if device.type in ("cpu", *STREAMED):
         return ""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type == device.type:
@@ -55,10 +60,39 @@ def upload_stream(device: torch.device) -> torch.cuda.Stream:
 
 def uploads_wait_for_caller(device: torch.device) -> None:
     """Make all later uploads wait for the work that is queued on the caller's stream now."""
-    if copies_beside(device):
-        upload_stream(device).wait_stream(torch.cuda.current_stream(device))
-    else:
+    if not copies_beside(device):
         wait_for(device)
+        return
+    noted: dict[tuple[torch.device, int], torch.cuda.Stream] | None = getattr(_TOGETHER, "noted", None)
+    if noted is None:
+        upload_stream(device).wait_stream(torch.cuda.current_stream(device))
+        return
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    if key not in noted:
+        noted[key] = torch.cuda.current_stream(device)
+
+
+@contextmanager
+def uploads_wait_once() -> Iterator[None]:
+    """In the block, what this thread calls `uploads_wait_for_caller` for is waited for once per stream: at the end, or
+    before this thread uploads something. A wait takes 20 us, and a state may have tens of thousands of tensors.
+    """
+    if getattr(_TOGETHER, "noted", None) is not None:
+        yield
+        return
+    _TOGETHER.noted = {}
+    try:
+        yield
+    finally:
+        _wait_as_noted()
+        _TOGETHER.noted = None
+
+
+def _wait_as_noted() -> None:
+    noted: dict[tuple[torch.device, int], torch.cuda.Stream] = getattr(_TOGETHER, "noted", None) or {}
+    for (device, _), stream in noted.items():
+        upload_stream(device).wait_stream(stream)
+    noted.clear()
 
 
 def caller_waits_for_uploads(device: torch.device) -> None:
@@ -79,9 +113,14 @@ def upload(device: torch.device, copy: Callable[[], None]) -> Event:
     Returns:
         The event to wait for before the source may be reused.
     """
+    _wait_as_noted()
     stream = upload_stream(device)
     with torch.cuda.stream(stream):
-        copy()
+        try:
+            copy()
+        except BaseException:
+            stream.synchronize()  # a part of it may be queued, and the caller gets no event
+            raise
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
     return event

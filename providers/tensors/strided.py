@@ -7,6 +7,7 @@ Elements are copied as integers and without autograd, so that NaN payloads and -
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -22,7 +23,7 @@ INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Strided:
     """A tensor's elements as one sequence of bytes in row-major order, for any strides, dtype and device.
 
-    Nothing here goes through autograd: views are made of the storage, not of the tensor.
+    Nothing here goes through autograd: views are made of the storage, or of the detached tensor.
 
     Attributes:
         itemsize: bytes per element.
@@ -31,23 +32,37 @@ class Strided:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = tensor.untyped_storage()
-        self.device = tensor.device
-        self.itemsize = tensor.element_size()
-        self._shape, self._strides = tuple(tensor.shape), tensor.stride()
-        self._offset = tensor.storage_offset() * self.itemsize
+        self._tensor = tensor.detach()  # has this memory also when the caller's tensor is given another
+        self.device, self.itemsize, self.nbytes = tensor.device, tensor.itemsize, tensor.nbytes
         self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
-        self._pairs = 2 if tensor.is_complex() else 1
-        self._unit = self.itemsize // self._pairs
-        lazy = self._conj or self._neg
-        self.dense = tensor.is_contiguous() and not lazy
-        self.direct = self.dense or not (lazy or overlaps_itself(self._shape, self._strides))
-        self.nbytes = tensor.numel() * self.itemsize
+        self.dense = tensor.is_contiguous() and not (self._conj or self._neg)
+
+    # Asked for only where a tensor is not dense: a state may have tens of thousands that are.
+
+    @cached_property
+    def direct(self) -> bool:
+        return self.dense or not (self._conj or self._neg or overlaps_itself(self._shape, self._strides))
+
+    @cached_property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(self._tensor.shape)
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        return self._tensor.stride()
+
+    @cached_property
+    def _pairs(self) -> int:
+        return 2 if self._tensor.is_complex() else 1
+
+    @property
+    def _unit(self) -> int:
+        return self.itemsize // self._pairs
 
     @property
     def storage_address(self) -> int:
         """Where the tensor's storage begins; 0 for an empty one."""
-        return self._storage.data_ptr()
+        return self._tensor.untyped_storage().data_ptr()
 
     def read(self, start: int, out: Buffer) -> None:
         """Copy the bytes ``start : start + len(out)`` of whole elements into ``out``, on any device and at any address.
@@ -141,12 +156,18 @@ class Strided:
         return (2,) if self._pairs == 2 else ()
 
     def _view(self, unit: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-        memory = torch.empty(0, dtype=INT_DTYPES[unit], device=self.device)
-        return memory.set_(self._storage, self._offset // unit, shape, strides)
+        offset = self._tensor.storage_offset() * self.itemsize
+        with torch.inference_mode(False):  # threads that are in no such mode may write to it
+            memory = torch.empty(0, dtype=INT_DTYPES[unit], device=self.device)
+            return memory.set_(self._tensor.untyped_storage(), offset // unit, shape, strides)
 
     def bytes(self) -> Buffer:
         """All bytes as they lie in memory. Only where `dense`."""
-        return self._view(1, (self.nbytes,), (1,))
+        # A view of a single element has any stride, and one that is an inference tensor cannot be written to elsewhere.
+        odd = self.nbytes <= self.itemsize or self._tensor.is_inference()
+        if odd or torch.is_inference_mode_enabled():
+            return self._view(1, (self.nbytes,), (1,))
+        return self._tensor.view(-1).view(torch.uint8)
 
     def _words(self) -> torch.Tensor:
         strides = tuple(s * self._pairs for s in self._strides)

@@ -74,6 +74,7 @@ class TensorProvider(Provider):
         self._strided = Strided(value)
         self._saved: Spec | None = None  # set if the value was created for a restore
         self._gathered: Buffer | None = None
+        self._uploaded = False
 
     @cached_property
     def spec(self) -> Spec:
@@ -110,9 +111,13 @@ class TensorProvider(Provider):
         return (self.kind, value.device, value.data_ptr(), value.dtype, tuple(value.shape), strides, lazy)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
-        strided = self._strided
-        data = strided.bytes() if strided.dense and copies_beside(strided.device) else None
-        for start, nbytes in spans(strided.nbytes, size):
+        data = self.on_device()
+        if data is not None and 0 < self._strided.nbytes <= size:
+            return iter((DeviceChunk.of(0, data, partial(self._fill, 0)),))
+        return self._cut(data, size)
+
+    def _cut(self, data: Buffer | None, size: int) -> Iterator[Chunk]:
+        for start, nbytes in spans(self._strided.nbytes, size):
             fill = partial(self._fill, start)
             yield (
                 Chunk(start, nbytes, fill)
@@ -133,6 +138,11 @@ class TensorProvider(Provider):
         strided = self._strided
         return strided.bytes() if strided.dense and strided.device == CPU else None
 
+    def on_device(self) -> Buffer | None:
+        """The tensor's own memory, if that is contiguous memory of a device whose copies are queued on streams."""
+        strided = self._strided
+        return strided.bytes() if strided.dense and copies_beside(strided.device) else None
+
     @classmethod
     def fresh(cls, spec: Spec, device: torch.device | None = None, blocks: HostAllocator | None = None) -> Self:
         """A provider that creates a tensor from a saved spec; on the host from ``blocks``, if given."""
@@ -148,6 +158,7 @@ class TensorProvider(Provider):
     def load(self, start: int, data: Buffer) -> Event | None:
         strided = self._strided
         if strided.direct and copies_beside(strided.device) and data.device in (CPU, strided.device):
+            self._uploaded = True
             return upload(strided.device, partial(strided.write, start, data))
         if strided.direct:
             strided.write(start, data)
@@ -161,6 +172,7 @@ class TensorProvider(Provider):
         strided, origin = self._strided, self.box.offset
         at, part = at.relative_to(origin), part.relative_to(origin)
         if strided.direct and copies_beside(strided.device) and data.device in (CPU, strided.device):
+            self._uploaded = True
             return upload(strided.device, partial(strided.write_box, at, data, part))
         if strided.direct:
             strided.write_box(at, data, part)
@@ -179,7 +191,8 @@ class TensorProvider(Provider):
             return self._gathered
 
     def done(self) -> torch.Tensor:
-        caller_waits_for_uploads(self._strided.device)
+        if self._uploaded or not copies_beside(self._strided.device):
+            caller_waits_for_uploads(self._strided.device)
         gathered, self._gathered = self._gathered, None
         if gathered is not None and not self._strided.write_all(gathered):
             raise StateMismatch(

@@ -65,10 +65,9 @@ class FlatState:
             self.values[leaf] = self.values[leaf].detach()
 
     def chunks(self, leaf: int, size: int, part: int = 0) -> Iterator[Chunk]:
-        """The chunks of one part of a leaf, from its provider. The provider is made when the first chunk is read."""
+        """The chunks of one part of a leaf, from its provider, which is made now."""
         provider = self.provider(leaf)
-        if provider is not None:
-            yield from provider.parts[part].chunks(size)
+        return iter(()) if provider is None else provider.parts[part].chunks(size)
 
     def again(self, values: list[Any], fresh: Mapping[int, Provider]) -> FlatState:
         """The flattened state of the next save, which has the same structure.

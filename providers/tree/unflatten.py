@@ -19,6 +19,7 @@ from tierstate.manifest.format.leaf import LOSSY, Leaf, Path, Spec
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY, Registry
 from tierstate.providers.sharded.shards import TiedShards, local_boxes_of
+from tierstate.providers.tensors.devices import uploads_wait_once
 from tierstate.providers.tensors.host_memory import HostAllocator
 from tierstate.providers.tensors.tensors import PLAIN_TENSORS, StorageProvider, TensorProvider
 from tierstate.providers.values.copies import copy_state
@@ -213,16 +214,17 @@ def plan_restore(
     fresh = NewValues(registry, device, comparison.within, comparison.like)
     ahead: dict[int, Provider] = {}
     wanted: dict[int, Provider] = {}
-    for i in sorted(_needed(ties, chosen - given) & classes.keys()):
-        at = matched.get(i)
-        found = _receiver(at, leaves[i], leaves[i].spec)
-        filled = found is not None and at is not None and found is at.provider
-        (wanted if filled or place is None else ahead)[i] = found or fresh.provider(i, leaves[i], classes[i])
-    for i in sorted(_needed(ties, given) & classes.keys() - ahead.keys()):
-        ahead[i] = fresh.provider(i, leaves[i], classes[i])
     tied = {i: tie for i, tie in ties.items() if i in chosen - given}
-    receivers = ahead | wanted
-    joined = join_tied_shards(receivers, leaves, tied, matched)
+    with uploads_wait_once():
+        for i in sorted(_needed(ties, chosen - given) & classes.keys()):
+            at = matched.get(i)
+            found = _receiver(at, leaves[i], leaves[i].spec)
+            filled = found is not None and at is not None and found is at.provider
+            (wanted if filled or place is None else ahead)[i] = found or fresh.provider(i, leaves[i], classes[i])
+        for i in sorted(_needed(ties, given) & classes.keys() - ahead.keys()):
+            ahead[i] = fresh.provider(i, leaves[i], classes[i])
+        receivers = ahead | wanted
+        joined = join_tied_shards(receivers, leaves, tied, matched)
     wanted |= {i: provider for i, provider in receivers.items() if i in wanted or provider is not ahead[i]}
     return Target(leaves, root, ahead, wanted, ties, chosen, given, place, matched, registry, joined, absent)
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import arena_of, policy, scratch, tier
 from support.device_jobs import DeviceJob, OddTensors, truth_of
-from support.equality import difference
+from support.equality import bits, difference
 from support.fake_cuda import EAGER, LATE, RANDOM, fake, is_installed, timing
+from support.state_strategies import on_device, remake, tensors
 
 import tierstate as ts
 from tierstate.engine.save import capture
@@ -83,6 +84,45 @@ def test_every_version_is_the_state_at_its_call(
                 assert all(tensor.device == last for tensor in loaded.values())
                 assert difference(truth[step], truth_of(loaded)) == ""
             assert arena_of(ckpt).in_flight == 0
+
+
+def bits_on_device(tensor: torch.Tensor) -> bytes:
+    """The bits of a tensor's elements; torch copies not every dtype from a device."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return bits(remake(memory.cpu().untyped_storage(), tensor.detach()))
+
+
+@settings(max_examples=25)
+@given(
+    given=st.lists(st.tuples(st.integers(0, 2), tensors()), max_size=12),
+    many=st.integers(0, 300),
+    inference=st.booleans(),
+    when=st.sampled_from([LATE, EAGER, RANDOM]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_tensors_of_any_dtype_and_strides_come_back_beside_many_short_ones(
+    given: list[tuple[int, torch.Tensor]], many: int, inference: bool, when: int, seed: int
+) -> None:
+    timing(when, seed)
+    torch.manual_seed(seed)
+    count, storages = torch.cuda.device_count(), []
+    with torch.inference_mode(inference):
+        state = {str(i): torch.randn(1 + i % 50, device=f"cuda:{i % min(2, count)}") for i in range(many)}
+    for i, (index, tensor) in enumerate(given):
+        with torch.cuda.device(index % count):
+            storages.append(on_device(tensor.untyped_storage()))
+        state[f"odd {i}"] = remake(storages[-1], tensor)
+    truth = {name: bits_on_device(tensor) for name, tensor in state.items()}
+    with scratch() as place, ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.save(state, step=1).wait()
+        with torch.no_grad():
+            for storage in (*storages, *(state[str(i)].untyped_storage() for i in range(many))):
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(7)  # queued
+        with torch.inference_mode(inference):
+            ckpt.restore(state)
+            loaded = ckpt.load(device=f"cuda:{count - 1}")
+        assert {name: bits_on_device(tensor) for name, tensor in state.items()} == truth
+        assert {name: bits_on_device(tensor) for name, tensor in loaded.items()} == truth
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["nvme", "gpu"])

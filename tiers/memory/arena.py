@@ -32,6 +32,7 @@ from tierstate.tiers.libc import libc
 from tierstate.tiers.units import rough_size
 
 from .cudart import uses_cuda
+from .device_room import DeviceStaging
 from .numa import NumaNode, node_of_device, running_on
 from .pinning import Pinning
 
@@ -315,6 +316,7 @@ class Arena:
         shared: the memfd of the slabs, by which another process can map them; None if they are private.
         device: the CUDA device of the thread that made the arena or last called `prepare`; None without CUDA.
         pinning: what of the memory is pinned.
+        staging: memory of devices through which short chunks go on from slabs to tensors.
 
     Raises:
         ValueError: fewer than two slabs fit: one is needed for captures and one for reads.
@@ -331,6 +333,7 @@ class Arena:
         self.shared = SharedPages(self.slab_size) if shared or is_shared(self.slab_size) else None
         self.device = current_device()
         self.pinning = Pinning(f"an arena of {rough_size(self.slots * self.slab_size)}")
+        self.staging = DeviceStaging()
         # Entered and left in C: an interrupt at the beginning of `Condition.__exit__` would leave it locked for ever.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)

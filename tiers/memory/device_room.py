@@ -1,4 +1,4 @@
-"""How much memory of a CUDA device a tier can have without taking it from training.
+"""How much memory of a CUDA device a tier can have without taking it from training; staging memory within that.
 
 torch's allocator keeps freed memory in a cache, for each stream its own. When CUDA refuses it more memory, it frees the
 whole cache of the device and asks once more (``release_cached_blocks`` in its ``CUDACachingAllocator.cpp``); training
@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 
+from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.units import format_size
 
 SLACK = 32 << 20
 """Bytes that are left free on a device: CUDA takes memory of its own too, and does not give the last of it."""
+
+
+STAGING = 16 << 20
+"""Bytes of a device's memory in which short tensors are gathered."""
 
 
 SMALL, SMALL_SLACK = 1 << 20, 2 << 20
@@ -119,6 +124,30 @@ class DeviceRoom:
             return torch.cuda.memory_stats_as_nested_dict(self._device)  # type: ignore[no-any-return, unused-ignore]
         except RuntimeError:  # an allocator that was plugged in may have none
             return {}
+
+
+class DeviceStaging:
+    """Memory of devices through which short tensors pass together: `STAGING` bytes of each, kept once they are taken.
+
+    Attributes:
+        lock: held by a thread while it queues what goes through a buffer, where several threads do so. All of them use
+            one stream of a device, on which one use of the buffer then follows the other.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._buffers: dict[torch.device, Buffer] = {}
+
+    def on(self, device: torch.device) -> Buffer | None:
+        """The buffer on a CUDA device, of the current stream; None if training would have to give up memory for it."""
+        if device not in self._buffers:
+            if DeviceRoom(device).lack(STAGING):
+                return None
+            try:
+                self._buffers[device] = torch.empty(STAGING, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:  # it was taken since
+                return None
+        return self._buffers[device]
 
 
 def _mib(nbytes: int) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from tierstate.engine.codecs.codecs import decompress
 from tierstate.engine.packs.keys import MEND
 from tierstate.engine.packs.pack import FooterRow, PackWriter
+from tierstate.engine.packs.slab_layout import BIG
 from tierstate.engine.store.catalog import LOOK_FURTHER, Holding
 from tierstate.engine.store.delta_base import WrongBase, undo_delta
 from tierstate.manifest.arrays import Array
@@ -43,6 +44,7 @@ from tierstate.tiers.trace import span
 
 from .read_plan import Extent, ReadPlan, StoredChunk, plan_reads
 from .scatter import ScatterTargets
+from .short_uploads import ShortUploads
 
 log = logging.getLogger("tierstate")
 
@@ -199,7 +201,7 @@ class Fetch:
             raise CaptureError("given up: the save was cancelled")
         with self._room(run.reads.room(run.number)) as (slab, memory):
             try:
-                for row, raw, lease in self._chunks(run, memory, slab, targets):
+                for row, raw, lease in self._chunks(run, memory, slab, targets, pending):
                     event = give(row, raw, lease)
                     if event is not None:
                         pending.append((event, raw))
@@ -228,9 +230,16 @@ class Fetch:
                 slab.release()
 
     def _chunks(
-        self, run: ReadRequest, memory: Buffer | None, slab: Slab | None, targets: ScatterTargets | None
+        self,
+        run: ReadRequest,
+        memory: Buffer | None,
+        slab: Slab | None,
+        targets: ScatterTargets | None,
+        pending: list[tuple[Event, Buffer]],
     ) -> Iterator[tuple[int, Buffer, Slab | None]]:
-        """Read a run and yield its verified chunks, except those that are in their destination already."""
+        """Read a run and yield its verified chunks, except those that are in their destination already, or on the way
+        there: ``pending`` gets the events of their copies.
+        """
         extents = list(run.reads.extents(run.number))
         if memory is None:
             assert targets is not None
@@ -240,7 +249,7 @@ class Fetch:
         failure = self._read(run, buffers)
         spots: Iterable[StoredChunk] = run.reads.spots(run.number)
         if memory is not None and targets is not None and failure is None:
-            spots = self._fill_short(run, memory, targets)
+            spots = self._fill_short(run, memory, targets, pending)
         for number, spot in enumerate(spots):
             stored = buffers[number] if memory is None else memory[spot.at : spot.at + spot.stored]
             raw = self._verified(run, spot, stored, failure)
@@ -251,21 +260,32 @@ class Fetch:
             for row in spot.rows[1:] if arrived else spot.rows:
                 yield row, raw, slab if raw is stored else None
 
-    def _fill_short(self, run: ReadRequest, memory: Buffer, targets: ScatterTargets) -> list[StoredChunk]:
-        """Verify and copy the short chunks that are stored raw and go to host memory, in one loop without buffers of
-        their own, which cost several times what the bytes cost. Returns the others, and those with a wrong digest.
+    def _fill_short(
+        self, run: ReadRequest, memory: Buffer, targets: ScatterTargets, pending: list[tuple[Event, Buffer]]
+    ) -> list[StoredChunk]:
+        """Verify and copy the short chunks that are stored raw and go to host memory or to CUDA devices, in one loop
+        without buffers of their own, which cost several times what the bytes cost. Returns the others, and those with a
+        wrong digest.
         """
         plain = [codec == RAW for codec in run.reads.layout.codecs]
         data, base, left, filled = view(memory), memory.data_ptr(), [], 0
-        with span("verify") as verify:
+        uploads, matches = ShortUploads(memory, self._arena.staging, pending), self._fallback.matches
+        with targets.said(), span("verify") as verify:
             for spot in run.reads.spots(run.number):
                 rows, stored, codec, at = spot
-                short = plain[codec] and stored < SHORT_COPY and targets.in_memory(rows)
-                if short and self._fallback.matches(rows[0], data[at : at + stored]):
-                    targets.copy(rows, base + at)
-                    filled += stored * len(rows)
-                else:
+                raw, there = plain[codec] and stored < BIG, None
+                here = raw and stored < SHORT_COPY and targets.in_memory(rows)
+                if raw and not here:
+                    there = targets.on_devices(rows)
+                if not (here or there) or not matches(rows[0], data[at : at + stored]):
                     left.append(spot)
+                    continue
+                if there is None:
+                    targets.copy(rows, base + at)
+                else:
+                    uploads.add(at, at + stored, there)
+                filled += stored * len(rows)
+            uploads.flush()
             verify.also(bytes=filled)
         self._progress(filled)
         return left

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from tierstate.manifest.chunk import Buffer, Event, empty_buffer
 from tierstate.manifest.errors import untrusted
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.reshard.overlap import Overlaps, WantedBox, find_overlaps
+from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.tiers.memory.arena import PAGE, populate
 from tierstate.tiers.memory.memcpy import memcpy
 
@@ -175,6 +177,7 @@ class ScatterTargets:
         self._nbytes, self._untouched, self._what = version.chunk_nbytes, untouched, what
         self.destinations = destinations
         self._memories = [to.memory for to in destinations]
+        self._on_device = [_device_memory(version, to) for to in destinations]
         wants = [WantedBox(at.leaf, at.box) for at in destinations]
         self.meetings = find_overlaps(version, wants)
         self.rows = self.meetings.rows
@@ -184,6 +187,8 @@ class ScatterTargets:
         self.only[row], self.start[row] = want, start
         base = np.fromiter((0 if m is None else m.data_ptr() for m in self._memories), "i8", len(destinations))[want]
         self.address[row] = np.where(base > 0, base + start, 0)
+        self._there = np.zeros(len(version.digests), bool)
+        self._there[row] = np.fromiter((m is not None for m in self._on_device), bool, len(destinations))[want]
 
     def memory(self, row: int) -> Buffer:
         """The memory to read a chunk into; only for chunks that have an address."""
@@ -201,7 +206,22 @@ class ScatterTargets:
 
     def in_memory(self, rows: Sequence[int]) -> bool:
         """Whether each of these chunks has an address."""
-        return all(self.address[row] for row in rows)
+        return all(map(self.address.__getitem__, rows))
+
+    def on_devices(self, rows: Sequence[int]) -> list[Buffer] | None:
+        """Memory of CUDA devices to which these chunks, which are equal, can be copied; None if one goes elsewhere."""
+        if not all(map(self._there.__getitem__, rows)):
+            return None
+        nbytes, found = int(self._nbytes[rows[0]]), []
+        for row in rows:
+            memory, start = self._on_device[self.only[row]], int(self.start[row])
+            assert memory is not None
+            found.append(memory if memory.numel() == nbytes else memory[start : start + nbytes])
+        return found
+
+    def said(self) -> untrusted | nullcontext[None]:
+        """A block in which errors of receivers become errors of what was saved, if they are to."""
+        return untrusted(self._what, named=False) if self._what else nullcontext()
 
     def copy(self, rows: Sequence[int], source: int) -> None:
         """Copy verified bytes from an address to that of each of these chunks, which are equal."""
@@ -220,9 +240,7 @@ class ScatterTargets:
         if address := int(self.address[row]):
             memcpy(address, raw.data_ptr(), nbytes)
             return None
-        if not self._what:
-            return self._receive(row, raw)
-        with untrusted(self._what, named=False):
+        with self.said():
             return self._receive(row, raw)
 
     def _receive(self, row: int, raw: Buffer) -> Event | None:
@@ -246,6 +264,15 @@ class ScatterTargets:
         if piece.start >= 0:
             return self._load(piece.want, piece.start, piece.data)
         return self.destinations[piece.want].taker.scatter(piece.at, piece.data, piece.part)
+
+
+def _device_memory(version: Version, to: Destination) -> Buffer | None:
+    """The memory of a CUDA device that has all bytes of a destination in their order, if there is such memory."""
+    # A provider with its own `load` may do more than to copy.
+    if to.memory is not None or not isinstance(to.taker, TensorProvider) or type(to.taker).load != TensorProvider.load:
+        return None
+    memory, nbytes = to.taker.on_device(), to.box.volume * version.leaves[to.leaf].spec.itemsize
+    return memory if memory is not None and memory.numel() == nbytes else None
 
 
 class _All:

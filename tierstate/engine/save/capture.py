@@ -34,6 +34,7 @@ from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import RESERVED_SLABS, Arena, Slab
 from tierstate.tiers.memory.cudart import relaxed_capture
+from tierstate.tiers.memory.device_room import DeviceStaging
 from tierstate.tiers.memory.numa import running_on
 from tierstate.tiers.trace import span
 
@@ -42,7 +43,7 @@ from .device_digests import DeviceDigests, Streams
 from .plan import CapturePlan, LastCapture
 from .publish import CascadeJob, DirectJob, Job, SlabReceiver, UnchangedChunks
 from .save_state import QueuedCopies, SaveState
-from .streamed import SLABS_AHEAD, DeviceStaging, Filling, StreamedSources
+from .streamed import SLABS_AHEAD, Filling, StreamedSources
 from .tier_queue import TierQueue
 
 log = logging.getLogger("tierstate")

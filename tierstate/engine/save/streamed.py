@@ -21,7 +21,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Chunk, DeviceChunk, Event, StreamEvent
 from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.tiers.memory.arena import Arena, Slab
-from tierstate.tiers.memory.device_room import DeviceRoom
+from tierstate.tiers.memory.device_room import STAGING, DeviceStaging
 from tierstate.tiers.trace import span
 
 from .plan import CapturePlan
@@ -38,36 +38,11 @@ COPIES_QUEUED = 16
 the oldest has happened, and lets no other thread run meanwhile (docs/benchmarks-gpu.md)."""
 
 
-STAGING = 16 << 20
-"""Bytes of a device's memory in which short tensors are gathered."""
-
-
-class DeviceStaging:
-    """Memory of devices in which short tensors are gathered: `STAGING` bytes of each, kept for the next save.
-
-    Each buffer is used by one thread, on one stream at a time.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, Buffer] = {}
-
-    def on(self, device: torch.device) -> Buffer | None:
-        """The buffer on a CUDA device; None if training would have to give up memory for it."""
-        if device not in self._buffers:
-            if DeviceRoom(device).lack(STAGING):
-                return None
-            try:
-                self._buffers[device] = torch.empty(STAGING, dtype=torch.uint8, device=device)
-            except torch.OutOfMemoryError:  # it was taken since
-                return None
-        return self._buffers[device]
-
-
 class _Gathered(NamedTuple):
-    """A short chunk that is to be copied with others: its leaf's name, its byte offset in the slab, its bytes, and what
-    has to be waited for before they are read."""
+    """A short chunk that is to be copied with others: its source, its byte offset in the slab, its bytes, and what has
+    to be waited for before they are read."""
 
-    name: str
+    source: int
     at: int
     data: Buffer
     after: StreamEvent | None
@@ -207,11 +182,11 @@ class StreamedSources:
     def _fill(self, source: int, row: int, chunk: Chunk) -> None:
         filling = self._open
         assert filling is not None
-        name = self._plan.name(source)
         if isinstance(chunk, DeviceChunk) and chunk.data.is_cuda and chunk.nbytes < BIG:
-            self._gather(filling, _Gathered(name, filling.end, chunk.data, chunk.after))
+            self._gather(filling, _Gathered(source, filling.end, chunk.data, chunk.after))
         else:
             self._transfer(filling)
+            name = self._plan.name(source)
             with _reading(name):
                 event = chunk.fill(filling.slab.buffer[filling.end : filling.end + chunk.nbytes])
             if event is not None:
@@ -233,7 +208,9 @@ class StreamedSources:
         if not run:
             return
         device, slab, start = run[0].data.device, filling.slab.buffer, run[0].at
-        name = run[0].name if len(run) == 1 else f"{run[0].name}, or one of {len(run) - 1} more up to {run[-1].name},"
+        name, last = self._plan.name(run[0].source), self._plan.name(run[-1].source)
+        if len(run) > 1:
+            name = f"{name}, or one of {len(run) - 1} more up to {last},"
         with _reading(name):
             for after in {id(chunk.after): chunk.after for chunk in run}.values():
                 if after is not None:
@@ -272,23 +249,19 @@ def checked_chunks(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]
         CaptureError: the provider failed or broke the contract.
     """
     at, nbytes = 0, int(plan.nbytes[source])
-    for chunk in _yielded(plan, source, size):
-        right = min(size, nbytes - at)
-        if chunk.start != at or chunk.nbytes != right or right <= 0:
-            raise CaptureError(
-                f"{plan.name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
-                f"right are {right} at {at} of {nbytes}"
-            )
-        at += chunk.nbytes
-        yield chunk
-    if at != nbytes:
-        raise CaptureError(f"{plan.name(source)}: its provider gave {at} of {nbytes} bytes")
-
-
-def _yielded(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]:
     try:
-        for chunk in plan.chunks[source](size):
-            yield chunk if isinstance(chunk, Chunk) else Chunk(*chunk)
+        for given in plan.chunks[source](size):
+            chunk = given if isinstance(given, Chunk) else Chunk(*given)
+            right = min(size, nbytes - at)
+            if chunk.start != at or chunk.nbytes != right or right <= 0:
+                raise CaptureError(
+                    f"{plan.name(source)}: its provider gave {chunk.nbytes} bytes at {chunk.start}; "
+                    f"right are {right} at {at} of {nbytes}"
+                )
+            at += chunk.nbytes
+            yield chunk
+        if at != nbytes:
+            raise CaptureError(f"{plan.name(source)}: its provider gave {at} of {nbytes} bytes")
     except TierstateError:
         raise
     except Exception as error:
