@@ -1,6 +1,7 @@
 """The device path: copies between a GPU and the host beside raw copies of pinned memory, and what a save costs a step.
 
-python -m benchmarks.devices [--size 8GiB] [--rounds 7] [--only copies,pin,stalls] [--shapes large,small] [--out FILE]
+python -m benchmarks.devices [--size 8GiB] [--rounds 7] [--only copies,pin,stalls] [--shapes large,small]
+                             [--tiers host,gpu,nvme] [--out FILE]
 
 Two states of float32 tensors on the device: ``large`` has tensors of 64 MiB, ``small`` has 20,000 of 40 kB. Everything
 takes turns in each round, and each ratio is made within a round. A first round warms up and does not count, except that
@@ -204,11 +205,11 @@ class Bench:
         for shape in self.args.shapes:
             params = Params(shape, self.args.size)
             if "copies" in self.args.only:
-                for tier in TIERS[:2]:
+                for tier in (tier for tier in TIERS[:2] if tier in self.args.tiers):
                     self.copies(shape, params, tier)
             if "stalls" in self.args.only:
                 work = Work(self.args.step, self.args.width)
-                for tier in TIERS:
+                for tier in self.args.tiers:
                     self.stalls(shape, params, tier, work)
             del params
             torch.cuda.empty_cache()
@@ -541,6 +542,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=parse_size, default=16 << 20, help="the policy's")
     parser.add_argument("--only", type=some_of(PHASES), default=list(PHASES), help=",".join(PHASES))
     parser.add_argument("--shapes", type=some_of(SHAPES), default=list(SHAPES), help=",".join(SHAPES))
+    parser.add_argument("--tiers", type=some_of(TIERS), default=list(TIERS), help=",".join(TIERS))
     parser.add_argument("--path", help="a folder of the disk under the nvme tier; by default that for temporary files")
     parser.add_argument("--out", default=str(out), help="file of all samples, as JSON")
     return parser.parse_args(argv)

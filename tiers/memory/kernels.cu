@@ -1,15 +1,19 @@
 // Kernels for what is computed where the state lies: digests of chunks (xxh3-128), and sums of blocks.
 //
-// Compiled by NVRTC when they are first used (kernels.py). No thread depends on another one, except for the sums of a
-// warp: so tests compile the same source for the host, and call a kernel once for each thread.
+// Compiled by NVRTC when they are first used (kernels.py). Threads have nothing to do with each other, except that those
+// of a warp add up what they have: so tests compile the same source for the host, where a thread does that part of others
+// too, and call a kernel once for each thread.
 //
 // The hash is XXH3_128bits of https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md with its default secret,
-// for inputs of more than 240 bytes. Its eight accumulators meet only at the end, so each has a thread of its own; and
-// what 16 stripes (1 KiB) add to one is a sum, so that their loads need not wait for each other.
+// for inputs of more than 240 bytes. Its eight accumulators meet only at the end, so each has threads of its own; and
+// what 16 stripes (1 KiB) add to one is a sum, so that several threads can make it.
 
 #ifdef __CUDACC_RTC__
 #define MEMORY(address) (address)
 #define ONE_OF_WARP (threadIdx.x % 32 == 0)
+#define GROUPS 4 // threads of a lane
+#else
+#define GROUPS 1
 #endif
 
 typedef unsigned long long u64;
@@ -30,6 +34,7 @@ typedef unsigned int u32;
 #define STRIPES 16    // of a block, between two scrambles
 #define BLOCK 1024    // bytes
 #define SECRET 192    // bytes
+#define AHEAD 8       // blocks whose words are on their way
 
 // The default secret: its bytes, as little-endian words.
 __constant__ const u64 SECRET_WORDS[SECRET / 8] = {
@@ -70,40 +75,61 @@ __device__ u64 added(Pair words, u32 lane, u64 key) {
   return other + (keyed & 0xFFFFFFFFull) * (keyed >> 32);
 }
 
-// The accumulators of each chunk, one thread for each lane: lanes[8 * chunk + lane].
+// What one of the groups of threads adds for a block, and then what all of them add.
+__device__ u64 added_by_group(const Pair *words, u32 lane, const u64 *keys) {
+  u64 sum = 0;
+#pragma unroll
+  for (u32 i = 0; i < STRIPES / GROUPS; i++) sum += added(words[i], lane, keys[i]);
+  return sum;
+}
+
+__device__ u64 of_groups(u64 sum) {
+#ifdef __CUDACC_RTC__
+  for (u32 step = LANES; step < LANES * GROUPS; step *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+#endif
+  return sum;
+}
+
+__device__ void load_block(Pair *words, const unsigned char *memory) {
+#pragma unroll
+  for (u32 i = 0; i < STRIPES / GROUPS; i++) words[i] = pair_at(memory + i * STRIPE);
+}
+
+// The accumulators of each chunk: lanes[8 * chunk + lane]. A warp digests one chunk: each lane has four threads, which
+// share the 16 stripes of a block, and have the words of the next blocks on their way.
 //
 // Addresses and lengths are multiples of 16; lengths are more than 240.
 extern "C" __global__ void xxh3_lanes(u64 chunks, const u64 *address, const u64 *nbytes, u64 *lanes) {
-  u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, chunk = thread / LANES;
-  u32 lane = thread % LANES;
+  u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, chunk = thread / (LANES * GROUPS);
+  u32 lane = thread % LANES, group = thread / LANES % GROUPS;
   if (chunk >= chunks) return;
   const u64 begin[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
   const unsigned char *memory = (const unsigned char *)MEMORY(address[chunk]) + lane / 2 * 16;
-  u64 length = nbytes[chunk], whole = (length - 1) / BLOCK;
-  u64 sum = begin[lane];
-  u64 keys[STRIPES];
+  const unsigned char *mine = memory + group * (STRIPES / GROUPS) * STRIPE;
+  u64 length = nbytes[chunk], whole = (length - 1) / BLOCK, sum = begin[lane];
+  u64 keys[STRIPES / GROUPS], scramble = SECRET_WORDS[(SECRET - STRIPE) / 8 + lane];
+  Pair words[AHEAD][STRIPES / GROUPS];
 #pragma unroll
-  for (u32 i = 0; i < STRIPES; i++) keys[i] = SECRET_WORDS[i + lane];
-  u64 scramble = SECRET_WORDS[(SECRET - STRIPE) / 8 + lane];
-  Pair words[STRIPES], next[STRIPES];
-  if (whole) {
+  for (u32 i = 0; i < STRIPES / GROUPS; i++) keys[i] = SECRET_WORDS[group * (STRIPES / GROUPS) + i + lane];
 #pragma unroll
-    for (u32 i = 0; i < STRIPES; i++) words[i] = pair_at(memory + i * STRIPE);
+  for (u32 ahead = 0; ahead < AHEAD; ahead++)
+    if (ahead < whole) load_block(words[ahead], mine + ahead * BLOCK);
+  for (u64 first = 0; first < whole; first += AHEAD) {
+#pragma unroll
+    for (u32 ahead = 0; ahead < AHEAD; ahead++) {
+      u64 block = first + ahead;
+      if (block >= whole) break;
+      u64 more = added_by_group(words[ahead], lane, keys);
+      if (block + AHEAD < whole) load_block(words[ahead], mine + (block + AHEAD) * BLOCK);
+      sum += of_groups(more);
+      sum = (sum ^ sum >> 47 ^ scramble) * PRIME32_1;
+    }
   }
-  for (u64 block = 0; block < whole; block++) {
-    const unsigned char *after = memory + (block + 1 < whole ? block + 1 : block) * BLOCK;
-#pragma unroll
-    for (u32 i = 0; i < STRIPES; i++) next[i] = pair_at(after + i * STRIPE);
-#pragma unroll
-    for (u32 i = 0; i < STRIPES; i++) sum += added(words[i], lane, keys[i]);
-    sum = (sum ^ sum >> 47 ^ scramble) * PRIME32_1;
-#pragma unroll
-    for (u32 i = 0; i < STRIPES; i++) words[i] = next[i];
-  }
+  const unsigned char *last = memory + whole * BLOCK;
   u32 rest = (u32)((length - 1 - whole * BLOCK) / STRIPE);
-  for (u32 i = 0; i < rest; i++) sum += added(pair_at(memory + whole * BLOCK + i * STRIPE), lane, SECRET_WORDS[i + lane]);
+  for (u32 i = 0; i < rest; i++) sum += added(pair_at(last + i * STRIPE), lane, SECRET_WORDS[i + lane]);
   sum += added(pair_at(memory + length - STRIPE), lane, secret_at(SECRET - STRIPE - 7 + lane * 8));
-  lanes[thread] = sum;
+  lanes[LANES * chunk + lane] = sum;
 }
 
 __device__ u64 folded(u64 one, u64 other) { return one * other ^ __umul64hi(one, other); }
@@ -123,6 +149,8 @@ __device__ u64 reversed(u64 word) {
 }
 
 // The digest of each chunk, 16 bytes in their canonical (big-endian) order, from its accumulators.
+//
+// `digests` may be pinned memory of the host: a copy would wait for other copies, or they for it.
 extern "C" __global__ void xxh3_merge(u64 chunks, const u64 *nbytes, const u64 *lanes, u64 *digests) {
   u64 chunk = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (chunk >= chunks) return;

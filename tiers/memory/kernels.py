@@ -31,11 +31,11 @@ ALIGN = 16
 
 
 LANES = 8
-"""Threads that digest a chunk, one for each accumulator of the hash."""
+"""Accumulators of the hash."""
 
 
-THREADS = 32
-"""Threads of a block: few, so that chunks spread over the whole device."""
+WARP = 32
+"""Threads that digest a chunk: a block of its own, so that chunks spread over the whole device."""
 
 
 NAMES = ("xxh3_lanes", "xxh3_merge", "block_sums")
@@ -50,7 +50,8 @@ class Kernels(Protocol):
         Args:
             name: one of `NAMES`.
             blocks, threads: how many blocks, of how many threads each.
-            args: tensors of the device, which must live until the kernel has ended, or numbers of 64 bits.
+            args: tensors of the device or in pinned memory, which must live until the kernel has ended, or numbers of
+                64 bits.
 
         Raises:
             RuntimeError: the device has failed.
@@ -116,7 +117,9 @@ def _check(kernels: Kernels, device: torch.device) -> None:
     """Raises RuntimeError if a digest is not what the host makes of the same bytes."""
     data = torch.arange(1 << 16, dtype=torch.int32).view(torch.uint8)[: (1 << 18) - 48]
     there = data.to(device)
-    [found] = xxh3_digests(kernels, [there]).cpu().numpy()
+    digests = xxh3_digests(kernels, [there])
+    torch.cuda.current_stream(device).synchronize()
+    [found] = digests.numpy()
     if found.tobytes() != digest_function(DEFAULT_DIGEST)(data):
         raise RuntimeError("a digest that the device computed is not right")
 
@@ -128,7 +131,8 @@ def xxh3_digests(kernels: Kernels, chunks: Sequence[Buffer]) -> torch.Tensor:
         chunks: one or more, each of more than 240 bytes; addresses and lengths are multiples of `ALIGN`.
 
     Returns:
-        ``(n, 2)`` of int64 on the device: 16 bytes for each chunk.
+        ``(n, 2)`` of int64 in pinned host memory: 16 bytes for each chunk, once the stream has come so far. A copy from
+        the device would wait there for copies of chunks, or they for it.
 
     Raises:
         RuntimeError: the device has failed, or has no memory.
@@ -136,9 +140,9 @@ def xxh3_digests(kernels: Kernels, chunks: Sequence[Buffer]) -> torch.Tensor:
     device, n = chunks[0].device, len(chunks)
     table = torch.tensor([[c.data_ptr() for c in chunks], [c.numel() for c in chunks]]).to(device)
     lanes = torch.empty((n, LANES), dtype=torch.int64, device=device)
-    digests = torch.empty((n, 2), dtype=torch.int64, device=device)
-    kernels.launch("xxh3_lanes", -(-n * LANES // THREADS), THREADS, n, table[0], table[1], lanes)
-    kernels.launch("xxh3_merge", -(-n // THREADS), THREADS, n, table[1], lanes, digests)
+    digests = torch.empty((n, 2), dtype=torch.int64, pin_memory=True)
+    kernels.launch("xxh3_lanes", n, WARP, n, table[0], table[1], lanes)
+    kernels.launch("xxh3_merge", -(-n // WARP), WARP, n, table[1], lanes, digests)
     return digests
 
 

@@ -387,8 +387,8 @@ class HostKernels:
 
     def launch(self, name: str, blocks: int, threads: int, *args: int | torch.Tensor) -> None:
         tensors = {i: arg for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
-        here = {i: fake().on_host(tensor).data_ptr() for i, tensor in tensors.items()}
-        offset = next(here[i] - tensor.data_ptr() for i, tensor in tensors.items())
+        here = {i: (fake().on_host(t) if t.is_cuda else t).data_ptr() for i, t in tensors.items()}
+        offset = next(here[i] - t.data_ptr() for i, t in tensors.items() if t.is_cuda)
         cells = (ctypes.c_uint64 * 5)(*(here.get(i, arg) for i, arg in enumerate(args)))
         function = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
         with torch.cuda.device(self._device):

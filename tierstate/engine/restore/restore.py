@@ -56,8 +56,9 @@ from .fetch import Fetch, RepairWriter
 from .gpu import restore_on_device
 from .scatter import Destination, ScatterTargets
 
-READ_WORKERS = max(4, min(8, os.cpu_count() or 1))
-"""Number of reads at once, each with a slab whose pages must be faulted in first. Four keep a disk busy."""
+READ_WORKERS = max(4, min(16, os.cpu_count() or 1))
+"""Number of reads at once, each with a slab whose pages must be faulted in first. Four keep a disk busy, and more the
+bus to a GPU: a reader also copies, verifies, and waits until its slab has crossed the bus."""
 
 
 log = logging.getLogger("tierstate")

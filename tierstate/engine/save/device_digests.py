@@ -32,7 +32,7 @@ Streams = dict[torch.device, CopyStream]
 """Where each device computes digests: beside its copies."""
 
 
-SIDE_BY_SIDE = 16
+SIDE_BY_SIDE = 4
 """How many times the longest chunk there must be, for a device to digest them sooner than threads of the host: one
 chunk takes it as long as many."""
 
@@ -107,14 +107,13 @@ class DeviceDigests:
             for event in {id(chunk.after): chunk.after for _, chunk in chunks}.values():
                 if event is not None:
                     event.wait()
-            host = torch.empty((len(chunks), 2), dtype=torch.int64, pin_memory=True)
             try:
-                host.copy_(xxh3_digests(kernels, [chunk.data for _, chunk in chunks]), non_blocking=True)
+                digests = xxh3_digests(kernels, [chunk.data for _, chunk in chunks])
             except BaseException:
                 stream.settle()  # nothing reads the state or writes here any more
                 raise
         self._places.update({row: (len(self._batches), i) for i, (row, _) in enumerate(chunks)})
-        self._batches.append(_Batch(stream, host))
+        self._batches.append(_Batch(stream, digests))
 
     def join(self) -> None:
         """Make what is queued later on this thread's current streams of the devices wait until all is digested."""
