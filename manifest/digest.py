@@ -118,8 +118,10 @@ class DigestIndex:
         if not len(self._order) or not len(digests):
             return np.full(len(digests), -1, "i8")
         high, low = digests[:, 0], digests[:, 1]
-        at, end = np.searchsorted(self._high, high), np.searchsorted(self._high, high, "right")
-        last, stop = len(self._order) - 1, end
+        at, last = self._high.searchsorted(high), len(self._order) - 1
+        if not (self._high[np.minimum(at, last)] == high).any():  # as of chunks that have all changed
+            return np.full(len(digests), -1, "i8")
+        stop = end = self._high.searchsorted(high, "right")
         # Bisect the second half among equal first halves: usually one round, and never more than 64, so that a table
         # with forged collisions does not take long.
         for _ in range(int((end - at).max()).bit_length()):

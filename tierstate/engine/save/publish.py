@@ -68,6 +68,10 @@ Stages = Callable[[], Array]
 """Returns ``(leaves,)``: the stage of the capture in which each leaf comes whole, or -1; see `CapturePlan.stages`."""
 
 
+_FIRST = np.zeros(1, "i8")
+"""The index of the only chunk of a slab."""
+
+
 class AdoptedChunks(Protocol):
     """Chunks of a version that are in the tier's memory before their digests are known; implemented by `Snapshot`.
 
@@ -164,6 +168,9 @@ class TierWrite:
 
     def take(self, batch: SlabChunks) -> None:
         """Write the chunks of a slab that the tier needs and lacks. Contiguous raw chunks are written as one run."""
+        if len(batch.rows) == 1 and self._raw[batch.rows[0]]:
+            self._take_raw(batch)
+            return
         missing = self.missing(batch.rows, batch.digests)
         raw = self._raw[batch.rows[missing]]
         for number in np.flatnonzero(~raw).tolist():
@@ -180,6 +187,16 @@ class TierWrite:
         self._twins.append(
             (batch.rows[twins], np.array([self._written[d] for d in digest_list(batch.digests[twins])], "i8"))
         )
+        self._coding.workers.hand_on()
+
+    def _take_raw(self, batch: SlabChunks) -> None:
+        """As `take`, for the one chunk of a slab: as for all long leaves, where this takes most of a save's Python."""
+        row, name = int(batch.rows[0]), batch.digests.tobytes()
+        if len(self.missing(batch.rows, batch.digests)):
+            if batch.nbytes[0] >= MIN_DEDUPLICATED and (of := self._written.setdefault(name, row)) != row:
+                self._twins.append((batch.rows, np.array([of], "i8")))
+            else:
+                self._write_run(batch, _FIRST)
         self._coding.workers.hand_on()
 
     def _part_twins(self, batch: SlabChunks, which: Array) -> tuple[Array, Array]:
