@@ -43,7 +43,7 @@ from .device_digests import DeviceDigests, Streams
 from .plan import CapturePlan, LastCapture
 from .publish import CascadeJob, DirectJob, Job, SlabReceiver, UnchangedChunks
 from .save_state import QueuedCopies, SaveState
-from .streamed import SLABS_AHEAD, Filling, StreamedSources
+from .streamed import COPIES_QUEUED, SLABS_AHEAD, Filling, StreamedSources
 from .tier_queue import TierQueue
 
 log = logging.getLogger("tierstate")
@@ -213,14 +213,13 @@ class Capture:
         streamed = np.flatnonzero(which & (plan.address == 0))
         slabfuls = fill_slabs(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size)
         filled: SimpleQueue[Filling | None] = SimpleQueue()
-        digesting = self._digest_threads(streamed)
-        threads = [
-            *(threading.Thread(target=self._work, args=(slabfuls,), name="tierstate-copy") for _ in range(1, workers)),
-            *(threading.Thread(target=self._digest_all, args=(filled,), name="tierstate-digest") for _ in digesting),
-        ]
-        started: list[threading.Thread] = []
+        digesting, started = range(0), list[threading.Thread]()
         try:
-            for thread in threads:
+            self._begin(streamed)
+            digesting = self._digest_threads(streamed)
+            copying = (self._thread(self._work, slabfuls, "tierstate-copy") for _ in range(1, workers))
+            beside = (self._thread(self._digest_all, filled, "tierstate-digest") for _ in digesting)
+            for thread in (*copying, *beside):
                 thread.start()
                 started.append(thread)
             self._stream(streamed, filled.put if digesting else self._take)
@@ -245,20 +244,30 @@ class Capture:
             if (filling := filled.get()) is not None:
                 filling.drop()
 
+    @staticmethod
+    def _thread(target: Callable[..., None], work: object, name: str) -> threading.Thread:
+        return threading.Thread(target=target, args=(work,), name=name)
+
+    def _begin(self, sources: Array) -> None:
+        """Let devices begin with what they do beside their copies."""
+        if len(sources):
+            for fence in self._plan.fences:
+                fence.follow()
+        plan, first = self._plan, self._first
+        self._on_device = DeviceDigests.queue(plan, sources, first, self._chunk, self._digest, self._streams)
+
     def _digest_threads(self, sources: Array) -> range:
         """Threads that digest what devices copy, while this thread queues more copies; none for a small state."""
-        worth = int(self._plan.nbytes[sources].sum()) // WORTH_A_THREAD
+        worth = (int(self._plan.nbytes[sources].sum()) - self._on_device.nbytes) // WORTH_A_THREAD
         return range(min(COPY_WORKERS, _cores(), worth) if self._plan.fences else 0)
 
     def _stream(self, sources: Array, take: Callable[[Filling], None]) -> None:
         if len(sources):
-            for fence in self._plan.fences:
-                fence.follow()
-            ahead = SLABS_AHEAD if take == self._take else 0
+            ahead = 0
+            if take == self._take:  # one thread does it all: enough if devices digest, and fewer threads use Python
+                ahead = COPIES_QUEUED if self._on_device.nbytes else SLABS_AHEAD
             streamed = StreamedSources(self._plan, self._chunk, self._arena, self._stopped, ahead, self._staging)
-            plan, first = self._plan, self._first
-            self._on_device = DeviceDigests.queue(plan, sources, first, self._chunk, self._digest, self._streams)
-            with closing(streamed.run(sources, first, self._unchanged_on_devices())) as slabs:
+            with closing(streamed.run(sources, self._first, self._unchanged_on_devices())) as slabs:
                 for filling in slabs:
                     take(filling)
             self._on_device.join()

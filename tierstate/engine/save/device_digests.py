@@ -50,9 +50,14 @@ class _Batch(NamedTuple):
 
 
 class DeviceDigests:
-    """Digests that devices compute; empty where they cannot. Made by `queue`, with copies on side streams beside it."""
+    """Digests that devices compute; empty where they cannot. Made by `queue`, with copies on side streams beside it.
+
+    Attributes:
+        nbytes: bytes of the chunks.
+    """
 
     def __init__(self) -> None:
+        self.nbytes = 0
         self._batches: list[_Batch] = []
         self._places: dict[int, tuple[int, int]] = {}
         self._done: list[Array] | None = None
@@ -114,6 +119,7 @@ class DeviceDigests:
                 raise
         self._places.update({row: (len(self._batches), i) for i, (row, _) in enumerate(chunks)})
         self._batches.append(_Batch(stream, digests))
+        self.nbytes += sum(chunk.nbytes for _, chunk in chunks)
 
     def join(self) -> None:
         """Make what is queued later on this thread's current streams of the devices wait until all is digested."""
