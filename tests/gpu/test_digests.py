@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from support.equality import difference
 from support.fake_cuda import LATE, RANDOM, fake, is_installed, timing
 
 import tierstate as ts
-from tierstate.engine.save import device_digests
+from tierstate.engine.save import capture, device_digests
 from tierstate.manifest.digest import digest_function
 from tierstate.tiers.memory import kernels as kernels_room
 from tierstate.tiers.memory.kernels import ALIGN, kernels_of, xxh3_digests
@@ -146,6 +147,30 @@ def test_chunks_that_do_not_change_cross_the_bus_no_more(ckpt: ts.Checkpointer) 
         assert torch.equal(loaded["trained"], trained.cpu() - (last - step))
         assert torch.equal(loaded["2"], frozen["2"].cpu() - int(step < last))
     assert arena_of(ckpt).in_flight == 0
+
+
+def test_a_step_comes_after_the_digests(ckpt: ts.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "WORTH_A_THREAD", 1000)  # threads digest the rest
+    opened, own = threading.Event(), capture.Capture._take
+
+    def gated(*args: Any) -> None:  # so that nobody waits for digests before the step
+        assert opened.wait(60)
+        own(*args)
+
+    params = [torch.nn.Parameter(torch.randn(n, device="cuda")) for n in (MIB, 1000)]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    ckpt.guard(optimizer)
+    state = {str(i): param for i, param in enumerate(params)}
+    truth = truth_of(state)
+    monkeypatch.setattr(capture.Capture, "_take", gated)
+    save = ckpt.save(state, step=0)
+    optimizer.step()
+    torch.cuda.current_stream().synchronize()
+    opened.set()
+    save.wait()
+    assert difference(truth, on_the_host(ckpt.load())) == ""
 
 
 def test_where_kernels_cannot_be_compiled_the_host_digests(
