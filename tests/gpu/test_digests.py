@@ -218,6 +218,17 @@ def test_a_device_without_memory_leaves_it_to_the_host(ckpt: ts.Checkpointer, mo
     assert difference(truth_of(state), ckpt.load()) == ""
 
 
+@pytest.mark.skipif(not is_installed(), reason="a real device is never quite full")
+def test_a_full_device_keeps_training_s_cache(ckpt: ts.Checkpointer) -> None:
+    state = {"w": torch.randn(3 * MIB, device="cuda")}
+    torch.cuda.synchronize()
+    fake().limit(torch.cuda.memory_reserved() + kernels_room.LANES)
+    before = torch.cuda.memory_stats()["num_alloc_retries"]
+    ckpt.save(state, step=0).wait()
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == before
+    assert difference(truth_of(state), ckpt.load()) == ""
+
+
 def test_what_changes_on_the_way_to_the_host_is_found(ckpt: ts.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A digest is of what the device holds, so that what an error of the bus makes of it is never taken for it."""
     state, own = {"w": torch.randn(3 * MIB, device="cuda")}, device_digests.DeviceDigests.of
