@@ -109,7 +109,9 @@ class DeviceDigests:
         kernels = kernels_of(device)
         if kernels is None:
             return
-        stream = streams.setdefault(device, CopyStream(device))
+        if device not in streams:
+            streams[device] = CopyStream(device)
+        stream = streams[device]
         stream.follow()
         with stream.taken():
             for event in {id(chunk.after): chunk.after for _, chunk in chunks}.values():
