@@ -491,10 +491,6 @@ class TrainerSession:
         for tier_run in self._tier_runs.values():
             (tier_run.held.discard if message.head.get("end") else tier_run.held.add)(int(message.head["seq"]))
 
-    def _on_look_again(self, message: Message) -> None:
-        for tier_run in self._tier_runs.values():
-            tier_run.look_again()
-
     def _on_ask(self, message: Message) -> None:
         answers: dict[str, Callable[[Message], tuple[Any, tuple[bytes, ...]]]] = {
             "needless": self._needless,

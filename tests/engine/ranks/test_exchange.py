@@ -68,6 +68,23 @@ def teams(draw):
     return hosts, nbytes, wants, here, lost
 
 
+@contextmanager
+def exchanged(plans, nbytes, lost=(), **keys):
+    """Ranks that have read and passed on everything, but for the lost chunks, which nobody can read."""
+    with ExitStack() as closing:
+        doors = [PeerListener(1, SECRET) for _ in plans]
+        ranks = [Rank(me, plan, doors, nbytes, **keys) for me, plan in enumerate(plans)]
+        for rank in ranks:
+            closing.callback(rank.passing.close)
+        threads = [threading.Thread(target=r.read, args=(p, lost)) for r, p in zip(ranks, plans, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [rank.passing.wait([]) for rank in ranks] == [None] * len(ranks)
+        yield ranks
+
+
 @settings(max_examples=25)
 @given(teams())
 def test_what_is_planned_arrives_and_what_is_lost_is_told(team):
@@ -76,20 +93,8 @@ def test_what_is_planned_arrives_and_what_is_lost_is_told(team):
         RankRows(runs_in(w), (NO_ROWS, runs_in(here[h]), NO_ROWS, NO_ROWS)) for w, h in zip(wants, hosts, strict=True)
     ]
     plans = [plan_exchange(offers, hosts, nbytes, me) for me in range(len(hosts))]
-    with ExitStack() as closing:
-        doors = [PeerListener(1, SECRET) for _ in hosts]
-        ranks = [Rank(me, plan, doors, nbytes) for me, plan in enumerate(plans)]
-        for rank in ranks:
-            closing.callback(rank.passing.close)
-
-        threads = [threading.Thread(target=r.read, args=(p, lost)) for r, p in zip(ranks, plans, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for rank in ranks:
-            assert rank.passing.wait([]) is None
-            assert rank.passing.broken == []
+    with exchanged(plans, nbytes, lost) as ranks:
+        assert all(rank.passing.broken == [] for rank in ranks)
     for plan, rank in zip(plans, ranks, strict=True):
         coming = {row for got in plan.receives.values() for row in got.tolist()}
         assert rank.got == {row: content(row, nbytes[row]) for row in coming - lost}
@@ -103,18 +108,8 @@ def test_along_the_rows_of_many_hosts_no_rank_waits_for_ever(monkeypatch):
     offers = [RankRows(every, (NO_ROWS, NO_ROWS, NO_ROWS, every)) for _ in hosts]
     plans = [plan_exchange(offers, hosts, nbytes, me) for me in range(len(hosts))]
     assert sum(len(plan.reads) for plan in plans) == len(nbytes)
-    with ExitStack() as closing:
-        doors = [PeerListener(1, SECRET) for _ in hosts]
-        ranks = [Rank(me, plan, doors, nbytes, hosts=hosts) for me, plan in enumerate(plans)]
-        for rank in ranks:
-            closing.callback(rank.passing.close)
-        threads = [threading.Thread(target=r.read, args=(p, ())) for r, p in zip(ranks, plans, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for rank in ranks:
-            assert rank.passing.wait([]) is None
+    with exchanged(plans, nbytes, hosts=hosts) as ranks:
+        pass
     for plan, rank in zip(plans, ranks, strict=True):
         assert sorted([*plan.reads.tolist(), *rank.got]) == list(range(len(nbytes)))
 
