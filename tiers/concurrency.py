@@ -7,6 +7,7 @@ calls goes on after the block that made them: not even if that was interrupted w
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,11 @@ R = TypeVar("R")
 
 class Cancelled(RuntimeError):
     """A call was not begun, since its pool was closed."""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def start_thread(thread: threading.Thread) -> None:

@@ -163,6 +163,9 @@ def test_memory_that_changed_on_the_device_is_found_there(
 def test_sums_are_the_same_on_the_device_and_on_the_host() -> None:
     memory = random_bytes(5 * SUM_BLOCK, 3)
     assert (sums_on_host(block_sums(memory.cuda())) == sums_on_host(block_sums(memory))).all()
+    for part in (memory, memory.cuda()):
+        with pytest.raises(RuntimeError):  # no bytes are left out
+            block_sums(part[:-4])
 
 
 def test_a_device_without_room_is_a_full_tier_and_not_the_end_of_training(

@@ -212,7 +212,7 @@ def test_a_change_of_format_moves_everything(place: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_slabs_that_overtake_each_other_wait(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "_cores", lambda: 4)
+    monkeypatch.setattr(capture, "usable_cores", lambda: 4)
     monkeypatch.setattr(capture, "WORTH_A_THREAD", 1)
     tiers = {"host": tier("host", place, format=name), "nvme": tier("nvme", place, format=name)}
     for size in ("512KiB", "1280KiB"):

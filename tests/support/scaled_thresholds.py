@@ -147,7 +147,7 @@ class Crossings:
         for where, name, value in SCALES:
             self._scale(where, name, value)
         patch.setattr(prune, "repack", partial(prune.repack, win=WIN))
-        patch.setattr(capture, "_cores", lambda: 3)
+        patch.setattr(capture, "usable_cores", lambda: 3)
         self._count_io()
         self._count_reads()
         self._count_saves()

@@ -27,7 +27,7 @@ import torch
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import CaptureError, TierstateError
-from tierstate.tiers.concurrency import start_thread
+from tierstate.tiers.concurrency import start_thread, usable_cores
 from tierstate.tiers.libc import libc
 from tierstate.tiers.units import rough_size
 
@@ -438,7 +438,7 @@ class Arena:
                 return
             lacking = wanted - self.in_flight - len(self._free)
             self._preparers = []
-            for _ in range(max(1, min(MOST_PREPARERS, lacking, (os.cpu_count() or 1) // 4))):
+            for _ in range(max(1, min(MOST_PREPARERS, lacking, usable_cores() // 4))):
                 thread = threading.Thread(target=self._prepare, args=(wanted,), name="tierstate-arena", daemon=True)
                 # Under the lock, so that `close` never misses a thread that it must wait for.
                 self._preparing += 1
@@ -448,7 +448,9 @@ class Arena:
                 except RuntimeError:
                     self._preparing -= 1
                     self._preparers.pop()
-                    raise
+                    if not self._preparers:
+                        raise
+                    break  # no more threads (`ulimit -u`): those that are there do all of it
 
     def _prepare(self, wanted: int) -> None:
         try:

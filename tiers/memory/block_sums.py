@@ -58,15 +58,12 @@ def block_sums(memory: Buffer) -> torch.Tensor:
     Raises:
         RuntimeError: the length is no multiple of `SUM_BLOCK`, or the device has no memory or has failed.
     """
-    kernels = (
-        kernels_of(memory.device) if memory.is_cuda and memory.numel() and memory.data_ptr() % ALIGN == 0 else None
-    )
-    if kernels is not None:
-        blocks = memory.numel() // SUM_BLOCK
-        found = torch.zeros((blocks, 2), dtype=torch.int64, device=memory.device)
-        kernels.launch("block_sums", blocks, SUM_THREADS, blocks, memory.view(torch.int32), found)
-        return found
     squares = memory.view(torch.int32).view(memory.numel() // SUM_BLOCK, SUM_SIDE, SUM_SIDE)
+    fits = memory.is_cuda and len(squares) > 0 and memory.data_ptr() % ALIGN == 0
+    if fits and (kernels := kernels_of(memory.device)) is not None:
+        found = squares.new_zeros((len(squares), 2), dtype=torch.int64)
+        kernels.launch("block_sums", len(squares), SUM_THREADS, len(squares), squares, found)
+        return found
     wide = squares.new_empty((min(len(squares), SUM_PART // SUM_BLOCK), SUM_SIDE, SUM_SIDE), dtype=torch.int64)
     sums = squares.new_empty((len(squares), 2), dtype=torch.int64)
     for group, out in _parts(SUM_GROUP, squares, sums):

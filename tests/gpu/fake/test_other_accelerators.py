@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import policy, scratch, tier
-from support.device_jobs import OddTensors, on_the_host
+from support.device_jobs import OddTensors, on_the_host, truth_of
 from support.equality import difference
 from support.fake_cuda import EAGER, LATE, RANDOM, fake
 
@@ -21,10 +18,6 @@ from tierstate.providers.tensors import devices
 @pytest.fixture(autouse=True)
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "STREAMED", ())
-
-
-def truth_of(params: OddTensors) -> Any:
-    return copy.deepcopy(on_the_host(params.saved()))
 
 
 @settings(max_examples=15)
@@ -48,7 +41,7 @@ def test_every_version_is_the_state_at_its_call(seed: int, timing: int, lazy: bo
             params.step()
             if lossy:
                 params.tensors[2].copy_(params.tensors[2].bfloat16().float())
-            truth[step] = truth_of(params)
+            truth[step] = truth_of(params.saved())
             params.tensors[0].mul_(-1)  # queued when save is called
             truth[step]["0"].mul_(-1)
             save = ckpt.save(params.saved(), step=step)
@@ -57,7 +50,7 @@ def test_every_version_is_the_state_at_its_call(seed: int, timing: int, lazy: bo
         for step in (1, 2, 0):
             params.step()
             ckpt.restore(params.saved(), step=step, allow_lossy=True)
-            assert difference(truth[step], truth_of(params)) == ""
+            assert difference(truth[step], truth_of(params.saved())) == ""
             params.step()
             loaded = ckpt.load(step=step, device="cuda:1", allow_lossy=True)
             assert loaded["0"].device == torch.device("cuda:1")
@@ -69,7 +62,7 @@ def test_nothing_is_captured_after_save_has_returned() -> None:
     params = OddTensors([1], 0)
     with scratch() as place, ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
         ckpt.guard(params)
-        truth = truth_of(params)
+        truth = truth_of(params.saved())
         save = ckpt.save(params.saved(), step=1)
         params.tensors[0].mul_(0)  # no step, so that nothing waits for a capture
         save.wait()

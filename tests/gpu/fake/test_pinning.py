@@ -245,7 +245,7 @@ def test_threads_that_capture_run_on_the_node_and_no_others(
         arena_room, "node_of_device", lambda device: None if device is None else NumaNode(0, frozenset(node))
     )
     monkeypatch.setattr(capture, "WORTH_A_THREAD", 1000)
-    monkeypatch.setattr(capture, "_cores", lambda: 2)
+    monkeypatch.setattr(capture, "usable_cores", lambda: 2)
     seen: list[tuple[str, set[int]]] = []
 
     def noting(own: Callable[..., Any]) -> Callable[..., Any]:

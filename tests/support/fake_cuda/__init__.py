@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -330,8 +330,9 @@ def _fill_in(device: Any, runtime: Runtime, devices: int) -> None:
     cuda.default_generators = tuple(torch.Generator() for _ in range(devices))
     cuda.get_device_properties = lambda index=None: _properties(device, torch.device("cuda", index or 0).index)
     torch.UntypedStorage.resize_ = _resizing(device, torch.UntypedStorage.resize_)
-    _stand_in_for_library(runtime)
-    _stand_in_for_kernels()
+    # Functions of libcudart that torch does not bind are called through one module of ours; and there is no NVRTC here.
+    _stand_in("cudart", "runtime", lambda: runtime)
+    _stand_in("kernels", "CompiledKernels", HostKernels)
 
 
 def _resizing(device: Any, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -370,13 +371,12 @@ def _properties(device: Any, index: int) -> SimpleNamespace:
     return SimpleNamespace(name="fake", total_memory=total, major=9, minor=0, multi_processor_count=1, **place)
 
 
-def _stand_in_for_library(runtime: Runtime) -> None:
-    """Functions of libcudart that torch does not bind are called through one module of ours."""
+def _stand_in(module: str, name: str, value: object) -> None:
+    """Put this in the place of what a module of ours has under that name, if this checkout has the module."""
     try:
-        module: ModuleType = importlib.import_module("tierstate.tiers.memory.cudart")
+        setattr(importlib.import_module(f"tierstate.tiers.memory.{module}"), name, value)
     except ModuleNotFoundError:
         return
-    module.runtime = lambda: runtime  # type: ignore[attr-defined]
 
 
 class HostKernels:
@@ -400,15 +400,6 @@ def _kernels_library() -> ctypes.PyDLL:
     source: Path = importlib.import_module("tierstate.tiers.memory.kernels").SOURCE
     version = hashlib.sha256(source.read_bytes()).hexdigest()
     return ctypes.PyDLL(str(_compiled("kernels.cpp", [f"-I{source.parent}", f"-DVERSION_{version}"], [])))
-
-
-def _stand_in_for_kernels() -> None:
-    """There is no NVRTC here."""
-    try:
-        module: ModuleType = importlib.import_module("tierstate.tiers.memory.kernels")
-    except ModuleNotFoundError:
-        return
-    module.CompiledKernels = HostKernels  # type: ignore[attr-defined]
 
 
 def timing(when: int, seed: int = 0) -> None:

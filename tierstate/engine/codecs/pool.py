@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.format.layout import DeltaBase
-from tierstate.tiers.concurrency import Task, WorkerPool
+from tierstate.tiers.concurrency import Task, WorkerPool, usable_cores
 from tierstate.tiers.memory.arena import LeasedSlab
 from tierstate.tiers.trace import span
 
@@ -135,7 +134,7 @@ class EncoderPool(Generic[T]):
 
 def workers_here() -> int:
     """Default number of threads: half of the cores of this process, as training and writing need the others."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return max(1, min(MAX_WORKERS, cores // 2))
 
 

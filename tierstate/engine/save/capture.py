@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -30,7 +29,7 @@ from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.reshard.coverage import check_complete
-from tierstate.tiers.concurrency import start_thread
+from tierstate.tiers.concurrency import start_thread, usable_cores
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import RESERVED_SLABS, Arena, Slab
 from tierstate.tiers.memory.cudart import relaxed_capture
@@ -199,7 +198,7 @@ class Capture:
     def _workers(self) -> int:
         here = ~self._plan.guarded & (self._plan.address != 0)
         worth = int(self._plan.nbytes[here].sum()) // WORTH_A_THREAD
-        return max(1, min(COPY_WORKERS, _cores(), worth))
+        return max(1, min(COPY_WORKERS, usable_cores(), worth))
 
     def _copy_all(self, which: Array, workers: int, then: Callable[[], None] = lambda: None) -> None:
         """Copy these sources.
@@ -259,7 +258,7 @@ class Capture:
     def _digest_threads(self, sources: Array) -> range:
         """Threads that digest what devices copy, while this thread queues more copies; none for a small state."""
         worth = (int(self._plan.nbytes[sources].sum()) - self._on_device.nbytes) // WORTH_A_THREAD
-        return range(min(COPY_WORKERS, _cores(), worth) if self._plan.fences else 0)
+        return range(min(COPY_WORKERS, usable_cores(), worth) if self._plan.fences else 0)
 
     def _stream(self, sources: Array, take: Callable[[Filling], None]) -> None:
         if len(sources):
@@ -401,11 +400,6 @@ class Capture:
             if length >= BIG:
                 self._samples[row] = sample_hash(chunk)
         return digest_array(digests)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory_at(address: int, nbytes: int) -> memoryview:

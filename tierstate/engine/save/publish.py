@@ -184,33 +184,34 @@ class TierWrite:
         for run in np.split(plain, run_ends(batch, plain)):
             if len(run):
                 self._write_run(batch, run)
-        self._twins.append(
-            (batch.rows[twins], np.array([self._written[d] for d in digest_list(batch.digests[twins])], "i8"))
-        )
+        self._note_twins(batch, twins)
         self._coding.workers.hand_on()
 
     def _take_raw(self, batch: SlabChunks) -> None:
         """As `take`, for the one chunk of a slab: as for all long leaves, where this takes most of a save's Python."""
-        row, name = int(batch.rows[0]), batch.digests.tobytes()
         if len(self.missing(batch.rows, batch.digests)):
-            if batch.nbytes[0] >= MIN_DEDUPLICATED and (of := self._written.setdefault(name, row)) != row:
-                self._twins.append((batch.rows, np.array([of], "i8")))
+            if self._is_twin(batch, 0, batch.digests.tobytes()):
+                self._note_twins(batch, _FIRST)
             else:
                 self._write_run(batch, _FIRST)
         self._coding.workers.hand_on()
 
     def _part_twins(self, batch: SlabChunks, which: Array) -> tuple[Array, Array]:
         """Split chunks into those to write and duplicates of chunks that this save has written."""
-        firsts, twins = [], []
+        firsts: list[int] = []
+        twins: list[int] = []
         for i, name in zip(which.tolist(), digest_list(batch.digests[which]), strict=True):
-            if (
-                batch.nbytes[i] >= MIN_DEDUPLICATED
-                and self._written.setdefault(name, int(batch.rows[i])) != batch.rows[i]
-            ):
-                twins.append(i)
-            else:
-                firsts.append(i)
+            (twins if self._is_twin(batch, i, name) else firsts).append(i)
         return np.array(firsts, "i8"), np.array(twins, "i8")
+
+    def _is_twin(self, batch: SlabChunks, i: int, name: bytes) -> bool:
+        """Whether this save has written the same bytes as those of a chunk; if not, it counts as written now."""
+        row = int(batch.rows[i])
+        return bool(batch.nbytes[i] >= MIN_DEDUPLICATED) and self._written.setdefault(name, row) != row
+
+    def _note_twins(self, batch: SlabChunks, twins: Array) -> None:
+        firsts = [self._written[name] for name in digest_list(batch.digests[twins])]
+        self._twins.append((batch.rows[twins], np.array(firsts, "i8")))
 
     def _write_run(self, batch: SlabChunks, run: Array) -> None:
         """Write contiguous chunks of a slab as one piece, with the gaps between them."""
