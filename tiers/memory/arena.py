@@ -246,6 +246,7 @@ class Slab:
     Attributes:
         buffer: the slab's memory, page-aligned.
         offset: offset in the file of the arena's `shared` memory; None if the memory is private.
+        ready: whether each page of the memory has been touched.
         pinned: whether it is pinned for CUDA; None while this process does not use CUDA.
     """
 
@@ -343,9 +344,11 @@ class Arena:
         self.peak = 0
         self.waited = 0.0
         self._pid = os.getpid()
-        self._free: list[Slab] = []
+        self._free: list[Slab] = []  # whose memory has been touched
+        self._raw: list[Slab] = []  # the other free ones
         self._out: dict[int, Slab] = {}
-        self._preparing = 0
+        self._preparing: set[threading.Thread] = set()
+        self._can_prepare = True  # until an attempt fails
         self._preparers: list[threading.Thread] = []  # the last ones, until `close` has seen them end
 
     @property
@@ -363,11 +366,17 @@ class Arena:
             slots = self.slots - RESERVED_SLABS
             return max(0, slots - self.in_flight) * self.slab_size < min(nbytes, slots * self.slab_size)
 
-    def acquire(self, stop: Callable[[], bool] = lambda: False, *, last: bool = False) -> Slab:
+    def acquire(
+        self, stop: Callable[[], bool] = lambda: False, *, nbytes: int | None = None, last: bool = False
+    ) -> Slab:
         """Wait for a slab with one lease; pinned if this process uses CUDA.
+
+        A capture gets memory that has been touched, since the first touch may cost more than the copy: a slab that is
+        released, or one that background threads prepare, whichever comes first. A read gets untouched memory too.
 
         Args:
             stop: polled while waiting.
+            nbytes: how much of it will be used; None: all. Memory for little is not waited for.
             last: take the last free slab too. Captures leave it free for reads, to avoid a deadlock: the slabs of a
                 capture may wait in a tier's queue behind a cascade, which needs a slab to read into.
 
@@ -375,20 +384,35 @@ class Arena:
             CaptureError: ``stop`` returned true while waiting.
             TierstateError: the arena is closed.
         """
+        much = not last and (nbytes is None or nbytes > HUGE)
         with self.lock:
-            if self._is_full(last):
-                self._wait_for_room(stop, last)
+            while (full := self._is_full(last)) or (much and self._comes_soon()):
+                self._wait(stop, full and not last)
             slab = self._take()
         return self._pinned(slab)
 
-    def _wait_for_room(self, stop: Callable[[], bool], last: bool) -> None:
+    def _wait(self, stop: Callable[[], bool], counts: bool) -> None:
+        """Wait for a change; ``counts``: for the budget, and not only for memory that is prepared."""
+        if stop():
+            raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
         start = time.monotonic()
-        while self._is_full(last):
-            if stop():
-                raise CaptureError("gave up waiting for room in the arena: the save was cancelled")
-            self.changed.wait(0.1)
-        if not last:
+        self.changed.wait(0.1)
+        if counts:
             self.waited += time.monotonic() - start
+
+    def _comes_soon(self) -> bool:
+        """Whether a capture should wait for memory that has been touched, and not touch new memory itself.
+
+        Background threads prepare it meanwhile, and a fast disk may return a slab sooner than that.
+        """
+        if self._free or not self.is_ours():
+            return False
+        if not self._preparing and self._can_prepare:
+            try:
+                self._start_preparers(min(self.slots, self.in_flight + -(-HUGE // self.slab_size)))
+            except RuntimeError:
+                self._can_prepare = False
+        return bool(self._preparing)
 
     def try_acquire(self) -> Slab | None:
         """A slab with one lease, if a capture would get one without waiting.
@@ -397,7 +421,7 @@ class Arena:
             TierstateError: the arena is closed.
         """
         with self.lock:
-            if self._is_full(last=False):
+            if self._is_full(last=False) or self._comes_soon():
                 return None
             slab = self._take()
         return self._pinned(slab)
@@ -408,12 +432,15 @@ class Arena:
         return self.in_flight >= self.slots - (0 if last else RESERVED_SLABS)
 
     def _take(self) -> Slab:
-        slab = self._free.pop() if self._free else Slab(self)
+        slab = self._free.pop() if self._free else self._untouched()
         slab.leases = 1
         self._out[_address(slab.buffer)] = slab
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight + self.kept)
         return slab
+
+    def _untouched(self) -> Slab:
+        return self._raw.pop() if self._raw else Slab(self)
 
     @staticmethod
     def _pinned(slab: Slab) -> Slab:
@@ -433,24 +460,36 @@ class Arena:
         """
         self.device = current_device()
         with self.lock:
-            wanted = min(self.slots, -(-nbytes // self.slab_size))
-            if self.closed or self._preparing or self.in_flight + len(self._free) >= wanted:
-                return
-            lacking = wanted - self.in_flight - len(self._free)
-            self._preparers = []
-            for _ in range(max(1, min(MOST_PREPARERS, lacking, usable_cores() // 4))):
-                thread = threading.Thread(target=self._prepare, args=(wanted,), name="tierstate-arena", daemon=True)
-                # Under the lock, so that `close` never misses a thread that it must wait for.
-                self._preparing += 1
-                self._preparers.append(thread)
-                try:
-                    start_thread(thread)
-                except RuntimeError:
-                    self._preparing -= 1
-                    self._preparers.pop()
-                    if not self._preparers:
-                        raise
-                    break  # no more threads (`ulimit -u`): those that are there do all of it
+            self._can_prepare = True
+            if not self.closed and not self._preparing:
+                self._start_preparers(min(self.slots, -(-nbytes // self.slab_size)))
+
+    def _start_preparers(self, wanted: int) -> None:
+        """Have memory prepared until so many slabs are in flight or free. Needs the lock.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        lacking = wanted - self.in_flight - len(self._free)
+        if lacking <= 0:
+            return
+        self._preparers = []
+        for _ in range(max(1, min(MOST_PREPARERS, lacking, usable_cores() // 4))):
+            thread = threading.Thread(target=self._prepare, args=(wanted,), name="tierstate-arena", daemon=True)
+            # Under the lock, so that `close` never misses a thread that it must wait for.
+            self._preparers.append(thread)
+            try:
+                self._preparing.add(thread)
+                start_thread(thread)
+            except RuntimeError:
+                self._preparing.discard(thread)
+                self._preparers.pop()
+                if not self._preparers:
+                    raise
+                break  # no more threads (`ulimit -u`): those that are there do all of it
+            except BaseException:  # an interrupt: nobody may wait for a thread that perhaps never starts
+                self._preparing.discard(thread)
+                raise
 
     def _prepare(self, wanted: int) -> None:
         try:
@@ -458,17 +497,19 @@ class Arena:
                 while self._add_prepared(wanted):
                     pass
         except Exception as error:
+            self._can_prepare = False
             log.warning("memory could not be prepared, so that saves wait for it: %r", error)
         finally:
             with self.lock:
-                self._preparing -= 1
+                self._preparing.discard(threading.current_thread())
+                self.changed.notify_all()
 
     def _add_prepared(self, wanted: int) -> bool:
         """Add one free slab, unless there are enough. Returns whether it was added."""
         with self.lock:
             if self.closed or self.in_flight + len(self._free) >= wanted:
                 return False
-        slab = Slab(self)
+            slab = self._untouched()
         try:
             slab.prepare()
         except BaseException:
@@ -478,6 +519,7 @@ class Arena:
             useful = not self.closed and self.in_flight + len(self._free) < wanted
             if useful:
                 self._free.append(slab)
+                self.changed.notify_all()
         if not useful:
             slab.discard()
         return useful
@@ -511,15 +553,17 @@ class Arena:
                 self.kept -= 1
             else:
                 self.in_flight -= 1
-            slab.ready = True
-            self._free.append(slab)
-            room = 0 if self.closed else max(0, self._ready_at_most() - self.in_flight)
+            (self._free if slab.ready else self._raw).append(slab)
+            room = 0 if self.closed else max(0, self._free_at_most() - self.in_flight)
             surplus, self._free = self._free[room:], self._free[:room]
+            room -= len(self._free)
+            surplus += self._raw[room:]
+            del self._raw[room:]
             self.changed.notify_all()
         for slab in surplus:
             slab.discard()
 
-    def _ready_at_most(self) -> int:
+    def _free_at_most(self) -> int:
         """The slabs that are in flight or free at most.
 
         A memory tier drops an old version for each new one: the new one gets the old one's memory, as touching new
@@ -563,7 +607,7 @@ class Arena:
 
     def _unused(self) -> Slab | None:
         with self.lock:
-            return self._free.pop() if self._free else None
+            return self._free.pop() if self._free else self._raw.pop() if self._raw else None
 
     def wake(self) -> None:
         """Wake waiting callers, so that they call their ``stop`` again."""

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.outcomes import until
 
-from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.errors import CaptureError, TierstateError
 from tierstate.tiers.memory import arena as arena_module
 from tierstate.tiers.memory import arena as arena_room
 from tierstate.tiers.memory.arena import PAGE, Arena, Slab
@@ -218,11 +219,111 @@ def test_memory_that_cannot_be_prepared_is_logged_and_had_later(
         arena.prepare(4 * PAGE)
         for thread in preparing():
             thread.join(10)
-    assert "memory could not be prepared" in caplog.text
+        slab = arena.acquire()  # untouched, and the attempt is not made again for it
+        assert not slab.ready
+        slab.release()
+    assert caplog.text.count("memory could not be prepared") == 1
     arena.prepare(4 * PAGE)
     for thread in preparing():
         thread.join(10)
     assert len(arena._free) == 4
+    arena.close()
+
+
+class Touches:
+    """In place of what touches memory: it waits until it may, and notes which thread does it."""
+
+    def __init__(self) -> None:
+        self.may, self.threads = threading.Event(), list[str]()
+
+    def __call__(self, buffer: torch.Tensor) -> None:
+        self.may.wait(10)
+        self.threads.append(threading.current_thread().name)
+        buffer.fill_(0)
+
+
+@pytest.fixture
+def touches(monkeypatch: pytest.MonkeyPatch) -> Touches:
+    touches = Touches()
+    monkeypatch.setattr(arena_room, "fault_in", touches)
+    return touches
+
+
+def test_a_capture_takes_memory_that_another_thread_has_touched(touches: Touches) -> None:
+    touches.may.set()
+    arena = Arena(8 * PAGE, PAGE)
+    slabs = [arena.acquire() for _ in range(7)]
+    assert all(slab.ready for slab in slabs)
+    assert set(touches.threads) == {"tierstate-arena"}
+    arena.close()
+
+
+def test_a_capture_takes_what_comes_first_a_released_slab_or_prepared_memory(touches: Touches) -> None:
+    arena, got = Arena(8 * BIG, BIG), []
+    touches.may.set()
+    held = arena.acquire()
+    until(lambda: not arena._preparing)
+    touches.may.clear()
+    touches.threads.clear()
+    waiter = threading.Thread(target=lambda: got.append(arena.acquire()))
+    waiter.start()
+    time.sleep(0.05)
+    assert not got, "memory that nobody has touched was taken"
+    assert arena.try_acquire() is None
+    assert not arena.acquire(nbytes=PAGE).ready, "little is touched sooner than it is waited for"
+    held.release()
+    waiter.join(10)
+    assert got == [held]
+    assert not touches.threads
+    touches.may.set()
+    second = arena.acquire()
+    assert second is not held
+    assert second.ready
+    assert arena.waited == 0, "the arena was never full"
+    arena.close()
+
+
+def test_memory_that_was_never_written_does_not_count_as_touched(touches: Touches) -> None:
+    arena = Arena(4 * BIG, BIG)
+    slab = arena.acquire(nbytes=PAGE)
+    slab.release()
+    assert arena.acquire(nbytes=PAGE) is slab, "it is used again all the same"
+    slab.release()
+    touches.may.set()
+    assert arena.acquire() is slab
+    assert slab.ready
+    arena.close()
+
+
+def test_a_capture_that_is_stopped_does_not_wait_for_memory_to_be_prepared(touches: Touches) -> None:
+    arena = Arena(8 * PAGE, PAGE)
+    with pytest.raises(CaptureError, match="cancelled"):
+        arena.acquire(lambda: True)
+    touches.may.set()
+    arena.close()
+
+
+def test_a_capture_gets_untouched_memory_where_none_can_be_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(arena_room, "start_thread", none)
+    arena = Arena(4 * PAGE, PAGE)
+    slabs = [arena.acquire() for _ in range(3)]
+    assert not any(slab.ready for slab in slabs)
+    arena.close()
+
+
+def test_nobody_waits_for_a_thread_whose_start_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    arena = Arena(4 * PAGE, PAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_room, "start_thread", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            arena.acquire()
+    assert arena.acquire().ready
     arena.close()
 
 
@@ -271,6 +372,7 @@ def test_an_arena_that_is_dropped_closes_its_descriptor() -> None:
     assert len(descriptors()) == len(before) + 1
     slab.release()
     del slab, arena
+    until(lambda: not preparing())
     gc.collect()
     assert descriptors() == before
 

@@ -315,7 +315,7 @@ class Capture:
                     # Under the lock, so that slabs are acquired in the order of the slabfuls. Otherwise deadlock: a
                     # file writer may hold the slab of a later slabful and wait for an earlier one that gets no slab.
                     with span("wait for a slab"):
-                        slab = self._arena.acquire(self._stopped)
+                        slab = self._arena.acquire(self._stopped, nbytes=int(slabful.taken.sum()))
                 self._copy(slabful, slab)
         except BaseException as error:
             self._failures.append(error)
