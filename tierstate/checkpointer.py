@@ -26,7 +26,6 @@ from tierstate.agent.shared_pipeline import shared_pipeline_of
 from tierstate.engine.cadence import Level, auto_cadence, hosts_of_job
 from tierstate.engine.events import EVERY
 from tierstate.engine.info import Stats, TierStats, VersionInfo
-from tierstate.engine.maintain.alarm_tags import AlarmTags
 from tierstate.engine.maintain.prune import PendingSaves
 from tierstate.engine.packs.formats import format_of
 from tierstate.engine.placement import lossy_rules
@@ -43,6 +42,7 @@ from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.save.tier_queue import HISTORY
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions.alarm_tags import AlarmTags
 from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
 from tierstate.manifest.format.leaf import Path, check_glob
 from tierstate.manifest.format.version import Head

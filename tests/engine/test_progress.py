@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierstate as ts
-from tierstate.engine.maintain.check_chunks import Depth
-from tierstate.engine.maintain.verify import bytes_to_examine, bytes_to_verify
 from tierstate.engine.progress import Pace
+from tierstate.engine.repair.check_chunks import Depth
+from tierstate.engine.repair.verify import bytes_to_examine, bytes_to_verify
 from tierstate.tiers.policy.policy import Policy
 
 SOME = settings(max_examples=10)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tierstate.engine.maintain.compare import ValueDifference, values_of
+from tierstate.engine.versions.compare import ValueDifference, values_of
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.format.leaf import Spec
 from tierstate.manifest.history.diff import ElementDiff

@@ -24,6 +24,8 @@ from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.save.backlog import PendingVersion, missed_versions
 from tierstate.engine.store.catalog import RunCatalog, release_lease
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions.copy import copy_version
+from tierstate.engine.versions.tags import TagFlaw, Tags
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import to_bytes
 from tierstate.manifest.errors import (
@@ -45,9 +47,7 @@ from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
 from .chunk_search import ChunkId, ChunkSearch, chunk_ids
-from .copy import copy_version
 from .rebuild import commit_rebuilt, is_intact
-from .tags import TagFlaw, Tags
 
 Kind = Literal["rebuild", "mend", "clean", "copy", "tag"]
 

@@ -14,7 +14,7 @@ from support.damaged_runs import Blow, Oracle, Shape, World, blows, damage, make
 from support.ill_tiers import ANSWERS, HEALTH, Health, Ill
 
 import tierstate as ts
-from tierstate.engine.maintain.doctor import DoctorReport
+from tierstate.engine.repair.doctor import DoctorReport
 
 
 def look(world: World, run: str, *, apply: bool = False) -> DoctorReport:
