@@ -30,9 +30,9 @@ from tierstate.engine.maintain.prune import PendingSaves
 from tierstate.engine.packs.formats import format_of
 from tierstate.engine.placement import lossy_rules
 from tierstate.engine.progress import Progress, drain_progress, no_progress
-from tierstate.engine.ranks.join import join_team
-from tierstate.engine.ranks.preemption import SharedPreemption
-from tierstate.engine.ranks.restore import restore_together
+from tierstate.engine.ranks.restore.restore import restore_together
+from tierstate.engine.ranks.save.join import join_team
+from tierstate.engine.ranks.save.preemption import SharedPreemption
 from tierstate.engine.restore.restore import OnDamage, Restored, RestoreSpec, restore
 from tierstate.engine.save.guard import Guard
 from tierstate.engine.save.pipeline import SavePipeline

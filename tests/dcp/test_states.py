@@ -34,8 +34,8 @@ from tierstate.dcp import TierReader, TierStager, TierWriter, close
 from tierstate.dcp.engine import engine_of
 from tierstate.dcp.read import TensorPart, VersionLoad, choose_version, read_alone
 from tierstate.dcp.step import step_of
-from tierstate.engine.ranks.messages import PartialCommit
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save.messages import PartialCommit
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import TierUnavailable

@@ -11,7 +11,7 @@ from support.checkpointer_worlds import policy, tier
 from support.thread_ranks import as_ranks
 
 import tierstate as ts
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.save.publish import CascadeJob
 from tierstate.engine.store.catalog import Source
 

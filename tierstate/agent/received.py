@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tierstate.engine.packs.slab_layout import SlabChunks
-from tierstate.engine.ranks.save import RankParts, SharedPipeline, StartState
+from tierstate.engine.ranks.save.save import RankParts, SharedPipeline, StartState
 from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.pipeline import SavePipeline
 from tierstate.engine.save.publish import CascadeJob, DirectJob, UnchangedChunks

@@ -17,9 +17,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from tierstate.engine.ranks.leader import remove_record
-from tierstate.engine.ranks.save import RankParts, SharedPipeline
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save.leader import remove_record
+from tierstate.engine.ranks.save.save import RankParts, SharedPipeline
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.publish import Job
 from tierstate.engine.save.save_state import SaveState

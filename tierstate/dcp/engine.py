@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.engine.placement import may_pickle
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.save.plan import checked_step
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun

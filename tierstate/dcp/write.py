@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.save.plan import CapturePlan
 from tierstate.manifest.errors import RankFailed, format_ranks
 from tierstate.manifest.format.leaf import Path

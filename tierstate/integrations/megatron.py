@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 import tierstate as ts
-from tierstate.engine.ranks.agreement import GroupQuery
+from tierstate.engine.ranks.restore.agreement import GroupQuery
 from tierstate.files.torch_dist import COMMON, COMMON_STATE, OBJECT, as_plain, from_plain
 from tierstate.manifest.boxes import Box, Shape
 from tierstate.manifest.errors import CaptureError

@@ -257,7 +257,7 @@ def _keep(said: KeepKeys, tier: TierPolicy) -> RetentionPolicy:
 
 
 class ShardOwners(Protocol):
-    """Decides which of the shards that several ranks hold this rank saves (`tierstate.engine.ranks.ownership`)."""
+    """Decides which of the shards that several ranks hold this rank saves (`tierstate.engine.ranks.save.ownership`)."""
 
     @property
     def called(self) -> bool:

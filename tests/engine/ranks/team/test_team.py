@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.thread_teams import Mortal, together
 
-from tierstate.engine.ranks import store as store_module
-from tierstate.engine.ranks.heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
-from tierstate.engine.ranks.rendezvous import rendezvous, this_host
-from tierstate.engine.ranks.store import StoreClient
-from tierstate.engine.ranks.team import MAX_TOPICS, MESSAGE_PART, Team, unpack_answers
+from tierstate.engine.ranks.team import store as store_module
+from tierstate.engine.ranks.team.heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
+from tierstate.engine.ranks.team.rendezvous import rendezvous, this_host
+from tierstate.engine.ranks.team.store import StoreClient
+from tierstate.engine.ranks.team.team import MAX_TOPICS, MESSAGE_PART, Team, unpack_answers
 from tierstate.manifest.errors import FormatError, RankFailed, format_ranks
 
 SOON = Timeouts(timeout=20.0, silence=0.3)

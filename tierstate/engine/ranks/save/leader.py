@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from tierstate.engine.ranks.team.team import Stop, Team
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CommitUnknown, FormatError, RankFailed, TierError, TierstateError
 from tierstate.manifest.format.layout import Layout
@@ -25,7 +26,6 @@ from tierstate.manifest.sharded.state_order import StateOrder, in_state_order
 
 from .messages import CommitKeys, CommitMessages, Vote, decode_message, encode_error, encode_message
 from .relay import PATIENCE, VersionRelay
-from .team import Stop, Team
 
 VERSIONS_KEPT = 4
 """Whole versions that are kept in memory; each may take tens of MB."""

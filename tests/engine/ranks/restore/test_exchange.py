@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstate.engine.ranks import exchange_plan
-from tierstate.engine.ranks.exchange import CHUNK_HEADER, CHUNK_LOST, CLAIM, ChunkExchange, PeerListener
-from tierstate.engine.ranks.exchange_plan import NO_ROWS, ExchangePlan, RankRows, plan_exchange, runs_in
+from tierstate.engine.ranks.restore import exchange_plan
+from tierstate.engine.ranks.restore.exchange import CHUNK_HEADER, CHUNK_LOST, CLAIM, ChunkExchange, PeerListener
+from tierstate.engine.ranks.restore.exchange_plan import NO_ROWS, ExchangePlan, RankRows, plan_exchange, runs_in
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.tiers.address import own_address
 from tierstate.tiers.connections.channel import ChannelError

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierstate.engine.packs.keys import PackKey
+from tierstate.engine.ranks.team.team import Stop, Team, never
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import CommitUnknown, RankFailed, SaveSkipped, TierError
@@ -32,7 +33,6 @@ from tierstate.tiers.wrappers.encrypt import encryption_of
 from .coordinator import Coordinator
 from .leader import HostLeader, MergedVersions
 from .messages import CommitKeys, CommitMessages, Vote, decode_error, decode_message, encode_error
-from .team import Stop, Team, never
 
 log = logging.getLogger("tierstate")
 

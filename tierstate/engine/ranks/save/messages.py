@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import (
     AccessDenied,
     AlreadyExists,
@@ -32,8 +33,6 @@ from tierstate.manifest.errors import (
     TierUnavailable,
     Unauthentic,
 )
-
-from .team import Team
 
 MAX_TEXT = 4096
 """Characters of an error's text that are sent to other ranks."""

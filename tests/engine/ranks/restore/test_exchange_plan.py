@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstate.engine.ranks import exchange_plan
-from tierstate.engine.ranks.exchange_plan import (
+from tierstate.engine.ranks.restore import exchange_plan
+from tierstate.engine.ranks.restore.exchange_plan import (
     FEW_HOSTS,
     HOST,
     LINK,

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from tierstate.engine.ranks.team.team import Stop, Team
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.digest import checksum
@@ -26,7 +27,6 @@ from tierstate.tiers.concurrency import WorkerPool
 
 from .leader import MergedVersions, record_of, remove_record
 from .messages import CommitKeys, CommitMessages, PartialCommit, Vote, decode_error, decode_message, encode_message
-from .team import Stop, Team
 
 PARTS_AT_ONCE = 32
 """Parts that are read in parallel: they are small, and a tier may take long to answer."""

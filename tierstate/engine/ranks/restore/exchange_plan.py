@@ -1,6 +1,6 @@
 """The exchange plan of a restore by many ranks: which rank reads which chunk, and to which ranks it sends it.
 
-Pure functions, used by `tierstate.engine.ranks.restore`. A *row* is the number of a chunk in the version. Each rank
+Pure functions, used by `restore` beside this module. A *row* is the number of a chunk in the version. Each rank
 gathers to all ranks which rows it wants and which it can read (*reaches*); then all compute the same plan. Rows that
 the same ranks want and the same ranks reach form a *class*, and the plan is made by class. There are few classes, even
 if thousands of ranks want the same rows or each wants others. Within a class the rows are divided among the readers, so

@@ -16,15 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from tierstate.engine.ranks.restore.exchange import CLAIM, HANDSHAKE_TIMEOUT, PeerListener
+from tierstate.engine.ranks.team.team import Stop, Team
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import RankFailed
 from tierstate.manifest.format.record import MAX_RECORD
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.connections.channel import Channel, connect
-
-from .exchange import CLAIM, HANDSHAKE_TIMEOUT, PeerListener
-from .team import Stop, Team
 
 log = logging.getLogger("tierstate")
 

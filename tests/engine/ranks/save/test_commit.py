@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thread_teams import Shared, World, together
 
-from tierstate.engine.ranks import commit, relay
-from tierstate.engine.ranks.commit import GroupCommit
-from tierstate.engine.ranks.leader import MergedVersions
-from tierstate.engine.ranks.messages import Vote, decode_error, decode_message, encode_error, encode_message
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save import commit, relay
+from tierstate.engine.ranks.save.commit import GroupCommit
+from tierstate.engine.ranks.save.leader import MergedVersions
+from tierstate.engine.ranks.save.messages import Vote, decode_error, decode_message, encode_error, encode_message
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import (
     AlreadyExists,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.restore.restore import RestoreSpec, check_missing, unreadable_now
 from tierstate.engine.store.catalog import (
     LOOK_FURTHER,
@@ -37,8 +38,6 @@ from tierstate.manifest.errors import (
 )
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.tags import TaggedVersion
-
-from .team import Team
 
 log = logging.getLogger("tierstate")
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.thread_teams import World, together
 
-from tierstate.engine.ranks import relay
-from tierstate.engine.ranks.relay import FANOUT, VersionRelay, above
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save import relay
+from tierstate.engine.ranks.save.relay import FANOUT, VersionRelay, above
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.format.record import Record
 
 LEADERS = 13

@@ -7,7 +7,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstate.engine.ranks.stragglers import LONGEST, MULTIPLE, SHORTEST, Gate, Passed, ReadTime, is_late
+from tierstate.engine.ranks.restore.stragglers import LONGEST, MULTIPLE, SHORTEST, Gate, Passed, ReadTime, is_late
 
 seconds, nbytes = st.floats(0, 1e5), st.integers(0, 1 << 40)
 reads, steps = st.builds(ReadTime, seconds, nbytes), st.integers(1, 3)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from tierstate.engine.placement import LastSave, Route, due_tiers
 from tierstate.engine.progress import Progress, no_progress
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.pipeline import SavePipeline
 from tierstate.engine.save.plan import CapturePlan
@@ -37,7 +38,6 @@ from tierstate.tiers.trace import span
 
 from .commit import GroupCommit
 from .leader import MergedVersions
-from .team import Team
 
 log = logging.getLogger("tierstate")
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.save.plan import CaptureSource
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
@@ -32,7 +33,6 @@ from tierstate.manifest.format.leaf import Leaf, encode_path
 from tierstate.manifest.sharded.ownership import ONE_OWNER, Ownership, SaveCandidates, assign_owners
 
 from .save import due_key
-from .team import Team
 
 log = logging.getLogger("tierstate")
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.save.plan import checked_step
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import RankFailed
@@ -19,12 +21,10 @@ from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
-from .heartbeat import Timeouts
 from .leader import MergedVersions
 from .ownership import OwnershipPlanner
 from .relay import VersionRelay
 from .save import RankParts, SharedPipeline, SharedTierRun, compare_policies
-from .team import Team
 
 log = logging.getLogger("tierstate")
 

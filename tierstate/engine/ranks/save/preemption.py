@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import time
 
+from tierstate.engine.ranks.team.heartbeat import BEATS
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.save.preemption import Hurried, Preemption
 from tierstate.manifest.errors import RankFailed
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.policy.models import PreemptionKeys
-
-from .heartbeat import BEATS
-from .team import Team
 
 log = logging.getLogger("tierstate")
 

@@ -2,8 +2,8 @@
 
 Each rank gathers to all ranks which chunks it wants and which it can read (*reaches*). All compute the same exchange
 plan. Each rank then reads its chunks and sends them to the ranks that want them. What a late rank was to send is read
-by those who wait for it, if they can, and it then stops reading (`tierstate.engine.ranks.stragglers`). Chunks that did
-not arrive are planned again, a few times (`ROUNDS`). Either all ranks get what they want of a version, or none takes
+by those who wait for it, if they can, and it then stops reading (`stragglers`). Chunks that did not arrive are planned
+again, a few times (`ROUNDS`). Either all ranks get what they want of a version, or none takes
 it, and an older version may be tried.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.restore.fetch import Fetch, RepairWriter
 from tierstate.engine.restore.gpu import restore_on_device
 from tierstate.engine.restore.restore import (
@@ -81,7 +82,6 @@ from .exchange_plan import (
     sets_with,
 )
 from .stragglers import Gate, ReadTime, StragglerWatch
-from .team import Team
 
 ROUNDS = 4
 """Exchanges of one restore, at most. In later ones other ranks try to read the chunks that one rank could not read."""
