@@ -21,7 +21,7 @@ import numpy as np
 from tierstate.engine.packs.pack import PackScan, PackWriter, related_runs
 from tierstate.engine.placement import Cadence, LastSave, Routes, is_due
 from tierstate.engine.progress import Progress, no_progress
-from tierstate.engine.save.backlog import PendingVersion, missed_versions
+from tierstate.engine.publish.backlog import PendingVersion, missed_versions
 from tierstate.engine.store.catalog import RunCatalog, release_lease
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.copy import copy_version

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from tierstate.engine.capture.plan import checked_step
 from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.engine.ranks.team.team import Team
-from tierstate.engine.save.plan import checked_step
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import RankFailed
 from tierstate.manifest.history.retention import RetentionPolicy

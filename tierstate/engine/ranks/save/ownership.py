@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierstate.engine.capture.plan import CaptureSource
 from tierstate.engine.ranks.team.team import Team
-from tierstate.engine.save.plan import CaptureSource
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import RankFailed, TierstateError

@@ -14,13 +14,13 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from tierstate.engine.capture.plan import CapturePlan
 from tierstate.engine.placement import LastSave, Route, due_tiers
 from tierstate.engine.progress import Progress, no_progress
+from tierstate.engine.publish.backlog import PendingVersion
+from tierstate.engine.publish.save_state import SaveState
 from tierstate.engine.ranks.team.team import Team
-from tierstate.engine.save.backlog import PendingVersion
 from tierstate.engine.save.pipeline import SavePipeline
-from tierstate.engine.save.plan import CapturePlan
-from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.store.run_in_tier import Stop, TierRun
 from tierstate.manifest.errors import PolicyError, RankFailed, StateMismatch, TierstateError
 from tierstate.manifest.format.leaf import Leaf

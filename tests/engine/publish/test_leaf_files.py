@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tierstate.engine.packs.formats import FileLayout
 from tierstate.engine.packs.slab_layout import BIG
-from tierstate.engine.save.leaf_files import ChunkRun, LeafFile
+from tierstate.engine.publish.leaf_files import ChunkRun, LeafFile
 from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
 from tierstate.manifest.errors import TierFull
 from tierstate.tiers.memory.arena import PAGE, Arena

@@ -16,8 +16,8 @@ from support.checkpointer_worlds import policy, tier
 from support.guarded_jobs import Job, gated
 
 import tierstate as ts
-from tierstate.engine.save import read_set
-from tierstate.engine.save.read_set import ReadSet
+from tierstate.engine.capture import read_set
+from tierstate.engine.capture.read_set import ReadSet
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf, Spec
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tierstate.engine.capture.capture import Capture, CaptureSink
+from tierstate.engine.capture.plan import CapturePlan, CaptureSource, LastCapture
 from tierstate.engine.packs.slab_layout import BIG, GRAIN, SlabChunks, alignment_classes, capture_order, fill_slabs
-from tierstate.engine.save.capture import Capture, CaptureSink
-from tierstate.engine.save.plan import CapturePlan, CaptureSource, LastCapture
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, Chunk, as_buffer, spans, to_bytes
 from tierstate.manifest.digest import digest_function

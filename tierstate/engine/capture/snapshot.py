@@ -19,6 +19,8 @@ import torch
 from tierstate.engine.packs.keys import SNAPSHOT, PackKey
 from tierstate.engine.packs.pack import FooterRows, encode_footer
 from tierstate.engine.packs.slab_layout import BIG
+from tierstate.engine.publish.publish import DirectJob
+from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import MAX_CHUNK_SIZE, Buffer, DeviceChunk, Event, StreamEvent, as_buffer, spans
 from tierstate.manifest.errors import TierFull
@@ -30,9 +32,7 @@ from tierstate.tiers.memory.gpu import Gpu
 
 from .capture import CaptureJob
 from .plan import HOST, CapturePlan, Chunks
-from .publish import DirectJob
 from .streamed import checked_chunks
-from .tier_queue import TierQueue
 
 log = logging.getLogger("tierstate")
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstate.engine.placement import is_due
-from tierstate.engine.save import backlog
-from tierstate.engine.save.backlog import (
+from tierstate.engine.publish import backlog
+from tierstate.engine.publish.backlog import (
     TIER_BACKOFF,
     Backlog,
     PendingVersion,

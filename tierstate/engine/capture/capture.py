@@ -22,6 +22,9 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from tierstate.engine.packs.slab_layout import BIG, BLOCK, SlabChunks, SlabPlan, fill_slabs
+from tierstate.engine.publish.publish import CascadeJob, DirectJob, Job, SlabReceiver, UnchangedChunks
+from tierstate.engine.publish.save_state import QueuedCopies, SaveState
+from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.manifest.arrays import Array, digest_array
 from tierstate.manifest.chunk import view
 from tierstate.manifest.digest import DigestFunction, digest_function, sample_hash
@@ -40,10 +43,7 @@ from tierstate.tiers.trace import span
 from .chunk_statistics import ElementTypes, StatisticsWorker
 from .device_digests import DeviceDigests, Streams
 from .plan import CapturePlan, LastCapture
-from .publish import CascadeJob, DirectJob, Job, SlabReceiver, UnchangedChunks
-from .save_state import QueuedCopies, SaveState
 from .streamed import COPIES_QUEUED, SLABS_AHEAD, Filling, StreamedSources
-from .tier_queue import TierQueue
 
 log = logging.getLogger("tierstate")
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tierstate.engine.save import chunk_statistics
-from tierstate.engine.save.chunk_statistics import ElementTypes, element_type, statistics_of
+from tierstate.engine.capture import chunk_statistics
+from tierstate.engine.capture.chunk_statistics import ElementTypes, element_type, statistics_of
 from tierstate.manifest.format.leaf import Leaf, Spec
 
 FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
