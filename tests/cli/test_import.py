@@ -41,10 +41,10 @@ from torch.distributed.checkpoint.metadata import (
 
 import tierstate as ts
 from tierstate.engine.packs.formats import FileInfo, FileLeaf, format_of
-from tierstate.files.dcp import _disjoint
 from tierstate.files.export import export
 from tierstate.files.importing import import_version, open_source
-from tierstate.files.stored import FileValue
+from tierstate.files.readers.dcp import _disjoint
+from tierstate.files.readers.stored import FileValue
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.providers.tree.flatten import flatten

@@ -27,7 +27,7 @@ from tierstate.engine.ranks.restore.agreement import GroupQuery
 from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.engine.ranks.team.team import Team
 from tierstate.files.lazy_version import open_zero_version
-from tierstate.files.zero import is_zero
+from tierstate.files.readers.zero import is_zero
 
 from .deepspeed_universal import (
     export_universal,
