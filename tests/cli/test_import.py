@@ -149,9 +149,18 @@ def test_a_folder_of_safetensors_with_an_index(call: Call, policy: Path) -> None
     assert call("import", "-p", policy, "-r", "hf", folder).status == 0
     with ts.Checkpointer(policy, "hf") as ckpt:
         assert difference(right, ckpt.load()) == ""
-    for weight_map in ({"a.w": "../model-0.safetensors"}, {"c": "model-0.safetensors"}, {"a.w": 5}, ["a.w"]):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        assert call("import", "-p", policy, "-r", "hf", index).status == 2
+    (folder.parent / "model-0.safetensors").write_bytes((folder / "model-0.safetensors").read_bytes())
+    refused = {
+        "is no name of a file beside the index": ({"a.w": "../model-0.safetensors"}, {"a.w": 5}),
+        "has no tensor 'c'": ({"c": "model-0.safetensors"},),
+        "has no weight_map": (["a.w"],),
+    }
+    for said, weight_maps in refused.items():
+        for weight_map in weight_maps:
+            index.write_text(json.dumps({"weight_map": weight_map}))
+            answer = call("import", "-p", policy, "-r", "hf", index)
+            assert answer.status == 2
+            assert said in answer.err
 
 
 @pytest.mark.parametrize("name", ["safetensors", "hdf5"])
