@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks.machine import facts
 from benchmarks.tables import table
-from tierstate.engine.ranks.exchange import ChunkExchange, PeerConnection, PeerListener
-from tierstate.engine.ranks.exchange_plan import ExchangePlan
+from tierstate.engine.ranks.restore.exchange import ChunkExchange, PeerConnection, PeerListener
+from tierstate.engine.ranks.restore.exchange_plan import ExchangePlan
 from tierstate.manifest.chunk import CHUNK_SIZE, as_buffer
 from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.units import parse_size

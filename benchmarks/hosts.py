@@ -35,10 +35,10 @@ from benchmarks.machine import facts_line
 from benchmarks.ranks import held, record_of
 from benchmarks.rounds import say
 from benchmarks.tables import table
-from tierstate.engine.ranks.commit import GroupCommit
-from tierstate.engine.ranks.leader import MergedVersions
-from tierstate.engine.ranks.relay import VersionRelay
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save.commit import GroupCommit
+from tierstate.engine.ranks.save.leader import MergedVersions
+from tierstate.engine.ranks.save.relay import VersionRelay
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.base import Traits

@@ -30,7 +30,7 @@ from benchmarks.gauge import Peak
 from benchmarks.machine import facts_line
 from benchmarks.rounds import say, some_of
 from benchmarks.tables import table
-from tierstate.engine.ranks.commit import PARTS_IN_STORE
+from tierstate.engine.ranks.save.commit import PARTS_IN_STORE
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Boxes
 from tierstate.manifest.format.layout import LayoutBuilder

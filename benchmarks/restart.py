@@ -32,10 +32,10 @@ from benchmarks.machine import facts_line
 from benchmarks.ranks import HOST, timed
 from benchmarks.rounds import say, some_of
 from benchmarks.tables import table
-from tierstate.engine.ranks import stragglers
-from tierstate.engine.ranks.exchange_plan import NO_ROWS, ExchangePlan, plan_exchange
-from tierstate.engine.ranks.restore import decode_offers, encode_offer
-from tierstate.engine.ranks.team import pack_answers, unpack_answers
+from tierstate.engine.ranks.restore import stragglers
+from tierstate.engine.ranks.restore.exchange_plan import NO_ROWS, ExchangePlan, plan_exchange
+from tierstate.engine.ranks.restore.restore import decode_offers, encode_offer
+from tierstate.engine.ranks.team.team import pack_answers, unpack_answers
 from tierstate.manifest.arrays import Array
 from tierstate.tiers.base import Range
 from tierstate.tiers.posix.directory import Directory

@@ -2,8 +2,8 @@
 
 One rule for all that is retried: calls of a tier (`tierstate.tiers.wrappers.retry`), requests to S3
 (`tierstate.tiers.object.s3.retry`), and a tier to which a save could not be written
-(`tierstate.engine.save.backlog.RetryTimer`). The bound of the pause doubles from failure to failure; a random share of
-it is waited, so that many ranks that failed together do not come back together (M. Brooker, "Exponential backoff and
+(`tierstate.engine.publish.backlog.RetryTimer`). The bound of the pause doubles from failure to failure; a random share
+of it is waited, so that many ranks that failed together do not come back together (M. Brooker, "Exponential backoff and
 jitter", AWS Architecture Blog, 2015).
 """
 

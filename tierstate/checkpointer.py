@@ -24,25 +24,32 @@ from tierstate.agent.memory_tier import open_handed_tier
 from tierstate.agent.pipeline import pipeline_of
 from tierstate.agent.shared_pipeline import shared_pipeline_of
 from tierstate.engine.cadence import Level, auto_cadence, hosts_of_job
+from tierstate.engine.capture.guard import Guard
+from tierstate.engine.capture.plan import (
+    CapturePlan,
+    Planner,
+    allowed_pickles,
+    new_head,
+    retention_of,
+    rule_retention_of,
+)
 from tierstate.engine.events import EVERY
 from tierstate.engine.info import Stats, TierStats, VersionInfo
-from tierstate.engine.maintain.alarm_tags import AlarmTags
 from tierstate.engine.maintain.prune import PendingSaves
 from tierstate.engine.packs.formats import format_of
 from tierstate.engine.placement import lossy_rules
 from tierstate.engine.progress import Progress, drain_progress, no_progress
-from tierstate.engine.ranks.join import join_team
-from tierstate.engine.ranks.preemption import SharedPreemption
-from tierstate.engine.ranks.restore import restore_together
+from tierstate.engine.publish.save_state import SaveState
+from tierstate.engine.publish.tier_queue import HISTORY
+from tierstate.engine.ranks.restore.restore import restore_together
+from tierstate.engine.ranks.save.join import join_team
+from tierstate.engine.ranks.save.preemption import SharedPreemption
 from tierstate.engine.restore.restore import OnDamage, Restored, RestoreSpec, restore
-from tierstate.engine.save.guard import Guard
 from tierstate.engine.save.pipeline import SavePipeline
-from tierstate.engine.save.plan import CapturePlan, Planner, allowed_pickles, new_head, retention_of, rule_retention_of
 from tierstate.engine.save.preemption import Preemption, PreemptionWish, keys_of
-from tierstate.engine.save.save_state import SaveState
-from tierstate.engine.save.tier_queue import HISTORY
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions.alarm_tags import AlarmTags
 from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
 from tierstate.manifest.format.leaf import Path, check_glob
 from tierstate.manifest.format.version import Head

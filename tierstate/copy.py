@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tierstate.engine.capture.plan import CapturePlan, CaptureSource
 from tierstate.engine.info import VersionInfo
-from tierstate.engine.maintain.copy import copy_version
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_version
-from tierstate.engine.save.plan import CapturePlan, CaptureSource
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions.copy import copy_version
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Chunk, spans
 from tierstate.manifest.errors import AlreadyExists, NotFound, StateMismatch, TierFull

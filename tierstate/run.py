@@ -7,27 +7,27 @@ from dataclasses import replace
 
 from tierstate.engine.events import Event, EventBus
 from tierstate.engine.info import VersionInfo, list_versions
-from tierstate.engine.maintain.check_chunks import Depth, VerifyReport
-from tierstate.engine.maintain.compare import compare
-from tierstate.engine.maintain.doctor import DoctorReport, doctor
-from tierstate.engine.maintain.fork import fork
-from tierstate.engine.maintain.leaf_history import (
+from tierstate.engine.maintain.prune import PendingSaves, PruneReport, PruneRun
+from tierstate.engine.maintain.remove import RemoveReport, remove_version
+from tierstate.engine.progress import Progress, no_progress
+from tierstate.engine.repair.check_chunks import Depth, VerifyReport
+from tierstate.engine.repair.doctor import DoctorReport, doctor
+from tierstate.engine.repair.rebuild import RebuildReport, rebuild
+from tierstate.engine.repair.verify import verify_run
+from tierstate.engine.restore.restore import RestoreSpec, find_version
+from tierstate.engine.store.catalog import RunCatalog, VersionCopies
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions.compare import compare
+from tierstate.engine.versions.fork import fork
+from tierstate.engine.versions.leaf_history import (
     LayerHistory,
     VersionHistory,
     layer_history,
     leaf_history,
     read_versions,
 )
-from tierstate.engine.maintain.leaf_locations import LeafLocation, locate_leaves
-from tierstate.engine.maintain.prune import PendingSaves, PruneReport, PruneRun
-from tierstate.engine.maintain.rebuild import RebuildReport, rebuild
-from tierstate.engine.maintain.remove import RemoveReport, remove_version
-from tierstate.engine.maintain.tags import Tags
-from tierstate.engine.maintain.verify import verify_run
-from tierstate.engine.progress import Progress, no_progress
-from tierstate.engine.restore.restore import RestoreSpec, find_version
-from tierstate.engine.store.catalog import RunCatalog, VersionCopies
-from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions.leaf_locations import LeafLocation, locate_leaves
+from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.history.diff import LeafDiff

@@ -36,9 +36,9 @@ from tierstate.agent.store import VersionsInMemory
 from tierstate.cli import app
 from tierstate.cluster.advice import advise_agent
 from tierstate.dcp import TierReader, TierWriter
+from tierstate.engine.capture.plan import CapturePlan, CaptureSource
 from tierstate.engine.packs.slab_layout import SlabChunks
-from tierstate.engine.save.plan import CapturePlan, CaptureSource
-from tierstate.engine.save.save_state import SaveState
+from tierstate.engine.publish.save_state import SaveState
 from tierstate.manifest import errors
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer

@@ -14,7 +14,7 @@ from support.cli_calls import Call
 
 import tierstate as ts
 from tierstate.engine.info import VersionInfo
-from tierstate.engine.maintain.bisect import bisect, has_nonfinite
+from tierstate.engine.versions.bisect import bisect, has_nonfinite
 
 ARGUMENTS = ("-r", "gpt")
 

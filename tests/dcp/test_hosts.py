@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import tierstate as ts
 from tierstate.dcp import TierReader, TierWriter, close
-from tierstate.engine.ranks.heartbeat import Timeouts
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.connections.secret import JobSecret
 

@@ -27,7 +27,7 @@ from tierstate.engine.cadence import (
 )
 from tierstate.engine.events import Event, EventBus
 from tierstate.engine.placement import is_due
-from tierstate.engine.save.backlog import PendingVersion, becomes_pending
+from tierstate.engine.publish.backlog import PendingVersion, becomes_pending
 from tierstate.tiers.policy.models import AutoEvery, FailuresKeys
 
 SECONDS = st.floats(1e-3, 1e5)

@@ -25,11 +25,11 @@ import atheris
 
 with atheris.instrument_imports(include=["tierstate"]):
     from tierstate.engine.codecs.codecs import CODECS, compress, decompress
-    from tierstate.engine.maintain.rebuild import rebuild
     from tierstate.engine.packs.pack import PackWriter, read_footer
+    from tierstate.engine.repair.rebuild import rebuild
     from tierstate.engine.store.run_in_tier import TierRun as Shelf
-    from tierstate.files.dcp import open_dcp
-    from tierstate.files.safetensors import open_safetensors
+    from tierstate.files.readers.dcp import open_dcp
+    from tierstate.files.readers.safetensors import open_safetensors
     from tierstate.manifest.boxes import Box
     from tierstate.manifest.errors import TierstateError
     from tierstate.manifest.format import table as col

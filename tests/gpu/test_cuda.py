@@ -12,7 +12,7 @@ from support.device_jobs import DeviceJob, on_the_host
 from support.equality import difference
 
 import tierstate as ts
-from tierstate.engine.save.capture import Capture
+from tierstate.engine.capture.capture import Capture
 
 SPIN = 1 << 32
 """Cycles for which a device is kept busy: two seconds and more, far longer than the copies take."""

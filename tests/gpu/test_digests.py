@@ -18,7 +18,7 @@ from support.equality import difference
 from support.fake_cuda import LATE, RANDOM, fake, is_installed, timing
 
 import tierstate as ts
-from tierstate.engine.save import capture, device_digests
+from tierstate.engine.capture import capture, device_digests
 from tierstate.manifest.digest import digest_function
 from tierstate.tiers.memory import kernels as kernels_room
 from tierstate.tiers.memory.kernels import ALIGN, kernels_of, xxh3_digests

@@ -16,9 +16,9 @@ from support.equality import difference
 from support.outcomes import Background, until
 
 import tierstate as ts
-from tierstate.engine.save import capture
-from tierstate.engine.save.capture import Capture
-from tierstate.engine.save.save_state import SaveState
+from tierstate.engine.capture import capture
+from tierstate.engine.capture.capture import Capture
+from tierstate.engine.publish.save_state import SaveState
 from tierstate.manifest.errors import CaptureError
 
 pytestmark = [

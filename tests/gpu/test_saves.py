@@ -19,7 +19,7 @@ from support.fake_cuda import EAGER, LATE, RANDOM, fake, is_installed, timing
 from support.state_strategies import on_device, remake, tensors
 
 import tierstate as ts
-from tierstate.engine.save import capture
+from tierstate.engine.capture import capture
 
 pytestmark = [
     pytest.mark.gpu,

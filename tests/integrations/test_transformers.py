@@ -19,7 +19,7 @@ from support.trainer_job import Losses, Net, run, trainer
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 import tierstate as ts
-from tierstate.engine.save.tier_queue import TierQueue
+from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.integrations.transformers import TierTrainer, TierTrainerMixin, use
 
 

@@ -11,8 +11,8 @@ from support.checkpointer_worlds import policy, tier
 from support.thread_ranks import as_ranks
 
 import tierstate as ts
-from tierstate.engine.ranks.team import Team
-from tierstate.engine.save.publish import CascadeJob
+from tierstate.engine.publish.publish import CascadeJob
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.store.catalog import Source
 
 

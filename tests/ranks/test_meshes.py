@@ -15,8 +15,8 @@ from support.mesh_states import Job, Part, Truth, check_filled, check_loaded, jo
 from support.thread_ranks import as_ranks
 
 import tierstate as ts
-from tierstate.engine.ranks.heartbeat import Timeouts
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.registry import open_tier
 

@@ -14,7 +14,7 @@ from support.meshes import part_bytes
 
 from tierstate.engine.codecs.codecs import compress
 from tierstate.engine.packs.pack import PackWriter
-from tierstate.engine.ranks.leader import record_of
+from tierstate.engine.ranks.save.leader import record_of
 from tierstate.engine.restore.restore import fill_target, plan_scatter
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun

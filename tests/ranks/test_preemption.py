@@ -21,8 +21,8 @@ from support.thread_ranks import as_ranks
 from support.torchrun import Torchrun
 
 import tierstate as ts
-from tierstate.engine.ranks.preemption import SharedPreemption
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save.preemption import SharedPreemption
+from tierstate.engine.ranks.team.team import Team
 from tierstate.tiers.policy.models import PreemptionKeys
 
 NO_SIGNALS = PreemptionKeys.model_construct(signals=(), grace=30.0)

@@ -20,9 +20,9 @@ from support.storage_sites import AtSite, Site
 from support.thread_teams import together
 
 import tierstate as ts
-from tierstate.engine.ranks.coordinator import unnamed_packs
-from tierstate.engine.ranks.heartbeat import Timeouts
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save.coordinator import unnamed_packs
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import RankFailed
 from tierstate.manifest.format.layout import ChunkPlace, LayoutBuilder

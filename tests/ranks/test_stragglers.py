@@ -15,7 +15,7 @@ SIZE = 3
 
 
 def is_named(gang: Gang) -> None:
-    """Both others say who is late; by when, is a property of `tierstate.engine.ranks.stragglers`."""
+    """Both others say who is late; by when, is a property of `tierstate.engine.ranks.restore.stragglers`."""
     for rank in set(range(SIZE)) - {VICTIM}:
         assert gang.hear(rank, f"log rank {rank}: rank {VICTIM} is late: ").endswith("it is read here")
         assert gang.hear(rank, f"event rank {VICTIM} is late: ").endswith("it is read here")

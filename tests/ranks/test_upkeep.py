@@ -12,7 +12,7 @@ from support.checkpointer_worlds import policy, tier, unreferenced
 from support.thread_ranks import Cluster, as_ranks
 
 import tierstate as ts
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team.team import Team
 
 pytestmark = pytest.mark.slow
 

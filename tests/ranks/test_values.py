@@ -10,10 +10,10 @@ from support.checkpointer_worlds import policy, tier
 from support.thread_ranks import as_ranks
 
 import tierstate as ts
-from tierstate.engine.ranks.save import SharedPipeline
-from tierstate.engine.ranks.team import Team
-from tierstate.engine.save.plan import CapturePlan
-from tierstate.engine.save.save_state import SaveState
+from tierstate.engine.capture.plan import CapturePlan
+from tierstate.engine.publish.save_state import SaveState
+from tierstate.engine.ranks.save.save import SharedPipeline
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.format.version import Head
 
 

@@ -11,7 +11,7 @@ from support.checkpointer_worlds import alone, arena_of
 from support.equality import difference
 
 import tierstate as ts
-from tierstate.engine.save.guard import Guard
+from tierstate.engine.capture.guard import Guard
 from tierstate.manifest.chunk import Buffer, Chunk, as_buffer, spans
 from tierstate.manifest.format.leaf import Spec
 from tierstate.providers.base import memory_of

@@ -27,9 +27,10 @@ from support.equality import difference
 from support.outcomes import until
 
 import tierstate as ts
+from tierstate.engine.capture import plan
+from tierstate.engine.publish import backlog
+from tierstate.engine.publish.backlog import MAX_WAITING
 from tierstate.engine.restore import restore
-from tierstate.engine.save import backlog, plan
-from tierstate.engine.save.backlog import MAX_WAITING
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.latch import Completion

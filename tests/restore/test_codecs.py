@@ -23,7 +23,7 @@ from support.checkpointer_worlds import (
 
 import tierstate as ts
 from tierstate.engine.codecs import codecs
-from tierstate.engine.save import encode as encode_module
+from tierstate.engine.publish import encode as encode_module
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.history.log import Log

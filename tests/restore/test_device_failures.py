@@ -20,8 +20,8 @@ from support.checkpointer_worlds import alike, engine_threads, policy, scratch, 
 from support.mutate_state import flip
 
 import tierstate as ts
+from tierstate.engine.capture import snapshot
 from tierstate.engine.restore import gpu as restore_gpu
-from tierstate.engine.save import snapshot
 from tierstate.manifest.errors import untrusted
 from tierstate.tiers.memory import gpu as gpu_tier
 from tierstate.tiers.memory.cuda import CopyStream

@@ -10,7 +10,7 @@ from support.checkpointer_worlds import arena_of, faulty, names, opened, policy,
 from support.equality import difference
 
 import tierstate as ts
-from tierstate.engine.save import backlog
+from tierstate.engine.publish import backlog
 from tierstate.manifest.format.marker import MARKER_KEY
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.memory.host import Memory

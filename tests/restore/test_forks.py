@@ -13,9 +13,10 @@ from support.checkpointer_worlds import alike, faulty, names, opened, pins, poli
 from support.outcomes import Background
 
 import tierstate as ts
-from tierstate.engine.maintain import fork, prune
+from tierstate.engine.maintain import prune
 from tierstate.engine.maintain.sweep import DAY
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions import fork
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AlreadyExists, NotFound, TierError, TierUnavailable
 from tierstate.manifest.format.record import Record

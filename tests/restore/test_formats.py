@@ -33,7 +33,8 @@ from support.slow_values import Fill
 from support.state_strategies import scrambled, states
 
 import tierstate as ts
-from tierstate.engine.save import capture, leaf_files
+from tierstate.engine.capture import capture
+from tierstate.engine.publish import leaf_files
 from tierstate.manifest.errors import Damaged
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log

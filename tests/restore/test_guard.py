@@ -18,7 +18,7 @@ from support.checkpointer_worlds import arena_of, engine_threads, policy, scratc
 from support.equality import difference
 
 import tierstate as ts
-from tierstate.engine.save import capture
+from tierstate.engine.capture import capture
 from tierstate.manifest.errors import CaptureError
 
 

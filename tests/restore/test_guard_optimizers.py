@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 import tierstate as ts
-from tierstate.engine.save.guard import Guard
+from tierstate.engine.capture.guard import Guard
 
 # Of torch's own modules, as they are imported: torch.distributed.optim and the compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -16,7 +16,7 @@ from support.checkpointer_worlds import policy, scratch, tier
 import tierstate as ts
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.placement import Routes
-from tierstate.engine.save.backlog import PendingVersion, missed_versions
+from tierstate.engine.publish.backlog import PendingVersion, missed_versions
 from tierstate.engine.store.catalog import RunCatalog, VersionCopies
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer

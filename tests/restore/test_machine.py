@@ -32,7 +32,7 @@ from support.training_state import CHANGES, Change, Changes, Training
 
 import tierstate as ts
 from tierstate.engine.packs.keys import is_mend
-from tierstate.engine.save import backlog
+from tierstate.engine.publish import backlog
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.backoff import Backoff
 

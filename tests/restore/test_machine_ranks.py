@@ -22,9 +22,9 @@ from support.tier_claims import Look, claimed, newest, unmended, whole
 
 import tierstate as ts
 from tierstate.engine.packs.keys import is_part
-from tierstate.engine.ranks.heartbeat import Timeouts
-from tierstate.engine.ranks.team import Team
-from tierstate.engine.save import backlog
+from tierstate.engine.publish import backlog
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import RankFailed
 from tierstate.tiers.backoff import Backoff
 

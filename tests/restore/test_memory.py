@@ -10,7 +10,7 @@ from support.checkpointer_worlds import arena_of, engine_threads, faulty, policy
 from support.equality import difference
 
 import tierstate as ts
-from tierstate.engine.save.publish import CascadeJob
+from tierstate.engine.publish.publish import CascadeJob
 from tierstate.tiers.memory.host import Memory
 
 

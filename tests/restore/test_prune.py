@@ -22,8 +22,8 @@ from support.checkpointer_worlds import (
 )
 
 import tierstate as ts
-from tierstate.engine.save import publish
-from tierstate.engine.save.publish import TierWrite
+from tierstate.engine.publish import publish
+from tierstate.engine.publish.publish import TierWrite
 from tierstate.engine.store import catalog
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import TierUnavailable

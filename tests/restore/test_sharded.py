@@ -22,10 +22,10 @@ from support.state_strategies import ARRAY_DTYPES, DTYPES, make
 
 import tierstate as ts
 from tierstate.cli.output import show_leaves
-from tierstate.engine.maintain.leaf_locations import locate_leaves
 from tierstate.engine.restore.restore import RestoreSpec, restore
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions.leaf_locations import locate_leaves
 from tierstate.files.export import export
 from tierstate.files.importing import open_source
 from tierstate.manifest.boxes import Box

@@ -25,8 +25,8 @@ from support.outcomes import until
 from support.state_strategies import states
 
 import tierstate as ts
+from tierstate.engine.capture import capture
 from tierstate.engine.restore import restore
-from tierstate.engine.save import capture
 from tierstate.manifest.errors import CaptureError, Damaged, TierError
 from tierstate.manifest.format.leaf import Spec
 from tierstate.tiers.base import Range
@@ -435,7 +435,7 @@ def test_an_interrupted_save_keeps_no_memory_and_the_next_one_goes_on(
     with ts.Checkpointer(ring(place), "run") as ckpt:
         for name in ("_copy", "_rows", "_from"):
             with monkeypatch.context() as patch:
-                patch.setattr(f"tierstate.engine.save.snapshot.{name}", interrupted)
+                patch.setattr(f"tierstate.engine.capture.snapshot.{name}", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     ckpt.save(state, step=1)
         save = ckpt.save(state, step=2)

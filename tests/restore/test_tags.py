@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, names, policy, scratch, tensors, tier
 
 import tierstate as ts
-from tierstate.engine.maintain import tags as tags_module
-from tierstate.engine.maintain.tags import Tags
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions import tags as tags_module
+from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierUnavailable
 from tierstate.manifest.history.tags import MAX_TAG_NUMBER, TaggedVersion, TagTarget, tags_by_version, write_tag

@@ -15,7 +15,7 @@ from support.checkpointer_worlds import alike, scratch, tensors
 from support.thread_ranks import Cluster, bytes_read
 
 import tierstate as ts
-from tierstate.engine.ranks.exchange import PeerConnection
+from tierstate.engine.ranks.restore.exchange import PeerConnection
 from tierstate.manifest.errors import Damaged, FormatError, NotFound, RankFailed, StateMismatch
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import ShardRow, Version

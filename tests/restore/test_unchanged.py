@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, arena_of, faulty, names, policy, scratch, tier, unreferenced, wrapped
 
 import tierstate as ts
-from tierstate.engine.save import capture
+from tierstate.engine.capture import capture
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
 from tierstate.tiers.testing.faulty import FaultyCall

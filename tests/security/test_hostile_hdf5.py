@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tierstate as ts
-from tierstate.files import hdf5
 from tierstate.files.importing import open_source
+from tierstate.files.readers import hdf5
 from tierstate.manifest.chunk import empty_buffer
 
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.thread_teams import together
 
-from tierstate.engine.ranks import secret as agreement
-from tierstate.engine.ranks.secret import agree_on_secret
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team import secret as agreement
+from tierstate.engine.ranks.team.secret import agree_on_secret
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import PolicyError
 from tierstate.tiers.connections import distribution
 from tierstate.tiers.connections.distribution import SecretServer, receive_secret, runtime_folder

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from support.peer_hosts import SECRET, Hosts, meet
 from support.thread_teams import together
 
-from tierstate.engine.ranks.exchange import PeerListener
-from tierstate.engine.ranks.secret import agree_on_secret
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.restore.exchange import PeerListener
+from tierstate.engine.ranks.team.secret import agree_on_secret
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import AccessDenied, TierUnavailable
 from tierstate.tiers.connections.channel import ChannelError, connect
 from tierstate.tiers.connections.secret import KEY, JobSecret

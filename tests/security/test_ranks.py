@@ -12,7 +12,7 @@ from support.secret_keys import key_file, write
 from support.thread_ranks import Cluster
 
 import tierstate as ts
-from tierstate.engine.ranks import commit
+from tierstate.engine.ranks.save import commit
 
 SIZE = 4
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from support.thread_teams import part
 
-from tierstate.engine.ranks.commit import GroupCommit
-from tierstate.engine.ranks.heartbeat import Timeouts
-from tierstate.engine.ranks.leader import MergedVersions
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save.commit import GroupCommit
+from tierstate.engine.ranks.save.leader import MergedVersions
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import RankFailed, TierstateError
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version

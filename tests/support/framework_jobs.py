@@ -20,7 +20,7 @@ from support.equality import difference
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import tierstate as ts
-from tierstate.engine.save import capture
+from tierstate.engine.capture import capture
 
 STEPS = 5
 

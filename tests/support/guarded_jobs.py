@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tierstate.engine.save import capture
+from tierstate.engine.capture import capture
 
 
 class Job:

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 from support.checkpointer_worlds import has_uring
 
+from tierstate.engine.capture import capture, snapshot
 from tierstate.engine.codecs import adaptive, codecs
 from tierstate.engine.maintain import prune
 from tierstate.engine.packs import formats, hdf5, pack, slab_layout
+from tierstate.engine.publish import encode, leaf_files
 from tierstate.engine.restore import fetch, read_plan, scatter
-from tierstate.engine.save import capture, encode, leaf_files, snapshot
 from tierstate.engine.store import catalog, index
 from tierstate.manifest import digest
 from tierstate.tiers.memory import memcpy

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from support import checkpointer_worlds as worlds
 
 import tierstate as ts
-from tierstate.engine.ranks.heartbeat import Timeouts
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.format.layout import ABSENT, Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log, commit_id

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import torch.distributed as dist
 
-from tierstate.engine.ranks.commit import GroupCommit
-from tierstate.engine.ranks.heartbeat import Timeouts
-from tierstate.engine.ranks.leader import MergedVersions
-from tierstate.engine.ranks.relay import VersionRelay
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.save.commit import GroupCommit
+from tierstate.engine.ranks.save.leader import MergedVersions
+from tierstate.engine.ranks.save.relay import VersionRelay
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
 from tierstate.manifest.digest import checksum

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from tierstate.engine.capture.plan import CapturePlan
 from tierstate.engine.packs.slab_layout import SlabChunks
-from tierstate.engine.save.plan import CapturePlan
-from tierstate.engine.save.publish import DirectJob, SlabReceiver, UnchangedChunks
-from tierstate.engine.save.save_state import SaveState
+from tierstate.engine.publish.publish import DirectJob, SlabReceiver, UnchangedChunks
+from tierstate.engine.publish.save_state import SaveState
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import FormatError, TierstateError
 from tierstate.manifest.format.version import Version

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from tierstate.engine.save.backlog import PendingVersion
+from tierstate.engine.capture.plan import CapturePlan
+from tierstate.engine.publish.backlog import PendingVersion
+from tierstate.engine.publish.publish import Job
+from tierstate.engine.publish.save_state import SaveState
+from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.engine.save.pipeline import SavePipeline
-from tierstate.engine.save.plan import CapturePlan
-from tierstate.engine.save.publish import Job
-from tierstate.engine.save.save_state import SaveState
-from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, TierstateError
 from tierstate.manifest.format.version import Head

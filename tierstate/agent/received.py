@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from tierstate.engine.packs.slab_layout import SlabChunks
-from tierstate.engine.ranks.save import RankParts, SharedPipeline, StartState
-from tierstate.engine.save.backlog import PendingVersion
+from tierstate.engine.publish.backlog import PendingVersion
+from tierstate.engine.publish.publish import CascadeJob, DirectJob, UnchangedChunks
+from tierstate.engine.publish.save_state import SaveState
+from tierstate.engine.ranks.save.save import RankParts, SharedPipeline, StartState
 from tierstate.engine.save.pipeline import SavePipeline
-from tierstate.engine.save.publish import CascadeJob, DirectJob, UnchangedChunks
-from tierstate.engine.save.save_state import SaveState
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CaptureError

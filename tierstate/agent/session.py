@@ -22,11 +22,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tierstate.engine.capture.plan import retention_of, rule_retention_of
 from tierstate.engine.events import EVERY, Event, EventBus
 from tierstate.engine.info import TierStats
 from tierstate.engine.packs.slab_layout import SlabChunks, digest_list
-from tierstate.engine.ranks.join import TeamMember
-from tierstate.engine.save.plan import retention_of, rule_retention_of
+from tierstate.engine.ranks.save.join import TeamMember
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.digest import digest_function

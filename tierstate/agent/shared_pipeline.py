@@ -17,13 +17,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from tierstate.engine.ranks.leader import remove_record
-from tierstate.engine.ranks.save import RankParts, SharedPipeline
-from tierstate.engine.ranks.team import Team
-from tierstate.engine.save.backlog import PendingVersion
-from tierstate.engine.save.publish import Job
-from tierstate.engine.save.save_state import SaveState
-from tierstate.engine.save.tier_queue import TierQueue
+from tierstate.engine.publish.backlog import PendingVersion
+from tierstate.engine.publish.publish import Job
+from tierstate.engine.publish.save_state import SaveState
+from tierstate.engine.publish.tier_queue import TierQueue
+from tierstate.engine.ranks.save.leader import remove_record
+from tierstate.engine.ranks.save.save import RankParts, SharedPipeline
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError, TierUnavailable
 from tierstate.tiers.base import RankGroup
 from tierstate.tiers.concurrency import start_thread

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Self
 
 import torch.distributed
 
-from tierstate.engine.ranks.heartbeat import Timeouts
-from tierstate.engine.ranks.store import Store
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.store import Store
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.address import own_address
 from tierstate.tiers.connections.secret import JobSecret

@@ -15,7 +15,7 @@ import typer
 from tierstate.checkpointer import Checkpointer, open_quietly
 from tierstate.engine.progress import byte_progress
 from tierstate.engine.restore.restore import OnDamage
-from tierstate.files.reader import MAX_STEP
+from tierstate.files.readers.reader import MAX_STEP
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.units import parse_size
 

@@ -18,9 +18,9 @@ import typer
 from tierstate.agent.launch import agents_of_user, ask_agent
 from tierstate.checkpointer import Checkpointer, open_quietly
 from tierstate.engine.info import VersionInfo
-from tierstate.engine.maintain.bisect import bisect as find_first
-from tierstate.engine.maintain.bisect import has_nonfinite
-from tierstate.engine.maintain.leaf_history import VersionHistory
+from tierstate.engine.versions.bisect import bisect as find_first
+from tierstate.engine.versions.bisect import has_nonfinite
+from tierstate.engine.versions.leaf_history import VersionHistory
 from tierstate.manifest.errors import StateMismatch, TierstateError
 from tierstate.telemetry.explain import explain as explain_save
 from tierstate.tiers.units import parse_seconds

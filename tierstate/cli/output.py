@@ -24,16 +24,16 @@ from tierstate.copy import CopyResult
 from tierstate.engine.events import Event
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.maintain.adopt import MarkerResult
-from tierstate.engine.maintain.bisect import Bisection
-from tierstate.engine.maintain.check_chunks import Problem, VerifyReport
-from tierstate.engine.maintain.doctor import DoctorReport, Repair
-from tierstate.engine.maintain.leaf_history import LayerHistory, VersionHistory
-from tierstate.engine.maintain.leaf_locations import LeafLocation, TierShare, subtotals
 from tierstate.engine.maintain.prune import PruneReport, TierPrune
-from tierstate.engine.maintain.rebuild import RebuildReport
 from tierstate.engine.maintain.rekey import RekeyResult
 from tierstate.engine.maintain.remove import RemoveReport
+from tierstate.engine.repair.check_chunks import Problem, VerifyReport
+from tierstate.engine.repair.doctor import DoctorReport, Repair
+from tierstate.engine.repair.rebuild import RebuildReport
 from tierstate.engine.store.catalog import LOOK_FURTHER
+from tierstate.engine.versions.bisect import Bisection
+from tierstate.engine.versions.leaf_history import LayerHistory, VersionHistory
+from tierstate.engine.versions.leaf_locations import LeafLocation, TierShare, subtotals
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.format.leaf import CONTAINERS, format_path
 from tierstate.manifest.history.diff import LeafDiff

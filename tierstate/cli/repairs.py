@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from tierstate.checkpointer import open_quietly
-from tierstate.engine.maintain.check_chunks import Depth
-from tierstate.engine.maintain.verify import bytes_to_examine, bytes_to_verify
 from tierstate.engine.progress import byte_progress
+from tierstate.engine.repair.check_chunks import Depth
+from tierstate.engine.repair.verify import bytes_to_examine, bytes_to_verify
 from tierstate.manifest.errors import NotFound
 from tierstate.tiers.policy.policy import Policy
 

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from tierstate.checkpointer import Save
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import TierstateError
 
 from .engine import DcpEngine

@@ -14,12 +14,12 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from tierstate.checkpointer import Checkpointer, Save
-from tierstate.engine.maintain.tags import Tags
+from tierstate.engine.capture.plan import checked_step
 from tierstate.engine.placement import may_pickle
-from tierstate.engine.ranks.team import Team
-from tierstate.engine.save.plan import checked_step
+from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.errors import RankFailed, TierstateError
 from tierstate.manifest.history.tags import TaggedVersion, TagTarget
 from tierstate.tiers.concurrency import run_concurrently

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from tierstate.engine.save.plan import HOST, CapturePlan, CaptureSource
+from tierstate.engine.capture.plan import HOST, CapturePlan, CaptureSource
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf, Path, Spec, encode_path, format_path

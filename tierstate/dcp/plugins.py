@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from tierstate.engine.capture.plan import checked_step
 from tierstate.engine.placement import may_pickle
 from tierstate.engine.restore.restore import RestoreSpec
-from tierstate.engine.save.plan import checked_step
 from tierstate.manifest.errors import PolicyError, StateMismatch, TierstateError
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.tags import check_tag

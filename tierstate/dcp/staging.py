@@ -22,9 +22,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from tierstate.engine.save.capture import COPY_WORKERS
-from tierstate.engine.save.guard import Guard
-from tierstate.engine.save.read_set import ReadSet
+from tierstate.engine.capture.capture import COPY_WORKERS
+from tierstate.engine.capture.guard import Guard
+from tierstate.engine.capture.read_set import ReadSet
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Path, format_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierstate.engine.ranks.restore import IncompleteVersion, SharedReads, restore_together
+from tierstate.engine.ranks.restore.restore import IncompleteVersion, SharedReads, restore_together
 from tierstate.engine.restore.restore import RestoreSpec
 from tierstate.engine.restore.scatter import ScatterTargets
 from tierstate.manifest.arrays import Array

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from tierstate.engine.ranks.team import Team
-from tierstate.engine.save.plan import CapturePlan
+from tierstate.engine.capture.plan import CapturePlan
+from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import RankFailed, format_ranks
 from tierstate.manifest.format.leaf import Path
 from tierstate.manifest.sharded.state_order import state_order

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierstate.engine.save.backlog import PendingVersion, missed_versions
+from tierstate.engine.publish.backlog import PendingVersion, missed_versions
+from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.engine.save.protection import Lag
-from tierstate.engine.save.tier_queue import TierQueue
 from tierstate.engine.store.catalog import VersionCopies
 from tierstate.engine.store.index import SeqSummaries
 from tierstate.engine.store.run_in_tier import TierRun

@@ -1,2 +1,2 @@
-"""Import and export: versions as safetensors, HDF5, torch or DCP files, states read from such files, and
+"""Import and export: versions as safetensors or HDF5 files, states of other programs as versions, and
 versions seen as files that are read by ranges (fsspec)."""

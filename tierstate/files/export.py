@@ -32,6 +32,8 @@ from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, check_leaves_whole
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
+from tierstate.files.readers.outline import NO_BYTES, OutlineLeaf, SelectedLeaf, Selection, encode_outline
+from tierstate.files.readers.reader import OUTLINE
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
@@ -43,8 +45,6 @@ from tierstate.providers.values.values import ValueProvider
 from tierstate.tiers.memory.arena import Arena
 
 from .atomic_files import AtomicFiles
-from .outline import NO_BYTES, OutlineLeaf, SelectedLeaf, Selection, encode_outline
-from .reader import OUTLINE
 
 INDEX_SUFFIX = ".index.json"
 """Suffix of the index file of a set of files."""

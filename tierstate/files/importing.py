@@ -9,12 +9,11 @@ from typing import Any
 
 from tierstate.checkpointer import Checkpointer
 from tierstate.engine.info import VersionInfo
+from tierstate.files.readers.deepspeed_folder import is_deepspeed, open_deepspeed
+from tierstate.files.readers.reader import ImportSource, Progress
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import FormatError, NotFound, TierFull
 from tierstate.tiers.posix.files import open_file
-
-from .deepspeed_folder import is_deepspeed, open_deepspeed
-from .reader import ImportSource, Progress
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
@@ -106,7 +105,7 @@ def _inside(path: Path) -> Path:
 
 def _kind(path: Path) -> str:
     if path.is_dir():
-        from .torch_dist import is_torch_dist
+        from tierstate.files.readers.torch_dist import is_torch_dist
 
         return "torch_dist" if is_torch_dist(path) else "deepspeed" if is_deepspeed(path) else "dcp"
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
@@ -125,24 +124,24 @@ def _kind(path: Path) -> str:
 def _open(path: Path, kind: str, skip_values: bool, progress: Progress) -> Any:
     # Each reader module is imported on use, since it imports an optional library.
     if kind == "dcp":
-        from .dcp import open_dcp
+        from tierstate.files.readers.dcp import open_dcp
 
         return open_dcp(path, progress)
     if kind == "torch_dist":
-        from .torch_dist import open_torch_dist
+        from tierstate.files.readers.torch_dist import open_torch_dist
 
         return open_torch_dist(path, progress, skip_values=skip_values)
     if kind == "deepspeed":
         return open_deepspeed(path, progress)
     if kind == "hdf5":
-        from .hdf5 import open_hdf5
+        from tierstate.files.readers.hdf5 import open_hdf5
 
         return open_hdf5(path, progress, skip_values=skip_values)
     if kind == "torch":
-        from .torch import open_torch
+        from tierstate.files.readers.torch import open_torch
 
         return open_torch(path)
-    from .safetensors import open_safetensors
+    from tierstate.files.readers.safetensors import open_safetensors
 
     return open_safetensors(path, progress)
 

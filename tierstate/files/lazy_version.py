@@ -9,6 +9,10 @@ from functools import partial
 from typing import Any
 
 from tierstate.checkpointer import open_quietly
+from tierstate.files.readers.outline import NO_BYTES, OutlineLeaf, Selection, state_of_outline
+from tierstate.files.readers.reader import ImportSource, Progress
+from tierstate.files.readers.stored import FileValue, check_file_spec
+from tierstate.files.readers.zero import DEEPSPEED, MODEL, OPTIMIZER, is_zero, whole_parameters
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import StateMismatch
 from tierstate.manifest.format.leaf import STORAGE, Spec
@@ -17,11 +21,7 @@ from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.tiers.policy.policy import Policy
 
 from .export import read_values
-from .outline import NO_BYTES, OutlineLeaf, Selection, state_of_outline
 from .ranges import ChunkCache, LeafRange, RangeReader
-from .reader import ImportSource, Progress
-from .stored import FileValue, check_file_spec
-from .zero import DEEPSPEED, MODEL, OPTIMIZER, is_zero, whole_parameters
 
 _KINDS = (TensorProvider.kind, ArrayProvider.kind, STORAGE)
 

@@ -20,6 +20,7 @@ import torch
 
 from tierstate.engine.packs.formats import dotted_names, element_type
 from tierstate.engine.store.catalog import VersionCopies
+from tierstate.files.readers.outline import encode_plain
 from tierstate.manifest.errors import FormatError, NotFound, StateMismatch
 from tierstate.manifest.format.leaf import LOSSY, STORAGE, TIED, Leaf, Spec, encode_path
 from tierstate.providers.tensors.arrays import ArrayProvider
@@ -28,7 +29,6 @@ from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.providers.values.values import ValueProvider
 
 from .export import MAX_SHARD_FILE, MAX_VALUES, ExportFile, ExportPlan, index_file, plan_export, read_values
-from .outline import encode_plain
 from .ranges import RangeReader, VirtualFile
 
 MODEL = "model.safetensors"

@@ -23,11 +23,11 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.utils.tensor_fragment import fragment_address
 
 import tierstate as ts
-from tierstate.engine.ranks.agreement import GroupQuery
-from tierstate.engine.ranks.heartbeat import Timeouts
-from tierstate.engine.ranks.team import Team
+from tierstate.engine.ranks.restore.agreement import GroupQuery
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
 from tierstate.files.lazy_version import open_zero_version
-from tierstate.files.zero import is_zero
+from tierstate.files.readers.zero import is_zero
 
 from .deepspeed_universal import (
     export_universal,

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 import tierstate as ts
-from tierstate.files.deepspeed_folder import CAT_DIM, OPTIMIZER_FILE, PARAM, UNIVERSAL
 from tierstate.files.lazy_version import open_zero_version
-from tierstate.files.stored import FileValue, read_tensor
-from tierstate.files.zero import DEEPSPEED, FP32, MODEL, MODEL_STATES, OPTIMIZER, OPTIMIZER_STATE, SCALER
+from tierstate.files.readers.deepspeed_folder import CAT_DIM, OPTIMIZER_FILE, PARAM, UNIVERSAL
+from tierstate.files.readers.stored import FileValue, read_tensor
+from tierstate.files.readers.zero import DEEPSPEED, FP32, MODEL, MODEL_STATES, OPTIMIZER, OPTIMIZER_STATE, SCALER
 
 _SCALERS = {one.__name__: one for one in (LossScaler, DynamicLossScaler)}
 

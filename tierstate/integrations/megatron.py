@@ -37,8 +37,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 import tierstate as ts
-from tierstate.engine.ranks.agreement import GroupQuery
-from tierstate.files.torch_dist import COMMON, COMMON_STATE, OBJECT, as_plain, from_plain
+from tierstate.engine.ranks.restore.agreement import GroupQuery
+from tierstate.files.readers.torch_dist import COMMON, COMMON_STATE, OBJECT, as_plain, from_plain
 from tierstate.manifest.boxes import Box, Shape
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Spec, format_key

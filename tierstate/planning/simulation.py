@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierstate.engine.cadence import AutoCadence, auto_tiers, failures_by_tier
+from tierstate.engine.capture.plan import retention_of
 from tierstate.engine.events import Event
 from tierstate.engine.placement import (
     LastSave,
@@ -26,9 +27,8 @@ from tierstate.engine.placement import (
     is_too_far_behind,
     route_masks,
 )
-from tierstate.engine.save.backlog import Backlog, PendingVersion, held_versions, missed_versions
-from tierstate.engine.save.plan import retention_of
-from tierstate.engine.save.save_state import SaveState
+from tierstate.engine.publish.backlog import Backlog, PendingVersion, held_versions, missed_versions
+from tierstate.engine.publish.save_state import SaveState
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.history.retention import RetentionEntry, RetentionPolicy, decide_retention
 from tierstate.tiers.policy.policy import Policy
@@ -41,7 +41,7 @@ OFTEN = 100
 
 @dataclass(slots=True)
 class _Copy:
-    """A version on its way to a tier (`tierstate.engine.save.backlog.QueuedCopy`).
+    """A version on its way to a tier (`tierstate.engine.publish.backlog.QueuedCopy`).
 
     Attributes:
         due: the version.

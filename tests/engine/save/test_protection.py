@@ -13,9 +13,9 @@ from support.thread_ranks import as_ranks
 
 import tierstate as ts
 from tierstate.engine.placement import due_tiers, is_too_far_behind
-from tierstate.engine.save.backlog import PendingVersion
+from tierstate.engine.publish.backlog import PendingVersion
+from tierstate.engine.publish.save_state import SaveState
 from tierstate.engine.save.protection import Lag, LagBound, SaveHistory
-from tierstate.engine.save.save_state import SaveState
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.policy.models import MaxLagKeys

@@ -13,9 +13,9 @@ from tierstate.engine.codecs.codecs import BLOSC, compress
 from tierstate.engine.maintain.sweep import sweep
 from tierstate.engine.packs.keys import MEND
 from tierstate.engine.packs.pack import FooterRow, PackWriter
+from tierstate.engine.publish import encode as encode_module
+from tierstate.engine.publish.encode import LEAST, MAX_BASE_USES, SAMPLE, DeltaBases, codec_sample
 from tierstate.engine.restore.fetch import Fetch
-from tierstate.engine.save import encode as encode_module
-from tierstate.engine.save.encode import LEAST, MAX_BASE_USES, SAMPLE, DeltaBases, codec_sample
 from tierstate.engine.store.catalog import Holding
 from tierstate.engine.store.delta_base import SLACK, WrongBase, undo_delta, xor
 from tierstate.engine.store.run_in_tier import TierRun

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tierstate.engine.maintain.check_chunks import Depth
-from tierstate.engine.maintain.verify import Verifier
 from tierstate.engine.packs.keys import is_mend
 from tierstate.engine.packs.pack import PackWriter
+from tierstate.engine.repair.check_chunks import Depth
+from tierstate.engine.repair.verify import Verifier
 from tierstate.engine.restore.fetch import Fetch, RepairWriter
 from tierstate.engine.store.catalog import Holding, RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun

@@ -16,8 +16,8 @@ from support.fake_cuda import LATE, RANDOM, fake
 from support.outcomes import tried
 
 import tierstate as ts
+from tierstate.engine.capture import streamed
 from tierstate.engine.restore import short_uploads
-from tierstate.engine.save import streamed
 from tierstate.manifest.errors import CaptureError, Damaged
 from tierstate.providers.tensors.devices import uploads_wait_once
 from tierstate.providers.tensors.tensors import TensorProvider

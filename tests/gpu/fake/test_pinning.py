@@ -23,8 +23,8 @@ from support.outcomes import Background, until
 
 import tierstate as ts
 from tierstate.dcp.staging import TierStager
-from tierstate.engine.save import capture
-from tierstate.engine.save.capture import Capture
+from tierstate.engine.capture import capture
+from tierstate.engine.capture.capture import Capture
 from tierstate.tiers.memory import arena as arena_room
 from tierstate.tiers.memory import pinning
 from tierstate.tiers.memory.arena import PAGE, Arena

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.manifest_strategies import json_values, small_record
 
-from tierstate.engine.maintain.rebuild import rebuild
 from tierstate.engine.packs.pack import MAGIC, PackWriter
+from tierstate.engine.repair.rebuild import rebuild
 from tierstate.engine.store.index import Summaries
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes

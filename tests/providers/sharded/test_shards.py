@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tierstate as ts
-from tierstate.engine.save.guard import Guard
+from tierstate.engine.capture.guard import Guard
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import CaptureError, StateMismatch
 from tierstate.manifest.format.leaf import Spec, encode_path

@@ -1,1 +1,1 @@
-"""Maintenance of a run: prune, garbage collection, repack, verify, rebuild, copy, tags, forks, comparison."""
+"""Maintenance of tiers: prune, garbage collection, repacking, removal of versions, markers and keys by hand."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from tierstate.engine.info import VersionInfo, list_versions
 from tierstate.engine.packs.keys import pack_prefix
 from tierstate.engine.progress import Pace
-from tierstate.engine.save.backlog import held_versions
+from tierstate.engine.publish.backlog import held_versions
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.history.retention import RetentionDecision

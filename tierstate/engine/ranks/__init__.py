@@ -1,1 +1,1 @@
-"""Many ranks: team and heartbeats, two-phase commit, ownership of replicated shards, exchange of chunks in restores."""
+"""Many ranks that save and restore one version together: the team that they are, their saves, their restores."""

@@ -1,1 +1,1 @@
-"""Save: plan, capture into slabs, encode, write packs, publish the record, cascade to slower tiers."""
+"""Save: the pipeline from capture to the commit in every tier, how far copies are behind, alarms, preemption."""

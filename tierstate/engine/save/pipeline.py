@@ -16,6 +16,9 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol, TypeAlias
 
 from tierstate.engine.cadence import AutoCadence
+from tierstate.engine.capture.capture import CaptureJob, CaptureThread
+from tierstate.engine.capture.plan import CapturePlan
+from tierstate.engine.capture.snapshot import take_snapshot
 from tierstate.engine.events import EventBus
 from tierstate.engine.placement import (
     CadenceCount,
@@ -27,6 +30,10 @@ from tierstate.engine.placement import (
     entry_tiers,
     rule_warnings,
 )
+from tierstate.engine.publish.backlog import PendingVersion
+from tierstate.engine.publish.publish import DirectJob, Job, Stages, tier_write_of
+from tierstate.engine.publish.save_state import SaveState, SavesUnderWay
+from tierstate.engine.publish.tier_queue import Cascade, TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
@@ -38,14 +45,7 @@ from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy
 
 from .alarms import LeafAlarms
-from .backlog import PendingVersion
-from .capture import CaptureJob, CaptureThread
-from .plan import CapturePlan
 from .protection import FailurePolicy, Lag, LagBound, SaveHistory
-from .publish import DirectJob, Job, Stages, tier_write_of
-from .save_state import SaveState, SavesUnderWay
-from .snapshot import take_snapshot
-from .tier_queue import Cascade, TierQueue
 
 log = logging.getLogger("tierstate")
 

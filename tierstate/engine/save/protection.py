@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tierstate.engine.placement import is_too_far_behind
+from tierstate.engine.publish.backlog import PendingVersion
+from tierstate.engine.publish.save_state import SaveState
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.policy.models import MaxLagKeys, OnFailureKeys
-
-from .backlog import PendingVersion
-from .save_state import SaveState
 
 log = logging.getLogger("tierstate")
 

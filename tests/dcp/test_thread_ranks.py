@@ -1,0 +1,119 @@
+"""Ranks that are threads save one version through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.checkpointer_worlds import faulty, opened, policy, tier, wrapped
+from support.dcp_jobs import same, save_as_ranks
+from support.thread_ranks import QUICK
+
+import tierstate as ts
+from tierstate.dcp import TierReader, TierWriter, close
+from tierstate.engine.ranks.team.team import Team
+from tierstate.manifest.errors import TierUnavailable
+from tierstate.manifest.history.log import Log
+from tierstate.tiers.connections.secret import JobSecret
+from tierstate.tiers.registry import open_tier
+from tierstate.tiers.testing import Fault
+
+
+def gangs(count: int) -> list[Team]:
+    """The teams of ranks that are threads of this process."""
+    store, secret = dist.HashStore(), JobSecret.random()
+    return [Team(store, rank, count, [0] * count, timeouts=QUICK, secret=secret) for rank in range(count)]
+
+
+def eventually(found: Callable[[], bool]) -> None:
+    """Wait for what happens in the background."""
+    end = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def parts_of(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """By rank, its part: one entry of the state."""
+    return [{key: value} for key, value in state.items()]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_tier_did_not_get_from_one_rank_is_brought_later(place: Path, rank: int) -> None:
+    far = open_tier("far", "nvme", {"path": str(place / "far")})
+    with wrapped(far) as first, wrapped(far) as second:
+        failing = (first, second)[rank]
+        specs = [policy({"nvme": tier("nvme", place), "far": keys}) for keys in (first, second)]
+        teams = gangs(2)
+        writers = [TierWriter(spec, "run", process_group=team) for spec, team in zip(specs, teams, strict=True)]
+        save_as_ranks(writers, parts_of({"a": torch.ones(9), "b": torch.ones(9)}))
+        eventually(lambda: len(Log(far, "run").seqs()) == 1)
+        faulty(failing).add(Fault("writer", 1, TierUnavailable("no answer")))
+        state = {"a": torch.randn(9), "b": torch.randn(9)}
+        save_as_ranks(writers, parts_of(state))
+        into = {name: torch.zeros(9) for name in state}
+        dcp.load(into, storage_reader=TierReader(specs[0], "run"))
+        same(into, state)
+        close()  # finishes what is owed
+        nvme, other = Log(opened(specs[0], "nvme"), "run"), Log(far, "run")
+        assert nvme.seqs() == other.seqs()
+        assert len(nvme.seqs()) == 2
+        assert nvme.read(nvme.seqs()[1]).version.id == other.read(other.seqs()[1]).version.id
+        for team in teams:
+            team.close()
+
+
+def test_ranks_with_different_steps_are_refused_before_anything_is_written(place: Path) -> None:
+    specs = [policy({"nvme": tier("nvme", place)}, arena={"size": size}) for size in ("256KiB", "512KiB")]
+    teams = gangs(2)
+    writers = [TierWriter(specs[rank], "run", step=rank, process_group=teams[rank]) for rank in (0, 1)]
+    with pytest.raises(ts.StateMismatch, match="ranks save different steps: 0, 1; give all the same checkpoint_id"):
+        save_as_ranks(writers, parts_of({"a": torch.ones(3), "b": torch.ones(3)}))
+    assert not (place / "nvme" / "packs").exists()
+
+
+def test_lists_of_many_ranks_are_one_value_and_the_order_is_the_states(place: Path) -> None:
+    specs = [policy({"nvme": tier("nvme", place)}, arena={"size": size}) for size in ("256KiB", "512KiB")]
+    teams = gangs(2)
+    writers = [TierWriter(specs[rank], "run", process_group=teams[rank]) for rank in (0, 1)]
+    whole = {"last": torch.ones(3), "groups": [{"lr": 0.1, "params": ["w"]}, {"lr": 0.2}], "first": torch.zeros(2)}
+    # DCP gives each item to one rank: here some are of rank 1 only, and the first rank knows the order of all.
+    mine = {"last": whole["last"], "groups": [whole["groups"][0]], "first": whole["first"]}
+    theirs = {"groups": [{"params": ["w"]}, whole["groups"][1]]}
+    save_as_ranks(writers, [mine, theirs])
+    close()
+    with ts.Checkpointer(specs[0], "run") as ckpt:
+        same(ckpt.load(), whole)
+        assert {leaf.name: leaf.spec.kind for leaf in ckpt.leaves()}["groups"] == "value"
+    for team in teams:
+        team.close()
+
+
+def test_a_node_local_tier_of_several_hosts_has_its_own_part_of_a_version(place: Path) -> None:
+    """Durable is one that all see; each host's tier gets what the ranks of that host have."""
+    store, secret = dist.HashStore(), JobSecret.random()
+    teams = [Team(store, rank, 2, [0, 1], timeouts=QUICK, secret=secret) for rank in (0, 1)]
+    specs = [
+        policy({"local": tier("nvme", place / f"host-{host}"), "site": tier("lustre", place)}, durable="site")
+        for host in (0, 1)
+    ]
+    writers = [TierWriter(spec, "run", process_group=team) for spec, team in zip(specs, teams, strict=True)]
+    state = {"a": torch.randn(3000), "b": torch.randn(3000)}
+    save_as_ranks(writers, parts_of(state))
+    into = {name: torch.zeros(3000) for name in state}
+    dcp.load(into, storage_reader=TierReader(specs[1], "run"))
+    same(into, state)
+    close()
+    records = [Log(opened(spec, name), "run") for spec, name in ((specs[0], "local"), (specs[1], "local"))]
+    site = Log(opened(specs[0], "site"), "run")
+    found = [log.read(log.seqs()[0]) for log in (*records, site)]
+    assert len({record.version.id for record in found}) == 1
+    assert [int(record.layout.present.sum()) for record in found] == [3, 3, 6]
+    for team in teams:
+        team.close()

@@ -1,0 +1,350 @@
+"""Teams: each message reaches its receiver exactly once, and no wait lasts forever."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from support.thread_teams import Mortal, together
+
+from tierstate.engine.ranks.team import store as store_module
+from tierstate.engine.ranks.team.heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
+from tierstate.engine.ranks.team.rendezvous import rendezvous, this_host
+from tierstate.engine.ranks.team.store import StoreClient
+from tierstate.engine.ranks.team.team import MAX_TOPICS, MESSAGE_PART, Team, unpack_answers
+from tierstate.manifest.errors import FormatError, RankFailed, format_ranks
+
+SOON = Timeouts(timeout=20.0, silence=0.3)
+
+
+def tcp() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def count(store: Any) -> int:
+    return int(store.num_keys())
+
+
+def test_what_was_gathered_long_ago_is_not_heard_again() -> None:
+    """However many commits there were since."""
+
+    def rank(team: Team) -> list[list[bytes]]:
+        before = team.gather("restore", b"old")
+        for number in range(MAX_TOPICS + 10):
+            team.turn(f"tier/{number}")
+        return [before, team.gather("restore", b"new")]
+
+    assert together(2, rank) == [[[b"old"] * 2, [b"new"] * 2]] * 2
+
+
+def test_what_all_say_alike_takes_little_room() -> None:
+    stores: list[Any] = []
+    said = bytes(range(256)) * 16
+
+    def rank(team: Team) -> list[bytes]:
+        found = team.gather("offer", said + bytes([team.rank]))
+        if team.rank == 1:
+            stores.append(team._line.look("said/0/gathered/offer/1"))
+        team.gather("over", b"")
+        return found
+
+    assert together(4, rank) == [[said + bytes([r]) for r in range(4)]] * 4
+    assert len(stores[0]) < len(said)
+
+
+@given(st.binary(max_size=40), st.integers(0, 100))
+def test_what_all_have_said_is_refused_where_it_was_changed(data: bytes, nbytes: int) -> None:
+    head = json.dumps([nbytes]).encode()
+    with contextlib.suppress(FormatError):
+        assert [len(one) for one in unpack_answers(b"\2" + len(head).to_bytes(4, "little") + head + data)] == [nbytes]
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from("ab"), st.binary(max_size=40)), max_size=6))
+def test_what_all_give_is_gathered_by_all_in_order(size: int, rounds: list[tuple[str, bytes]]) -> None:
+    def rank(team: Team) -> list[list[bytes]]:
+        return [team.gather(topic, data + bytes([team.rank])) for topic, data in rounds]
+
+    found = together(size, rank)
+    assert found == [[[data + bytes([r]) for r in range(size)] for _, data in rounds]] * size
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.sampled_from(["process", "host", "site"]))
+def test_who_sees_the_same_and_who_leads(hosts: list[int], shared: Any) -> None:
+    teams = [Team(dist.HashStore(), rank, len(hosts), hosts) for rank in range(len(hosts))]
+    sights = [team.ranks_sharing(shared) for team in teams]
+    assert all(rank in sight and list(sight) == sorted(sight) for rank, sight in enumerate(sights))
+    assert Counter(sight for sight in sights) == {sight: len(sight) for sight in set(sights)}
+    leaders = tuple(sorted(sight[0] for sight in set(sights)))
+    assert all(team.leaders(shared) == leaders for team in teams)
+    assert tuple(team.rank for team in teams if team.leads(shared)) == leaders
+    assert [team.coordinator for team in teams] == [rank == 0 for rank in range(len(hosts))]
+    for team in teams:
+        team.close()
+
+
+@pytest.mark.parametrize("make", [dist.HashStore, tcp], ids=["threads", "tcp"])
+@pytest.mark.parametrize("length", [0, 1, MESSAGE_PART, MESSAGE_PART + 1, 3 * MESSAGE_PART + 5, (8 << 20) + 1])
+def test_messages_of_any_length_are_heard_and_forgotten(make: Any, length: int) -> None:
+    store, data = make(), bytes(range(256)) * (length // 256 + 1)
+
+    def rank(team: Team) -> bytes:
+        if team.rank == 1:
+            team.post("word", data[:length])
+        found = team.receive(1, "word")
+        team.gather("heard", b"")
+        if team.rank == 1:
+            team.forget(["word"])
+        return found
+
+    assert together(2, rank, store=store) == [data[:length]] * 2
+    assert count(store) <= 2 + 1 + 2  # beats, what was gathered last; a store may keep numbers of its own
+
+
+def test_a_message_that_was_changed_is_not_heard() -> None:
+    store = dist.HashStore()
+    team = Team(store, 0, 1, [0])
+    team.post("word", bytes(MESSAGE_PART + 1))
+    store.set("said/0/word#1", b"x")
+    with pytest.raises(FormatError, match="checksum differs"):
+        team.receive(0, "word")
+    store.set("said/0/word", b"\1nonsense")
+    with pytest.raises(FormatError, match="rank 0"):
+        team.receive(0, "word")
+    store.set("said/0/word", b'\1{"bytes": 99999999999999, "sum": ""}')
+    with pytest.raises(FormatError, match="99999999999999"):
+        team.receive(0, "word")
+    team.close()
+
+
+def test_a_rank_that_says_nothing_in_time_is_named() -> None:
+    def rank(team: Team) -> Any:
+        if team.rank:
+            return team.receive(0, "over")
+        with pytest.raises(RankFailed, match=r"ranks 1, 2 did not answer within 0\.2 s") as failed:
+            team.receive_all({1: "word", 2: "word"}, timeout=0.2)
+        team.post("over", b"")
+        return failed.value.ranks
+
+    assert together(3, rank) == [(1, 2), b"", b""]
+
+
+def test_whoever_waits_can_be_told_to_stop() -> None:
+    asked = iter(range(3))
+    team = Team(dist.HashStore(), 0, 2, [0, 0])
+    with pytest.raises(RankFailed, match="rank 0 gave up"):
+        team.receive(1, "word", stop=lambda: next(asked, None) is None)
+    team.close()
+
+
+def test_a_rank_that_closes_says_so_and_what_it_said_before_counts() -> None:
+    gone = threading.Event()
+
+    def rank(team: Team) -> Any:
+        if team.rank == 1:
+            team.post("word", b"last")
+            team.close()
+            gone.set()
+            return None
+        gone.wait()
+        assert team.receive(1, "word") == b"last"
+        with pytest.raises(RankFailed, match="rank 1 has closed its Checkpointer") as failed:
+            team.receive(1, "another")
+        return failed.value.ranks
+
+    assert together(2, rank, timeouts=SOON) == [(1,), None]
+
+
+@pytest.mark.slow
+def test_a_dead_rank_is_named_and_those_who_live_are_waited_for() -> None:
+    """Ranks 1 and 3 die; rank 2 has not said anything either, but lives."""
+
+    def rank(team: Team) -> Any:
+        if team.rank % 2:
+            team._line.end()
+            return None
+        if team.rank == 2:
+            return team.receive(0, "over")
+        with pytest.raises(RankFailed, match=r"has given no sign of life for 0\.6 s") as failed:
+            team.receive_all({1: "word", 2: "word", 3: "word"})
+        team.post("over", b"")
+        return failed.value.ranks
+
+    found = together(4, rank, timeouts=Timeouts(60.0, 0.6))
+    assert found[1:] == [None, b"", None]
+    assert found[0] in [(1,), (3,), (1, 3)]
+
+
+def test_a_failed_gathering_fails_on_all() -> None:
+    def rank(team: Team) -> Any:
+        if team.rank == 2:
+            team._line.end()
+            return None
+        with pytest.raises(RankFailed) as failed:
+            team.gather("plans", b"")
+        return failed.value.ranks
+
+    assert together(3, rank, timeouts=SOON) == [(2,), (2,), None]
+
+
+def test_a_rank_that_is_silent_is_told_once() -> None:
+    told = list[str]()
+
+    def rank(team: Team) -> None:
+        if team.rank == 1:
+            team._line.end()
+            return
+        team.on_silence(told.append)
+        for _ in range(2):
+            with pytest.raises(RankFailed):
+                team.gather("plans", b"")
+
+    together(2, rank, timeouts=SOON)
+    assert told == ["rank 1 has given no sign of life for 0.3 s"]
+
+
+def test_a_store_that_is_lost_names_no_rank() -> None:
+    store = Mortal(dist.HashStore(), left=3)
+    team = Team(store, 0, 2, [0, 0], timeouts=Timeouts(20.0, 0.3))
+    with pytest.raises(RankFailed, match="has not answered for") as failed:
+        team.receive(1, "word")
+    assert failed.value.ranks == ()
+    with pytest.raises(RankFailed, match="lost"):
+        team.post("more", b"")
+    store.over.set()
+    team.close()
+
+    class Refusing(Mortal):
+        def clone(self) -> Any:
+            return self
+
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    team = Team(Refusing(dist.HashStore()), 0, 2, [0, 0], timeouts=SOON)
+    with pytest.raises(RankFailed, match="is lost: Connection reset by peer") as failed:
+        team.receive(1, "word")
+    assert failed.value.ranks == ()
+    team.close()
+
+
+def test_a_pause_of_this_process_is_no_silence_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands still while a question is under way; the answer is there as soon as the line's thread runs again."""
+    clock = [0.0]
+
+    class Late(Future[bytes]):
+        looks = 0
+
+        def result(self, timeout: float | None = None) -> bytes:
+            self.looks += 1
+            clock[0] += 1000.0
+            if self.looks < 20:
+                raise TimeoutError
+            return b"here"
+
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert store_module._within(Late(), 60.0) == b"here"
+    with pytest.raises(TimeoutError):
+        store_module._within(Late(), 30.0)
+
+
+@given(st.lists(st.booleans(), min_size=3, max_size=9))
+def test_only_looks_without_a_beat_count_as_silence(beats: list[bool]) -> None:
+    store = dist.HashStore()
+    line = StoreClient(store, 5.0)
+    vigil = HeartbeatMonitor(line, Timeouts(60.0, 60.0), 2)
+    number = silent = 0
+    for beats_now in [True, *beats]:
+        number += beats_now
+        store.set(heartbeat_key(1), str(number))
+        vigil._last -= 1000.0  # this process stood still for long: it counts as two intervals of 10 s
+        dead = vigil.look([1])
+        silent = 0 if beats_now else silent + 20
+        assert (1 in dead) == (silent >= 60)
+    line.end()
+
+
+def test_who_was_found_dead_is_so_for_the_next_wait_until_it_beats() -> None:
+    store = dist.HashStore()
+    line, timeouts = StoreClient(store, 5.0), Timeouts(60.0, 60.0)
+    store.set(heartbeat_key(1), "7")
+    store.set(heartbeat_key(2), "7")
+    assert HeartbeatMonitor(line, timeouts, 3).look([1, 2]) == {}
+    first = HeartbeatMonitor(line, timeouts, 3)
+    for _ in range(4):
+        first._last -= 1000.0
+        dead = first.look([1])
+    assert set(dead) == {1}
+    later = HeartbeatMonitor(line, timeouts, 3)
+    assert set(later.look([1, 2])) == {1}  # at once, as each save under way would wait for as long again
+    store.set(heartbeat_key(1), "8")
+    assert HeartbeatMonitor(line, timeouts, 3).look([1, 2]) == {}
+    line.end()
+
+
+def test_beats_of_many_ranks_cost_the_store_little() -> None:
+    timeouts = Timeouts()
+    for size in (1, 100, 10_000, 100_000):
+        assert size / timeouts.interval(size) <= 1000
+        assert timeouts.quiet(size) >= 4 * timeouts.interval(size)
+    assert (timeouts.quiet(1000), timeouts.quiet(10_000)) == (60.0, 100.0)
+
+
+def test_ten_thousand_messages_take_few_questions() -> None:
+    store, size = tcp(), 10_000
+    for rank in range(1, size):
+        store.set(f"said/{rank}/vote", b"\0yes")
+    counted = Mortal(store)
+    team = Team(counted, 0, size, [0] * size)
+    assert set(team.receive_all({rank: "vote" for rank in range(1, size)}).values()) == {b"yes"}
+    assert counted.calls < 600
+    team.close()
+
+
+@pytest.mark.parametrize("make", [dist.HashStore, tcp], ids=["threads", "tcp"])
+def test_ranks_meet_again_and_again_over_what_others_left(make: Any) -> None:
+    """One meeting after the other; the first of which one rank never came to, whose call lies there still."""
+    store, sizes, patient = make(), [], Timeouts(timeout=60.0, silence=20.0)
+    with pytest.raises(RankFailed, match="ranks 1, 2 did not come") as failed:
+        rendezvous(store, "run", 0, 3, Timeouts(0.1, 5.0))
+    assert failed.value.ranks == (1, 2)
+    store.set("run/old/here/1", b"elsewhere")
+
+    def rank(number: int, found: list[Any]) -> None:
+        mine, hosts = rendezvous(store, "run", number, 3, patient)
+        team = Team(mine, number, 3, hosts, timeouts=patient)
+        found[number] = team.gather("who", bytes([number])), team.hosts
+        team.gather("done", b"")
+        team.close()
+
+    for _ in range(4):
+        found: list[Any] = [None] * 3
+        threads = [threading.Thread(target=rank, args=(number, found)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert found == [([b"\0", b"\1", b"\2"], (0, 0, 0))] * 3
+        sizes.append(count(store))
+    assert sizes[3] - sizes[2] <= 3, "what each team leaves are the few things that were gathered last"
+
+
+def test_a_host_has_a_name_that_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert this_host() == this_host() != ""
+    monkeypatch.setenv("TIERSTATE_HOST", "node7")
+    assert this_host() == "node7"
+
+
+def test_who_is_not_in_a_team() -> None:
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        Team(dist.HashStore(), 2, 2, [0, 0])
+    assert format_ranks([5, 1]) == "ranks 1, 5"
+    assert format_ranks(range(100)).endswith("15 and 84 more")

@@ -1,0 +1,134 @@
+"""The doctor: what it says can be had is had once it has repaired, and what can be had it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.checkpointer_worlds import policy, scratch, wrapped
+from support.damaged_runs import Blow, Oracle, Shape, World, blows, damage, make_world, shapes, whole_shapes
+from support.ill_tiers import ANSWERS, HEALTH, Health, Ill
+
+import tierstate as ts
+from tierstate.engine.repair.doctor import DoctorReport
+
+
+def look(world: World, run: str, *, apply: bool = False) -> DoctorReport:
+    with ts.Checkpointer(world.spec, run) as ckpt:
+        return ckpt.doctor(apply=apply)
+
+
+A_TAG_AND_A_RECORD = [Blow(0, "versions", 0, "delete", 0.0), Blow(0, "tags", 0, "flip", 0.0)]
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(whole_shapes, blows)
+@example(
+    Shape((("raw", "native", 1), ("raw", "native", 1)), (1, 1), fork=False, keep=1, parted=False), A_TAG_AND_A_RECORD
+)
+def test_what_it_says_can_be_had_is_had_and_nothing_else(shape: Shape, struck: list[Blow]) -> None:
+    with scratch() as place:
+        world = make_world(shape, place)
+        oracle = Oracle(world)
+        for blow in struck:
+            damage(world, blow)
+        after = world.files()
+        had = {key: world.restorable(*key) for key in world.truth}
+        said: dict[tuple[str, str], bool] = dict.fromkeys(world.truth, False)
+        for run in world.runs():
+            # A restore repairs what it meets, so the damage is made again.
+            put_back(world, after)
+            dry = look(world, run)
+            assert world.files() == after, "a dry run changes nothing"
+            said |= {(run, v.id): v.state in ("whole", "damaged") for v in dry.versions if (run, v.id) in said}
+            now = {v.id: v.restorable for v in dry.versions}
+            for key in [key for key in world.truth if key[0] == run]:
+                assert had[key] or not now.get(key[1]), "it says what a restore gets"
+                assert said[key] or not oracle.can_be_had(after, *key), "what can be had"
+        for run in world.runs():
+            done = look(world, run, apply=True)
+            assert [r.error for r in done.repairs if not r.done] == []
+            assert all(path in world.files() for path in after if "/packs/" in path), "packs are never deleted"
+        for run in world.runs():
+            assert look(world, run).repairs == []
+        for key, expected in said.items():
+            assert world.restorable(*key) == expected, key
+            assert expected or not had[key], "what was had before is had afterwards"
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(shapes)
+def test_nothing_is_wrong_with_what_was_saved(shape: Shape) -> None:
+    """Also where `keep` has dropped, or the rules have left out, leaves of a version."""
+    with scratch() as place:
+        world = make_world(shape, place)
+        for run in world.runs():
+            report = look(world, run, apply=True)
+            assert (report.ok, report.repairs) == (True, [])
+            assert {version.state for version in report.versions} <= {"whole", "part"}
+            for version in report.versions:
+                assert world.restorable(run, version.id) == version.restorable == (version.state == "whole")
+        assert world.files() == world.before
+
+
+health = st.sampled_from(HEALTH)
+PASSING = ("away", "denied")
+Places = list[list[tuple[Health, Health]]]
+"""For each version and each tier the health of the record, and of the pack, which has all of the version."""
+
+
+@contextmanager
+def ill_tiers(places: Places) -> Iterator[tuple[list[Ill], ts.Policy]]:
+    with ExitStack() as stack:
+        tiers = [Ill(), Ill()]
+        keys = [stack.enter_context(wrapped(tier)) for tier in tiers]
+        spec = policy({"one": keys[0], "two": keys[1]}, durable="two")
+        with ts.Checkpointer(spec, "run") as ckpt:
+            for step in (0, 1):
+                ckpt.save({"w": torch.full((64,), float(step))}, step=step)
+        for step, healths in enumerate(places):
+            for tier, (record, pack) in zip(tiers, healths, strict=True):
+                tier.fall_ill(step, record, pack)
+        yield tiers, spec
+
+
+def right(places: Places, step: int) -> set[str | None]:
+    """What may be said of a version; None: nothing, as if it had never been there."""
+    if any(pack in ANSWERS for _, pack in places[step]):
+        # Where a record cannot be asked, none can be written beside it.
+        return {"whole", "damaged"} | ({"unknown"} if any(r in PASSING for r, _ in places[step]) else set())
+    passing = any(one in PASSING for healths in places for pair in healths for one in pair)
+    return {"unknown", None} if passing else {"lost", None}
+
+
+@given(st.lists(st.lists(st.tuples(health, health), min_size=2, max_size=2), min_size=2, max_size=2))
+def test_what_cannot_be_asked_now_is_not_called_lost(places: Places) -> None:
+    with ill_tiers(places) as (tiers, spec):
+        with ts.Checkpointer(spec, "run") as ckpt:
+            said = {version.seq - 1: version.state for version in ckpt.doctor(apply=True).versions}
+        assert [said.get(step) in right(places, step) for step in (0, 1)] == [True, True], said
+        for tier in tiers:  # all answer again
+            tier.health = {key: one for key, one in tier.health.items() if one not in (*PASSING, "flipped")}
+        had = [step for step in (0, 1) if any(pack in (*ANSWERS, *PASSING) for _, pack in places[step])]
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.doctor(apply=True)
+            assert ckpt.doctor().repairs == []
+            assert [ckpt.load(step=step)["w"].tolist() for step in had] == [[float(step)] * 64 for step in had]
+
+
+def put_back(world: World, files: dict[str, bytes]) -> None:
+    """Lay the objects in the tiers again as they were."""
+    for name in world.files().keys() - files.keys():
+        (world.place / name).unlink()
+    for name, data in files.items():
+        path = world.place / name
+        if not path.exists() or path.read_bytes() != data:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            path.write_bytes(data)

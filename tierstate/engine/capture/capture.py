@@ -1,0 +1,609 @@
+"""Capture: copy the chunks of a state into slabs of the arena and digest them, while the state must not change.
+
+`Capture` copies host memory with several threads and skips chunks that have not changed. `StreamedSources` gets chunks
+from providers (device tensors, non-contiguous tensors, custom providers). Copies from a device run ahead, as far as the
+arena has slabs, while threads digest what has arrived. The `CaptureThread` captures one save after the other and feeds
+the slabs to the jobs that write them to the tiers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from ctypes import c_ubyte, memmove, memset
+from functools import partial
+from operator import is_
+from queue import SimpleQueue
+from typing import NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+
+from tierstate.engine.packs.slab_layout import BIG, BLOCK, SlabChunks, SlabPlan, fill_slabs
+from tierstate.engine.publish.publish import CascadeJob, DirectJob, Job, SlabReceiver, UnchangedChunks
+from tierstate.engine.publish.save_state import QueuedCopies, SaveState
+from tierstate.engine.publish.tier_queue import TierQueue
+from tierstate.manifest.arrays import Array, digest_array
+from tierstate.manifest.chunk import view
+from tierstate.manifest.digest import DigestFunction, digest_function, sample_hash
+from tierstate.manifest.errors import CaptureError, TierstateError
+from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.version import Version
+from tierstate.manifest.reshard.coverage import check_complete
+from tierstate.tiers.concurrency import start_thread, usable_cores
+from tierstate.tiers.latch import Latch
+from tierstate.tiers.memory.arena import RESERVED_SLABS, Arena, Slab
+from tierstate.tiers.memory.cudart import relaxed_capture
+from tierstate.tiers.memory.device_room import DeviceStaging
+from tierstate.tiers.memory.numa import running_on
+from tierstate.tiers.trace import span
+
+from .chunk_statistics import ElementTypes, StatisticsWorker
+from .device_digests import DeviceDigests, Streams
+from .plan import CapturePlan, LastCapture
+from .streamed import COPIES_QUEUED, SLABS_AHEAD, Filling, StreamedSources
+
+log = logging.getLogger("tierstate")
+
+
+COPY_WORKERS = 4
+"""The most threads that copy: with more, memory bandwidth is the limit."""
+
+
+SEEN_AGAIN = 0.05
+"""The share of the chunks digested by devices that must have been as in the save before, so that the next save looks
+for unchanged chunks before it copies any: that takes a hundredth of a second, in which nothing crosses the bus."""
+
+
+WORTH_A_THREAD = 32 << 20
+"""Bytes to copy per thread, at least: with less, a thread costs more than it saves."""
+
+
+class CaptureSink(NamedTuple):
+    """Callbacks that receive the results of a capture.
+
+    Attributes:
+        dispatch: called with each filled slab and one lease, which it must release. Called from several threads.
+        kept: called with rows and digests of chunks that have not changed and were not copied.
+        unguarded_done: called when all that is not guarded has been copied, if guarded sources follow.
+        copies_queued: called when everything that is guarded was copied from host memory, and its copies from devices
+            are queued.
+        stop: polled; true cancels the capture.
+    """
+
+    dispatch: Callable[[SlabChunks], None]
+    kept: Callable[[Array, Array], None] = lambda _rows, _digests: None
+    unguarded_done: Callable[[], None] = lambda: None
+    copies_queued: Callable[[QueuedCopies], None] = lambda _: None
+    stop: Callable[[], bool] = lambda: False
+
+
+class Capture:
+    """Copies one state into slabs.
+
+    Host memory is copied by several threads, each a slab at a time; all other sources, such as device tensors, chunk by
+    chunk by one thread. Guarded sources come last and are copied by one thread only, since training runs at that time.
+
+    Args:
+        plan: what to copy.
+        chunk: chunk length in bytes.
+        arena: gives the slabs.
+        digest: the digest function.
+        outlet: receives the results.
+        before: returns the digests of the last save, or None; called once, before most of the state is copied.
+        staging: where short tensors of devices are gathered; kept by the caller from save to save.
+        streams: on which devices compute digests; kept as well.
+        statistics: finds out what is in the chunks, beside the capture.
+    """
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        chunk: int,
+        arena: Arena,
+        digest: DigestFunction,
+        outlet: CaptureSink,
+        before: Callable[[], LastCapture | None] = lambda: None,
+        staging: DeviceStaging | None = None,
+        statistics: StatisticsWorker | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        self._plan, self._chunk, self._arena = plan, chunk, arena
+        self._statistics = statistics
+        self._digest, self._outlet = digest, outlet
+        counts = plan.counts(chunk)
+        self._first = np.cumsum(counts) - counts
+        chunks = int(counts.sum())
+        self._before = before
+        self._stood = LastCapture.nothing(plan.nbytes, chunks)
+        self._digests, self._samples = np.zeros((chunks, 2), "<u8"), np.zeros(chunks, "<u8")
+        self._lock = threading.Lock()
+        self._failures: list[BaseException] = []
+        self._queued: QueuedCopies | None = None
+        self._staging = staging or DeviceStaging()
+        self._streams: Streams = {} if streams is None else streams
+        self._on_device = DeviceDigests()
+        self._by_devices: list[Array] = []
+
+    def run(self) -> LastCapture:
+        """Copy everything; guarded sources last.
+
+        Returns:
+            the digest of every row, to be compared with at the next save.
+
+        Raises:
+            CaptureError: a leaf could not be read; the message names it.
+        """
+        if not self._plan.guarded.any():
+            self._look_back()
+        self._copy_all(~self._plan.guarded, self._workers())
+        if self._plan.guarded.any():
+            self._outlet.unguarded_done()
+            self._look_back()
+            self._check_memory()
+            self._copy_all(self._plan.guarded, 1, self._all_queued)
+            self._validate()
+        return LastCapture(self._plan.nbytes, self._digests, self._samples, self._stood.likely, self._seen_again())
+
+    def _seen_again(self) -> bool:
+        """Whether enough of what devices have digested is as it was in the last save."""
+        rows = np.concatenate([*self._by_devices, np.zeros(0, "i8")])
+        same = (self._digests[rows] == self._stood.digests[rows]).all(axis=1)
+        return bool(len(rows)) and float(same.mean()) >= SEEN_AGAIN
+
+    def _check_memory(self) -> None:
+        """Raises CaptureError if memory that is still to be read was freed; reading it would crash."""
+        if self._plan.read_set is not None and (freed := self._plan.read_set.freed()):
+            self._give_up(freed)
+
+    def _all_queued(self) -> None:
+        if self._plan.read_set is not None:
+            self._queued = QueuedCopies(self._changed, [fence.copied() for fence in self._plan.fences])
+            self._outlet.copies_queued(self._queued)
+
+    def _validate(self) -> None:
+        """Raises CaptureError unless what was captured after `save` had returned is what it was at the call."""
+        if self._queued is not None and (changed := self._queued.changed()):
+            self._give_up(changed)
+
+    def _changed(self) -> set[int]:
+        """Leaves that were changed since the call of `save`."""
+        read_set = self._plan.read_set
+        assert read_set is not None
+        settled = read_set.settle(self._stopped)
+        return read_set.changed() or (set() if settled else self._differing() | read_set.changed())
+
+    def _differing(self) -> set[int]:
+        """Leaves of guarded sources in host memory that are not what was captured of them."""
+        plan, chunk, found = self._plan, self._chunk, set()
+        for source in np.flatnonzero(plan.guarded & (plan.address != 0)).tolist():
+            nbytes, row = int(plan.nbytes[source]), int(self._first[source])
+            for start in range(0, nbytes, chunk):
+                memory = _memory_at(int(plan.address[source]) + start, min(chunk, nbytes - start))
+                if self._digest(memory) != self._digests[row + start // chunk].tobytes():
+                    found.add(int(plan.leaf[source]))
+                    break
+        return found
+
+    def _give_up(self, leaves: set[int]) -> NoReturn:
+        assert self._plan.read_set is not None
+        raise self._plan.read_set.refuse([self._plan.leaves[leaf] for leaf in sorted(leaves)])
+
+    def _look_back(self) -> None:
+        # Takes a millisecond or two; so not while the caller waits for what is not guarded, which is little.
+        self._stood = self._before() or self._stood
+
+    def _workers(self) -> int:
+        here = ~self._plan.guarded & (self._plan.address != 0)
+        worth = int(self._plan.nbytes[here].sum()) // WORTH_A_THREAD
+        return max(1, min(COPY_WORKERS, usable_cores(), worth))
+
+    def _copy_all(self, which: Array, workers: int, then: Callable[[], None] = lambda: None) -> None:
+        """Copy these sources.
+
+        Args:
+            workers: threads that copy host memory.
+            then: called when the copies from devices are queued, and all others done.
+        """
+        plan = self._plan
+        sources = plan.in_order(np.flatnonzero(which & (plan.address != 0)))
+        streamed = np.flatnonzero(which & (plan.address == 0))
+        slabfuls = fill_slabs(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size)
+        filled: SimpleQueue[Filling | None] = SimpleQueue()
+        digesting, started = range(0), list[threading.Thread]()
+        try:
+            self._begin(streamed)
+            digesting = self._digest_threads(streamed)
+            copying = (self._thread(self._work, slabfuls, "tierstate-copy") for _ in range(1, workers))
+            beside = (self._thread(self._digest_all, filled, "tierstate-digest") for _ in digesting)
+            for thread in (*copying, *beside):
+                thread.start()
+                started.append(thread)
+            self._stream(streamed, filled.put if digesting else self._take)
+            self._work(slabfuls)
+            if not self._failures:
+                then()
+        except BaseException as error:
+            self._failures.append(error)
+        for _ in digesting:
+            filled.put(None)
+        for thread in started:
+            thread.join()
+        self._drop_all(filled)
+        if self._failures:
+            self._on_device.settle()
+            raise self._failures[0]
+
+    @staticmethod
+    def _drop_all(filled: SimpleQueue[Filling | None]) -> None:
+        """Release what no thread took: not all threads could be started."""
+        while not filled.empty():
+            if (filling := filled.get()) is not None:
+                filling.drop()
+
+    @staticmethod
+    def _thread(target: Callable[..., None], work: object, name: str) -> threading.Thread:
+        return threading.Thread(target=target, args=(work,), name=name)
+
+    def _begin(self, sources: Array) -> None:
+        """Let devices begin with what they do beside their copies."""
+        if len(sources):
+            for fence in self._plan.fences:
+                fence.follow()
+        plan, first = self._plan, self._first
+        self._on_device = DeviceDigests.queue(plan, sources, first, self._chunk, self._digest, self._streams)
+
+    def _digest_threads(self, sources: Array) -> range:
+        """Threads that digest what devices copy, while this thread queues more copies; none for a small state."""
+        worth = (int(self._plan.nbytes[sources].sum()) - self._on_device.nbytes) // WORTH_A_THREAD
+        return range(min(COPY_WORKERS, usable_cores(), worth) if self._plan.fences else 0)
+
+    def _stream(self, sources: Array, take: Callable[[Filling], None]) -> None:
+        if len(sources):
+            ahead = 0
+            if take == self._take:  # one thread does it all: enough if devices digest, and fewer threads use Python
+                ahead = COPIES_QUEUED if self._on_device.nbytes else SLABS_AHEAD
+            streamed = StreamedSources(self._plan, self._chunk, self._arena, self._stopped, ahead, self._staging)
+            with closing(streamed.run(sources, self._first, self._unchanged_on_devices())) as slabs:
+                for filling in slabs:
+                    take(filling)
+            self._on_device.join()
+
+    def _unchanged_on_devices(self) -> set[int]:
+        """Rows of chunks on devices that have not changed since the last save: they need not cross the bus."""
+        rows = self._on_device.rows()
+        self._by_devices.append(rows)
+        rows = rows[self._stood.likely[rows]]
+        if not self._stood.seen_again or not len(rows):
+            return set()
+        found = np.array([self._on_device.of(row) for row in rows.tolist()])
+        kept = rows[(found == self._stood.digests[rows]).all(axis=1)]
+        self._digests[kept], self._samples[kept] = self._stood.digests[kept], self._stood.samples[kept]
+        self._keep(kept)
+        return set(kept.tolist())
+
+    def _take(self, filling: Filling) -> None:
+        self._give(*filling.settled())
+
+    def _digest_all(self, filled: SimpleQueue[Filling | None]) -> None:
+        """Digest slab after slab, as their copies end. After a failure they are only released."""
+        while (filling := filled.get()) is not None:
+            if self._failures:
+                filling.drop()
+                continue
+            try:
+                with relaxed_capture():
+                    self._take(filling)
+            except BaseException as error:
+                self._failures.append(error)
+
+    def _work(self, slabfuls: Iterator[SlabPlan]) -> None:
+        """Copy slab after slab, until there are no more."""
+        try:
+            with relaxed_capture():
+                for fence in self._plan.fences:
+                    fence.synchronize()
+            while True:
+                with self._lock:
+                    slabful = next(slabfuls, None)
+                    if slabful is None:
+                        return
+                    if self._stopped():
+                        raise CaptureError("the save was cancelled")
+                    # Under the lock, so that slabs are acquired in the order of the slabfuls. Otherwise deadlock: a
+                    # file writer may hold the slab of a later slabful and wait for an earlier one that gets no slab.
+                    with span("wait for a slab"):
+                        slab = self._arena.acquire(self._stopped, nbytes=int(slabful.taken.sum()))
+                self._copy(slabful, slab)
+        except BaseException as error:
+            self._failures.append(error)
+
+    def _stopped(self) -> bool:
+        return bool(self._failures) or self._outlet.stop()
+
+    def _copy(self, slabful: SlabPlan, slab: Slab) -> None:
+        try:
+            slabful = self._without_unchanged(slabful)
+            base, at = slab.buffer.data_ptr(), slabful.at
+            address = self._plan.address[slabful.source] + slabful.start
+            with span("copy", bytes=int(slabful.nbytes.sum())):
+                for to, start, nbytes in zip(at.tolist(), address.tolist(), slabful.nbytes.tolist(), strict=True):
+                    # memmove: a copy by memoryview would hold the GIL, and torch would start more threads.
+                    memmove(base + to, start, nbytes)
+        except BaseException:
+            slab.release()
+            raise
+        if len(at):
+            self._give(slab, self._rows(slabful), at, slabful.nbytes)
+        else:
+            slab.release()
+
+    def _without_unchanged(self, slabful: SlabPlan) -> SlabPlan:
+        kept = self._unchanged(slabful)
+        if not kept.any():
+            return slabful
+        self._keep(self._rows(slabful)[kept])
+        return slabful.without(kept)
+
+    def _keep(self, rows: Array) -> None:
+        """Tell that these chunks are as they were in the last save."""
+        if len(rows):
+            self._outlet.kept(rows, self._digests[rows])
+            if self._statistics is not None:
+                self._statistics.keep(rows)
+
+    def _rows(self, slabful: SlabPlan) -> Array:
+        rows: Array = self._first[slabful.source] + slabful.start // self._chunk
+        return rows
+
+    def _unchanged(self, slabful: SlabPlan) -> Array:
+        """``(n,)`` of bool: chunks not changed since the last save. Compares the hash of a sample, then the digest."""
+        kept = np.zeros(len(slabful.source), bool)
+        rows = self._rows(slabful)
+        for i in np.flatnonzero(self._stood.likely[rows] & (slabful.nbytes >= BIG)).tolist():
+            row, nbytes = int(rows[i]), int(slabful.nbytes[i])
+            memory = _memory_at(int(self._plan.address[slabful.source[i]] + slabful.start[i]), nbytes)
+            if sample_hash(memory) == int(self._stood.samples[row]):
+                kept[i] = self._digest(memory) == self._stood.digests[row].tobytes()
+        self._digests[rows[kept]] = self._stood.digests[rows[kept]]
+        self._samples[rows[kept]] = self._stood.samples[rows[kept]]
+        return kept
+
+    def _give(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> None:
+        """Digest the chunks in a slab, then dispatch it. Releases the slab on an error."""
+        try:
+            with span("digest", bytes=int(nbytes.sum())):
+                digests = self._finish(slab, rows, at, nbytes)
+            self._digests[rows] = digests
+        except BaseException:
+            slab.release()
+            raise
+        batch = SlabChunks(slab, rows, at, nbytes, digests)
+        if self._statistics is not None:
+            self._statistics.take(batch)
+        self._outlet.dispatch(batch)
+
+    def _finish(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> Array:
+        # Plain numbers: most slabs hold one chunk, for which each operation of NumPy takes longer than all of this.
+        memory, digests, base = view(slab.buffer), [], slab.buffer.data_ptr()
+        starts = at.tolist()
+        for i, (row, start, length) in enumerate(zip(rows.tolist(), starts, nbytes.tolist(), strict=True)):
+            end = start + length
+            after = starts[i + 1] if i + 1 < len(starts) else -(-end // BLOCK) * BLOCK
+            if after != end:
+                memset(base + end, 0, after - end)
+            chunk = memory[start:end]
+            found = self._on_device.of(row)
+            digests.append(self._digest(chunk) if found is None else found.tobytes())
+            if length >= BIG:
+                self._samples[row] = sample_hash(chunk)
+        return digest_array(digests)
+
+
+def _memory_at(address: int, nbytes: int) -> memoryview:
+    return memoryview((c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+Before: TypeAlias = Callable[[], LastCapture | None]
+"""Returns the digests of the last save with which chunks are compared, or None."""
+
+
+class CaptureJob(NamedTuple):
+    """One save that is to be captured, with the job that publishes it to each of its tiers.
+
+    Attributes:
+        snapped: all guarded sources are in a snapshot: once all others are copied, the state may change.
+        handed_over: what takes the slabs in place of jobs, since another process publishes the save. Then the save
+            counts as captured once that process has all of it.
+    """
+
+    save_state: SaveState
+    plan: CapturePlan
+    jobs: list[tuple[TierQueue, Job]]
+    snapped: bool = False
+    handed_over: SlabReceiver | None = None
+
+    def receivers(self) -> list[SlabReceiver]:
+        """What takes the slabs of the capture; the other jobs copy from a faster tier."""
+        direct: list[SlabReceiver] = [job for _, job in self.jobs if isinstance(job, DirectJob)]
+        return direct if self.handed_over is None else [self.handed_over]
+
+
+class CaptureThread:
+    """The thread that captures saves in their order, for a `SavePipeline`.
+
+    Args:
+        arena: gives the slabs.
+        ended: called when the last save is captured.
+        rank: the rank of this process, if several ranks save together; None if this process saves the whole state.
+        watch: called with each version that was captured, which then has statistics of its leaves; None: no statistics.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        ended: Callable[[], None],
+        rank: int | None = None,
+        watch: Callable[[Version], object] | None = None,
+    ) -> None:
+        self._arena, self._ended, self._rank, self._watch = arena, ended, rank, watch
+        self._types: tuple[CapturePlan, ElementTypes] | None = None
+        self.parent = ""
+        self._last_capture: LastCapture | None = None
+        self._version: Version | None = None
+        self._staging = DeviceStaging()
+        self._streams: Streams = {}
+        self._queue: SimpleQueue[CaptureJob | None] = SimpleQueue()
+        self._over = Latch()
+        self._thread = threading.Thread(target=self._run, name="tierstate-capture", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, unless it is."""
+        start_thread(self._thread)
+
+    def put(self, work: CaptureJob) -> None:
+        """Add a save to the queue."""
+        self._queue.put(work)
+
+    def end(self) -> None:
+        """End the thread after the saves in the queue."""
+        self._queue.put(None)
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait at most ``timeout`` seconds for the thread to end. Returns whether it did."""
+        if not self._over.wait(timeout):
+            return False
+        self._thread.join()
+        return True
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if not work.save_state.begun:
+                work.save_state.begun = True
+                # A list and not a generator: every job must be put, also after the first queue that is not idle.
+                idle = all([queue.put(job) or isinstance(job, CascadeJob) for queue, job in work.jobs])
+                self._save(work, partial(self._before, work) if idle else lambda: None)
+            # The plan keeps the state's memory alive: drop it before waiting for the next save.
+            del work
+        self._ended()
+        self._over.set()
+
+    def _before(self, work: CaptureJob) -> LastCapture | None:
+        """The last capture, with ``likely`` set for the chunks that every tier written from slabs has already.
+
+        Called only if the queues of those tiers were idle. Otherwise a save in between may become the tier's newest
+        version, and chunks that it does not name may be deleted.
+        """
+        last, receivers = self._last_capture, work.receivers()
+        if last is None or not receivers or not last.fits(work.plan.nbytes):
+            return None
+        likely = np.logical_and.reduce([one.needless(last.digests) for one in receivers])
+        return dataclasses.replace(last, likely=likely)
+
+    def _save(self, work: CaptureJob, before: Before) -> None:
+        outcome: Version | BaseException
+        statistics: StatisticsWorker | None = None
+        try:
+            statistics = self._statistics(work)
+            # Threads that copy and digest are started in it, and run on the same CPUs.
+            node, step = self._arena.node if work.plan.fences else None, work.save_state.head.step
+            with running_on(node), relaxed_capture(), span("capture", step=step, bytes=work.plan.total):
+                captured = self._capture(work, before, statistics)
+        except BaseException as error:
+            if statistics is not None:
+                statistics.abandon()
+            outcome = _told(error)
+            work.save_state.capture_ended(outcome)
+        else:
+            if work.handed_over is None:
+                work.save_state.capture_ended(None)
+            else:
+                work.save_state.queued.set()  # steps may go on: the state is copied, and only not handed over yet
+            if statistics is not None:
+                captured = dataclasses.replace(captured, statistics=statistics.end())
+            outcome = self._describe(work, captured)
+        work.save_state.lost = isinstance(outcome, BaseException)
+        for receiver in work.receivers():
+            receiver.feed(outcome)
+        if not work.save_state.captured.done():
+            work.save_state.capture_ended(None)
+
+    def _statistics(self, work: CaptureJob) -> StatisticsWorker | None:
+        """What finds out the statistics of this save's chunks; None if they are not asked for."""
+        if self._watch is None:
+            return None
+        plan, chunk, last = work.plan, work.save_state.head.chunk, self._last_capture
+        known = self._types
+        if known is None or known[0].leaves is not plan.leaves or len(known[1].codes) != int(plan.counts(chunk).sum()):
+            known = self._types = plan.without_memory(), ElementTypes(plan.leaves, plan.row_leaves(chunk))
+        before = last.statistics if last is not None and last.fits(plan.nbytes) else None
+        # Counted so that the capture always has a slab to go on with.
+        room = max(0, (self._arena.slots - RESERVED_SLABS) // 2 - 1)
+        return StatisticsWorker(known[1], before, room)
+
+    def _capture(self, work: CaptureJob, before: Before, statistics: StatisticsWorker | None) -> LastCapture:
+        receivers, save_state, waited = work.receivers(), work.save_state, self._arena.waited
+
+        def dispatch(batch: SlabChunks) -> None:
+            for receiver in receivers:
+                batch.slab.lease()
+                receiver.feed(batch)
+            batch.slab.release()
+
+        def keep(rows: Array, digests: Array) -> None:
+            for receiver in receivers:
+                receiver.feed(UnchangedChunks(rows, digests))
+
+        freed = partial(save_state.capture_ended, None) if work.snapped else save_state.freed.set
+        outlet = CaptureSink(dispatch, keep, freed, save_state.copies_queued, save_state.cancelled.is_set)
+        digest = digest_function(save_state.head.digest)
+        chunk, kept = save_state.head.chunk, (self._staging, statistics, self._streams)
+        try:
+            return Capture(work.plan, chunk, self._arena, digest, outlet, before, *kept).run()
+        finally:
+            seconds = self._arena.waited - waited
+            if seconds > 0 and save_state.when_full is not None:
+                save_state.when_full(seconds)
+
+    def _describe(self, work: CaptureJob, captured: LastCapture) -> Version | BaseException:
+        """The version that was captured, or the error why there is none."""
+        plan, head, last = work.plan, dataclasses.replace(work.save_state.head, parent=self.parent), self._version
+        try:
+            if last is not None and _alike(last, plan, head.chunk):
+                version = last.again(head, captured.digests, captured.statistics)
+            else:
+                shards = plan.shards(self._rank or 0)
+                version = Version.build(head, plan.leaves, shards, captured.digests, captured.statistics)
+                if self._rank is None:
+                    check_complete(version)
+            encoded = version.id  # computing the id encodes the version, which may fail
+        except BaseException as error:
+            return _told(error)
+        self._version, self._last_capture = version, captured
+        if self._rank is None:
+            self.parent = encoded
+        if self._watch is not None:
+            self._watch(version)
+        return version
+
+
+def _alike(last: Version, plan: CapturePlan, chunk: int) -> bool:
+    """Whether the plan's leaves and shards are those of the last version."""
+    return (
+        last.head.chunk == chunk
+        and _same(last.leaves, plan.leaves)
+        and last.boxes == plan.boxes
+        and np.array_equal(last.shard_leaf, plan.leaf)
+    )
+
+
+def _same(one: tuple[Leaf, ...], other: tuple[Leaf, ...]) -> bool:
+    """Whether the leaves are identical objects. Equality is not enough: paths with 1 and with True are equal."""
+    return one is other or (len(one) == len(other) and all(map(is_, one, other)))
+
+
+def _told(error: BaseException) -> TierstateError:
+    """The error that is reported to the caller of `save`: unexpected ones become a CaptureError."""
+    return error if isinstance(error, TierstateError) else CaptureError(f"the capture failed: {error!r}")

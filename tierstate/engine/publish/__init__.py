@@ -1,0 +1,1 @@
+"""Publish: encode chunks, write packs, create the record, and copy later what waits in the backlog of a tier."""

@@ -1,0 +1,148 @@
+"""Join a team: how the `Checkpointer` of one of several ranks opens, plans saves and closes together with the rest."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from tierstate.engine.capture.plan import checked_step
+from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.team import Team
+from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.errors import RankFailed
+from tierstate.manifest.history.retention import RetentionPolicy
+from tierstate.manifest.sharded.state_order import StateOrder
+from tierstate.tiers.base import Tier
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.policy.policy import Policy
+
+from .leader import MergedVersions
+from .ownership import OwnershipPlanner
+from .relay import VersionRelay
+from .save import RankParts, SharedPipeline, SharedTierRun, compare_policies
+
+log = logging.getLogger("tierstate")
+
+
+P = TypeVar("P", bound=SharedPipeline)
+
+
+CLOSE_TIMEOUT = 5.0
+"""Seconds that the closing coordinator waits for the others. They have voted on everything by then, but may not have
+received the last decisions, which may be lost with the coordinator's process (if it serves the store)."""
+
+
+def join_team(process_group: Any, run: str, policy: Policy) -> TeamMember | None:
+    """This rank as a member of the team that saves together; None where the rank saves alone.
+
+    Raises:
+        RankFailed: not all ranks came in time.
+        PolicyError: their policies differ, or they have no secret by which they know each other.
+    """
+    if isinstance(process_group, Team):
+        team = process_group
+        if team.size == 1:
+            return None
+    elif process_group is None or torch.distributed.get_world_size(process_group) == 1:
+        return None
+    else:
+        timeouts = Timeouts(policy.ranks.timeout, policy.ranks.silence)
+        team = Team.of(process_group, run, timeouts=timeouts, trust=policy.ranks.trust)
+    together = TeamMember(team)
+    try:
+        compare_policies(team, policy)
+    except BaseException:
+        together.close()
+        raise
+    return together
+
+
+class TeamMember:
+    """One rank of a team, for its `Checkpointer`.
+
+    Args:
+        team: the ranks.
+        patience: seconds for which the coordinator waits at `close` until the others have left.
+    """
+
+    def __init__(self, team: Team, patience: float = CLOSE_TIMEOUT) -> None:
+        self.team, self._patience = team, patience
+        self._merged = MergedVersions()
+        if team.has_secret:
+            self._merged.relay = VersionRelay(team, self._merged.wait_for)
+        self._sharing: OwnershipPlanner | None = None
+        self._pipeline: SharedPipeline | None = None
+
+    def tier_run(self, tier: Tier, run: str, keep: RetentionPolicy, rules: Mapping[str, RetentionPolicy]) -> TierRun:
+        """The run in a tier that was just opened; the tier learns of the team, too."""
+        tier.meet(self.team)
+        return SharedTierRun(self.team, self._merged, tier, run, keep, rules)
+
+    def begin(
+        self, policy: Policy, tier_runs: Sequence[TierRun], arena: Arena, make: Callable[[RankParts], P]
+    ) -> tuple[P, OwnershipPlanner]:
+        """Make the pipeline and the ownership planner of this rank; waits for all ranks.
+
+        Args:
+            make: makes the pipeline.
+
+        Raises:
+            RankFailed: a rank does not answer.
+        """
+        sharing = OwnershipPlanner(self.team)
+        self._sharing = sharing
+        pipeline = make(RankParts(self.team, self._merged, policy, tier_runs, arena, sharing.forget))
+        self._pipeline = pipeline
+        return pipeline, sharing
+
+    def sort(self, seq: int, order: StateOrder) -> None:
+        """Say in which order the leaves of a version are, that is to be merged; see `MergedVersions.sort`."""
+        self._merged.sort(seq, order)
+
+    @contextmanager
+    def taking_part(self, seq: int, step: Any, *, planned: bool = False) -> Iterator[None]:
+        """The block plans a save. If it raises, this rank votes no, so that the other ranks do not wait for it.
+
+        Args:
+            planned: no rank asks who saves what, so that none waits for this rank's answer.
+        """
+        assert self._pipeline is not None
+        assert self._sharing is not None
+        try:
+            checked_step(step)
+            yield
+        except BaseException as error:
+            if not planned:
+                self._sharing.absent(seq)
+            self._pipeline.miss(seq, step if type(step) is int and step >= 0 else None, time.time(), error)
+            raise
+
+    def tell_lost(self, before: int) -> None:
+        """Raise the error of a save before this version that reached no persistent tier; called when this version's
+        save is submitted."""
+        assert self._pipeline is not None
+        self._pipeline.tell_lost(before)
+
+    def close(self) -> None:
+        """Leave the team. The coordinator waits for the other ranks, so it leaves last."""
+        if self._sharing is not None:
+            self._sharing.close()
+        try:
+            self.team.post("closing", b"")
+            if self.team.coordinator and self._sharing is not None:
+                self.team.receive_all(dict.fromkeys(range(1, self.team.size), "closing"), timeout=self._patience)
+        except RankFailed as error:
+            log.debug("left before all others: %s", error)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the team at once."""
+        if self._merged.relay is not None:
+            self._merged.relay.close()
+        self.team.close()

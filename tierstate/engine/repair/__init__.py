@@ -1,0 +1,1 @@
+"""Finding and repairing damage: verify, the search for undamaged chunks, rebuilt records, doctor."""
