@@ -225,7 +225,10 @@ def verify_run(catalog: RunCatalog, arena: Arena, how: Depth, progress: Progress
 
 def bytes_to_verify(tier_runs: Sequence[TierRun], how: Depth) -> int:
     """About how many raw bytes `verify_run` reads: the lengths of the packs, in proportion to what the versions have
-    before their codecs. Tiers that cannot be read count for nothing."""
+    before their codecs. Tiers that cannot be read count for nothing.
+
+    Content that a version has, the next one has not, and a later one has again counts twice. ``deep`` reads it once,
+    but only all records together would tell."""
     found = [0.0]
     for tier_run in tier_runs:
         with suppress(TierstateError):
