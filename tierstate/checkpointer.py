@@ -34,7 +34,7 @@ from tierstate.engine.progress import Progress, drain_progress, no_progress
 from tierstate.engine.ranks.join import join_team
 from tierstate.engine.ranks.preemption import SharedPreemption
 from tierstate.engine.ranks.restore import restore_together
-from tierstate.engine.restore.restore import OnDamage, Restored, RestoreSpec, restore
+from tierstate.engine.restore.restore import OnDamage, Restored, RestoreSpec, check_wanted, restore
 from tierstate.engine.save.guard import Guard
 from tierstate.engine.save.pipeline import SavePipeline
 from tierstate.engine.save.plan import CapturePlan, Planner, allowed_pickles, new_head, retention_of, rule_retention_of
@@ -44,7 +44,7 @@ from tierstate.engine.save.tier_queue import HISTORY
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
-from tierstate.manifest.format.leaf import Path, check_glob
+from tierstate.manifest.format.leaf import Path, check_globs
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.tags import TaggedVersion
@@ -224,7 +224,7 @@ class Checkpointer(Run):
         self._pid = os.getpid()
         self._telemetry: Telemetry | None = None
         try:
-            self._begin(policy, run, allowed_pickles(policy, [check_glob(p) for p in allow_pickle]))
+            self._begin(policy, run, allowed_pickles(policy, check_globs(allow_pickle)))
             self._preemption = None if signals is None else self._watch(signals)
         except BaseException:
             if self._together is not None:
@@ -467,6 +467,8 @@ class Checkpointer(Run):
             NotFound: there is no such version.
             WrongTier: a tier is not the one that is expected, so that the newest version, or one that was not found,
                 may be out of sight.
+            ValueError: more than one of step, version and tag is given, a step is no int, or ``on_damage`` is another
+                word.
             StateMismatch: leaves are missing, unexpected, or of another shape or dtype; nothing was changed.
             RankFailed: another rank failed, or did not call `restore`. With a process group all ranks must call it.
             Damaged: a chunk is missing or damaged in every tier.
@@ -560,6 +562,7 @@ class Checkpointer(Run):
 
     def _restore(self, wanted: RestoreSpec, tag: str | None) -> Restored | None:
         self._check_open()
+        wanted = check_wanted(wanted)
         self._guard.wait()
         start = time.monotonic()
         with gc_paused(), span("restore"):

@@ -321,6 +321,28 @@ def check_glob(pattern: str) -> str:
     return pattern
 
 
+def check_globs(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Check that these are valid globs; returns them, also those of an iterator, which could be asked only once.
+
+    Raises:
+        TypeError: a single string was given instead of a list: its letters would be taken for globs. Or an item is no
+            string.
+        ValueError: as `check_glob`.
+    """
+    _check_no_glob(patterns)
+    found = tuple(patterns)
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{pattern!r:.60} is no pattern of leaf paths; write text, as in 'model.**'")
+        check_glob(pattern)
+    return found
+
+
+def _check_no_glob(patterns: Iterable[str]) -> None:
+    if isinstance(patterns, str):
+        raise TypeError(f"{patterns!r} is one glob where a list of them is right, as in [{patterns!r}]")
+
+
 def matches(pattern: str, path: Path) -> bool:
     """Whether a leaf path matches a glob.
 
@@ -353,8 +375,7 @@ def matches_any(patterns: Iterable[str], path: Path) -> bool:
     Raises:
         TypeError: a single string was given instead of a list: its letters would be taken for globs.
     """
-    if isinstance(patterns, str):
-        raise TypeError(f"{patterns!r} is one glob where a list of them is right, as in [{patterns!r}]")
+    _check_no_glob(patterns)
     return any(matches(p, path) for p in patterns)
 
 
