@@ -10,7 +10,15 @@ from typing import Any, TypeAlias, cast
 from torch.utils.data import DataLoader
 
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.manifest.format.leaf import Path, decode_path, encode_path, float_bits, format_path, path_key
+from tierstate.manifest.format.leaf import (
+    Path,
+    decode_path,
+    encode_path,
+    float_bits,
+    format_path,
+    path_key,
+    short_repr,
+)
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import Registry
 from tierstate.providers.values.classes import MODULE_ATTRIBUTES, check_attributes, class_form, form_items
@@ -201,8 +209,9 @@ class StateWalk:
                 if whole is not None:
                     return StateNode(path, value, value, provider=whole)
                 raise CaptureError(
-                    f"{format_path(path)}: the key {key!r:.60} of type {type(key).__qualname__} cannot be saved, or "
-                    "looks like another when saved; use str, int, bool, float, bytes, None or a tuple of these"
+                    f"{format_path(path)}: the key {short_repr(key):.60} of type {type(key).__qualname__} cannot be "
+                    "saved, or looks like another when saved; "
+                    "use str, int, bool, float, bytes, None or a tuple of these"
                 )
             place.children[mark] = (key, self._visit(item, (*path, path_key(key))))
         return place
