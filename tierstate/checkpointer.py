@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,6 +222,9 @@ class Checkpointer(Run):
         self._together = join_team(process_group, run, policy)
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
+        # Saves of several threads are planned and numbered one after the other: a plan is the last one with what has
+        # changed. Entered and left in C, so that an interrupt leaves it as it found it.
+        self._turn = threading.RLock()
         self._pid = os.getpid()
         self._telemetry: Telemetry | None = None
         try:
@@ -402,7 +406,7 @@ class Checkpointer(Run):
             plan: returns the plan; called with the version's number if several ranks save together, or else with 0.
             planned: the plan says already what this rank saves of what several ranks have.
         """
-        with gc_paused():
+        with self._turn, gc_paused():
             if (together := self._together) is None:
                 return self._submit(plan(0), step, metadata)
             seq = self._pipeline.next_seq()
@@ -415,7 +419,8 @@ class Checkpointer(Run):
 
     def _submit(self, plan: CapturePlan, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
         """Save the state of this plan."""
-        return self._carry(plan, new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata))
+        with self._turn:
+            return self._carry(plan, new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata))
 
     def _carry(self, plan: CapturePlan, head: Head) -> Save:
         try:
