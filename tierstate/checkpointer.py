@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,14 +45,14 @@ from tierstate.engine.publish.tier_queue import HISTORY
 from tierstate.engine.ranks.restore.restore import restore_together
 from tierstate.engine.ranks.save.join import join_team
 from tierstate.engine.ranks.save.preemption import SharedPreemption
-from tierstate.engine.restore.restore import OnDamage, Restored, RestoreSpec, restore
+from tierstate.engine.restore.restore import OnDamage, Restored, RestoreSpec, check_wanted, restore
 from tierstate.engine.save.pipeline import SavePipeline
 from tierstate.engine.save.preemption import Preemption, PreemptionWish, keys_of
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.alarm_tags import AlarmTags
 from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
-from tierstate.manifest.format.leaf import Path, check_glob
+from tierstate.manifest.format.leaf import Path, check_globs
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.tags import TaggedVersion
@@ -228,10 +229,13 @@ class Checkpointer(Run):
         self._together = join_team(process_group, run, policy)
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
+        # Saves of several threads are planned and numbered one after the other: a plan is the last one with what has
+        # changed. Entered and left in C, so that an interrupt leaves it as it found it.
+        self._turn = threading.RLock()
         self._pid = os.getpid()
         self._telemetry: Telemetry | None = None
         try:
-            self._begin(policy, run, allowed_pickles(policy, [check_glob(p) for p in allow_pickle]))
+            self._begin(policy, run, allowed_pickles(policy, check_globs(allow_pickle)))
             self._preemption = None if signals is None else self._watch(signals)
         except BaseException:
             if self._together is not None:
@@ -409,7 +413,7 @@ class Checkpointer(Run):
             plan: returns the plan; called with the version's number if several ranks save together, or else with 0.
             planned: the plan says already what this rank saves of what several ranks have.
         """
-        with gc_paused():
+        with self._turn, gc_paused():
             if (together := self._together) is None:
                 return self._submit(plan(0), step, metadata)
             seq = self._pipeline.next_seq()
@@ -422,7 +426,8 @@ class Checkpointer(Run):
 
     def _submit(self, plan: CapturePlan, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
         """Save the state of this plan."""
-        return self._carry(plan, new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata))
+        with self._turn:
+            return self._carry(plan, new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata))
 
     def _carry(self, plan: CapturePlan, head: Head) -> Save:
         try:
@@ -474,6 +479,8 @@ class Checkpointer(Run):
             NotFound: there is no such version.
             WrongTier: a tier is not the one that is expected, so that the newest version, or one that was not found,
                 may be out of sight.
+            ValueError: more than one of step, version and tag is given, a step is no int, or ``on_damage`` is another
+                word.
             StateMismatch: leaves are missing, unexpected, or of another shape or dtype; nothing was changed.
             RankFailed: another rank failed, or did not call `restore`. With a process group all ranks must call it.
             Damaged: a chunk is missing or damaged in every tier.
@@ -567,6 +574,7 @@ class Checkpointer(Run):
 
     def _restore(self, wanted: RestoreSpec, tag: str | None) -> Restored | None:
         self._check_open()
+        wanted = check_wanted(wanted)
         self._guard.wait()
         start = time.monotonic()
         with gc_paused(), span("restore"):

@@ -29,7 +29,7 @@ from tierstate.engine.versions.leaf_history import (
 from tierstate.engine.versions.leaf_locations import LeafLocation, locate_leaves
 from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.errors import TierstateError
-from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.leaf import Leaf, check_globs
 from tierstate.manifest.history.diff import LeafDiff
 from tierstate.manifest.history.leaf_statistics import LeafStatistics, leaf_statistics
 from tierstate.manifest.history.log import list_runs
@@ -172,7 +172,7 @@ class Run:
         Raises:
             NotFound: there is no such version.
         """
-        return leaf_statistics(self._find(step, version, tag).version, only)
+        return leaf_statistics(self._find(step, version, tag).version, check_globs(only))
 
     @not_reentrant
     def history(self, only: Sequence[str] = (), *, last: int = 0) -> list[VersionHistory]:
@@ -183,7 +183,7 @@ class Run:
             last: only so many of the newest versions; 0 for all.
         """
         # One more, with which the first is compared.
-        found = list(leaf_history(read_versions(self._catalog(), last=last and last + 1), only))
+        found = list(leaf_history(read_versions(self._catalog(), last=last and last + 1), check_globs(only)))
         return found[-last:]
 
     @not_reentrant
@@ -195,7 +195,7 @@ class Run:
             seqs: only versions of these numbers.
             last: only so many of the newest versions; 0 for all.
         """
-        found = layer_history(read_versions(self._catalog(), seqs, last and last + 1), only)
+        found = layer_history(read_versions(self._catalog(), seqs, last and last + 1), check_globs(only))
         return found.newest(last) if last else found
 
     @not_reentrant

@@ -70,6 +70,12 @@ _NAN = struct.pack(">d", float("nan"))
 """The bits of the usual NaN. Other NaNs are written as their bits: ``float.hex`` gives all of them the same text."""
 
 
+MAX_INT_BITS = 14_000
+"""Length of the longest int that is written as decimal digits, in keys and in metadata: Python refuses to read more
+than 4,300 of them, so that a record with a longer one could not be read. An int that is a value of the state may be of
+any length."""
+
+
 MAX_NESTING = 16
 """Largest depth of nested tuples in one key."""
 
@@ -236,7 +242,7 @@ def decode_paths(texts: Sequence[str]) -> list[Path]:
 def _encode_key(key: Any, depth: int = 0) -> Any:
     if type(key) is str:
         return {"text": _surrogate_bytes(key).hex()} if _SURROGATE.search(key) else key
-    if key is None or type(key) in (bool, int):
+    if key is None or type(key) is bool or (type(key) is int and key.bit_length() <= MAX_INT_BITS):
         return key
     if type(key) is float:
         odd = key != key and float_bits(key) != _NAN
@@ -246,9 +252,18 @@ def _encode_key(key: Any, depth: int = 0) -> Any:
     if type(key) is tuple and depth < MAX_NESTING:
         return {"tuple": [_encode_key(k, depth + 1) for k in key]}
     raise CaptureError(
-        f"a key of type {type(key).__qualname__} ({reprlib.repr(key)}) cannot be saved; "
+        f"a key of type {type(key).__qualname__} ({short_repr(key)}) cannot be saved; "
         f"use str, int, bool, float, bytes, None or a tuple of these, at most {MAX_NESTING} deep"
     )
+
+
+def short_repr(value: object) -> str:
+    """A value as Python writes it, shortened, for messages; also one with an int of more digits than Python writes."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
+        return f"<{type(value).__qualname__}{bits}>"
 
 
 def _surrogate_bytes(text: str) -> bytes:
@@ -321,6 +336,28 @@ def check_glob(pattern: str) -> str:
     return pattern
 
 
+def check_globs(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Check that these are valid globs; returns them, also those of an iterator, which could be asked only once.
+
+    Raises:
+        TypeError: a single string was given instead of a list: its letters would be taken for globs. Or an item is no
+            string.
+        ValueError: as `check_glob`.
+    """
+    _check_no_glob(patterns)
+    found = tuple(patterns)
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{pattern!r:.60} is no pattern of leaf paths; write text, as in 'model.**'")
+        check_glob(pattern)
+    return found
+
+
+def _check_no_glob(patterns: Iterable[str]) -> None:
+    if isinstance(patterns, str):
+        raise TypeError(f"{patterns!r} is one glob where a list of them is right, as in [{patterns!r}]")
+
+
 def matches(pattern: str, path: Path) -> bool:
     """Whether a leaf path matches a glob.
 
@@ -353,8 +390,7 @@ def matches_any(patterns: Iterable[str], path: Path) -> bool:
     Raises:
         TypeError: a single string was given instead of a list: its letters would be taken for globs.
     """
-    if isinstance(patterns, str):
-        raise TypeError(f"{patterns!r} is one glob where a list of them is right, as in [{patterns!r}]")
+    _check_no_glob(patterns)
     return any(matches(p, path) for p in patterns)
 
 

@@ -206,7 +206,9 @@ class Version:
         digests = np.ascontiguousarray(digests, "<u8")
         version = dataclasses.replace(self, head=head, digests=digests, statistics=statistics)
         of_this_one = ("data", "id", *(f.name for f in dataclasses.fields(self)))
-        version.__dict__.update({k: v for k, v in self.__dict__.items() if k not in of_this_one})
+        # Of a copy, which is made at once: threads that publish this version may ask for another column meanwhile.
+        known = self.__dict__.copy()
+        version.__dict__.update({k: v for k, v in known.items() if k not in of_this_one})
         return version
 
     def _check_chunks(self) -> None:

@@ -28,7 +28,7 @@ from tierstate.providers.values.values import ObjectProvider, ValueProvider
 from .rename import wrapped_differently
 from .structure import VersionNode
 from .ties import TiedLeaf, ViewLayout, find_ties, view_layout
-from .walk import StateNode, typed_key
+from .walk import MAY_HAVE_ATTRIBUTES, StateNode, typed_key
 
 log = logging.getLogger("tierstate")
 
@@ -107,7 +107,8 @@ class Comparison:
     def _visit(self, node: VersionNode, place: StateNode, hit: bool, saved: StateNode | None) -> None:
         hit = self._hit(place, hit)
         self._nodes[id(place)] = node
-        if FORM in place.attrs and node.leaf.spec.kind == ObjectProvider.kind:
+        whole = FORM in place.attrs or place.kind in MAY_HAVE_ATTRIBUTES
+        if whole and node.leaf.spec.kind == ObjectProvider.kind:
             place.kind, place.attrs, place.children = "", {}, {}  # it was pickled as a whole, and comes back so
         if place.stateful is not None:
             saved = place if replaces_state(place, node, self._chosen) else None

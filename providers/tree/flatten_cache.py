@@ -350,7 +350,7 @@ def _match_inner(cached: CachedPlace, value: Any, tensors: list[Any], moved: lis
         if cached.kind is None:
             _match(cached.children, (value,), tensors, moved)
             return
-    if type(value) is not cached.kind:
+    if type(value) is not cached.kind or _has_more(cached, value):
         raise _Changed
     items: Any = _items_of_own_class(cached, value) if cached.attrs else value
     if isinstance(items, dict):
@@ -363,6 +363,11 @@ def _match_inner(cached: CachedPlace, value: Any, tensors: list[Any], moved: lis
     elif len(items) != len(cached.children):
         raise _Changed
     _match(cached.children, items, tensors, moved)
+
+
+def _has_more(cached: CachedPlace, value: Any) -> bool:
+    """Whether a container has got attributes of its own, for which the full walk refuses it."""
+    return not cached.attrs and len(getattr(value, "__dict__", ())) > (cached.metadata is not None)
 
 
 def _items_of_own_class(cached: CachedPlace, value: Any) -> dict[Any, Any]:

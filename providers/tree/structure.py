@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tierstate.manifest.errors import FormatError, untrusted
-from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf, Path, encode_path, matches_any
+from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf, Path, check_globs, encode_path, matches_any
 from tierstate.manifest.format.version import Version
 from tierstate.providers.values.classes import CLASS, FORM, build_form, check_classes, imported_class
 from tierstate.providers.values.modules import set_metadata
@@ -150,7 +150,12 @@ def _check_named(node: VersionNode) -> None:
 
 
 def select_leaves(root: VersionNode, only: Sequence[str] | None) -> set[int]:
-    """Indices of the leaves that the globs select. A glob that matches a container selects everything in it."""
+    """Indices of the leaves that the globs select. A glob that matches a container selects everything in it.
+
+    Raises:
+        TypeError, ValueError: as `check_globs`.
+    """
+    only = None if only is None else check_globs(only)
     chosen: set[int] = set()
 
     def visit(node: VersionNode, hit: bool) -> None:

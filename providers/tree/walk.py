@@ -10,10 +10,18 @@ from typing import Any, TypeAlias, cast
 from torch.utils.data import DataLoader
 
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.manifest.format.leaf import Path, decode_path, encode_path, float_bits, format_path, path_key
+from tierstate.manifest.format.leaf import (
+    Path,
+    decode_path,
+    encode_path,
+    float_bits,
+    format_path,
+    path_key,
+    short_repr,
+)
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import Registry
-from tierstate.providers.values.classes import class_form, form_items
+from tierstate.providers.values.classes import MODULE_ATTRIBUTES, check_attributes, class_form, form_items
 from tierstate.providers.values.modules import metadata_of
 from tierstate.providers.values.stateful import PerRank, Stateful, per_rank_stateful, stateful
 from tierstate.providers.values.values import ObjectProvider, ValueProvider
@@ -31,6 +39,10 @@ TypedKey: TypeAlias = tuple[Any, ...]
 
 
 _KINDS: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
+
+
+MAY_HAVE_ATTRIBUTES: dict[str, tuple[str, ...]] = {"odict": MODULE_ATTRIBUTES, "namedtuple": ()}
+"""Kinds of containers that may have attributes beside their items -> those that are saved with them."""
 
 
 def pickle_remedy(path: Path) -> str:
@@ -131,6 +143,8 @@ class StateWalk:
             return StateNode(path, value, value, provider=provider)
         if problem and not kind:
             kind, problem = self._own_class(value, path, problem)
+        elif kind in MAY_HAVE_ATTRIBUTES and not self._lenient:
+            kind, problem = self._only_items(value, path, kind)
         if kind or not problem:
             return self._descend(value, path, kind)
         if self._allow_pickle(path):
@@ -163,6 +177,14 @@ class StateWalk:
             return "", f"{error}; {_remedy(path, value)}"
         return (form[0], "") if form is not None else ("", problem)
 
+    def _only_items(self, value: Any, path: Path, kind: str) -> tuple[str, str]:
+        """The kind of a container that has its items and nothing else; empty, and the problem, for any other one."""
+        try:
+            check_attributes(value, MAY_HAVE_ATTRIBUTES[kind])
+        except CaptureError as error:
+            return "", f"{error}; {_remedy(path, value)}"
+        return kind, ""
+
     def _how(self, value: Any) -> Stateful | None:
         return per_rank_stateful(self._rank) if type(value) is PerRank else stateful(value)
 
@@ -187,8 +209,9 @@ class StateWalk:
                 if whole is not None:
                     return StateNode(path, value, value, provider=whole)
                 raise CaptureError(
-                    f"{format_path(path)}: the key {key!r:.60} of type {type(key).__qualname__} cannot be saved, or "
-                    "looks like another when saved; use str, int, bool, float, bytes, None or a tuple of these"
+                    f"{format_path(path)}: the key {short_repr(key):.60} of type {type(key).__qualname__} cannot be "
+                    "saved, or looks like another when saved; "
+                    "use str, int, bool, float, bytes, None or a tuple of these"
                 )
             place.children[mark] = (key, self._visit(item, (*path, path_key(key))))
         return place

@@ -49,6 +49,10 @@ _FORMS: dict[str, tuple[str, ...]] = {
 """Form -> the kinds of leaves that may have it. Programs that know no forms make plain lists and dicts of them."""
 
 
+MODULE_ATTRIBUTES = ("_metadata",)
+"""The attributes that an OrderedDict may have: a module's state dict has the versions of its classes there."""
+
+
 _OWN_WAYS = (
     *("__new__", "__del__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__"),
     *("__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"),
@@ -230,8 +234,14 @@ def _check_plain_class(value: Any, base: type, fields: list[str]) -> None:
     missing = [field for field in fields if not _has(value, field)]
     if missing:
         raise CaptureError(f"a {name} has no value for its field {missing[0]}")
-    more = [key for key in _attributes(value) if key not in fields]
+    check_attributes(value, fields)
+
+
+def check_attributes(value: Any, known: Iterable[str]) -> None:
+    """Raises CaptureError if the object itself has an attribute beside these: what has its items would lack it."""
+    more = [key for key in _attributes(value) if key not in known]
     if more:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise CaptureError(f"a {name} has an attribute {more[0]!r:.60} beside its items or fields")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tierstate.manifest.errors import CaptureError
+from tierstate.manifest.format.leaf import MAX_INT_BITS, short_repr
 
 _MAX_DEPTH = 50
 
@@ -39,8 +40,9 @@ def json_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         CaptureError: a value has no such form; the message names it, and what to write.
     """
-    found: dict[str, Any] = _object(dict(metadata or {}).items(), "metadata", 0)
-    return found
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise CaptureError(f"metadata: {short_repr(metadata):.60} is no mapping; write names and values, as in a dict")
+    return _object(dict(metadata or {}).items(), "metadata", 0)
 
 
 def _json(value: Any, at: str, depth: int) -> Any:
@@ -64,12 +66,12 @@ def _object(items: Any, at: str, depth: int) -> dict[str, Any]:
         name = _key(key, at)
         if name in found:
             raise CaptureError(f"{at}: two keys are {name!r:.60} in JSON; give them different names")
-        found[name] = _json(item, f"{at}[{key!r:.60}]", depth)
+        found[name] = _json(item, f"{at}[{short_repr(key):.60}]", depth)
     return found
 
 
 def _key(key: Any, at: str) -> str:
-    key = _scalar(key.value if isinstance(key, enum.Enum) else key, f"{at}: the key {key!r:.60}")
+    key = _scalar(key.value if isinstance(key, enum.Enum) else key, f"{at}: the key {short_repr(key):.60}")
     if isinstance(key, str):
         return key
     return {True: "true", False: "false"}[key] if isinstance(key, bool) else "null" if key is None else repr(key)
@@ -80,6 +82,7 @@ def _scalar(value: Any, at: str) -> Any:
         value = value.item()
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
         value = value.item()
+    _check_length(value, at)
     for kind in (bool, int, float, str):  # subclasses of these too, as the same number or text
         if isinstance(value, kind):
             return kind(value) if kind is not str else str.__str__(value)
@@ -92,3 +95,8 @@ def _scalar(value: Any, at: str) -> Any:
     hint = next(hint for kind, hint in _HINTS if isinstance(value, kind))
     kind_name = f"{type(value).__module__}.{type(value).__qualname__}"
     raise CaptureError(f"{at}: a {kind_name} is not a JSON value; write {hint}")
+
+
+def _check_length(value: Any, at: str) -> None:
+    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+        raise CaptureError(f"{at}: an int of {value.bit_length()} bits is too long for JSON; write hex(value)")

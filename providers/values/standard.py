@@ -91,10 +91,14 @@ def _parts_of_zone_info(zone: zoneinfo.ZoneInfo) -> tuple[Any, ...]:
     return (key,)
 
 
+_EXACT = decimal.Context(capitals=1)
+"""What writes a decimal in one way only: `str` writes the exponent as the context of the thread says."""
+
+
 def _decimal(text: Any) -> decimal.Decimal:
     _needs(type(text) is str, "decimal")
     found = decimal.Decimal(text)
-    _needs(str(found) == text, "decimal")
+    _needs(_EXACT.to_sci_string(found) == text, "decimal")
     return found
 
 
@@ -181,7 +185,7 @@ _TYPES: dict[str, tuple[type, Parts, Builder]] = {
     "timedelta": (datetime.timedelta, lambda v: (v.days, v.seconds, v.microseconds), Builder(3, _timedelta)),
     "timezone": (datetime.timezone, _parts_of_timezone, Builder(2, _timezone)),
     "zone": (zoneinfo.ZoneInfo, _parts_of_zone_info, Builder(1, _zone_info)),
-    "decimal": (decimal.Decimal, lambda v: (str(v),), Builder(1, _decimal)),
+    "decimal": (decimal.Decimal, lambda v: (_EXACT.to_sci_string(v),), Builder(1, _decimal)),
     "fraction": (fractions.Fraction, _parts_of_fraction, Builder(2, _fraction)),
     "uuid": (uuid.UUID, lambda v: (v.bytes, v.is_safe.value), Builder(2, _uuid)),
     "slice": (slice, lambda v: (v.start, v.stop, v.step), Builder(3, slice)),

@@ -77,6 +77,8 @@ NAMES = {
     "a tensor alone": torch.arange(3),
     "a value alone": 5,
     "nothing": {},
+    "surrogates": {"two": "\ud83d\ude00", "half": "\ude00", "whole": "\U0001f600"},
+    "a long int": {"n": 10**5000, "m": -(1 << 63)},
 }
 
 

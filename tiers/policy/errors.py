@@ -11,12 +11,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from .models import (
+    AgentKeys,
+    AlarmsKeys,
     ArenaKeys,
     AutoEvery,
     BestKeys,
     FailuresKeys,
     KeepKeys,
     MaxLagKeys,
+    MetricsKeys,
     OnFailureKeys,
     PreemptionKeys,
     RanksKeys,
@@ -30,6 +33,8 @@ M = TypeVar("M", bound=BaseModel)
 
 
 _INNER: Mapping[str, type[BaseModel]] = {
+    "agent": AgentKeys,
+    "alarms": AlarmsKeys,
     "arena": ArenaKeys,
     "best": BestKeys,
     "encrypt": SecretKeys,
@@ -37,6 +42,7 @@ _INNER: Mapping[str, type[BaseModel]] = {
     "failures": FailuresKeys,
     "keep": KeepKeys,
     "max_lag": MaxLagKeys,
+    "metrics": MetricsKeys,
     "on_failure": OnFailureKeys,
     "preemption": PreemptionKeys,
     "ranks": RanksKeys,

@@ -7,6 +7,7 @@ The options of a tier type are not listed here: they are the keyword parameters 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -53,6 +54,9 @@ Codec: TypeAlias = Literal["raw", "fast", "small", "delta", "auto"]
 
 
 _OPTION = "option_"
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 
 
 def no_bool(value: object) -> object:
@@ -132,9 +136,22 @@ class KeepKeys(Frozen):
         return self
 
 
-def _no_tilde(value: object) -> object:
-    if isinstance(value, str) and value.startswith("~"):
+def _check_path(value: object) -> object:
+    """The value, unless it is text that would be another path than the one that is meant, or none at all."""
+    if not isinstance(value, str):
+        return value
+    if value.startswith("~"):
         raise ValueError(f"{value!r} starts with '~', which only shells know; write '${{HOME}}'")
+    if not value.strip():  # as of a variable that is set and empty: it would be the current folder
+        raise ValueError("is empty; write a path, or '.' for the folder in which the process runs")
+    if _URL.match(value):
+        raise ValueError(f"{show_value(value)} is a URL, where a path is right; a store is a tier of 'type: object'")
+    try:
+        named = b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise ValueError(f"{show_value(value)} has a character that no file's name has; write another path")
     return value
 
 
@@ -279,7 +296,7 @@ class SecretKeys(Frozen):
         _TEXTS,
     ] = ()
     file: Annotated[
-        tuple[Annotated[str, BeforeValidator(_no_tilde)], ...],
+        tuple[Annotated[str, BeforeValidator(_check_path)], ...],
         BeforeValidator(_one_or_more),
         _TEXTS,
     ] = ()
@@ -672,13 +689,13 @@ def _field(parameter: inspect.Parameter, meaning: str | None) -> Any:
 
 
 def _checked(annotation: Any) -> Any:
-    """The annotation, with checks that pydantic does not make: no boolean as a number, no ``~`` in a path."""
+    """The annotation, with checks that pydantic does not make: no boolean as a number, a path that is one."""
     parts = _alternatives(annotation)
     check: Callable[[object], object] | None = None
     if parts & {int, float} and not parts & {bool, object}:
         check = no_bool
     elif Path in parts:
-        check = _no_tilde
+        check = _check_path
     return Annotated[annotation, BeforeValidator(check)] if check else annotation
 
 

@@ -159,7 +159,7 @@ class Policy(PolicyKeys):
                     "arena": {"size": "512MiB"},
                     "tiers": {
                         "host": {"type": "host", "capacity": "1GiB", "keep": {"last": 1}},
-                        "nvme": {"type": "nvme", "path": escape_variables(os.fspath(path)), "keep": {"last": 3}},
+                        "nvme": {"type": "nvme", "path": escape_variables(os.fsdecode(path)), "keep": {"last": 3}},
                     },
                 },
                 sort_keys=False,

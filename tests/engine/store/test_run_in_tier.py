@@ -412,3 +412,18 @@ def test_an_error_of_the_sink_stops_the_fetch_and_gives_the_slabs_back() -> None
         assert time.monotonic() - start < 10
         assert arena.in_flight == 0
     assert np.asarray(found.layout.present).all()
+
+
+def test_a_tier_is_looked_at_again_while_a_capture_looks_at_packs() -> None:
+    """A capture notes what it finds of packs without a lock; if that ended the tier's thread, no save would go on."""
+    tier_run = TierRun(Memory(), "run")
+
+    class Growing(dict[str, bool]):
+        def items(self) -> Any:
+            for item in super().items():
+                self[f"{item[0]}+"] = True
+                yield item
+
+    tier_run._sound = Growing(whole=True, damaged=False)
+    tier_run.look_again()
+    assert tier_run._sound == {"damaged": False}

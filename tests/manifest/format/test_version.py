@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -144,3 +145,20 @@ def test_keys_equal_to_python_are_leaves_of_their_own():
     leaves = [Leaf((k,), Spec("dict")) for k in (1, True, 1.0, "1")]
     found = Version.decode(memoryview(Version.build(HEAD, leaves, [], np.zeros((0, 2), "u8")).data))
     assert [type(leaf.path[0]) for leaf in found.leaves] == [int, bool, float, str]
+
+
+def test_a_version_is_continued_while_another_thread_asks_for_its_columns():
+    """A tier still publishes it, when the next save is made of it; what is found of its columns is kept on it."""
+    version = small_version()
+    columns = [name for name, found in vars(Version).items() if isinstance(found, functools.cached_property)]
+
+    class Growing(dict):
+        def items(self):
+            for at, item in enumerate(super().items()):
+                getattr(version, columns[at % len(columns)])
+                yield item
+
+    object.__setattr__(version, "__dict__", Growing(version.__dict__))
+    again = version.again(dataclasses.replace(version.head, step=7), version.digests)
+    assert again.head.step == 7
+    assert again.catalog is version.catalog

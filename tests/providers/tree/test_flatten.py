@@ -81,6 +81,8 @@ def test_keys_that_look_alike_are_apart() -> None:
         ({"a": defaultdict(lambda: 1)}, "a: a defaultdict that makes values by .* to one of .*; allow pickle"),
         ({"a": {1, object()}}, "a: .*object is not a plain value; or allow pickle"),
         ({"a": {frozenset(): torch.zeros(1)}}, "a: the key frozenset.* cannot be saved"),
+        ({"a": {10**5000: torch.zeros(1)}}, "a: the key <int of 16610 bits> of type int cannot be saved"),
+        ({"a": {(1, 10**5000): torch.zeros(1)}}, "a: the key <tuple> of type tuple cannot be saved"),
         ({"a": {float("nan"): torch.zeros(1), float("inf") - float("inf"): 2, float("nan") * 1: 3}}, "a: the key nan"),
         ({"a": np.array([object()])}, "a: .*objects"),
         ({"a": torch.eye(2).to_sparse()}, "a: .*layout"),

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.equality import difference
-from support.state_strategies import PLAIN, Access, Colour, Fixed, Level, Named, Ordered, Settings
+from support.state_strategies import PLAIN, Access, Colour, Fixed, Level, Named, Ordered, Point, Settings
 from support.transfer import restore, transfer
 
 import tierstate as ts
@@ -164,6 +164,10 @@ class Mine(defaultdict):  # type: ignore[type-arg]
     pass
 
 
+class Spot(Point):
+    """A namedtuple with a dict of its own."""
+
+
 def one() -> int:
     return 1
 
@@ -183,6 +187,10 @@ def _with(value: Any, **attributes: Any) -> Any:
         (object.__new__(Settings), "has no value for its field x"),
         (Reduced(), "has its own __reduce__"),
         (Made(), "has its own __new__"),
+        (_with(Spot(1, torch.ones(1)), more=1), "has an attribute 'more' beside"),
+        (_with(OrderedDict(a=torch.ones(1)), more=1), "has an attribute 'more' beside"),
+        (_with(OrderedDict(a=1), _metadata={}, more=1), "has an attribute 'more' beside"),
+        (_with(Counter("aab"), more=1), "has an attribute 'more' beside"),
         (defaultdict(one), "a defaultdict that makes values by"),
         (Mine(), "has its own __"),
     ],
@@ -195,6 +203,24 @@ def test_what_is_more_than_its_items_is_refused_with_what_to_write(value: Any, s
             flatten(state)
         assert f"ts.register_provider({type(value).__name__}, " in str(told.value)
     assert [leaf.spec.kind for leaf in flatten([value], allow_pickle=lambda path: True).leaves] == ["list", "object"]
+
+
+@pytest.mark.parametrize("value", [_with(Spot(1, torch.ones(1)), more=1), _with(OrderedDict(a=torch.ones(1)), more=1)])
+def test_attributes_of_a_container_come_back_where_it_is_a_pickle(value: Any) -> None:
+    tree = flatten({"a": value}, allow_pickle=lambda path: True)
+    for into in ({"into": {"a": value}}, {}):
+        found = restore(*transfer(tree), allow_pickle=lambda path: True, **into)["a"]
+        assert difference(found, value) == ""
+        assert found.more == 1
+
+
+@pytest.mark.parametrize("value", [Spot(1, torch.ones(1)), OrderedDict(a=torch.ones(1)), Counter("aab")], ids=repr)
+def test_an_attribute_that_is_set_between_two_saves_is_noticed(value: Any) -> None:
+    cache = FlattenCache()
+    cache.flatten({"a": value})
+    cache.flatten({"a": value})
+    with pytest.raises(CaptureError, match=r"^a: .* has an attribute 'more' beside its items or fields"):
+        cache.flatten({"a": _with(value, more=1)})
 
 
 def test_what_was_pickled_before_is_restored_in_place() -> None:

@@ -7,6 +7,7 @@ import datetime
 import enum
 import json
 import pathlib
+import sys
 import uuid
 from collections import OrderedDict, deque
 from decimal import Decimal
@@ -20,6 +21,7 @@ from hypothesis import given
 from support.manifest_strategies import json_objects
 
 from tierstate.manifest.errors import CaptureError
+from tierstate.manifest.format.leaf import MAX_INT_BITS
 from tierstate.providers.values.metadata import json_metadata
 
 
@@ -83,6 +85,7 @@ def test_what_has_one_form_in_json_gets_it() -> None:
         (b"x", r"write value\.hex\(\)"),
         (datetime.timedelta(1), r"write value\.total_seconds\(\)"),
         (Score, r"a builtins\.type is not"),
+        pytest.param(10**5000, r"an int of 16610 bits is too long for JSON; write hex\(value\)", id="long"),
     ],
 )
 def test_what_has_none_says_where_it_is_and_what_to_write(value: Any, says: str) -> None:
@@ -97,7 +100,22 @@ def test_keys_that_json_cannot_tell_apart_and_cycles_are_refused() -> None:
         json_metadata({"a": {1: 2, "1": 3}})
     with pytest.raises(CaptureError, match=r"the key b'x': a builtins\.bytes is not"):
         json_metadata({b"x": 1})
+    with pytest.raises(CaptureError, match=r"metadata: the key <int of 16610 bits>: an int of 16610 bits is too long"):
+        json_metadata({10**5000: 1})
     cycle: list[Any] = []
     cycle.append(cycle)
     with pytest.raises(CaptureError, match="hold themselves"):
         json_metadata({"a": cycle})
+
+
+@pytest.mark.parametrize("metadata", ["loss", 5, [("loss", 1)], {"loss"}], ids=repr)
+def test_metadata_are_a_mapping(metadata: Any) -> None:
+    with pytest.raises(CaptureError, match=r"^metadata: .* is no mapping; write names and values, as in a dict"):
+        json_metadata(metadata)
+
+
+def test_the_longest_int_is_read_back() -> None:
+    """Also by a process that reads no more digits than Python does by default."""
+    longest = (1 << MAX_INT_BITS) - 1
+    assert len(str(longest)) <= sys.int_info.default_max_str_digits
+    assert json.loads(json.dumps(json_metadata({"n": [longest, -longest]}))) == {"n": [longest, -longest]}

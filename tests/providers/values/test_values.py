@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import decimal
 import enum
 import pathlib
 import pickle
@@ -47,6 +48,18 @@ def test_equal_values_have_equal_bytes(value: Any) -> None:
 @given(st.sets(st.one_of(st.integers(), st.text())))
 def test_sets_have_no_order(value: set[Any]) -> None:
     assert encode_value(set(sorted(value, key=repr))) == encode_value(set(sorted(value, key=repr, reverse=True)))
+
+
+@pytest.mark.parametrize("capitals", [0, 1])
+def test_decimals_do_not_depend_on_the_context_of_the_thread(capitals: int) -> None:
+    """By ``capitals`` of it ``str`` writes the exponent with e or E."""
+    value = decimal.Decimal("-1.50E+300")
+    with decimal.localcontext(decimal.Context(capitals=capitals, prec=1)):
+        data = encode_value(value)
+    with decimal.localcontext(decimal.Context(capitals=1 - capitals, prec=1)):
+        found = decode_value(data)
+    assert found.as_tuple() == value.as_tuple()
+    assert data == encode_value(value)
 
 
 def test_types_are_told_apart() -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from tierstate.manifest.errors import NotFound, PolicyError
 from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.policy import policy as policy_module
+from tierstate.tiers.policy.models import PolicyKeys, key_names
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import Rate, Seconds
 
@@ -43,6 +44,14 @@ rules:
     tiers: [host, nvme]
     codec: raw
 """
+
+
+def _model(annotation: Any) -> Any:
+    """The model of the keys that a part of a policy has; None if it is a plain value, or a list."""
+    if get_origin(annotation) is tuple:
+        return None
+    kinds = get_args(annotation) or (annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def told(text: str) -> str:
@@ -148,6 +157,19 @@ def test_the_good_one_is_good() -> None:
         (11, "    type: nvm", "tiers.nvme.type: "),
         (11, "    type:", "tiers.nvme.type: an empty value is not text; put it in quotes"),
         (12, "    path: ~/x", "tiers.nvme.path: '~/x' starts with '~', which only shells know; write '${HOME}'"),
+        (
+            12,
+            "    path: ''",
+            "tiers.nvme.path: is empty; write a path, or '.' for the folder in which the process runs",
+        ),
+        (12, "    path: ${NOT_SET_AT_ALL:-}", "tiers.nvme.path: is empty; write a path"),
+        (12, "    path: s3://bucket/ckpt", "tiers.nvme.path: 's3://bucket/ckpt' is a URL, where a path is right; a st"),
+        (12, '    path: "a\\0b"', "tiers.nvme.path: 'a\\x00b' has a character that no file's name has; write another"),
+        (
+            12,
+            '    path: "a\\ud800b"',
+            "tiers.nvme.path: 'a\\ud800b' has a character that no file's name has; write ano",
+        ),
         (12, "    path: 5", "tiers.nvme.path: 5 is not text; put it in quotes"),
         (13, "    capacity: 2 tebibyte", "tiers.nvme.capacity: '2 tebibyte' is not a size; write a number and KiB"),
         (13, "    capacity: ${NOT_SET_AT_ALL}", "tiers.nvme.capacity: the variable NOT_SET_AT_ALL is not set; set it"),
@@ -404,6 +426,13 @@ def test_a_durable_tier_must_persist(kind: str) -> None:
 def test_a_key_is_taken_for_the_nearest_in_spelling_or_meaning(key: str, meant: str) -> None:
     found = told(f"tiers: {{n: {{type: lustre, path: x, {key}: 8}}}}")
     assert f"tiers.n.{key}: unknown key; did you mean {meant!r}?" in found
+
+
+@pytest.mark.parametrize("name", [name for name, at in PolicyKeys.model_fields.items() if _model(at.annotation)])
+def test_an_unknown_key_of_any_part_names_the_known_ones(name: str) -> None:
+    keys = key_names(_model(PolicyKeys.model_fields[name].annotation))
+    found = told(f"tiers: {{n: {{type: nvme, path: x}}}}\n{name}: {{{keys[0]}_: 1}}")
+    assert f"{name}.{keys[0]}_: unknown key; did you mean {keys[0]!r}?" in found
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,18 @@ def test_the_default_is_a_directory_behind_memory() -> None:
     assert Policy.parse(policy.dump()) == policy
 
 
+@pytest.mark.parametrize("path", [b"ckpt", Path("ckpt"), "ckpt"], ids=repr)
+def test_the_default_takes_any_name_of_a_folder(path: Any) -> None:
+    assert Policy.default(path).tier("nvme").options == {"path": Path("ckpt")}
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/ckpt", "file:///ckpt", "", "  "])
+def test_the_default_takes_no_url_and_no_empty_name(path: str) -> None:
+    """A folder of the name ``s3:`` would be made where the process runs."""
+    with pytest.raises(PolicyError, match=r"tiers\.nvme\.path: "):
+        Policy.default(path)
+
+
 def test_variables_are_put_in_and_dumped_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", "hunter2")
     monkeypatch.setenv("STRIPES", "4")

@@ -23,7 +23,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, Chunk, StreamEvent
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import Leaf, Path, matches_any
+from tierstate.manifest.format.leaf import Leaf, Path, matches_any, short_repr
 from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, ShardRow
 from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
@@ -452,7 +452,7 @@ def new_head(policy: Policy, run: str, seq: int, step: int, metadata: Mapping[st
     """The head of a new version.
 
     Raises:
-        ValueError: the step is not an int of 0 or more.
+        ValueError: as `checked_step`.
         CaptureError: the metadata have no form in JSON.
     """
     said, now = json_metadata(metadata), time.time()
@@ -460,7 +460,7 @@ def new_head(policy: Policy, run: str, seq: int, step: int, metadata: Mapping[st
 
 
 def checked_step(step: int) -> int:
-    """Return the step. Raises ValueError if it is not an int of 0 or more."""
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step {step!r}: a step is an int, 0 or more")
+    """Return the step. Raises ValueError if it is not an int of 0 or more, below 2^63."""
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise ValueError(f"step {short_repr(step)}: a step is an int, 0 or more, and less than 2^63")
     return step

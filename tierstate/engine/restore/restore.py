@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import bisect
 import logging
+import operator
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ from tierstate.manifest.errors import (
     cannot_be_asked,
     untrusted,
 )
-from tierstate.manifest.format.leaf import Leaf, Path
+from tierstate.manifest.format.leaf import Leaf, Path, check_globs
 from tierstate.manifest.format.version import Version, copy_stages
 from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.manifest.reshard.coverage import check_covered
@@ -264,6 +265,35 @@ class RestoreSpec(NamedTuple):
         return self.step is None and self.version is None and self.tag is None
 
 
+def check_wanted(wanted: RestoreSpec) -> RestoreSpec:
+    """Check what a caller asks for, before anything is looked up; returns it.
+
+    Raises:
+        ValueError: a step and an id are given together, the step is no int, ``on_damage`` is not known, or a glob is
+            not valid.
+        TypeError: the id is no text, or ``only`` is no list of texts.
+    """
+    step, version = wanted.step, wanted.version
+    if step is not None and version is not None:
+        raise ValueError(f"step {step!r} and version {version!r:.40} are two ways to name a version; give one of them")
+    if version is not None and not isinstance(version, str):
+        raise TypeError(f"version {version!r:.40}: an id is text, or the beginning of it; a step is given by step=")
+    if wanted.on_damage not in get_args(OnDamage):
+        raise ValueError(f"on_damage={wanted.on_damage!r:.40}: right are 'raise' and 'older'")
+    only = None if wanted.only is None else check_globs(wanted.only)
+    return wanted._replace(step=None if step is None else _as_step(step), only=only)
+
+
+def _as_step(step: int) -> int:
+    """A step as an int; other integers, as those of NumPy, are taken too."""
+    try:
+        if not isinstance(step, bool):
+            return operator.index(step)
+    except TypeError:
+        pass
+    raise ValueError(f"step {step!r:.40}: a step is an int, 0 or more")
+
+
 class Restored(NamedTuple):
     """The restored state and its version."""
 
@@ -379,7 +409,9 @@ def find_version(catalog: RunCatalog, run: str, wanted: RestoreSpec) -> VersionC
     Raises:
         NotFound: there is no such version.
         WrongTier, Unreadable: as `check_missing`.
+        ValueError, TypeError: as `check_wanted`.
     """
+    wanted = check_wanted(wanted)
     passed: list[str] = []
     for entry in _candidates(catalog, wanted, passed):
         return entry

@@ -551,7 +551,7 @@ class SavePipeline:
     def _left_of(self, name: str, owed: Sequence[PendingVersion]) -> str:
         """What becomes of the versions that a tier lacks when this process ends."""
         faster = list(takewhile(lambda s: s.name != name, self._tier_runs.values()))
-        kept = {seq for tier_run in faster if tier_run.tier.traits.persistent for seq in tier_run.known}
+        kept = {seq for tier_run in faster if tier_run.tier.traits.persistent for seq in list(tier_run.known)}
         told = []
         for there, fate in (
             (True, "a faster tier has it, from which the next process that saves this run copies it"),

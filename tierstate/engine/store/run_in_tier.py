@@ -333,7 +333,8 @@ class TierRun:
         """Clear the cache of records and packs after another process changed them; damaged packs stay marked."""
         with self._lock:
             self._newest, self._opened, self._mends, self._own = None, False, None, False
-            self._sound = {key: sound for key, sound in self._sound.items() if not sound}
+            # Of a copy, which is made at once: captures and restores look at packs without the lock.
+            self._sound = {key: sound for key, sound in self._sound.copy().items() if not sound}
 
     @property
     def earlier(self) -> Record | None:

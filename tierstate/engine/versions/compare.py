@@ -18,7 +18,7 @@ from tierstate.engine.store.catalog import VersionCopies
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, to_bytes, view
 from tierstate.manifest.digest import DIGEST_SIZE
-from tierstate.manifest.format.leaf import TIED, Leaf, Spec, encode_path
+from tierstate.manifest.format.leaf import TIED, Leaf, Spec, check_globs, encode_path, short_repr
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.diff import ElementDiff, LeafDiff, diff_versions
 from tierstate.providers.tree.compare import no_match_error
@@ -221,6 +221,7 @@ def compare(
         StateMismatch: no leaf of either matches ``only``.
         Damaged: with ``values``, a chunk is whole in no tier.
     """
+    only = None if only is None else check_globs(only)
     wanted = selected_paths(old.version, only) | selected_paths(new.version, only)
     if only is not None and not wanted:
         every = {encode_path(leaf.path): leaf for leaf in (*old.version.leaves, *new.version.leaves)}
@@ -374,5 +375,8 @@ def _what(leaf: Leaf) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        text = short_repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

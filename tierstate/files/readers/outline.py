@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -247,7 +249,10 @@ def encode_plain(value: bytes) -> dict[str, Any]:
     with stand_in_classes():
         plain = decode_value(value)
     if type(plain) in (int, str, bool, type(None)) or (type(plain) is float and math.isfinite(plain)):
-        return {"json": plain}
+        # JSON would join two surrogates into one character, and has no int of more digits than Python writes.
+        with suppress(ValueError):
+            if json.loads(json.dumps(plain)) == plain:
+                return {"json": plain}
     return {"value": base64.b64encode(value).decode("ascii")}
 
 

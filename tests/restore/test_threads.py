@@ -1,0 +1,94 @@
+"""Threads share a Checkpointer: each version is the state that its thread gave, whatever the others save meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpointer_worlds import policy, tier
+from support.equality import difference
+
+import tierstate as ts
+from tierstate.pause_gc import gc_paused
+
+THREADS, SAVES = 4, 12
+
+
+@pytest.fixture(autouse=True)
+def often() -> Iterator[None]:
+    """Threads take turns so often that every order comes up."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*calls: Any) -> list[BaseException]:
+    """Run these in threads of their own; what they raise."""
+    raised: list[BaseException] = []
+    start = threading.Barrier(len(calls))
+
+    def run(call: Any) -> None:
+        try:
+            start.wait()
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alike", [True, False], ids=["of one structure", "of several structures"])
+def test_states_that_threads_save_at_once_are_not_mixed(place: Path, alike: bool) -> None:
+    spec = policy({"host": tier("host", place), "nvme": tier("nvme", place)})
+    shared = torch.arange(1000.0)
+    saved: dict[int, Any] = {}
+
+    def saving(ckpt: ts.Checkpointer, thread: int) -> None:
+        own = {} if alike else {f"x{thread}": torch.full((10 + thread,), thread)}
+        for at in range(SAVES):
+            step = 100 * thread + at
+            # Memory of its own, memory that all of them save, and memory that is new at each save.
+            state = {"w": torch.full((3000,), float(step)), "all": shared, "at": at, "list": [thread, at], **own}
+            saved[step] = {key: value.clone() if key == "w" else value for key, value in state.items()}
+            ckpt.save(state, step=step)
+            state["w"].fill_(-1)
+
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert not together(*(lambda n=n: saving(ckpt, n) for n in range(THREADS)))
+        assert ckpt.stats().saves == len(saved)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert sorted(version.step for version in ckpt.versions()) == sorted(saved)
+        for step, state in saved.items():
+            assert difference(state, ckpt.load(step=step)) == "", step
+
+
+def test_the_garbage_collector_is_enabled_after_the_last_pause() -> None:
+    """Also where one pause begins while another one ends."""
+
+    def pausing() -> None:
+        for _ in range(2000):
+            with gc_paused():
+                pass
+
+    for _ in range(3):
+        assert not together(*[pausing] * 4)
+        assert gc.isenabled()
+    gc.disable()
+    try:
+        pausing()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
