@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 from support.agents import load, policy, same, state_of, statuses, steps_in, wait_until
 
 import tierstate as ts
+from tierstate.agent import handover
 from tierstate.agent.handover import AgentLink, HandOver
 from tierstate.agent.launch import agent_name, greet
 from tierstate.agent.memory_tier import AgentMemory, HandedMemory, serve_memory
@@ -427,6 +429,40 @@ class Told:
         self._into.append(item)
         if isinstance(item, SlabChunks):
             item.slab.release()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_stop_of_the_trainer_is_no_silence_of_its_agent(monkeypatch: pytest.MonkeyPatch, *, hangs: bool) -> None:
+    """The trainer is stopped for an hour. Its agent answers again, or has hung meanwhile."""
+    monkeypatch.setattr(handover, "PING_EVERY", 0.02)
+    monkeypatch.setattr(handover, "SILENCE", 0.5)
+    asleep, clock = [0.0], time.monotonic
+    monkeypatch.setattr(handover, "time", SimpleNamespace(monotonic=lambda: clock() + asleep[0]))
+    here, there = pair()
+    link = AgentLink(here, Arena(2 * PAGE, PAGE, shared=True), lambda _: None, lambda: None, os.getpid())
+
+    def answer() -> None:
+        with suppress(ConnectionLost):
+            while there.receive().kind == "ping":
+                if not (hangs and asleep[0]):
+                    there.send({"kind": "pong"})
+
+    answering = threading.Thread(target=answer, daemon=True)
+    answering.start()
+    wait = link.over.wait
+
+    def stopped(seconds: float | None = None) -> bool:
+        monkeypatch.setattr(link.over, "wait", wait)
+        over = wait(seconds)
+        asleep[0] = 3600.0
+        return over
+
+    monkeypatch.setattr(link.over, "wait", stopped)
+    link.start()
+    assert wait(1.5) == hangs
+    link.leave()
+    answering.join()
+    there.close()
 
 
 def test_slabs_that_were_given_back_are_not_published_again() -> None:

@@ -203,12 +203,21 @@ class AgentLink:
             self._event(message)
 
     def _watch(self) -> None:
-        while not self.over.wait(PING_EVERY):
+        while not self._pause():
             silent = time.monotonic() - self._heard
             if silent > SILENCE:
                 self._end(ConnectionLost(f"the agent (process {self.pid}) has not answered for {silent:.0f} s"))
             elif silent > PING_EVERY:
                 self.send({"kind": "ping"})
+
+    def _pause(self) -> bool:
+        """Wait until the next look at the agent. Returns whether the connection is gone."""
+        began = time.monotonic()
+        gone = self.over.wait(PING_EVERY)
+        now = time.monotonic()
+        # If it took longer, this process was stopped, and did not ask for a sign of life meanwhile.
+        self._heard = min(now, self._heard + max(0.0, now - began - 2 * PING_EVERY))
+        return gone
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
