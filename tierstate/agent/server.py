@@ -115,7 +115,7 @@ class Agent:
         self._lock = threading.Lock()
         self._sessions: list[TrainerSession] = []
         self._replays = 0
-        self._stopping, self._retired = False, holder.retired
+        self._stopping, self._retired = holder.stopping, holder.retired
 
     def stop(self) -> None:
         """End when everything that was handed over is published; trainers go on by themselves."""
