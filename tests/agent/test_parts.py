@@ -28,11 +28,12 @@ from support.agents import load, policy, same, state_of, statuses, steps_in, wai
 import tierstate as ts
 from tierstate.agent import handover
 from tierstate.agent.handover import AgentLink, HandOver
-from tierstate.agent.launch import agent_name, greet
+from tierstate.agent.launch import agent_name, greet, policy_text, socket_path, start_agent
 from tierstate.agent.memory_tier import AgentMemory, HandedMemory, serve_memory
 from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
+from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.received import encode_keep
-from tierstate.agent.server import cpu_numbers
+from tierstate.agent.server import Agent, cpu_numbers
 from tierstate.agent.shared_slabs import SharedSlabs
 from tierstate.agent.store import VersionsInMemory
 from tierstate.cli import app
@@ -429,6 +430,70 @@ class Told:
         self._into.append(item)
         if isinstance(item, SlabChunks):
             item.slab.release()
+
+
+# Where the system starts no more threads
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """No thread of these names can be started any more."""
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name.startswith(names):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+
+
+def test_the_loss_of_an_agent_needs_no_new_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = pair()
+    lost = threading.Event()
+    link = AgentLink(here, Arena(2 * PAGE, PAGE, shared=True), lambda _: None, lost.set, os.getpid())
+    link.start()
+    refuse(monkeypatch, "")
+    there.close()
+    assert lost.wait(10)
+    link.leave()
+
+
+@pytest.mark.parametrize("name", ["tierstate-agent-events", "tierstate-agent-watch"])
+def test_a_link_without_threads_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    here, there = pair()
+    link = AgentLink(here, Arena(2 * PAGE, PAGE, shared=True), lambda _: None, lambda: None, os.getpid())
+    refuse(monkeypatch, name)
+    with pytest.raises(errors.TierUnavailable, match="can't start new thread"):
+        link.start()
+    assert link.over.is_set()
+    assert there.receive().kind == "leave"
+    with pytest.raises(ConnectionLost):
+        there.receive()
+    there.close()
+
+
+def test_an_agent_that_serves_others_refuses_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, "tierstate-agent")
+    wire, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    Agent.__new__(Agent)._welcome(wire)
+    with other:
+        assert other.recv(1) == b""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there", [False, True])
+def test_a_trainer_goes_on_without_an_agent(place: Path, monkeypatch: pytest.MonkeyPatch, *, there: bool) -> None:
+    """That cannot be started, or whose connection cannot be watched."""
+    spec = policy(place, agent="mode: auto, idle: 60s")
+    if there:
+        start_agent(spec, socket_path(agent_name(policy_text(spec), os.environ)))
+    refuse(monkeypatch, "tierstate-agent-watch" if there else "tierstate-agent-start")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step=step).wait(timeout=20)
+        assert isinstance(ckpt._pipeline, AgentPipeline)
+        assert ckpt._pipeline.agent is None
+    assert same(load(place, "slow", 2), state_of(2))
 
 
 @pytest.mark.parametrize("hangs", [False, True])
