@@ -168,20 +168,23 @@ class ChunkRestore:
             VersionMoved, RankFailed, TierstateError: as `GroupQuery.ask`. Chunks that did not come are `missing`.
         """
         team, self._elsewhere, self.stops = self._query.team, elsewhere, Stops()
-        passing = ChunkExchange(
-            team.rank,
-            plan,
-            listener,
-            team.secret,
-            addresses,
-            self._nbytes,
-            self._take,
-            team.timeouts.silence,
-            self._spot,
-            team.hosts,
-        )
+        made: list[ChunkExchange] = []
 
         def read() -> bytes:
+            # Made here, within the all-gather, so that the other ranks get an error if it fails.
+            passing = ChunkExchange(
+                team.rank,
+                plan,
+                listener,
+                team.secret,
+                addresses,
+                self._nbytes,
+                self._take,
+                team.timeouts.silence,
+                self._spot,
+                team.hosts,
+            )
+            made.append(passing)
             with lease_for_reading(self._held(wanted), int(self._nbytes[wanted].sum(dtype="i8"))):
                 began = time.monotonic()
                 self._read(plan.reads, passing)
@@ -194,9 +197,10 @@ class ChunkRestore:
 
         try:
             answers = self._query.ask("passed", read)
-            self.failure = passing.wait([rank for rank, said in enumerate(answers) if team.rank in json.loads(said)])
+            self.failure = made[0].wait([rank for rank, said in enumerate(answers) if team.rank in json.loads(said)])
         finally:
-            passing.close()
+            for passing in made:
+                passing.close()
 
     def _held(self, rows: Array) -> list[Source]:
         """The sources in which this rank holds a lease during the read: one rank per set that sees the same objects."""
