@@ -20,6 +20,7 @@
     ├── StateMismatch      the given state and the version do not have the same leaves
     ├── CommitUnknown      a commit was sent and it is unknown whether it took effect
     ├── RankFailed         another rank of the job died, failed, or did not answer in time (.ranks)
+    │   ├── RankFull           a rank has no room in a tier (TierFull there), so no rank has the version there
     │   └── SaveSkipped        a rank skips this save because its arena is full, so all ranks skip it
     ├── CaptureError       a state could not be copied out
     ├── StateAlarm         what was saved has NaN, stands still or jumps, and the policy says that this is raised
@@ -183,6 +184,10 @@ class Unauthentic(Unsafe, Damaged, FormatError):
     def __init__(self, message: str, *, key_id: str = "") -> None:
         super().__init__(message)
         self.key_id = key_id
+
+
+class RankFull(RankFailed):
+    """A tier has no room for the part of another rank, so no rank has the version there."""
 
 
 class SaveSkipped(RankFailed):

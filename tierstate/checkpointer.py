@@ -665,6 +665,7 @@ class Checkpointer(Run):
 
         Raises:
             TierstateError: saves failed on some tiers and their errors were not raised before; all of them are listed.
+                That a memory tier had no room for a version which a persistent tier has, is none of them.
         """
         if self._closed:
             return

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,12 +26,14 @@ from hypothesis import strategies as st
 from support.agents import load, policy, same, state_of, statuses, steps_in, wait_until
 
 import tierstate as ts
+from tierstate.agent import handover
 from tierstate.agent.handover import AgentLink, HandOver
-from tierstate.agent.launch import agent_name, greet
+from tierstate.agent.launch import agent_name, greet, policy_text, socket_path, start_agent
 from tierstate.agent.memory_tier import AgentMemory, HandedMemory, serve_memory
 from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
+from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.received import encode_keep
-from tierstate.agent.server import cpu_numbers
+from tierstate.agent.server import Agent, cpu_numbers
 from tierstate.agent.shared_slabs import SharedSlabs
 from tierstate.agent.store import VersionsInMemory
 from tierstate.cli import app
@@ -427,6 +430,104 @@ class Told:
         self._into.append(item)
         if isinstance(item, SlabChunks):
             item.slab.release()
+
+
+# Where the system starts no more threads
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """No thread of these names can be started any more."""
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name.startswith(names):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+
+
+def test_the_loss_of_an_agent_needs_no_new_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = pair()
+    lost = threading.Event()
+    link = AgentLink(here, Arena(2 * PAGE, PAGE, shared=True), lambda _: None, lost.set, os.getpid())
+    link.start()
+    refuse(monkeypatch, "")
+    there.close()
+    assert lost.wait(10)
+    link.leave()
+
+
+@pytest.mark.parametrize("name", ["tierstate-agent-events", "tierstate-agent-watch"])
+def test_a_link_without_threads_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    here, there = pair()
+    link = AgentLink(here, Arena(2 * PAGE, PAGE, shared=True), lambda _: None, lambda: None, os.getpid())
+    refuse(monkeypatch, name)
+    with pytest.raises(errors.TierUnavailable, match="can't start new thread"):
+        link.start()
+    assert link.over.is_set()
+    assert there.receive().kind == "leave"
+    with pytest.raises(ConnectionLost):
+        there.receive()
+    there.close()
+
+
+def test_an_agent_that_serves_others_refuses_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, "tierstate-agent")
+    wire, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    Agent.__new__(Agent)._welcome(wire)
+    with other:
+        assert other.recv(1) == b""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there", [False, True])
+def test_a_trainer_goes_on_without_an_agent(place: Path, monkeypatch: pytest.MonkeyPatch, *, there: bool) -> None:
+    """That cannot be started, or whose connection cannot be watched."""
+    spec = policy(place, agent="mode: auto, idle: 60s")
+    if there:
+        start_agent(spec, socket_path(agent_name(policy_text(spec), os.environ)))
+    refuse(monkeypatch, "tierstate-agent-watch" if there else "tierstate-agent-start")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step=step).wait(timeout=20)
+        assert isinstance(ckpt._pipeline, AgentPipeline)
+        assert ckpt._pipeline.agent is None
+    assert same(load(place, "slow", 2), state_of(2))
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_stop_of_the_trainer_is_no_silence_of_its_agent(monkeypatch: pytest.MonkeyPatch, *, hangs: bool) -> None:
+    """The trainer is stopped for an hour. Its agent answers again, or has hung meanwhile."""
+    monkeypatch.setattr(handover, "PING_EVERY", 0.02)
+    monkeypatch.setattr(handover, "SILENCE", 0.5)
+    asleep, clock = [0.0], time.monotonic
+    monkeypatch.setattr(handover, "time", SimpleNamespace(monotonic=lambda: clock() + asleep[0]))
+    here, there = pair()
+    link = AgentLink(here, Arena(2 * PAGE, PAGE, shared=True), lambda _: None, lambda: None, os.getpid())
+
+    def answer() -> None:
+        with suppress(ConnectionLost):
+            while there.receive().kind == "ping":
+                if not (hangs and asleep[0]):
+                    there.send({"kind": "pong"})
+
+    answering = threading.Thread(target=answer, daemon=True)
+    answering.start()
+    wait = link.over.wait
+
+    def stopped(seconds: float | None = None) -> bool:
+        monkeypatch.setattr(link.over, "wait", wait)
+        over = wait(seconds)
+        asleep[0] = 3600.0
+        return over
+
+    monkeypatch.setattr(link.over, "wait", stopped)
+    link.start()
+    assert wait(1.5) == hangs
+    link.leave()
+    answering.join()
+    there.close()
 
 
 def test_slabs_that_were_given_back_are_not_published_again() -> None:

@@ -154,12 +154,15 @@ def test_slabs_that_hold_something_else_by_now_are_never_published(place: Path) 
         assert not ckpt.verify(deep=True).problems
 
 
-def supervised(work: str) -> list[str]:
-    """What is printed by a child that a `Supervisor` runs, each time."""
+WAITS = 'supervisor.Latch.wait = lambda _, seconds: print("waits", seconds, flush=True)'
+
+
+def supervised(work: str, pause: str = WAITS) -> list[str]:
+    """What is printed by a child that a `Supervisor` runs, each time. ``pause``: replaces the pauses between."""
     code = f"""
 import os, signal, time
 from tierstate.agent import supervisor
-time.sleep = lambda seconds: print("waits", seconds, flush=True)
+{pause}
 def work(holder):
     print("runs", len(holder.found), flush=True)
     {work}
@@ -178,6 +181,19 @@ def test_a_child_that_is_killed_too_often_is_given_up() -> None:
     waits = [f"waits {2**n - 1}" for n in range(7)]
     runs = ["runs 0", *["runs 1"] * 6]
     assert said == [line for pair in zip(runs, waits, strict=True) for line in pair] + ["ends"]
+
+
+def test_sigterm_while_there_is_no_child_is_one_to_the_next_which_has_what_is_held() -> None:
+    """A scheduler ends the job while the parent waits, as the child was killed where memory is short."""
+    work = f"{HOLDS}; print(holder.stopping, flush=True); holder.stopping or os.kill(os.getpid(), signal.SIGKILL)"
+    pause = """
+wait = supervisor.Latch.wait
+def terminated(latch, seconds):
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait(latch, 60)
+supervisor.Latch.wait = terminated
+"""
+    assert supervised(work, pause) == ["runs 0", "False", "runs 1", "True", "ends"]
 
 
 def test_a_child_that_ends_or_holds_nothing_is_not_started_again() -> None:

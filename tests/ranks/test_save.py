@@ -339,6 +339,22 @@ def test_a_tier_that_fails_on_one_rank_fails_on_all_and_is_tried_again(place: Pa
     assert np.all(found["w"] == 1)
 
 
+def test_a_memory_tier_without_room_on_one_rank_beside_a_durable_tier_ends_no_job(place: Path) -> None:
+    """One rank has more than its own memory tier may hold, so none has a version there. All close without an error."""
+
+    def rank(team: Team) -> str:
+        spec = policy({"host": tier("host", place, capacity="32KiB"), "nvme": tier("nvme", place)})
+        value = torch.arange(20_000 if team.rank == 1 else 1000)
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            save = ckpt.save({f"rank{team.rank}": value}, step=1)
+            save.wait()
+            while "host" not in save.errors():
+                time.sleep(0.01)
+            return type(save.errors()["host"]).__name__
+
+    assert ranks(3, rank) == ["RankFull", "TierFull", "RankFull"]
+
+
 def test_an_error_is_told_once_to_each_rank_and_saves_go_on(place: Path, own_sites: Any) -> None:
     """A save without a durable copy is told at a later save of each rank, which is made all the same."""
     both = threading.Barrier(2, timeout=60)

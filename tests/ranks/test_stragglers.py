@@ -42,3 +42,4 @@ def test_others_read_for_a_rank_that_is_stopped(tmp_path: Path) -> None:
         is_named(gang)
         gang.kill(VICTIM, signal.SIGCONT)
         all_restore(gang)
+        assert " is late: " not in gang.said(VICTIM)  # the others have given it up, and none of them is slow

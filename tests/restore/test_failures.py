@@ -46,6 +46,37 @@ def test_a_tier_that_fails_does_not_hold_up_the_others_and_recovers(place, monke
             assert arena_of(ckpt).in_flight == 0
 
 
+@pytest.mark.parametrize("kind", ["host", "memory"])
+def test_a_memory_tier_without_room_beside_a_durable_tier_is_told_and_ends_no_job(place, kind):
+    seen = []
+    spec = policy({"small": tier(kind, place, capacity="8KiB"), "nvme": tier("nvme", place)})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.on("failed", lambda event: seen.append((event.tier, event.step)))
+        for step in range(3):
+            save = ckpt.save(tensors(40_000, seed=step), step=step)
+            save.wait()
+        with pytest.raises(ts.TierFull):
+            save.wait("small")
+        assert ckpt.stats().tiers["small"].failures == 3
+    assert seen == [("small", step) for step in range(3)]
+
+
+def test_a_memory_tier_without_room_for_what_no_durable_tier_has_is_raised_at_the_end(place):
+    with wrapped(Memory()) as keys:
+        spec = policy({"small": tier("host", place, capacity="8KiB"), "bad": keys})
+        ckpt = ts.Checkpointer(spec, "run")
+        faulty(keys).add(Fault("writer", 0, ts.AccessDenied("no")))
+        lost = ckpt.save(tensors(40_000), step=0)
+        while len(lost.errors()) < 2:
+            pass
+        with pytest.raises(ts.TierstateError) as caught:
+            ckpt.close()
+        assert {note.split(":")[0] for note in caught.value.__notes__} == {
+            "step 0 did not arrive at small",
+            "step 0 did not arrive at bad",
+        }
+
+
 def test_a_slower_tier_gets_the_save_although_the_first_durable_one_fails(place):
     with wrapped(Memory()) as keys:
         spec = policy({"host": tier("host", place), "bad": keys, "file": tier("file", place)})

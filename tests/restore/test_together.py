@@ -90,6 +90,31 @@ def test_each_gets_what_it_wants(only, one_host):
 
 
 @pytest.mark.slow
+def test_a_rank_that_can_start_no_thread_fails_the_restore_on_all_at_once(place, monkeypatch):
+    cluster = Cluster(place, [0, 1, 1])
+    cluster.save(STATE)
+    start, refused = threading.Thread.start, []
+
+    def refuse(thread):
+        if thread.name == "tierstate-exchange" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    all_know = threading.Barrier(3, timeout=20)
+
+    def restore(ckpt, _rank):
+        try:
+            ckpt.restore(blank())
+        except Exception as error:
+            all_know.wait()  # no rank learns it from the end of another
+            return type(error).__name__
+
+    assert sorted(cluster.together(restore)) == ["RankFailed", "RankFailed", "RuntimeError"]
+
+
+@pytest.mark.slow
 def test_replicas_are_read_once_a_host(place):
     big = tensors(2 << 20)
     cluster = Cluster(place, [0, 0, 1, 1], chunk=65536, arena={"size": 1 << 20})

@@ -1,4 +1,4 @@
-"""Loopback ports for servers that a test starts; no two workers of a test run get the same port."""
+"""Loopback ports for servers that a test starts; no two workers of a test run get the same port, nor do two runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ _FIRST, _EACH, _WORKERS = 10_000, 1_000, 20
 """Below the ports that the kernel gives to outgoing connections, so that none of those takes one first."""
 
 _given: set[int] = set()
+
+_HELD = 64
+"""Ports given last that no other run of tests gets, though no server may listen there yet."""
+
+_held: list[int] = []
+"""Sockets of UDP at these ports, by which other runs see that: TCP has ports of its own."""
 
 
 def _range() -> range:
@@ -41,8 +47,14 @@ def free_port() -> int:
 
 
 def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mine:
+        try:
+            mine.bind(("127.0.0.1", port))
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            return False
+        _held.append(mine.detach())
+    for old in _held[:-_HELD]:
+        os.close(old)
+    del _held[:-_HELD]
     return True

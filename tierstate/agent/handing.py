@@ -62,7 +62,11 @@ class BackgroundStart:
     def begin(self) -> None:
         """Start one now."""
         self._thread = threading.Thread(target=self._run, name="tierstate-agent-start", daemon=True)
-        start_thread(self._thread)
+        try:
+            start_thread(self._thread)
+        except RuntimeError as error:  # no more threads (`ulimit -u`)
+            self.put_off()
+            log.warning("saves are published by this process, since no agent could be started: %s", error)
 
     def _run(self) -> None:
         try:
@@ -158,7 +162,13 @@ class HandingPipeline(SavePipeline):
             for name, handed in self._in_memory.items():
                 handed.agent = self._reader(name, session=answer.head["session"])
             self._link = link
-        link.start()
+        try:
+            link.start()
+        except TierstateError:
+            with self._changing:
+                self._link = None
+            self._drop_memory()
+            raise
         log.info("run %s: saves are published by the agent, process %d", self._run_name, link.pid)
 
     def _reader(self, name: str, **of: Any) -> AgentMemory:

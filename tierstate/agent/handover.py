@@ -20,7 +20,7 @@ from tierstate.engine.packs.slab_layout import SlabChunks
 from tierstate.engine.publish.publish import DirectJob, SlabReceiver, UnchangedChunks
 from tierstate.engine.publish.save_state import SaveState
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.errors import FormatError, TierstateError
+from tierstate.manifest.errors import FormatError, TierstateError, TierUnavailable
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena, Slab
@@ -62,7 +62,7 @@ class AgentLink:
         link: the connection, after its greeting.
         arena: the slabs that are handed over.
         event: called with the events of saves: committed, failed, left out, brought.
-        lost: called once, in a thread of its own, when the agent has died or hangs.
+        lost: called once, by a thread of this link, when the agent has died or hangs.
 
     Attributes:
         over: set when the connection is gone.
@@ -74,7 +74,7 @@ class AgentLink:
     ) -> None:
         self._link, self._arena, self._event, self._lost, self.pid = link, arena, event, lost, pid
         self.over = Latch()
-        self._closing = False
+        self._closing = self._broken = False
         self._lent: dict[int, Loan] = {}
         self._orphans: list[Loan] = []
         self._lock, self._sending = threading.Lock(), threading.Lock()
@@ -87,9 +87,18 @@ class AgentLink:
         ]
 
     def start(self) -> None:
-        """Begin to take events."""
-        for thread in self._threads:
-            thread.start()
+        """Begin to take events.
+
+        Raises:
+            TierUnavailable: no more threads can be started; the link has ended.
+        """
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:  # `ulimit -u`
+            self.leave()
+            self._link.close()
+            raise TierUnavailable(f"no agent can be used: {error}") from error
 
     def send(self, head: Mapping[str, Any], *blobs: Any) -> bool:
         """Send a message; False if the agent is gone."""
@@ -203,26 +212,37 @@ class AgentLink:
             self._event(message)
 
     def _watch(self) -> None:
-        while not self.over.wait(PING_EVERY):
+        while not self._pause():
             silent = time.monotonic() - self._heard
             if silent > SILENCE:
                 self._end(ConnectionLost(f"the agent (process {self.pid}) has not answered for {silent:.0f} s"))
             elif silent > PING_EVERY:
                 self.send({"kind": "ping"})
+        if self._broken:  # told by this thread, as a new one might not start then
+            self._lost()
+
+    def _pause(self) -> bool:
+        """Wait until the next look at the agent. Returns whether the connection is gone."""
+        began = time.monotonic()
+        gone = self.over.wait(PING_EVERY)
+        now = time.monotonic()
+        # If it took longer, this process was stopped, and did not ask for a sign of life meanwhile.
+        self._heard = min(now, self._heard + max(0.0, now - began - 2 * PING_EVERY))
+        return gone
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
             if self.over.is_set():
                 return
+            self._broken = not self._closing
             self.over.set()
             self._orphans += self._lent.values()
             self._lent = {}
         if not self._closing or error is not None:
             self._link.send_at_once({"kind": "leave"})
         self._link.shut()
-        if not self._closing:
+        if self._broken:
             log.warning("the agent is lost, so this process publishes its saves itself: %s", error)
-            threading.Thread(target=self._lost, name="tierstate-agent-lost", daemon=True).start()
 
     @property
     def orphans(self) -> set[Loan]:

@@ -115,7 +115,7 @@ class Agent:
         self._lock = threading.Lock()
         self._sessions: list[TrainerSession] = []
         self._replays = 0
-        self._stopping, self._retired = False, holder.retired
+        self._stopping, self._retired = holder.stopping, holder.retired
 
     def stop(self) -> None:
         """End when everything that was handed over is published; trainers go on by themselves."""
@@ -134,7 +134,7 @@ class Agent:
             if not self._retired and ready.poll(200):
                 with suppress(OSError):
                     wire, _ = self._listener.accept()
-                    threading.Thread(target=self._greet, args=(wire,), daemon=True, name="tierstate-agent").start()
+                    self._welcome(wire)
             elif self._retired:
                 time.sleep(0.2)
             if self._stopping:
@@ -162,6 +162,13 @@ class Agent:
         if busy:
             return False
         return self._stopping or self._retired or (self.may_give_up() and not self._keepers.busy)
+
+    def _welcome(self, wire: socket.socket) -> None:
+        try:
+            threading.Thread(target=self._greet, args=(wire,), daemon=True, name="tierstate-agent").start()
+        except RuntimeError as error:  # `ulimit -u`: those that are served already need this process
+            log.warning("a connection was refused: %s", error)
+            wire.close()
 
     def _greet(self, wire: socket.socket) -> None:
         from .messages import ConnectionLost, Message, MessageSocket

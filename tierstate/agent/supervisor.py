@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from tierstate.tiers.latch import Latch
+
 log = logging.getLogger("tierstate")
 
 
@@ -61,10 +63,13 @@ class Holder:
         wire: the connection to it.
         found: what it held when this process was forked, by name; the descriptors are this process's own.
         retired: whether another agent has taken the place of this one.
+        stopping: whether it was told to end before this process was forked.
     """
 
-    def __init__(self, wire: socket.socket, found: Mapping[str, HeldFiles], *, retired: bool) -> None:
-        self._wire, self.found, self.retired = wire, dict(found), retired
+    def __init__(
+        self, wire: socket.socket, found: Mapping[str, HeldFiles], *, retired: bool, stopping: bool = False
+    ) -> None:
+        self._wire, self.found, self.retired, self.stopping = wire, dict(found), retired, stopping
         self._lock = threading.Lock()
 
     def hold(self, name: str, files: HeldFiles) -> None:
@@ -89,11 +94,13 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._held: dict[str, HeldFiles] = {}
-        self._retired = self._ending = False
+        self._retired, self._ending = False, Latch()
         self._child = 0
 
     def run(self, work: Callable[[Holder], None], forked: Callable[[], None]) -> None:
         """Run this in a child until it returns, or nothing is held when it was killed, or it is killed too often.
+
+        A SIGTERM is one to the child. Where there is none, as it was killed, the next one publishes what is held first.
 
         Args:
             work: what the child does.
@@ -101,7 +108,7 @@ class Supervisor:
         """
         signal.signal(signal.SIGTERM, lambda _number, _frame: self._pass_on())
         quick = 0
-        while quick <= RESTARTS and not self._ending:
+        while quick <= RESTARTS and (self._held or not self._ending.is_set()):
             began = time.monotonic()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours:
@@ -109,7 +116,8 @@ class Supervisor:
                 if self._child == 0:
                     ours.close()
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                    work(Holder(theirs, self._held, retired=self._retired))
+                    stopping = self._ending.is_set()
+                    work(Holder(theirs, self._held, retired=self._retired, stopping=stopping))
                     sys.exit()
                 theirs.close()
                 forked()
@@ -121,15 +129,15 @@ class Supervisor:
             log.warning("the agent has ended (status %d) and held saves of %d trainers", status, len(self._held))
             if time.monotonic() - began > STABLE:
                 quick = 0
-            time.sleep(2**quick - 1)
+            self._ending.wait(2**quick - 1)
             quick += 1
         log.error("the agent is not started again, and saves of %d trainers are lost", len(self._held))
 
     def _pass_on(self) -> None:
+        self._ending.set()
         if self._child:
-            os.kill(self._child, signal.SIGTERM)
-        else:
-            self._ending = True
+            with suppress(ProcessLookupError):  # it was waited for just now
+                os.kill(self._child, signal.SIGTERM)
 
     def _attend(self, wire: socket.socket) -> None:
         """Do what the child says, until it has ended."""

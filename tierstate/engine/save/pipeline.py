@@ -36,7 +36,15 @@ from tierstate.engine.publish.save_state import SaveState, SavesUnderWay
 from tierstate.engine.publish.tier_queue import Cascade, TierQueue
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.errors import AlreadyExists, CaptureError, NotFound, TierstateError, TierUnavailable
+from tierstate.manifest.errors import (
+    AlreadyExists,
+    CaptureError,
+    NotFound,
+    RankFull,
+    TierFull,
+    TierstateError,
+    TierUnavailable,
+)
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import next_seq
@@ -473,8 +481,18 @@ class SavePipeline:
             (tier_run.held.discard if end else tier_run.held.add)(seq)
 
     def failures(self) -> list[tuple[SaveState, str, BaseException]]:
-        """The failures that were not reported yet: save, tier, error. They count as reported from now on."""
-        return self._saves.failures()
+        """The failures that were not reported yet: save, tier, error. They count as reported from now on.
+
+        Without those of a memory tier that has no room for a version which a persistent tier has: nothing is lost by
+        that. They were logged, counted and told as events.
+        """
+        return [failure for failure in self._saves.failures() if not self._only_lacks_room(*failure)]
+
+    def _only_lacks_room(self, save_state: SaveState, name: str, error: BaseException) -> bool:
+        lasting = [n for n, tier_run in self._tier_runs.items() if tier_run.tier.traits.persistent]
+        seq = save_state.head.seq
+        has = any(save_state.done(n) or seq in self._tier_runs[n].known for n in lasting)
+        return isinstance(error, (TierFull, RankFull)) and name not in lasting and has
 
     def close(self, timeout: float | None = None, watch: OnDrain | None = None) -> str:
         """Finish the saves in progress, try missing versions once more, and end the threads.

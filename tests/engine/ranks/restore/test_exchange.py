@@ -219,6 +219,10 @@ def test_a_rank_that_takes_nothing_is_passed_over():
     rank.passing.give(0, as_buffer(bytes(64 << 20)))
     assert rank.passing.broken == [1]
     rank.passing.give(0, as_buffer(bytes(64 << 20)))
+    with doors[1].accept() as line:  # which goes on, as after a stop, and is not to wait for the rest
+        line.receive_exactly(CHUNK_HEADER.size)
+        with pytest.raises(ConnectionResetError):
+            line.receive_long(memoryview(bytearray(64 << 20)))
     rank.passing.close()
     doors[1].close()
 

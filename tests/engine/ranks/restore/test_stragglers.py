@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstate.engine.ranks.restore.stragglers import LONGEST, MULTIPLE, SHORTEST, Gate, Passed, ReadTime, is_late
+from tierstate.engine.ranks.restore.stragglers import (
+    LONGEST,
+    MULTIPLE,
+    SHORTEST,
+    Gate,
+    Passed,
+    ReadTime,
+    Stops,
+    StragglerWatch,
+    is_late,
+)
 
 seconds, nbytes = st.floats(0, 1e5), st.integers(0, 1 << 40)
 reads, steps = st.builds(ReadTime, seconds, nbytes), st.integers(1, 3)
@@ -48,6 +60,23 @@ def test_a_rank_that_is_ten_times_as_slow_is_late() -> None:
     assert read.patience == MULTIPLE
     assert not is_late(Passed(1 << 27, 7 << 27), 1.0, read)
     assert is_late(Passed(2 << 27, 6 << 27), 2.0, read)
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 0.9) | st.floats(1.1, 1e5)), max_size=20), st.floats(0, 10))
+def test_a_time_for_which_this_process_was_stopped_makes_nobody_late(
+    looks: list[tuple[float, float]], waited: float
+) -> None:
+    """Each look may take as long as it should, and longer by a stop, which counts only if it is too short to tell."""
+    now = 1e6
+    with mock.patch.object(time, "monotonic", side_effect=lambda: now):
+        stops = Stops()
+        watch = StragglerWatch(ReadTime(1.0, 1 << 30), {0: 1}, stops, waited)
+        for wait, stop in looks:
+            with stops.looking(wait):
+                now += wait + stop
+        awake = waited + sum(wait + (stop if stop < SHORTEST else 0) for wait, stop in looks)
+        assert abs(watch.waited - awake) < 1e-3
+        assert abs(stops.seconds - sum(stop for _, stop in looks if stop > SHORTEST)) < 1e-3
 
 
 def test_what_comes_after_the_end_is_ignored() -> None:

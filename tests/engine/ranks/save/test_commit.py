@@ -27,6 +27,7 @@ from tierstate.manifest.errors import (
     Damaged,
     FormatError,
     RankFailed,
+    RankFull,
     SaveSkipped,
     StateMismatch,
     TierError,
@@ -343,6 +344,21 @@ def test_a_save_that_one_leaves_out_is_left_out_by_all() -> None:
         found = each(world, rank)
         others = [one for r, one in enumerate(found) if r != who]
         assert [(type(one), one.ranks) for one in others] == [(SaveSkipped, (who,))] * 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("error", [TierFull("no room"), TierUnavailable("away")])
+def test_that_a_tier_has_no_room_for_the_part_of_one_rank_is_told_to_the_others(who: int, error: TierError) -> None:
+    world = World("process", [0, 1, 2])
+
+    def rank(team: Team, group_commit: GroupCommit) -> Any:
+        if team.rank == who:
+            return group_commit.withdraw(1, error)
+        return group_commit.commit(world.part(team.rank, 1))
+
+    others = [one for r, one in enumerate(each(world, rank)) if r != who]
+    kind = RankFull if isinstance(error, TierFull) else RankFailed
+    assert [(type(one), one.ranks) for one in others] == [(kind, (who,))] * 2
 
 
 def test_a_version_is_merged_once_and_is_the_same_on_all_tiers() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.thread_teams import World, together
@@ -15,6 +17,7 @@ from tierstate.engine.ranks.save import relay
 from tierstate.engine.ranks.save.relay import FANOUT, VersionRelay, above
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.format.record import Record
+from tierstate.tiers.connections.secret import JobSecret
 
 LEADERS = 13
 
@@ -70,6 +73,35 @@ def test_every_leader_gets_each_version_once_and_none_sends_it_to_more_than_a_fe
     assert is_whole(world, saved(world))
     assert sum(sent(world)) == 2 * (LEADERS - 1), "nobody got it by the store"
     assert max(sent(world)) == 2 * 2
+
+
+def test_commits_to_several_tiers_begin_to_listen_once(narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[relay.PeerListener] = []
+    both = threading.Barrier(4)
+
+    class Slow(relay.PeerListener):
+        def __init__(self, hosts: int, secret: JobSecret) -> None:
+            time.sleep(0.1)  # in which another commit comes
+            super().__init__(hosts, secret)
+            made.append(self)
+
+    monkeypatch.setattr(relay, "PeerListener", Slow)
+    team = Team(dist.HashStore(), 0, 4, range(4), secret=JobSecret.random())
+    one = VersionRelay(team, lambda *_: None)
+
+    def commit() -> None:
+        both.wait()
+        one.serve(range(4))
+
+    threads = [threading.Thread(target=commit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one.close()
+    team.close()
+    assert len(made) == 1
+    assert not any(thread.name in ("tierstate-accept", "tierstate-relay") for thread in threading.enumerate())
 
 
 def test_few_leaders_get_it_by_the_store(narrow: None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import zlib
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -21,9 +22,10 @@ from tierstate.engine.ranks.team.heartbeat import HeartbeatMonitor, Timeouts, he
 from tierstate.engine.ranks.team.rendezvous import rendezvous, this_host
 from tierstate.engine.ranks.team.store import StoreClient
 from tierstate.engine.ranks.team.team import MAX_TOPICS, MESSAGE_PART, Team, unpack_answers
-from tierstate.manifest.errors import FormatError, RankFailed, format_ranks
+from tierstate.manifest.errors import FormatError, RankFailed, TierstateError, format_ranks
 
 SOON = Timeouts(timeout=20.0, silence=0.3)
+SLOW = Timeouts(timeout=1800.0, silence=20.0)
 
 
 def tcp() -> Any:
@@ -66,6 +68,24 @@ def test_what_all_have_said_is_refused_where_it_was_changed(data: bytes, nbytes:
     head = json.dumps([nbytes]).encode()
     with contextlib.suppress(FormatError):
         assert [len(one) for one in unpack_answers(b"\2" + len(head).to_bytes(4, "little") + head + data)] == [nbytes]
+
+
+@given(
+    st.sampled_from([b"\0", b"\1", b"\2", b""]),
+    st.lists(st.integers(-2, 40) | st.just(1 << 70), max_size=3)
+    | st.dictionaries(st.just("ranks"), st.text(max_size=2)),
+    st.binary(max_size=40),
+)
+def test_an_answer_of_another_kind_is_refused_and_takes_no_memory(kind: bytes, head: Any, data: bytes) -> None:
+    """A length of -1 was no limit to what is unpacked."""
+    text = json.dumps(head).encode()
+    found: list[bytes] = []
+    with contextlib.suppress(FormatError):
+        found = unpack_answers(kind + len(text).to_bytes(4, "little") + text + data)
+        assert [len(one) for one in found] == head
+    bomb = zlib.compress(bytes(1 << 20), 9)
+    with pytest.raises(FormatError, match="of no length"):
+        unpack_answers(b"\2" + (4).to_bytes(4, "little") + b"[-1]" + bomb)
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from("ab"), st.binary(max_size=40)), max_size=6))
@@ -193,6 +213,22 @@ def test_a_failed_gathering_fails_on_all() -> None:
         return failed.value.ranks
 
     assert together(3, rank, timeouts=SOON) == [(2,), (2,), None]
+
+
+def test_a_rank_whose_message_is_damaged_keeps_nobody_waiting() -> None:
+    """The coordinator cannot read it, and the others learn that at once, and not after an hour."""
+
+    def rank(team: Team) -> Any:
+        if team.rank == 2:
+            team._line.set({"said/2/gather/plans/1": b"\1nonsense"})
+            team.gather("over", b"")
+            return None
+        with pytest.raises(TierstateError, match="not one of ours") as failed:
+            team.gather("plans", b"")
+        team.gather("over", b"")
+        return type(failed.value)
+
+    assert together(3, rank, timeouts=SLOW) == [FormatError, RankFailed, None]
 
 
 def test_a_rank_that_is_silent_is_told_once() -> None:

@@ -168,6 +168,8 @@ class PeerConnection:
                     connection.send_long(data)
             except OSError as error:
                 self.broken = True
+                if self._connection is not None:
+                    self._connection.close()  # so that a rank that was stopped sees that nothing more comes
                 log.warning("nothing more is passed on to rank %d: %s", self._rank, error)
             finally:
                 self.seconds += time.monotonic() - began

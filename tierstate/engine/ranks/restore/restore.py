@@ -81,7 +81,7 @@ from .exchange_plan import (
     runs_in,
     sets_with,
 )
-from .stragglers import Gate, ReadTime, StragglerWatch
+from .stragglers import Gate, ReadTime, Stops, StragglerWatch
 
 ROUNDS = 4
 """Exchanges of one restore, at most. In later ones other ranks try to read the chunks that one rank could not read."""
@@ -123,6 +123,7 @@ class ChunkRestore:
         away: ``(rows,)`` of bool: all those chunks. They may be whole.
         entry, arena: as given.
         failure: the error of a chunk that could not be copied into the state; None if there was none.
+        stops: for how long this process was stopped during the exchange.
     """
 
     def __init__(self, query: GroupQuery, entry: VersionCopies, targets: ScatterTargets, arena: Arena) -> None:
@@ -138,6 +139,7 @@ class ChunkRestore:
         self.away = np.zeros(len(version.digests), bool)
         self._elsewhere = np.zeros(len(version.digests), bool)
         self.failure: Exception | None = None
+        self.stops = Stops()
 
     @property
     def missing(self) -> Array:
@@ -165,35 +167,40 @@ class ChunkRestore:
         Raises:
             VersionMoved, RankFailed, TierstateError: as `GroupQuery.ask`. Chunks that did not come are `missing`.
         """
-        team, self._elsewhere = self._query.team, elsewhere
-        passing = ChunkExchange(
-            team.rank,
-            plan,
-            listener,
-            team.secret,
-            addresses,
-            self._nbytes,
-            self._take,
-            team.timeouts.silence,
-            self._spot,
-            team.hosts,
-        )
+        team, self._elsewhere, self.stops = self._query.team, elsewhere, Stops()
+        made: list[ChunkExchange] = []
 
         def read() -> bytes:
+            # Made here, within the all-gather, so that the other ranks get an error if it fails.
+            passing = ChunkExchange(
+                team.rank,
+                plan,
+                listener,
+                team.secret,
+                addresses,
+                self._nbytes,
+                self._take,
+                team.timeouts.silence,
+                self._spot,
+                team.hosts,
+            )
+            made.append(passing)
             with lease_for_reading(self._held(wanted), int(self._nbytes[wanted].sum(dtype="i8"))):
                 began = time.monotonic()
                 self._read(plan.reads, passing)
                 # Not the time for which a rank has held up this one: that may be the late one.
-                held = min(passing.held, took := time.monotonic() - began)
+                took = time.monotonic() - began - self.stops.seconds
+                held = max(0.0, min(passing.held - self.stops.seconds, took))
                 read = ReadTime(took - held, int(self._nbytes[plan.reads].sum(dtype="i8")))
                 self._watch(passing, read, held)
             return json.dumps(passing.broken).encode()
 
         try:
             answers = self._query.ask("passed", read)
-            self.failure = passing.wait([rank for rank, said in enumerate(answers) if team.rank in json.loads(said)])
+            self.failure = made[0].wait([rank for rank, said in enumerate(answers) if team.rank in json.loads(said)])
         finally:
-            passing.close()
+            for passing in made:
+                passing.close()
 
     def _held(self, rows: Array) -> list[Source]:
         """The sources in which this rank holds a lease during the read: one rank per set that sees the same objects."""
@@ -239,9 +246,10 @@ class ChunkRestore:
         """
         grid, me = HostGrid(self._query.team.hosts), self._query.team.rank
         steps = {rank: grid.steps(rank, me) for rank in passing.awaited()}
-        watch, given_up = StragglerWatch(read, steps, held), set[int]()
+        watch, given_up = StragglerWatch(read, steps, self.stops, held), set[int]()
         while waiting := [rank for rank in passing.awaited() if rank not in given_up]:
-            passing.pause(waiting[0], GLANCE)
+            with self.stops.looking(GLANCE):
+                passing.pause(waiting[0], GLANCE)
             for rank in waiting:
                 if watch.is_late(rank, passing.passed(rank)):
                     given_up.add(rank)
@@ -253,10 +261,7 @@ class ChunkRestore:
         can = bool(reach[passing.left(rank)].all())
         left = passing.passed(rank).left
         what = "it is read here" if can else "this rank cannot read it, and waits"
-        text = f"rank {rank} is late: {format_size(left)} have not come from it {waited:.1f} s after the rest; {what}"
-        log.warning("rank %d: %s", self._query.team.rank, text)
-        for holding in self.entry.holdings[:1]:
-            holding.tier_run.events.emit("rank_late", seq=self.entry.version.head.seq, reason=text)
+        self._name(rank, f"{format_size(left)} have not come from it {waited:.1f} s after the rest; {what}")
         if can and (rows := passing.drop(rank)):
             reads = RankReads(self, passing)
             try:
@@ -268,6 +273,17 @@ class ChunkRestore:
             for row in rows:
                 if not reads.settled[row]:  # this rank is late itself
                     passing.lose(row)
+
+    def _name(self, rank: int, what: str) -> None:
+        """Tell that a rank is late; or that this one is, if it was stopped: then others do not wait for it any more."""
+        me, stopped = self._query.team.rank, self.stops.seconds
+        if stopped:
+            log.warning("rank %d was stopped for %.1f s, so rank %d has given it up: %s", me, stopped, rank, what)
+            return
+        log.warning("rank %d: rank %d is late: %s", me, rank, what)
+        for holding in self.entry.holdings[:1]:
+            reason = f"rank {rank} is late: {what}"
+            holding.tier_run.events.emit("rank_late", seq=self.entry.version.head.seq, reason=reason)
 
     def _take(self, row: int, raw: Buffer) -> bool:
         """Take a chunk from another rank; returns whether it is what was saved, by its digest."""
@@ -355,8 +371,9 @@ class RankReads:
 
         start_thread(threading.Thread(target=run, name="tierstate-reads", daemon=True))
         try:
-            while not over.wait(GLANCE) and not self._passing.relieved.is_set():
-                pass
+            while not (over.is_set() or self._passing.relieved.is_set()):
+                with self._restore.stops.looking(GLANCE):
+                    over.wait(GLANCE)
         except BaseException:  # an interrupt: raised when nothing of this reads any more
             self._stopped = True
             over.wait()

@@ -95,22 +95,43 @@ class Gate:
                 self._changed.wait(1.0)
 
 
+class Stops:
+    """Counts for how long this process was stopped, as by SIGSTOP: no other rank was late then.
+
+    Attributes:
+        seconds: how long that was in all.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def looking(self, seconds: float) -> Iterator[None]:
+        """The block waits for so many seconds at most; if it takes `SHORTEST` more, this process was stopped."""
+        began = time.monotonic()
+        yield
+        more = time.monotonic() - began - seconds
+        self.seconds += more if more > SHORTEST else 0.0
+
+
 class StragglerWatch:
     """Watches the ranks that are to pass chunks on to this one, from when it has read its own share.
 
     Args:
         read: how long that took.
         steps: by rank, over how many ranks its chunks come.
+        stops: of this process, which do not count.
         waited: seconds for which it has waited already.
     """
 
-    def __init__(self, read: ReadTime, steps: dict[int, int], waited: float = 0.0) -> None:
-        self._read, self._steps, self._began = read, steps, time.monotonic() - waited
+    def __init__(self, read: ReadTime, steps: dict[int, int], stops: Stops, waited: float = 0.0) -> None:
+        self._read, self._steps, self._stops = read, steps, stops
+        self._began = time.monotonic() - waited - stops.seconds
 
     @property
     def waited(self) -> float:
         """Seconds since then."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self._began - self._stops.seconds
 
     def is_late(self, rank: int, passed: Passed) -> bool:
         """As the function."""

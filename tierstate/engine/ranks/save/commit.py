@@ -22,7 +22,7 @@ from tierstate.engine.packs.keys import PackKey
 from tierstate.engine.ranks.team.team import Stop, Team, never
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import CommitUnknown, RankFailed, SaveSkipped, TierError
+from tierstate.manifest.errors import CommitUnknown, RankFailed, RankFull, SaveSkipped, TierError, TierFull
 from tierstate.manifest.format.layout import PART
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log
@@ -195,4 +195,5 @@ def _as_others_see(error: BaseException, left_out: bool) -> RankFailed:
     """The error that the other ranks get when the coordinator has no part."""
     if left_out:
         return SaveSkipped("rank 0 left this save out", (0,))
-    return RankFailed(f"rank 0 failed: {type(error).__name__}: {error}", (0,))
+    kind = RankFull if isinstance(error, TierFull) else RankFailed
+    return kind(f"rank 0 failed: {type(error).__name__}: {error}", (0,))

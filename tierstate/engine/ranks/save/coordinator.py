@@ -15,7 +15,16 @@ from tierstate.engine.ranks.team.team import Stop, Team
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import Damaged, FormatError, RankFailed, SaveSkipped, StateMismatch, format_ranks
+from tierstate.manifest.errors import (
+    Damaged,
+    FormatError,
+    RankFailed,
+    RankFull,
+    SaveSkipped,
+    StateMismatch,
+    TierFull,
+    format_ranks,
+)
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.marker import check_same_tier
 from tierstate.manifest.format.record import MAX_RECORD, Record
@@ -184,7 +193,8 @@ def _refusal(refused: Mapping[int, Vote]) -> RankFailed:
     """The error of a commit that fails: because of the ranks that voted no, or else of those that skip the save."""
     failed = {rank: vote.error or {} for rank, vote in refused.items() if vote.said == "no"}
     if failed:
-        return RankFailed(f"{format_ranks(failed)} failed: {_why(failed)}", sorted(failed))
+        full = all(error.get("kind") == TierFull.__name__ for error in failed.values())
+        return (RankFull if full else RankFailed)(f"{format_ranks(failed)} failed: {_why(failed)}", sorted(failed))
     return SaveSkipped(f"{format_ranks(refused)} left this save out", sorted(refused))
 
 

@@ -25,6 +25,7 @@ from tierstate.manifest.errors import (
     FormatError,
     NotFound,
     RankFailed,
+    RankFull,
     SaveSkipped,
     StateMismatch,
     TierError,
@@ -51,6 +52,9 @@ _KNOWN = (
 _CLASSES: Mapping[str, type[TierstateError]] = {cls.__name__: cls for cls in _KNOWN}
 
 
+_OF_RANKS: Mapping[str, type[RankFailed]] = {"LeftOut": SaveSkipped, "Full": RankFull}
+
+
 DECISIONS_KEPT = 8
 """Decisions that are kept in the store for late ranks. A rank that votes on a later version has read the earlier
 decisions."""
@@ -75,7 +79,7 @@ def encode_error(error: BaseException, rank: int) -> dict[str, Any]:
     known = next((cls.__name__ for cls in type(error).__mro__ if _CLASSES.get(cls.__name__) is cls), None)
     found: dict[str, Any] = {"kind": known, "text": str(error)[:MAX_TEXT]}
     if isinstance(error, RankFailed):
-        kind = "LeftOut" if isinstance(error, SaveSkipped) else "RankFailed"
+        kind = next((name for name, cls in _OF_RANKS.items() if isinstance(error, cls)), "RankFailed")
         return found | {"kind": kind, "ranks": list(error.ranks)}
     if known is None:
         text = f"rank {rank} failed: {type(error).__name__}: {error}"
@@ -91,7 +95,7 @@ def decode_error(encoded: Mapping[str, Any]) -> TierstateError:
     cls = _CLASSES.get(kind)
     if cls is None:
         ranks = [r for r in encoded.get("ranks") or () if isinstance(r, int)]
-        return (SaveSkipped if kind == "LeftOut" else RankFailed)(text, ranks)
+        return _OF_RANKS.get(kind, RankFailed)(text, ranks)
     if issubclass(cls, TierError):
         return cls(text, tier=str(encoded.get("tier", "")), key=str(encoded.get("key", "")))
     return cls(text)

@@ -82,7 +82,7 @@ class VersionRelay:
     def __init__(self, team: Team, find: Callable[[int, str, float], Version | None]) -> None:
         self._team, self._find = team, find
         self._listener: PeerListener | None = None
-        self._lock = threading.Lock()
+        self._lock, self._beginning = threading.Lock(), threading.Lock()
         self.sent = 0
 
     def serve(self, leaders: Sequence[int]) -> None:
@@ -96,8 +96,13 @@ class VersionRelay:
         """
         place = leaders.index(self._team.rank)
         is_last = place * FANOUT + 1 >= len(leaders)
-        if not has_levels(leaders) or is_last or self._listener is not None:
+        if not has_levels(leaders) or is_last:
             return
+        with self._beginning:  # versions are committed to several tiers at the same time
+            if self._listener is None:
+                self._begin()
+
+    def _begin(self) -> None:
         try:
             self._listener = PeerListener(len(set(self._team.hosts)), self._team.secret)
             start_thread(

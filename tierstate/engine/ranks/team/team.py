@@ -403,7 +403,7 @@ class Team:
             return unpack_answers(found)
         try:
             others = self.receive_all({r: mine for r in range(1, self.size)}, timeout=timeout, stop=stop)
-        except RankFailed as error:
+        except Exception as error:  # also of a message that is damaged: the others wait for an answer
             self.post(result, _failed(error))
             raise
         every = [data, *(others[rank] for rank in range(1, self.size))]
@@ -443,8 +443,8 @@ def pack_answers(parts: Sequence[bytes]) -> bytes:
     return kind + len(head).to_bytes(4, "little") + head + (body if kind == b"\0" else pressed)
 
 
-def _failed(error: RankFailed) -> bytes:
-    return b"\1" + json.dumps({"text": str(error)[:4096], "ranks": error.ranks}).encode()
+def _failed(error: Exception) -> bytes:
+    return b"\1" + json.dumps({"text": str(error)[:4096], "ranks": getattr(error, "ranks", ())}).encode()
 
 
 def unpack_answers(data: bytes) -> list[bytes]:
@@ -455,24 +455,41 @@ def unpack_answers(data: bytes) -> list[bytes]:
         FormatError: the message was changed.
     """
     if data[:1] == b"\1":
-        said = json.loads(data[1:])
-        raise RankFailed(f"rank 0 could not gather what all have: {said['text']}", said["ranks"])
+        text, ranks = _failure(data[1:])
+        raise RankFailed(f"rank 0 could not gather what all have: {text}", ranks)
     at = 5 + int.from_bytes(data[1:5], "little")
-    lengths = json.loads(data[5:at])
+    lengths = _json(data[5:at])
+    if not isinstance(lengths, list) or not all(type(length) is int and length >= 0 for length in lengths):
+        raise FormatError("what all ranks have said is of no length")
     body, at, found = data[at:] if data[:1] == b"\0" else _unpressed(data[at:], sum(lengths)), 0, []
+    if len(body) != sum(lengths):
+        raise FormatError(f"what all ranks have said is {len(body)} bytes long, of {sum(lengths)}")
     for length in lengths:
         found.append(body[at : at + length])
         at += length
     return found
 
 
+def _failure(data: bytes) -> tuple[str, list[int]]:
+    """The text of an error, and the ranks that it names."""
+    said = _json(data)
+    ranks = said.get("ranks") if isinstance(said, dict) else None
+    if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+        raise FormatError("why not all ranks could be heard is told by something else than this program")
+    return str(said.get("text")), ranks
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"what all ranks have said cannot be read: {error}") from error
+
+
 def _unpressed(data: bytes, nbytes: int) -> bytes:
     if nbytes > MAX_RECORD:
         raise FormatError(f"what all ranks have said takes {nbytes} bytes; at most {MAX_RECORD} are right")
     try:
-        body = zlib.decompressobj().decompress(data, nbytes + 1)
+        return zlib.decompressobj().decompress(data, nbytes + 1)
     except zlib.error as error:
         raise FormatError(f"what all ranks have said cannot be read: {error}") from error
-    if len(body) != nbytes:
-        raise FormatError(f"what all ranks have said is {len(body)} bytes long, of {nbytes}")
-    return body
