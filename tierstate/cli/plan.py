@@ -62,10 +62,13 @@ def plan(
     The job is simulated with the rules by which tierstate saves. Nothing is saved, and without --run and --measure no
     tier is touched.
     """
+    from tierstate.files.atomic_files import AtomicFiles
     from tierstate.planning.figures import parse_speeds, parse_state, tier_models
     from tierstate.planning.model import Workload
     from tierstate.planning.plan import make_plan
 
+    if to is not None:
+        AtomicFiles(force=True).check(to)  # now, as the rest takes a while
     read = Policy.load(policy)
     if mtbf is not None:
         failures = FailuresKeys(mtbf=parse_seconds(mtbf), host_lost=read.failures.host_lost)

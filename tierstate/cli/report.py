@@ -37,6 +37,8 @@ def report(
     Saves tier by tier, what would have been lost, bytes, retention with reasons, failures, waits of ranks, layers that
     changed, and what each line of the policy did. With --json the same numbers are printed, and no file is written.
     """
+    if not as_json:
+        AtomicFiles(force=True).check(to)  # now, as the rest may take a while
     data = collect_runs(policy, run)
     if as_json:
         output.print_json(data.encode())
