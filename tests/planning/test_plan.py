@@ -92,6 +92,49 @@ def test_an_interval_of_a_step_is_every_save() -> None:
     assert every_text(60.0, Workload((), 6.0, save_every=10)) == ""
 
 
+DIVIDED = """
+version: 1
+arena: {size: 4GiB}
+failures: {mtbf: 6h, host_lost: 0.5}
+tiers:
+  nvme: {type: nvme, path: /local/nvme, every: 5}
+  lustre: {type: lustre, path: /lustre, every: 10}
+rules:
+  - {match: 'RULED.**', tiers: [TIER]}
+"""
+
+
+def divided(ruled: str, tier: str) -> Plan:
+    policy = ts.Policy.parse(DIVIDED.replace("RULED", ruled).replace("TIER", tier))
+    workload = Workload(parse_state("14GiB"), 10.0, capture=8 * GIB, restart=100.0)
+    models = [
+        TierModel(Level("nvme", True, "host"), 2 * GIB, 4 * GIB, fixed=1.0),
+        TierModel(Level("lustre", True, "site"), 2 * GIB, GIB, fixed=0.5),
+    ]
+    return make_plan(policy, workload, models, 4000)
+
+
+def test_what_rules_keep_from_shared_tiers_is_lost_with_a_host() -> None:
+    """A version without its optimizer is none that training goes on from."""
+    plan = divided("optimizer", "nvme")
+    killed, lost = plan.now.failures
+    assert (killed.tier, lost.tier, lost.lost, lost.recovery) == ("nvme", "", None, 100.0)
+    assert plan.now.goodput <= 0.5
+    assert any("the loss of a host leaves no whole version, only what is in lustre" in one for one in plan.advice)
+    assert {curve.tier: curve.best is None for curve in plan.curves} == {"nvme": False, "lustre": True}
+    assert plan.now.tiers[1].mtbf is None
+    assert "lustre" not in plan.every
+
+
+def test_each_leaf_is_read_back_from_the_nearest_tier_that_has_it() -> None:
+    killed, lost = divided("optimizer", "lustre").now.failures
+    assert killed.recovery == pytest.approx(100 + (2 / 4 + 1.0) + (12 / 1 + 0.5))
+    assert lost.recovery == pytest.approx(100 + 14 / 1 + 0.5)
+    whole = divided("nothing", "lustre").now.failures
+    assert whole[0].recovery == pytest.approx(100 + 14 / 4 + 1.0)
+    assert whole[1].recovery == pytest.approx(100 + 14 / 1 + 0.5)
+
+
 # Figures
 
 

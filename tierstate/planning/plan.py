@@ -9,7 +9,10 @@ from datetime import timedelta
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from tierstate.engine.cadence import BUSY, failures_by_tier, job_mtbf, optimal_interval
+from tierstate.engine.placement import route_masks
 from tierstate.tiers.policy.models import AutoEvery
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import MAX_SECONDS, format_size, rough_duration, rough_size
@@ -82,7 +85,7 @@ class FailureForecast:
     Attributes:
         host_lost: a host, with all that lies on it, rather than only the processes.
         share: of all failures.
-        tier: the nearest that survives it; empty if none does, so that everything is lost.
+        tier: the nearest that survives it; empty if no whole version does, so that everything is lost.
         lost: mean seconds of training that have to be done again.
         recovery: seconds until the training goes on.
     """
@@ -252,11 +255,23 @@ def _failure(
     policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome, host_lost: bool
 ) -> FailureForecast:
     share = policy.failures.host_lost if host_lost else 1 - policy.failures.host_lost
-    there = [m for m in models if m.level.survives(host_lost) and outcome.tiers[m.level.name].arrivals]
-    if not there:
+    if host_lost not in outcome.survived:
         return FailureForecast(host_lost, share, "", None, workload.restart)
-    restore = workload.nbytes / there[0].read + there[0].fixed
-    return FailureForecast(host_lost, share, there[0].level.name, outcome.lost[host_lost], workload.restart + restore)
+    there = [m for m in models if m.level.survives(host_lost) and outcome.tiers[m.level.name].arrivals]
+    recovery = workload.restart + _restore_seconds(policy, workload, there)
+    return FailureForecast(host_lost, share, there[0].level.name, outcome.lost[host_lost], recovery)
+
+
+def _restore_seconds(policy: Policy, workload: Workload, there: Sequence[TierModel]) -> float:
+    """Seconds to read the state, each leaf from the nearest of these tiers that gets it."""
+    masks = route_masks(policy, [path for path, _ in workload.leaves])
+    sizes = np.array([nbytes for _, nbytes in workload.leaves], float)
+    left, seconds = np.ones(len(sizes), bool), 0.0
+    for model in there:
+        here = masks[model.level.name] & left
+        seconds += float(sizes[here].sum()) / model.read + (model.fixed if here.any() else 0.0)
+        left &= ~here
+    return seconds
 
 
 def _tier(
@@ -270,7 +285,8 @@ def _tier(
     name, per_day = model.level.name, DAY / outcome.seconds
     told = outcome.tiers[name]
     stored = told.share * (1 + (told.held - 1) * workload.changed) if told.held else 0.0
-    mtbf = failures_by_tier(policy.failures, workload.hosts, [m.level for m in models])[name]
+    levels = [m.level for m in models]
+    mtbf = failures_by_tier(policy.failures, workload.hosts, levels, outcome.survived)[name]
     return TierForecast(
         tier=name,
         every=describe_every(policy, name, told),
@@ -299,7 +315,8 @@ def describe_every(policy: Policy, name: str, told: TierOutcome) -> str:
 
 
 def _curves(policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome) -> Iterator[Curve]:
-    mtbf = failures_by_tier(policy.failures, workload.hosts, [model.level for model in models])
+    levels = [model.level for model in models]
+    mtbf = failures_by_tier(policy.failures, workload.hosts, levels, outcome.survived)
     for model in models:
         name = model.level.name
         if not outcome.tiers[name].arrivals:
@@ -335,10 +352,7 @@ def _advice(
 ) -> Iterator[str]:
     for failure in now.failures:
         if failure.share and not failure.tier:
-            what = (
-                "a host that is lost takes every version along" if failure.host_lost else "no tier outlives a process"
-            )
-            yield f"{what}: add a tier of type lustre or object"
+            yield _unsurvived(failure.host_lost, models)
     for tier, model in zip(now.tiers, models, strict=True):
         yield from _of_tier(policy, workload, tier, model)
     if now.room > 0.01 * max(now.blocked, 1e-9):
@@ -362,6 +376,16 @@ def _advice(
             f"{name}: {{every: {text}}}" if text else f"{name}: no `every`" for name, text in every.items()
         )
         yield f"write {said}: {now.goodput:.2%} of the time counts now, and {best.goodput:.2%} then; or `every: auto`"
+
+
+def _unsurvived(host_lost: bool, models: Sequence[TierModel]) -> str:
+    """What is said of a failure that leaves no whole version."""
+    there = ", ".join(model.level.name for model in models if model.level.survives(host_lost))
+    if there:
+        what = "the loss of a host" if host_lost else "the end of a process"
+        return f"{what} leaves no whole version, only what is in {there}: let `rules` send every leaf there"
+    what = "a host that is lost takes every version along" if host_lost else "no tier outlives a process"
+    return f"{what}: add a tier of type lustre or object"
 
 
 def _of_tier(policy: Policy, workload: Workload, tier: TierForecast, model: TierModel) -> Iterator[str]:
