@@ -16,7 +16,7 @@ import tierstate as ts
 from tierstate.engine.cadence import Level
 from tierstate.planning.figures import Speed, figures_of, levels_of, parse_speeds, parse_state, tier_models
 from tierstate.planning.model import TierModel, Workload
-from tierstate.planning.plan import Plan, every_text, make_plan
+from tierstate.planning.plan import Plan, check_simulated, every_text, make_plan
 from tierstate.tiers.units import parse_seconds
 
 __all__ = ["call"]
@@ -184,6 +184,7 @@ def policy(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_command_and_its_page(call: Call, policy: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
+    policy.write_text(TEXT.replace("every: 4h", "every: 5min"))
     done = call("plan", "-p", policy, *OPTIONS, "--price", "lustre=0.02", "--for", "10min", "-o", page)
     assert (done.status, done.err) == (0, "")
     assert "job: 4 hosts of 8 processes; a failure every 6 h" in done.out
@@ -207,6 +208,11 @@ def test_the_command_and_its_page(call: Call, policy: Path, tmp_path: Path) -> N
         ((*OPTIONS, "--speed", "nvme=fast"), "TIER=WRITE:READ"),
         ((*OPTIONS, "--speed", "tape=1GiB/s"), "'tape' is no tier of this policy"),
         ((*OPTIONS, "--price", "nvme=cheap"), "right is TIER=PRICE"),
+        ((*OPTIONS, "--price", "nvme=nan"), "right is TIER=PRICE"),
+        ((*OPTIONS, "--price", "nvme=inf"), "right is TIER=PRICE"),
+        ((*OPTIONS, "--price", "nvme=1", "--price", "nvme=-1"), "right is TIER=PRICE"),
+        (("--state", f"{'9' * 400}b", "--step", "2s"), "a number of parameters, as in 70b"),
+        ((*OPTIONS, "--for", "3h59min"), "lustre gets a version every 4 h; say no less"),
         (("--run", "gpt", "--step", "2s", "--state", "7b"), "say either --state"),
     ],
 )
@@ -214,6 +220,37 @@ def test_what_is_missing_or_wrong_is_told(call: Call, policy: Path, arguments: t
     done = call("plan", "-p", policy, *arguments)
     assert done.status == 2
     assert said in done.err
+
+
+def test_what_could_not_be_measured_is_told(call: Call, disk: Path, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        f"tiers:\n  nvme: {{type: nvme, path: {disk}/nvme}}\n  lustre: {{type: lustre, path: /proc/none, every: 5}}\n"
+    )
+    asked = ("plan", "-p", path, "--state", "1MiB", "--step", "1s", "--measure", "--for", "1min")
+    failed = call(*asked)
+    assert failed.status == 2
+    assert "lustre was not measured: " in failed.err
+    assert "/proc/none" in failed.err
+    done = call(*asked, "--speed", "lustre=1GiB/s", "--json")
+    assert done.status == 0
+    assert done.json["now"]["tiers"][0]["versions"] > 0
+    assert "lustre was not measured: " in json.loads(done.err)["warning"]
+
+
+def test_as_much_is_simulated_as_each_interval_needs() -> None:
+    """A tier of which one version came says nothing about what a failure costs."""
+    policy = ts.Policy.parse(TEXT.replace("every: 4h", "every: {min: 1s, max: 90s}"))
+    workload = Workload(parse_state("1MiB"), 10.0, capture=8 * GIB)
+    check_simulated(policy, workload, 200.0)
+    with pytest.raises(ValueError, match="nvme gets a version every 3 min 20 s"):
+        check_simulated(policy, workload, 199.0)
+    speeds = {"nvme": Speed(GIB, GIB), "lustre": Speed(GIB, GIB)}
+    plan = make_plan(policy, workload, tier_models(policy, 1, 8, workload.capture, speeds, {}))
+    assert plan.now.simulated == pytest.approx(10_000, rel=0.01), "a thousand saves"
+    far = ts.Policy.parse(TEXT.replace("every: 20", "every: 300").replace("every: 4h", "every: 1h"))
+    plan = make_plan(far, workload, tier_models(far, 1, 8, workload.capture, speeds, {}))
+    assert plan.now.simulated == pytest.approx(4 * 3600, rel=0.01), "four times the longest interval"
 
 
 def test_a_plan_from_a_run(call: Call, disk: Path, tmp_path: Path) -> None:

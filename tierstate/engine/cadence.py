@@ -100,7 +100,7 @@ def failures_by_tier(
 
     Args:
         levels: the tiers in the policy's order.
-        survived: failures without, and with the loss of a host, that leave a whole version: no tier is there for others.
+        survived: failures without, and with the loss of a host, that leave a whole version; others count for no tier.
     """
     mtbf, rates = job_mtbf(failures, hosts), dict.fromkeys((level.name for level in levels), 0.0)
     for lost, share in ((False, 1 - failures.host_lost), (True, failures.host_lost)):

@@ -34,7 +34,7 @@ ADAM = 12
 _COUNTS = {"m": 10**6, "b": 10**9, "t": 10**12}
 
 
-_PARAMETERS = re.compile(r"(\d+(?:\.\d+)?) ?([mbt])", re.IGNORECASE)
+_PARAMETERS = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([mbt])", re.IGNORECASE)
 
 
 _NEWEST = 64

@@ -193,16 +193,32 @@ def make_plan(
     return Plan(job_mtbf(policy.failures, workload.hosts), workload.nbytes, now, best, every, curves, advice)
 
 
+def check_simulated(policy: Policy, workload: Workload, seconds: float) -> None:
+    """Raises:
+    ValueError: so many seconds of training are less than an interval of the policy, of which they would tell nothing.
+    """
+    for tier in policy.tiers:
+        longest = _longest(tier.every, workload)
+        if seconds < longest and not isinstance(tier.every, AutoEvery):
+            raise ValueError(
+                f"--for {rough_duration(seconds)}: {tier.name} gets a version every {rough_duration(longest)}; say no "
+                "less than that, or nothing"
+            )
+
+
 def _enough(policy: Policy, workload: Workload) -> float:
     """Seconds in which each tier gets a few versions."""
-    longest = 0.0
-    for tier in policy.tiers:
-        every: Any = tier.every
-        if isinstance(every, int):
-            longest = max(longest, every * workload.step)
-        elif every is not None:
-            longest = max(longest, every.max if isinstance(every, AutoEvery) else every.total_seconds())
+    longest = max(_longest(tier.every, workload) for tier in policy.tiers)
     return max(min(DAY, MANY * workload.save_every * workload.step), 4 * longest)
+
+
+def _longest(every: Any, workload: Workload) -> float:
+    """Seconds of training between two versions of a tier, at most; 0 for every save."""
+    if isinstance(every, timedelta):
+        return every.total_seconds()
+    if isinstance(every, AutoEvery):
+        return every.max
+    return 0.0 if every is None else float(every * workload.step)
 
 
 def every_text(seconds: float, workload: Workload) -> str:
