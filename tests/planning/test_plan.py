@@ -14,6 +14,7 @@ from support.cli_calls import Call, call
 
 import tierstate as ts
 from tierstate.engine.cadence import Level
+from tierstate.engine.events import Event
 from tierstate.planning.figures import Speed, figures_of, levels_of, parse_speeds, parse_state, tier_models
 from tierstate.planning.model import TierModel, Workload
 from tierstate.planning.plan import Plan, check_simulated, every_text, make_plan
@@ -166,6 +167,40 @@ def test_figures_of_a_run(disk: Path) -> None:
     assert found.save_every == 5
     assert found.step is not None
     assert 0 < found.step < 10
+
+
+RULED = """
+metrics: {{events: true}}
+tiers:
+  nvme: {{type: nvme, path: {disk}/nvme, every: 10}}
+  lustre: {{type: lustre, path: {disk}/lustre, every: 10}}
+rules:
+  - {{match: 'large', tiers: [nvme]}}
+"""
+
+
+def test_figures_are_of_saves_that_went_somewhere_and_of_what_went_there(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ten saves nine are due nowhere, and one tier gets a quarter of the state."""
+    ruled = ts.Policy.parse(RULED.format(disk=disk))
+    with ts.Checkpointer(ruled, "run") as ckpt:
+        for step in range(1, 41):
+            ckpt.save({"small": torch.full((1000,), float(step)), "large": torch.full((3000,), float(step))}, step=step)
+    with ts.Checkpointer(ruled, "run") as ckpt:
+        said = [replaced(event) for event in ckpt.events()]
+        monkeypatch.setattr(ckpt, "events", lambda: said)
+        found = figures_of(ckpt)
+    assert found.save_every == 1
+    assert found.capture == pytest.approx(16_000 / 2.0)
+    assert found.speeds["nvme"] == pytest.approx((16_000 / 4.0,) * 2)
+    assert found.speeds["lustre"] == pytest.approx((4_000 / 4.0,) * 2)
+
+
+def replaced(event: Event) -> Event:
+    """With a time that is known: a save blocks for 2 s, or not if it copied nothing, and a version takes 4 s."""
+    blocked = 2.0 if event.step in (1, 10, 20, 30, 40) else 0.001
+    return event._replace(seconds=blocked if event.kind == "saved" else 4.0)
 
 
 # The command
