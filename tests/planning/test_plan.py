@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.cli_calls import Call, call
 
 import tierstate as ts
-from tierstate.engine.cadence import Level
+from tierstate.engine.cadence import BUSY, Level, Shared, optimal_interval
 from tierstate.engine.events import Event
 from tierstate.planning.figures import Speed, figures_of, levels_of, parse_speeds, parse_state, tier_models
 from tierstate.planning.model import TierModel, Workload
@@ -91,6 +91,52 @@ def test_an_interval_as_text_is_the_interval(seconds: float) -> None:
 
 def test_an_interval_of_a_step_is_every_save() -> None:
     assert every_text(60.0, Workload((), 6.0, save_every=10)) == ""
+
+
+# Closed forms
+
+
+def alone(keys: str = "", hosts: int = 1, shared: Shared = "site", **more: float) -> Plan:
+    """A plan for one tier, which gets 1 GiB after each step of 1 s, and a failure an hour."""
+    text = f"arena: {{size: 64GiB}}\nfailures: {{mtbf: 1h}}\ntiers:\n  disk: {{type: nvme, path: /disk{keys}}}\n"
+    level, fixed = Level("disk", True, shared), more.pop("fixed", 0.0)
+    model = TierModel(level, more.pop("write", 1e18), more.pop("read", 1e18), fixed)
+    workload = Workload(((("w",), GIB),), 1.0, hosts=hosts, **more)  # type: ignore[arg-type]
+    return make_plan(ts.Policy.parse(text), workload, [model], 200)
+
+
+@settings(max_examples=25)
+@given(st.floats(0.05, 20))
+def test_a_save_costs_its_capture_and_the_best_interval_is_dalys(capture: float) -> None:
+    plan = alone(capture=GIB / capture, restart=60.0, read=GIB / 30)
+    (curve,) = plan.curves
+    assert curve.cost == pytest.approx(capture)
+    assert curve.best == pytest.approx(max(1.0, optimal_interval(capture, 3600.0)))
+    assert plan.now.saving == pytest.approx(capture / (1 + capture))
+    lost = plan.now.failures[0].lost
+    assert lost == pytest.approx((1 + capture) / 2, rel=0.01)
+    assert plan.now.goodput == pytest.approx((3600 - lost) / (3600 + 60 + 30) / (1 + capture))
+
+
+def test_no_interval_is_advised_in_which_a_tier_is_busy_for_more_than_half_of_the_time() -> None:
+    (curve,) = alone(", every: 40s", write=GIB / 20.0, fixed=5.0).curves
+    assert curve.cost == 0
+    assert curve.best == pytest.approx(25.0 / BUSY)
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 20), st.floats(0, 1))
+def test_after_the_first_version_what_changed_is_written_and_kept(last: int, changed: float) -> None:
+    (tier,) = alone(f", keep: {{last: {last}}}", changed=changed).now.tiers
+    assert tier.kept == last
+    assert tier.stored == pytest.approx(GIB * (1 + (last - 1) * changed))
+    assert tier.nbytes / tier.versions == pytest.approx(GIB * (1 + 199 * changed) / 200)
+
+
+@pytest.mark.parametrize(("shared", "hosts", "told"), [("host", 5, False), ("host", 4, True), ("site", 5, True)])
+def test_a_capacity_is_that_of_each_host_or_of_all(shared: Shared, hosts: int, told: bool) -> None:
+    plan = alone(", keep: {last: 10}, capacity: 2GiB", hosts, shared)
+    assert any("more than its capacity" in advice for advice in plan.advice) is told
 
 
 DIVIDED = """
@@ -257,6 +303,7 @@ def test_what_is_missing_or_wrong_is_told(call: Call, policy: Path, arguments: t
     assert said in done.err
 
 
+@pytest.mark.slow
 def test_what_could_not_be_measured_is_told(call: Call, disk: Path, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(
@@ -273,6 +320,7 @@ def test_what_could_not_be_measured_is_told(call: Call, disk: Path, tmp_path: Pa
     assert "lustre was not measured: " in json.loads(done.err)["warning"]
 
 
+@pytest.mark.slow
 def test_as_much_is_simulated_as_each_interval_needs() -> None:
     """A tier of which one version came says nothing about what a failure costs."""
     policy = ts.Policy.parse(TEXT.replace("every: 4h", "every: {min: 1s, max: 90s}"))
