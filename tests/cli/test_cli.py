@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from support.cli_calls import Call, damage, state
 from support.equality import difference
 
 import tierstate as ts
+from tierstate.cli import output
 
 # ls, show
 
@@ -32,6 +34,20 @@ def test_ls_lists_runs_and_versions(call: Call, policy: Path) -> None:
     assert [row[1] for row in rows] == ["1", "2", "3"]
     assert rows[-1][-3:] == ["yes", "-", "loss=0.333333"]
     assert " ".join(behind).startswith("store has step 2 as its newest; 1 version, 1 step and ")
+
+
+@pytest.mark.parametrize("above", [0, 1000])
+def test_numbers_that_json_does_not_have_are_text(
+    call: Call, policy: Path, monkeypatch: pytest.MonkeyPatch, above: int
+) -> None:
+    monkeypatch.setattr(output, "PLAIN_ABOVE", above)
+    losses = {"loss": math.nan, "all": [1.5, math.inf, {"least": -math.inf}]}
+    with ts.Checkpointer(policy, "nan") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, step=1, metadata=losses).wait()
+        ckpt.tag("bad", 1)
+    told = {"loss": "NaN", "all": [1.5, "Infinity", {"least": "-Infinity"}]}
+    found = [call(verb, "-p", policy, "-r", "nan", "--json").json for verb in ("ls", "tag", "show")]
+    assert [found[0][0]["metadata"], found[1][0]["metadata"], found[2]["metadata"]] == [told] * 3
 
 
 def test_ls_speaks_json(call: Call, policy: Path) -> None:

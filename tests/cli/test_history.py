@@ -107,6 +107,15 @@ def test_a_command_tells(call: Call, poisoned: Path) -> None:
     assert (found["first"]["step"], found["before"]["step"]) == (11, 10)
     broken = call("bisect", "-p", poisoned, *ARGUMENTS, "--cmd", "exit 200")
     assert (broken.status, "--cmd ended with 200 at step 39" in broken.err) == (2, True)
+    absent = call("bisect", "-p", poisoned, *ARGUMENTS, "--cmd", "no-such-command-is-here")
+    assert (absent.status, "--cmd ended with 127 at step 39" in absent.err) == (2, True)
+
+
+def test_leaves_that_are_nowhere_are_not_taken_for_finite(call: Call, poisoned: Path) -> None:
+    for verb in (("bisect", "--when", "nonfinite(modle.**)"), ("log", "--leaf", "modle.**")):
+        found = call(verb[0], "-p", poisoned, *ARGUMENTS, *verb[1:])
+        assert (found.status, "no leaf of the version matches modle.**; it has " in found.err) == (2, True)
+        assert found.out == ""
 
 
 def test_what_is_asked_wrongly_is_refused(call: Call, poisoned: Path) -> None:

@@ -213,6 +213,10 @@ LIES = {
     "truncated": header(W, bytes(7)),
     "unknown type": header({"w": {**W["w"], "dtype": "F4"}}, bytes(8)),
     "wrong size": header({"w": {**W["w"], "shape": [3]}}, bytes(8)),
+    "a type that is no name": header({"w": {**W["w"], "dtype": ["F32"]}}, bytes(8)),
+    "offsets that are no numbers": header({"w": {**W["w"], "data_offsets": ["0", "8"]}}, bytes(8)),
+    "too many axes": header({"w": {**W["w"], "shape": [10**9] * 10**5}}, bytes(8)),
+    "a name twice": header(f'{{{json.dumps(W)[1:-1]}, {json.dumps(W)[1:-1]}}}'.encode(), bytes(8)),
     "negative": header({"w": {**W["w"], "shape": [-2], "data_offsets": [8, 0]}}, bytes(8)),
     "no offsets": header({"w": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "metadata of another kind": header({"__metadata__": 5, **W}, bytes(8)),
@@ -241,6 +245,16 @@ def test_lies_are_found(tmp_path: Path, name: str) -> None:
     with pytest.raises(ts.FormatError) as caught, open_source(path):
         raise AssertionError("it was believed")
     assert str(path) in str(caught.value)
+    assert "Error(" not in str(caught.value), "in words"
+
+
+def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path: Path) -> None:
+    for name, value in (("one", 1), ("two", 2)):
+        (tmp_path / f"{name}.safetensors").write_bytes(header(W, bytes([value] * 8)))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "one.safetensors", "w": "two.safetensors"}}')
+    with pytest.raises(ts.FormatError, match="the name 'w' is there twice"), open_source(index):
+        raise AssertionError("it was believed")
 
 
 def test_a_file_that_shrinks_while_it_is_imported_fails_the_save(policy: Path) -> None:

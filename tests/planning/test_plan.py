@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from support.cli_calls import Call, call
 
 import tierstate as ts
-from tierstate.engine.cadence import Level
+from tierstate.engine.cadence import BUSY, Level, Shared, optimal_interval
+from tierstate.engine.events import Event
 from tierstate.planning.figures import Speed, figures_of, levels_of, parse_speeds, parse_state, tier_models
 from tierstate.planning.model import TierModel, Workload
-from tierstate.planning.plan import Plan, every_text, make_plan
+from tierstate.planning.plan import Plan, check_simulated, every_text, make_plan
 from tierstate.tiers.units import parse_seconds
 
 __all__ = ["call"]
@@ -92,6 +93,95 @@ def test_an_interval_of_a_step_is_every_save() -> None:
     assert every_text(60.0, Workload((), 6.0, save_every=10)) == ""
 
 
+# Closed forms
+
+
+def alone(keys: str = "", hosts: int = 1, shared: Shared = "site", **more: float) -> Plan:
+    """A plan for one tier, which gets 1 GiB after each step of 1 s, and a failure an hour."""
+    text = f"arena: {{size: 64GiB}}\nfailures: {{mtbf: 1h}}\ntiers:\n  disk: {{type: nvme, path: /disk{keys}}}\n"
+    level, fixed = Level("disk", True, shared), more.pop("fixed", 0.0)
+    model = TierModel(level, more.pop("write", 1e18), more.pop("read", 1e18), fixed)
+    workload = Workload(((("w",), GIB),), 1.0, hosts=hosts, **more)  # type: ignore[arg-type]
+    return make_plan(ts.Policy.parse(text), workload, [model], 200)
+
+
+@settings(max_examples=25)
+@given(st.floats(0.05, 20))
+def test_a_save_costs_its_capture_and_the_best_interval_is_dalys(capture: float) -> None:
+    plan = alone(capture=GIB / capture, restart=60.0, read=GIB / 30)
+    (curve,) = plan.curves
+    assert curve.cost == pytest.approx(capture)
+    assert curve.best == pytest.approx(max(1.0, optimal_interval(capture, 3600.0)))
+    assert plan.now.saving == pytest.approx(capture / (1 + capture))
+    lost = plan.now.failures[0].lost
+    assert lost == pytest.approx((1 + capture) / 2, rel=0.01)
+    assert plan.now.goodput == pytest.approx((3600 - lost) / (3600 + 60 + 30) / (1 + capture))
+
+
+def test_no_interval_is_advised_in_which_a_tier_is_busy_for_more_than_half_of_the_time() -> None:
+    (curve,) = alone(", every: 40s", write=GIB / 20.0, fixed=5.0).curves
+    assert curve.cost == 0
+    assert curve.best == pytest.approx(25.0 / BUSY)
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 20), st.floats(0, 1))
+def test_after_the_first_version_what_changed_is_written_and_kept(last: int, changed: float) -> None:
+    (tier,) = alone(f", keep: {{last: {last}}}", changed=changed).now.tiers
+    assert tier.kept == last
+    assert tier.stored == pytest.approx(GIB * (1 + (last - 1) * changed))
+    assert tier.nbytes / tier.versions == pytest.approx(GIB * (1 + 199 * changed) / 200)
+
+
+@pytest.mark.parametrize(("shared", "hosts", "told"), [("host", 5, False), ("host", 4, True), ("site", 5, True)])
+def test_a_capacity_is_that_of_each_host_or_of_all(shared: Shared, hosts: int, told: bool) -> None:
+    plan = alone(", keep: {last: 10}, capacity: 2GiB", hosts, shared)
+    assert any("more than its capacity" in advice for advice in plan.advice) is told
+
+
+DIVIDED = """
+version: 1
+arena: {size: 4GiB}
+failures: {mtbf: 6h, host_lost: 0.5}
+tiers:
+  nvme: {type: nvme, path: /local/nvme, every: 5}
+  lustre: {type: lustre, path: /lustre, every: 10}
+rules:
+  - {match: 'RULED.**', tiers: [TIER]}
+"""
+
+
+def divided(ruled: str, tier: str) -> Plan:
+    policy = ts.Policy.parse(DIVIDED.replace("RULED", ruled).replace("TIER", tier))
+    workload = Workload(parse_state("14GiB"), 10.0, capture=8 * GIB, restart=100.0)
+    models = [
+        TierModel(Level("nvme", True, "host"), 2 * GIB, 4 * GIB, fixed=1.0),
+        TierModel(Level("lustre", True, "site"), 2 * GIB, GIB, fixed=0.5),
+    ]
+    return make_plan(policy, workload, models, 4000)
+
+
+def test_what_rules_keep_from_shared_tiers_is_lost_with_a_host() -> None:
+    """A version without its optimizer is none that training goes on from."""
+    plan = divided("optimizer", "nvme")
+    killed, lost = plan.now.failures
+    assert (killed.tier, lost.tier, lost.lost, lost.recovery) == ("nvme", "", None, 100.0)
+    assert plan.now.goodput <= 0.5
+    assert any("the loss of a host leaves no whole version, only what is in lustre" in one for one in plan.advice)
+    assert {curve.tier: curve.best is None for curve in plan.curves} == {"nvme": False, "lustre": True}
+    assert plan.now.tiers[1].mtbf is None
+    assert "lustre" not in plan.every
+
+
+def test_each_leaf_is_read_back_from_the_nearest_tier_that_has_it() -> None:
+    killed, lost = divided("optimizer", "lustre").now.failures
+    assert killed.recovery == pytest.approx(100 + (2 / 4 + 1.0) + (12 / 1 + 0.5))
+    assert lost.recovery == pytest.approx(100 + 14 / 1 + 0.5)
+    whole = divided("nothing", "lustre").now.failures
+    assert whole[0].recovery == pytest.approx(100 + 14 / 4 + 1.0)
+    assert whole[1].recovery == pytest.approx(100 + 14 / 1 + 0.5)
+
+
 # Figures
 
 
@@ -125,6 +215,40 @@ def test_figures_of_a_run(disk: Path) -> None:
     assert 0 < found.step < 10
 
 
+RULED = """
+metrics: {{events: true}}
+tiers:
+  nvme: {{type: nvme, path: {disk}/nvme, every: 10}}
+  lustre: {{type: lustre, path: {disk}/lustre, every: 10}}
+rules:
+  - {{match: 'large', tiers: [nvme]}}
+"""
+
+
+def test_figures_are_of_saves_that_went_somewhere_and_of_what_went_there(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ten saves nine are due nowhere, and one tier gets a quarter of the state."""
+    ruled = ts.Policy.parse(RULED.format(disk=disk))
+    with ts.Checkpointer(ruled, "run") as ckpt:
+        for step in range(1, 41):
+            ckpt.save({"small": torch.full((1000,), float(step)), "large": torch.full((3000,), float(step))}, step=step)
+    with ts.Checkpointer(ruled, "run") as ckpt:
+        said = [replaced(event) for event in ckpt.events()]
+        monkeypatch.setattr(ckpt, "events", lambda: said)
+        found = figures_of(ckpt)
+    assert found.save_every == 1
+    assert found.capture == pytest.approx(16_000 / 2.0)
+    assert found.speeds["nvme"] == pytest.approx((16_000 / 4.0,) * 2)
+    assert found.speeds["lustre"] == pytest.approx((4_000 / 4.0,) * 2)
+
+
+def replaced(event: Event) -> Event:
+    """With a time that is known: a save blocks for 2 s, or not if it copied nothing, and a version takes 4 s."""
+    blocked = 2.0 if event.step in (1, 10, 20, 30, 40) else 0.001
+    return event._replace(seconds=blocked if event.kind == "saved" else 4.0)
+
+
 # The command
 
 
@@ -141,6 +265,7 @@ def policy(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_command_and_its_page(call: Call, policy: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
+    policy.write_text(TEXT.replace("every: 4h", "every: 5min"))
     done = call("plan", "-p", policy, *OPTIONS, "--price", "lustre=0.02", "--for", "10min", "-o", page)
     assert (done.status, done.err) == (0, "")
     assert "job: 4 hosts of 8 processes; a failure every 6 h" in done.out
@@ -164,6 +289,11 @@ def test_the_command_and_its_page(call: Call, policy: Path, tmp_path: Path) -> N
         ((*OPTIONS, "--speed", "nvme=fast"), "TIER=WRITE:READ"),
         ((*OPTIONS, "--speed", "tape=1GiB/s"), "'tape' is no tier of this policy"),
         ((*OPTIONS, "--price", "nvme=cheap"), "right is TIER=PRICE"),
+        ((*OPTIONS, "--price", "nvme=nan"), "right is TIER=PRICE"),
+        ((*OPTIONS, "--price", "nvme=inf"), "right is TIER=PRICE"),
+        ((*OPTIONS, "--price", "nvme=1", "--price", "nvme=-1"), "right is TIER=PRICE"),
+        (("--state", f"{'9' * 400}b", "--step", "2s"), "a number of parameters, as in 70b"),
+        ((*OPTIONS, "--for", "3h59min"), "lustre gets a version every 4 h; say no less"),
         (("--run", "gpt", "--step", "2s", "--state", "7b"), "say either --state"),
     ],
 )
@@ -171,6 +301,39 @@ def test_what_is_missing_or_wrong_is_told(call: Call, policy: Path, arguments: t
     done = call("plan", "-p", policy, *arguments)
     assert done.status == 2
     assert said in done.err
+
+
+@pytest.mark.slow
+def test_what_could_not_be_measured_is_told(call: Call, disk: Path, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        f"tiers:\n  nvme: {{type: nvme, path: {disk}/nvme}}\n  lustre: {{type: lustre, path: /proc/none, every: 5}}\n"
+    )
+    asked = ("plan", "-p", path, "--state", "1MiB", "--step", "1s", "--measure", "--for", "1min")
+    failed = call(*asked)
+    assert failed.status == 2
+    assert "lustre was not measured: " in failed.err
+    assert "/proc/none" in failed.err
+    done = call(*asked, "--speed", "lustre=1GiB/s", "--json")
+    assert done.status == 0
+    assert done.json["now"]["tiers"][0]["versions"] > 0
+    assert "lustre was not measured: " in json.loads(done.err)["warning"]
+
+
+@pytest.mark.slow
+def test_as_much_is_simulated_as_each_interval_needs() -> None:
+    """A tier of which one version came says nothing about what a failure costs."""
+    policy = ts.Policy.parse(TEXT.replace("every: 4h", "every: {min: 1s, max: 90s}"))
+    workload = Workload(parse_state("1MiB"), 10.0, capture=8 * GIB)
+    check_simulated(policy, workload, 200.0)
+    with pytest.raises(ValueError, match="nvme gets a version every 3 min 20 s"):
+        check_simulated(policy, workload, 199.0)
+    speeds = {"nvme": Speed(GIB, GIB), "lustre": Speed(GIB, GIB)}
+    plan = make_plan(policy, workload, tier_models(policy, 1, 8, workload.capture, speeds, {}))
+    assert plan.now.simulated == pytest.approx(10_000, rel=0.01), "a thousand saves"
+    far = ts.Policy.parse(TEXT.replace("every: 20", "every: 300").replace("every: 4h", "every: 1h"))
+    plan = make_plan(far, workload, tier_models(far, 1, 8, workload.capture, speeds, {}))
+    assert plan.now.simulated == pytest.approx(4 * 3600, rel=0.01), "four times the longest interval"
 
 
 def test_a_plan_from_a_run(call: Call, disk: Path, tmp_path: Path) -> None:

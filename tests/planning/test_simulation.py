@@ -71,6 +71,14 @@ def test_steps_are_slower_while_something_is_written(slower: float, writing: flo
     assert found.seconds == pytest.approx(100 + found.slowed)
 
 
+@given(st.floats(0, 0.9), st.integers(2, 20))
+def test_what_an_idle_tier_has_saved_up_is_used_once(burst: float, steps: int) -> None:
+    limited = [TierModel(DISK, GIB, GIB, burst=burst), *models()[1:]]
+    found = simulate(policy(site=", every: 1000000"), workload(step=0.05), limited, steps)
+    assert found.drained == pytest.approx(0.05 + steps - burst, abs=1.1)  # and one copy to the other tier
+    assert found.tiers["disk"].arrivals[-1].arrived == pytest.approx(0.05 + steps - burst)
+
+
 # Cadence, cascade, retention
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cli_calls import Call
 
 import tierstate as ts
 from tierstate.checkpointer import open_quietly
@@ -115,3 +116,14 @@ def test_the_versions_that_are_looked_at_are_bounded(count: int, nbytes: int) ->
     assert len(found) <= 2 or len(found) * (nbytes >> 24) <= MAP_CHUNKS
     if count:
         assert (found[0], found[-1]) == (versions[0], versions[-1])
+
+
+@pytest.mark.parametrize("asked", [(), ("--json",)])
+def test_a_run_that_is_nowhere_is_no_empty_report(
+    call: Call, world: Path, tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    page = tmp_path / "report.html"
+    found = call("report", "-p", world, "-r", "gpt", "-r", "gtp", "-o", page, *asked)
+    assert (found.status, found.out) == (2, "")
+    assert "run 'gtp' has no version and no event in host, nvme, lustre" in found.err
+    assert not page.exists()

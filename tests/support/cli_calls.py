@@ -16,6 +16,10 @@ import torch
 from tierstate.cli import main
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON, though Python reads it")
+
+
 class Answer(NamedTuple):
     """What a command did."""
 
@@ -25,7 +29,7 @@ class Answer(NamedTuple):
 
     @property
     def json(self) -> Any:
-        return json.loads(self.out)
+        return json.loads(self.out, parse_constant=_refuse)
 
 
 Call = Callable[..., Answer]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import typer
 from tierstate.checkpointer import Checkpointer, open_quietly
 from tierstate.engine.progress import byte_progress
 from tierstate.engine.restore.restore import OnDamage
+from tierstate.files.atomic_files import AtomicFiles
 from tierstate.files.readers.reader import MAX_STEP
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.units import parse_size
@@ -44,8 +44,7 @@ def restore(
 
     By default the newest. Every chunk is verified.
     """
-    if to.exists() and not force:
-        raise TierstateError(f"{to} exists; name another file, or say --force to replace it")
+    AtomicFiles(force=force).check(to)  # now, as the rest takes a while
     with open_quietly(policy, run, allow_pickle=allow_pickle or ()) as ckpt:
         damage: OnDamage = "older" if older else "raise"
         with byte_progress("restoring", shown=not as_json, total=_nbytes(ckpt, step, version, tag, only)) as progress:
@@ -147,8 +146,6 @@ def _save_whole(state: Any, to: Path) -> None:
     """Save the state to a temporary file, then rename it: the file is whole or absent."""
     import torch
 
-    if not to.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(to.parent))
     handle, name = tempfile.mkstemp(dir=to.parent, prefix=f".{to.name}-")
     try:
         with os.fdopen(handle, "wb") as file:

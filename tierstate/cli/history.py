@@ -64,6 +64,8 @@ def log(
         if leaf:
             versions = ckpt.history(leaf, last=last and last + drift)  # the first drift is from the one before
             drifts = _drifts(ckpt, versions, leaf) if drift else None
+            if not any(version.statistics or version.changed for version in versions):
+                ckpt.located(only=leaf)  # which says so if there is no such leaf
             output.show_leaf_history(versions[-last:], drifts, as_json)
             found = bool(versions)
         else:
@@ -112,7 +114,7 @@ def bisect(
         versions = [version for version in ckpt.versions() if version.id]
         if not versions:
             raise no_versions(ckpt)
-        holds = _held(ckpt, when) if when is not None else _command(str(policy), run, cmd or "")
+        holds = _held(ckpt, when, versions[-1]) if when is not None else _command(str(policy), run, cmd or "")
         found = find_first(versions, holds if as_json else _told(holds))
     output.show_bisection(found, as_json)
     raise typer.Exit(0 if found.first is not None else 1)
@@ -127,16 +129,19 @@ def _told(holds: Holds) -> Holds:
     return told
 
 
-def _held(ckpt: Checkpointer, text: str) -> Holds:
+def _held(ckpt: Checkpointer, text: str, newest: VersionInfo) -> Holds:
     """What ``--when`` asks.
 
     Raises:
         ValueError: it is none of what there is.
+        StateMismatch: the newest version has no such leaf, so that none of its numbers could be looked at.
     """
     found = re.fullmatch(r"\s*(nonfinite|missing)\(\s*([^()]+?)\s*\)\s*", text)
     if found is None:
         raise ValueError(f"--when {text!r}: right are nonfinite(GLOB) and missing(GLOB), as in 'nonfinite(model.**)'")
     what, glob = found.groups()
+    if what == "nonfinite":
+        ckpt.located(version=newest.id, only=[glob])
 
     def holds(version: VersionInfo) -> bool | None:
         try:
@@ -165,8 +170,10 @@ def _command(policy: str, run: str, cmd: str) -> Holds:
         about = {"POLICY": os.path.abspath(policy), "RUN": run, "STEP": str(version.step), "VERSION": version.id}
         environ = os.environ | {f"TIERSTATE_{name}": value for name, value in about.items()}
         status = subprocess.run(cmd, shell=True, check=False, env=environ).returncode
-        if status < 0 or status > 127:
-            raise TierstateError(f"--cmd ended with {status} at step {version.step}; right are 0, 1 to 127, and {SKIP}")
+        if not 0 <= status <= SKIP:  # also 126 and 127, with which a shell says that it could not run the command
+            raise TierstateError(
+                f"--cmd ended with {status} at step {version.step}; right are 0, 1 to {SKIP - 1}, and {SKIP}"
+            )
         return None if status == SKIP else status != 0
 
     return holds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import sys
@@ -66,11 +67,28 @@ _LAYERS_SHOWN = 3
 
 
 def print_json(value: Any) -> None:
-    """Print JSON on standard output; values that JSON does not have, such as paths, are printed as text."""
+    """Print JSON on standard output; values that JSON does not have, such as paths and NaN, are printed as text."""
     if isinstance(value, list) and len(value) > PLAIN_ABOVE:  # one line for each
-        print("[" + ",\n".join(escape_json(json.dumps(one, default=str, ensure_ascii=False)) for one in value) + "]")
+        print("[" + ",\n".join(map(_as_json, value)) + "]")
         return
-    print(escape_json(json.dumps(value, indent=2, default=str, ensure_ascii=False)))
+    print(_as_json(value, 2))
+
+
+def _as_json(value: Any, indent: int | None = None) -> str:
+    try:
+        text = json.dumps(value, indent=indent, default=str, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a loss in the metadata of a version may well be NaN
+        text = json.dumps(_finite(value), indent=indent, default=str, ensure_ascii=False)
+    return escape_json(text)
+
+
+def _finite(value: Any) -> Any:
+    """The same with NaN, Infinity and -Infinity as text, which is how `json.dumps` would write them bare."""
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def say(line: str, file: TextIO | None = None) -> None:
@@ -827,7 +845,7 @@ def show_again_and_again(run: str, look: Callable[[], RunStatus | str], seconds:
 def _show_once(found: RunStatus | str, as_json: bool) -> None:
     told = {"error": found} if isinstance(found, str) else dataclasses.asdict(found)
     if as_json:
-        print(escape_json(json.dumps({"time": time.time(), **told}, ensure_ascii=False)), flush=True)
+        print(_as_json({"time": time.time(), **told}), flush=True)
         return
     say(when(time.time()))
     if isinstance(found, str):

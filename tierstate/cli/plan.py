@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,7 @@ from tierstate.tiers.units import parse_rate, parse_seconds, rough_duration, rou
 
 from . import output
 from .completion import run_names
+from .errors import warn
 from .options import Json, PolicyFile, parse_share
 
 if TYPE_CHECKING:
@@ -62,10 +65,13 @@ def plan(
     The job is simulated with the rules by which tierstate saves. Nothing is saved, and without --run and --measure no
     tier is touched.
     """
+    from tierstate.files.atomic_files import AtomicFiles
     from tierstate.planning.figures import parse_speeds, parse_state, tier_models
     from tierstate.planning.model import Workload
     from tierstate.planning.plan import make_plan
 
+    if to is not None:
+        AtomicFiles(force=True).check(to)  # now, as the rest takes a while
     read = Policy.load(policy)
     if mtbf is not None:
         failures = FailuresKeys(mtbf=parse_seconds(mtbf), host_lost=read.failures.host_lost)
@@ -92,7 +98,7 @@ def plan(
     measured, fixed = _measured(read, as_json) if measure else ({}, {})
     seen = {name: one for name, one in (known.speeds if known else {}).items() if name not in {*said, *measured}}
     models = tier_models(read, nodes, processes, rate, {**measured, **seen, **said}, fixed, seen)
-    made = make_plan(read, work, models, parse_seconds(during) if during else None, _prices(price or (), read))
+    made = make_plan(read, work, models, _simulated(during, read, work), _prices(price or (), read))
     encoded = dataclasses.asdict(made)
     if to is not None:
         _write(to, encoded, [*_given(made, work, models)])
@@ -112,26 +118,42 @@ def _figures(policy: Path, run: str) -> RunFigures:
         return figures_of(opened)
 
 
-def _measured(policy: Policy, quiet: bool) -> tuple[dict[str, Speed], dict[str, float]]:
+def _measured(policy: Policy, as_json: bool) -> tuple[dict[str, Speed], dict[str, float]]:
     """What tiers can do here, and the seconds that a version takes besides its bytes."""
     from tierstate.cluster.process import check_tiers
     from tierstate.engine.progress import status_line
     from tierstate.planning.figures import Speed
 
-    with status_line(shown=not quiet) as on_step:
+    with status_line(shown=not as_json) as on_step:
         findings = check_tiers(policy, 120.0, on_step)
     speeds = {one.name: Speed(one.write, one.read) for one in findings if one.write and one.read}
+    for one in findings:
+        if one.name not in speeds:
+            why = "; ".join(filter(None, [one.error, *one.problems, *one.broken.values()]))
+            warn(f"{one.name} was not measured: {why}", as_json=as_json)
     return speeds, {one.name: 2 * (one.put_seconds or 0.0) for one in findings}
+
+
+def _simulated(during: str | None, policy: Policy, work: Workload) -> float | None:
+    from tierstate.planning.plan import check_simulated
+
+    if not during:
+        return None
+    seconds = parse_seconds(during)
+    check_simulated(policy, work, seconds)
+    return seconds
 
 
 def _prices(texts: Sequence[str], policy: Policy) -> dict[str, float]:
     found = {}
     for text in texts:
         name, _, value = text.partition("=")
-        try:
-            found[policy.tier(name).name] = float(value)
-        except ValueError:
-            raise ValueError(f"--price {text!r}: right is TIER=PRICE of a GB for a month, as in s3=0.023") from None
+        price = math.nan
+        with suppress(ValueError):
+            price = float(value)
+        if not 0 <= price < math.inf:
+            raise ValueError(f"--price {text!r}: right is TIER=PRICE of a GB for a month, as in s3=0.023")
+        found[policy.tier(name).name] = price
     return found
 
 

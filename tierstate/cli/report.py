@@ -10,6 +10,7 @@ import typer
 
 from tierstate.files.atomic_files import AtomicFiles
 from tierstate.manifest.chunk import as_buffer
+from tierstate.manifest.errors import NotFound
 from tierstate.report.collect import collect_runs
 from tierstate.report.page import render_page
 from tierstate.tiers.policy.policy import Policy
@@ -37,7 +38,13 @@ def report(
     Saves tier by tier, what would have been lost, bytes, retention with reasons, failures, waits of ranks, layers that
     changed, and what each line of the policy did. With --json the same numbers are printed, and no file is written.
     """
+    if not as_json:
+        AtomicFiles(force=True).check(to)  # now, as the rest may take a while
     data = collect_runs(policy, run)
+    for one in data.runs:
+        if not (one.versions or one.events or one.problems or any(tier.trouble for tier in one.tiers)):
+            names = ", ".join(tier.name for tier in one.tiers)
+            raise NotFound(f"run {one.run!r} has no version and no event in {names}")
     if as_json:
         output.print_json(data.encode())
         return

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import median
@@ -93,16 +93,19 @@ def job_mtbf(failures: FailuresKeys, hosts: int) -> float:
     return failures.mtbf or HOST_MTBF / max(1, hosts)
 
 
-def failures_by_tier(failures: FailuresKeys, hosts: int, levels: Sequence[Level]) -> dict[str, float]:
+def failures_by_tier(
+    failures: FailuresKeys, hosts: int, levels: Sequence[Level], survived: Collection[bool] = (False, True)
+) -> dict[str, float]:
     """For each tier the mean seconds between two failures of which it is the nearest survivor; infinite for none.
 
     Args:
         levels: the tiers in the policy's order.
+        survived: failures without, and with the loss of a host, that leave a whole version; others count for no tier.
     """
     mtbf, rates = job_mtbf(failures, hosts), dict.fromkeys((level.name for level in levels), 0.0)
     for lost, share in ((False, 1 - failures.host_lost), (True, failures.host_lost)):
         nearest = next((level.name for level in levels if level.survives(lost)), None)
-        if nearest is not None:
+        if nearest is not None and lost in survived:
             rates[nearest] += share / mtbf
     return {name: 1 / rate if rate else math.inf for name, rate in rates.items()}
 

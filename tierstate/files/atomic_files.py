@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -85,8 +86,32 @@ class AtomicFiles:
     def check(self, path: Path) -> None:
         """Raises:
         AlreadyExists: a file of that name must not be created.
+        FileNotFoundError: its folder is missing.
         """
+        if not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+        if _is_special(path):
+            raise AlreadyExists(f"{path} is a device, a pipe, a socket or a standard stream; name a file")
         if path.is_dir() and not path.is_symlink():
             raise AlreadyExists(f"{path} is a folder; name another file, or move it away")
         if path.exists() and not self._force:
             raise AlreadyExists(f"{path} exists; name another file, or say --force (force=True) to replace it")
+
+
+def _is_special(path: Path) -> bool:
+    """Whether a rename would put a file in the place of what is none, as root in that of ``/dev/null``."""
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) or any(
+        _is_open_as(descriptor, found) for descriptor in (0, 1, 2)
+    )
+
+
+def _is_open_as(descriptor: int, found: os.stat_result) -> bool:
+    # /dev/stdout leads to a file where the output goes to one; the rename would still replace the link in /dev.
+    try:
+        return os.path.samestat(os.fstat(descriptor), found)
+    except OSError:  # it is closed
+        return False

@@ -11,8 +11,11 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from tierstate.engine.cadence import Level
 from tierstate.engine.events import Event
+from tierstate.engine.placement import route_masks
 from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.leaf import Path
 from tierstate.run import Run
@@ -34,7 +37,7 @@ ADAM = 12
 _COUNTS = {"m": 10**6, "b": 10**9, "t": 10**12}
 
 
-_PARAMETERS = re.compile(r"(\d+(?:\.\d+)?) ?([mbt])", re.IGNORECASE)
+_PARAMETERS = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([mbt])", re.IGNORECASE)
 
 
 _NEWEST = 64
@@ -204,23 +207,32 @@ def figures_of(run: Run) -> RunFigures:
     events: Sequence[Event] = ()
     with suppress(TierstateError):  # no tier can be read: versions have said enough
         events = run.events()
-    saved = [event for event in events if event.kind == "saved"][-_NEWEST:]
-    steps = [one.step for one in saved if one.step is not None]
+    saved = [event for event in events if event.kind == "saved"]
+    steps = [one.step for one in saved[-_NEWEST:] if one.step is not None]
     gaps = [b - a for a, b in pairwise(steps) if b > a] or [gap for gap, _ in pairs]
-    blocked = median([event.seconds or 0.0 for event in saved] or [0.0])
+    # A save that is due in no tier copies nothing, and is over at once.
+    copied = {event.seq for event in events if event.kind == "captured"}
+    blocked = median([event.seconds or 0.0 for event in saved if event.seq in copied][-_NEWEST:] or [0.0])
     return RunFigures(
         leaves=leaves,
         step=median(seconds / gap for gap, seconds in pairs) if pairs else None,
         save_every=int(median(gaps)) if gaps else None,
         capture=sum(nbytes for _, nbytes in leaves) / blocked if blocked else None,
-        speeds=_speeds(events),
+        speeds=_speeds(events, _parts(run.policy, leaves)),
     )
 
 
-def _speeds(events: Iterable[Event]) -> dict[str, Speed]:
-    """Of tiers to which versions were copied or written: bytes of the state per second of a version."""
+def _parts(policy: Policy, leaves: Sequence[tuple[Path, int]]) -> dict[str, float]:
+    """Which part of the state goes to each tier by the policy's rules."""
+    sizes = np.array([nbytes for _, nbytes in leaves], float)
+    masks = route_masks(policy, [path for path, _ in leaves])
+    return {name: float(sizes[mask].sum() / sizes.sum()) for name, mask in masks.items()} if leaves else {}
+
+
+def _speeds(events: Iterable[Event], parts: Mapping[str, float]) -> dict[str, Speed]:
+    """Of tiers to which versions were copied or written: bytes of the state that go there per second of a version."""
     found: dict[str, list[float]] = {}
     for event in events:
-        if event.kind in ("committed", "cascaded") and event.raw and event.seconds:
-            found.setdefault(event.tier, []).append(event.raw / event.seconds)
+        if event.kind in ("committed", "cascaded") and event.raw and event.seconds and parts.get(event.tier):
+            found.setdefault(event.tier, []).append(event.raw * parts[event.tier] / event.seconds)
     return {name: Speed(*2 * (median(rates[-_NEWEST:]),)) for name, rates in found.items()}

@@ -175,6 +175,7 @@ class Outcome:
         recoveries: one for each failure.
         lost: for a failure without, and with the loss of a host: by how much, on average over time, the newest version
             that survives it is behind, in seconds.
+        survived: those of both of which a whole version has once survived.
     """
 
     steps: int = 0
@@ -188,3 +189,4 @@ class Outcome:
     tiers: dict[str, TierOutcome] = field(default_factory=dict)
     recoveries: list[Recovery] = field(default_factory=list)
     lost: dict[bool, float] = field(default_factory=dict)
+    survived: set[bool] = field(default_factory=set)

@@ -9,7 +9,10 @@ from datetime import timedelta
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from tierstate.engine.cadence import BUSY, failures_by_tier, job_mtbf, optimal_interval
+from tierstate.engine.placement import route_masks
 from tierstate.tiers.policy.models import AutoEvery
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import MAX_SECONDS, format_size, rough_duration, rough_size
@@ -82,7 +85,7 @@ class FailureForecast:
     Attributes:
         host_lost: a host, with all that lies on it, rather than only the processes.
         share: of all failures.
-        tier: the nearest that survives it; empty if none does, so that everything is lost.
+        tier: the nearest that survives it; empty if no whole version does, so that everything is lost.
         lost: mean seconds of training that have to be done again.
         recovery: seconds until the training goes on.
     """
@@ -190,16 +193,32 @@ def make_plan(
     return Plan(job_mtbf(policy.failures, workload.hosts), workload.nbytes, now, best, every, curves, advice)
 
 
+def check_simulated(policy: Policy, workload: Workload, seconds: float) -> None:
+    """Raises:
+    ValueError: so many seconds of training are less than an interval of the policy, of which they would tell nothing.
+    """
+    for tier in policy.tiers:
+        longest = _longest(tier.every, workload)
+        if seconds < longest and not isinstance(tier.every, AutoEvery):
+            raise ValueError(
+                f"--for {rough_duration(seconds)}: {tier.name} gets a version every {rough_duration(longest)}; say no "
+                "less than that, or nothing"
+            )
+
+
 def _enough(policy: Policy, workload: Workload) -> float:
     """Seconds in which each tier gets a few versions."""
-    longest = 0.0
-    for tier in policy.tiers:
-        every: Any = tier.every
-        if isinstance(every, int):
-            longest = max(longest, every * workload.step)
-        elif every is not None:
-            longest = max(longest, every.max if isinstance(every, AutoEvery) else every.total_seconds())
+    longest = max(_longest(tier.every, workload) for tier in policy.tiers)
     return max(min(DAY, MANY * workload.save_every * workload.step), 4 * longest)
+
+
+def _longest(every: Any, workload: Workload) -> float:
+    """Seconds of training between two versions of a tier, at most; 0 for every save."""
+    if isinstance(every, timedelta):
+        return every.total_seconds()
+    if isinstance(every, AutoEvery):
+        return every.max
+    return 0.0 if every is None else float(every * workload.step)
 
 
 def every_text(seconds: float, workload: Workload) -> str:
@@ -252,11 +271,23 @@ def _failure(
     policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome, host_lost: bool
 ) -> FailureForecast:
     share = policy.failures.host_lost if host_lost else 1 - policy.failures.host_lost
-    there = [m for m in models if m.level.survives(host_lost) and outcome.tiers[m.level.name].arrivals]
-    if not there:
+    if host_lost not in outcome.survived:
         return FailureForecast(host_lost, share, "", None, workload.restart)
-    restore = workload.nbytes / there[0].read + there[0].fixed
-    return FailureForecast(host_lost, share, there[0].level.name, outcome.lost[host_lost], workload.restart + restore)
+    there = [m for m in models if m.level.survives(host_lost) and outcome.tiers[m.level.name].arrivals]
+    recovery = workload.restart + _restore_seconds(policy, workload, there)
+    return FailureForecast(host_lost, share, there[0].level.name, outcome.lost[host_lost], recovery)
+
+
+def _restore_seconds(policy: Policy, workload: Workload, there: Sequence[TierModel]) -> float:
+    """Seconds to read the state, each leaf from the nearest of these tiers that gets it."""
+    masks = route_masks(policy, [path for path, _ in workload.leaves])
+    sizes = np.array([nbytes for _, nbytes in workload.leaves], float)
+    left, seconds = np.ones(len(sizes), bool), 0.0
+    for model in there:
+        here = masks[model.level.name] & left
+        seconds += float(sizes[here].sum()) / model.read + (model.fixed if here.any() else 0.0)
+        left &= ~here
+    return seconds
 
 
 def _tier(
@@ -270,7 +301,8 @@ def _tier(
     name, per_day = model.level.name, DAY / outcome.seconds
     told = outcome.tiers[name]
     stored = told.share * (1 + (told.held - 1) * workload.changed) if told.held else 0.0
-    mtbf = failures_by_tier(policy.failures, workload.hosts, [m.level for m in models])[name]
+    levels = [m.level for m in models]
+    mtbf = failures_by_tier(policy.failures, workload.hosts, levels, outcome.survived)[name]
     return TierForecast(
         tier=name,
         every=describe_every(policy, name, told),
@@ -299,7 +331,8 @@ def describe_every(policy: Policy, name: str, told: TierOutcome) -> str:
 
 
 def _curves(policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome) -> Iterator[Curve]:
-    mtbf = failures_by_tier(policy.failures, workload.hosts, [model.level for model in models])
+    levels = [model.level for model in models]
+    mtbf = failures_by_tier(policy.failures, workload.hosts, levels, outcome.survived)
     for model in models:
         name = model.level.name
         if not outcome.tiers[name].arrivals:
@@ -335,10 +368,7 @@ def _advice(
 ) -> Iterator[str]:
     for failure in now.failures:
         if failure.share and not failure.tier:
-            what = (
-                "a host that is lost takes every version along" if failure.host_lost else "no tier outlives a process"
-            )
-            yield f"{what}: add a tier of type lustre or object"
+            yield _unsurvived(failure.host_lost, models)
     for tier, model in zip(now.tiers, models, strict=True):
         yield from _of_tier(policy, workload, tier, model)
     if now.room > 0.01 * max(now.blocked, 1e-9):
@@ -362,6 +392,16 @@ def _advice(
             f"{name}: {{every: {text}}}" if text else f"{name}: no `every`" for name, text in every.items()
         )
         yield f"write {said}: {now.goodput:.2%} of the time counts now, and {best.goodput:.2%} then; or `every: auto`"
+
+
+def _unsurvived(host_lost: bool, models: Sequence[TierModel]) -> str:
+    """What is said of a failure that leaves no whole version."""
+    there = ", ".join(model.level.name for model in models if model.level.survives(host_lost))
+    if there:
+        what = "the loss of a host" if host_lost else "the end of a process"
+        return f"{what} leaves no whole version, only what is in {there}: let `rules` send every leaf there"
+    what = "a host that is lost takes every version along" if host_lost else "no tier outlives a process"
+    return f"{what}: add a tier of type lustre or object"
 
 
 def _of_tier(policy: Policy, workload: Workload, tier: TierForecast, model: TierModel) -> Iterator[str]:

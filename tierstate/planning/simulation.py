@@ -392,6 +392,8 @@ class _Job:
             )
             newest = max(filter(None, found), default=None, key=lambda due: due.seq)
             self._newest[lost] = (0, 0.0) if newest is None else (newest.step, newest.time)
+            if newest is not None:
+                self.outcome.survived.add(lost)
 
     def _is_whole(self, seq: int, lanes: Sequence[_Lane]) -> bool:
         there = frozenset(lane.name for lane in lanes if seq in lane.has)

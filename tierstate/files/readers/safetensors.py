@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from tierstate.manifest.chunk import Buffer, empty_buffer, to_bytes
 from tierstate.manifest.errors import FormatError, untrusted
 from tierstate.manifest.format.leaf import Leaf, Spec, decode_path
 from tierstate.providers.tensors.dtypes import TORCH_DTYPES
+from tierstate.providers.tensors.tensors import MAX_TENSOR_DIMS
 from tierstate.tiers.posix.files import BufferedFile, open_file
 
 from .reader import OUTLINE, ImportSource, Progress, errors_name, nest, source_from_outline, step_in_file
@@ -125,12 +127,18 @@ def _open_one(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, T
 def _entry(item: Any, file: BufferedFile, path: Path, name: str, data: int, size: int) -> TensorEntry:
     try:
         dtype, shape, (start, stop) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
-        itemsize = TORCH_DTYPES[_TORCH[dtype]].itemsize
-        sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
-        if not sound or stop - start != math.prod(shape) * itemsize:
-            raise ValueError(f"{dtype} of shape {shape} is not {stop - start} bytes")
     except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: tensor {name!r:.80} cannot be read: {error!r:.200}") from error
+        raise FormatError(f"{path}: tensor {name!r:.80} has no dtype, shape and two data_offsets") from error
+    if not isinstance(dtype, str) or dtype not in _TORCH:
+        known = ", ".join(sorted(_TORCH))
+        raise FormatError(
+            f"{path}: tensor {name!r:.80} is of dtype {dtype!r:.40}, which is not known; known are {known}"
+        )
+    # First the number of axes: the product of a million numbers takes minutes.
+    sound = len(shape) <= MAX_TENSOR_DIMS and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+    if not sound or stop - start != math.prod(shape) * TORCH_DTYPES[_TORCH[dtype]].itemsize:
+        where = f"bytes {start!r:.40} to {stop!r:.40}"
+        raise FormatError(f"{path}: tensor {name!r:.80}: {dtype} of shape {shape!s:.200} are not {where}")
     if data + stop > size:
         raise FormatError(f"{path} is truncated: tensor {name!r:.80} ends at byte {data + stop} of {size}")
     return TensorEntry(file, path, dtype, shape, data + start, stop - start)
@@ -176,9 +184,18 @@ def _head(file: BufferedFile, start: int, nbytes: int, limit: int, path: Path) -
 
 def _loads(data: bytes | str, what: str) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        found = json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise FormatError(f"{what} is no JSON object")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are there once each: of two tensors with one name the first would go missing."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the name {twice!r:.80} is there twice")
     return found
