@@ -52,7 +52,8 @@ from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.alarm_tags import AlarmTags
 from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
-from tierstate.manifest.format.leaf import Path, check_globs
+from tierstate.manifest.format.globs import check_globs
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.tags import TaggedVersion

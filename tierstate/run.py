@@ -29,7 +29,8 @@ from tierstate.engine.versions.leaf_history import (
 from tierstate.engine.versions.leaf_locations import LeafLocation, locate_leaves
 from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.errors import TierstateError
-from tierstate.manifest.format.leaf import Leaf, check_globs
+from tierstate.manifest.format.globs import check_globs
+from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.history.diff import LeafDiff
 from tierstate.manifest.history.leaf_statistics import LeafStatistics, leaf_statistics
 from tierstate.manifest.history.log import list_runs

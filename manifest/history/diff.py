@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Boxes
 from tierstate.manifest.digest import DigestIndex
-from tierstate.manifest.format.leaf import CONTAINERS, Leaf, Path, encode_path, format_path
+from tierstate.manifest.format.leaf import CONTAINERS, Leaf
+from tierstate.manifest.format.leaf_path import Path, encode_path, format_path
 from tierstate.manifest.format.version import Version
 
 Change = Literal["added", "removed", "changed", "same"]

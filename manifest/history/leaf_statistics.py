@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.format.leaf import matches_any
+from tierstate.manifest.format.globs import matches_any
 from tierstate.manifest.format.version import Version
 
 

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstate.manifest.arrays import Array
+from tierstate.manifest.format.globs import matches
 from tierstate.manifest.format.layout import LayoutBuilder
-from tierstate.manifest.format.leaf import TIED, matches
+from tierstate.manifest.format.leaf import TIED
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 

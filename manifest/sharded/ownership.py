@@ -16,7 +16,7 @@ from tierstate.manifest.boxes import Box
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, StateMismatch
 from tierstate.manifest.format import table as col
-from tierstate.manifest.format.leaf import Path, encode_path
+from tierstate.manifest.format.leaf_path import Path, encode_path
 from tierstate.manifest.format.version import check_features
 
 ONE_OWNER = frozenset({"tensor", "array", "storage", "cast", "quantized"})

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.format.leaf import Leaf, Path, Spec, encode_path
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.leaf_path import Path, encode_path
 from tierstate.manifest.format.version import Shards, Version
 
 from .merge import MergeResult

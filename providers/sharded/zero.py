@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from tierstate.manifest.format.leaf import Path
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.providers.values.stateful import Stateful, register_stateful
 
 

@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 import torch
 
 from tierstate.manifest.errors import StateMismatch
-from tierstate.manifest.format.leaf import STORAGE, Leaf, Path, Spec, encode_path, format_path, matches_any
+from tierstate.manifest.format.globs import matches_any
+from tierstate.manifest.format.leaf import STORAGE, Leaf, Spec
+from tierstate.manifest.format.leaf_path import Path, encode_path, format_path
 from tierstate.providers.base import Provider
 from tierstate.providers.sharded.shards import ShardsProvider, storage_id
 from tierstate.providers.tensors.arrays import ArrayProvider

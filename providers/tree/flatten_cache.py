@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tierstate.manifest.format.leaf import Path, encode_path
+from tierstate.manifest.format.leaf_path import Path, encode_path
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY, Registry
 from tierstate.providers.sharded.mesh import LocalBoxes

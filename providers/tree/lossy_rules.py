@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from tierstate.manifest.format.leaf import Path
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.providers.base import Provider
 from tierstate.providers.tensors.lossy import FLOATS, LOSSY_METHODS
 from tierstate.providers.tensors.tensors import TensorProvider

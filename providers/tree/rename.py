@@ -13,17 +13,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from tierstate.manifest.errors import CaptureError, StateMismatch
-from tierstate.manifest.format.leaf import (
-    METADATA,
-    Leaf,
-    Path,
-    Spec,
-    encode_path,
-    format_key,
-    format_path,
-    match_key,
-    split_glob,
-)
+from tierstate.manifest.format.globs import match_key, split_glob
+from tierstate.manifest.format.leaf import METADATA, Leaf, Spec
+from tierstate.manifest.format.leaf_path import Path, encode_path, format_key, format_path
 from tierstate.providers.values.classes import FORM
 
 from .structure import VersionNode

@@ -12,7 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from tierstate.manifest.errors import FormatError, untrusted
-from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf, Path, check_globs, encode_path, matches_any
+from tierstate.manifest.format.globs import GlobWalk, check_globs
+from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf
+from tierstate.manifest.format.leaf_path import Path, encode_path
 from tierstate.manifest.format.version import Version
 from tierstate.providers.values.classes import CLASS, FORM, build_form, check_classes, imported_class
 from tierstate.providers.values.modules import set_metadata
@@ -157,15 +159,13 @@ def select_leaves(root: VersionNode, only: Sequence[str] | None) -> set[int]:
     """
     only = None if only is None else check_globs(only)
     chosen: set[int] = set()
-
-    def visit(node: VersionNode, hit: bool) -> None:
-        hit = hit or only is None or matches_any(only, node.leaf.path)
-        if hit and not node.children:
-            chosen.add(node.index)
-        for child in node.children.values():
-            visit(child, hit)
-
-    visit(root, False)
+    stack = [(root, GlobWalk(["**"] if only is None else only))]
+    while stack:
+        node, globs = stack.pop()
+        if globs.hit:
+            chosen.update(below.index for below in node.walk() if not below.children)
+        elif globs.alive:
+            stack += [(child, globs.down(child.key)) for child in node.children.values()]
     return chosen
 
 

@@ -14,7 +14,8 @@ import torch
 
 from tierstate.manifest.chunk import CHUNK_GRAIN, empty_buffer
 from tierstate.manifest.errors import FormatError, untrusted
-from tierstate.manifest.format.leaf import STORAGE, STRIDES, TIED, Leaf, Path, Spec, encode_path
+from tierstate.manifest.format.leaf import STORAGE, STRIDES, TIED, Leaf, Spec
+from tierstate.manifest.format.leaf_path import Path, encode_path
 from tierstate.providers.base import Provider
 from tierstate.providers.tensors.extents import Extent, overlapping_runs, sharing_groups
 from tierstate.providers.tensors.strided import INT_DTYPES, Strided, row_major_strides

@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 
 from tierstate.manifest.errors import StateMismatch, Unsafe, untrusted
-from tierstate.manifest.format.leaf import LOSSY, Leaf, Path, Spec
+from tierstate.manifest.format.leaf import LOSSY, Leaf, Spec
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY, Registry
 from tierstate.providers.sharded.shards import TiedShards, local_boxes_of

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 from torch.utils.data import DataLoader
 
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.manifest.format.leaf import (
+from tierstate.manifest.format.leaf_path import (
     Path,
     decode_path,
     encode_path,

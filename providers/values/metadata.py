@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import MAX_INT_BITS, short_repr
+from tierstate.manifest.format.leaf_path import MAX_INT_BITS, short_repr
 
 _MAX_DEPTH = 50
 

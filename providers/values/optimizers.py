@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import Path, Spec
+from tierstate.manifest.format.leaf import Spec
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.providers.tensors.tensors import PLAIN_TENSORS, empty_like_dtensor
 
 _HOOKS = (

@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from tierstate.manifest.format.leaf import Path, Spec
+from tierstate.manifest.format.leaf import Spec
+from tierstate.manifest.format.leaf_path import Path
 
 from .copies import HostCopy
 from .modules import assign_meta_tensors, back_up_module, back_up_tensors, fills_in_place, load_module

@@ -23,7 +23,8 @@ from tierstate.engine.placement import (
     rule_warnings,
 )
 from tierstate.manifest.errors import NotFound
-from tierstate.manifest.format.leaf import Leaf, Spec, matches
+from tierstate.manifest.format.globs import matches
+from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.tiers.policy.policy import Policy
 
 POLICY = Policy.parse(

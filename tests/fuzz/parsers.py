@@ -35,7 +35,8 @@ with atheris.instrument_imports(include=["tierstate"]):
     from tierstate.manifest.format import table as col
     from tierstate.manifest.format.layout import ChunkPlace as Place
     from tierstate.manifest.format.layout import Layout
-    from tierstate.manifest.format.leaf import Leaf, Spec, decode_path
+    from tierstate.manifest.format.leaf import Leaf, Spec
+    from tierstate.manifest.format.leaf_path import decode_path
     from tierstate.manifest.format.record import Record, Summary
     from tierstate.manifest.format.record import decode_index as decode
     from tierstate.manifest.format.record import decode_sections as unframe

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.format import table as col
 from tierstate.manifest.format.layout import ChunkPlace, DeltaBase, Layout
-from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, TIED, Leaf, Spec, encode_path
+from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, TIED, Leaf, Spec
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.manifest.format.record import Record, decode_sections
 from tierstate.manifest.format.version import MAX_SEQ, Head, ShardRow, Version
 

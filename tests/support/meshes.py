@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import empty_buffer, to_bytes
-from tierstate.manifest.format.leaf import encode_path
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.providers.base import Provider
 from tierstate.providers.tensors.dtypes import torch_dtype
 from tierstate.providers.tree.flatten import FlatState

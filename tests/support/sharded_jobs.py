@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import Leaf, encode_path
+from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.providers.tree.flatten import flatten
 from tierstate.providers.tree.unflatten import plan_restore
 

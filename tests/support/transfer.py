@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
-from tierstate.manifest.format.leaf import Leaf, Spec, decode_path, encode_path
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.leaf_path import decode_path, encode_path
 from tierstate.providers.base import Provider
 from tierstate.providers.tree.flatten import FlatState
 from tierstate.providers.tree.unflatten import plan_restore

@@ -33,7 +33,7 @@ from pydantic import (
 from pydantic.errors import PydanticUserError
 
 from tierstate.manifest.chunk import CHUNK_GRAIN, CHUNK_SIZE, MAX_CHUNK_SIZE
-from tierstate.manifest.format.leaf import check_glob
+from tierstate.manifest.format.globs import check_glob
 from tierstate.tiers.base import Tier
 from tierstate.tiers.keys import SecretKey, parse_key, read_key
 from tierstate.tiers.units import DURATION_PATTERN, Rate, Seconds, Size, Times, format_size, parse_seconds

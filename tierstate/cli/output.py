@@ -36,7 +36,8 @@ from tierstate.engine.versions.bisect import Bisection
 from tierstate.engine.versions.leaf_history import LayerHistory, VersionHistory
 from tierstate.engine.versions.leaf_locations import LeafLocation, TierShare, subtotals
 from tierstate.manifest.errors import TierUnavailable
-from tierstate.manifest.format.leaf import CONTAINERS, format_path
+from tierstate.manifest.format.leaf import CONTAINERS
+from tierstate.manifest.format.leaf_path import format_path
 from tierstate.manifest.history.diff import LeafDiff
 from tierstate.manifest.history.tags import TagTarget
 from tierstate.manifest.printable import escape_controls, escape_json, escape_lines

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from tierstate.engine.capture.plan import HOST, CapturePlan, CaptureSource
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import Leaf, Path, Spec, encode_path, format_path
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.leaf_path import Path, encode_path, format_path
 from tierstate.manifest.sharded.state_order import StateOrder, new_numbers, ordered_leaves
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.registry import REGISTRY

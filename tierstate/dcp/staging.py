@@ -27,7 +27,7 @@ from tierstate.engine.capture.guard import Guard
 from tierstate.engine.capture.read_set import ReadSet
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import Path, format_path
+from tierstate.manifest.format.leaf_path import Path, format_path
 from tierstate.providers.tensors.devices import CPU, copies_beside
 from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.latch import Completion

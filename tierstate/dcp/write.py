@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from tierstate.engine.capture.plan import CapturePlan
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import RankFailed, format_ranks
-from tierstate.manifest.format.leaf import Path
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.manifest.sharded.state_order import state_order
 from tierstate.providers.values.encoding import decode_value, encode_value
 

@@ -19,8 +19,10 @@ import numpy.typing as npt
 
 from tierstate.engine.packs.formats import NATIVE
 from tierstate.manifest.arrays import Array
+from tierstate.manifest.format.globs import matches
 from tierstate.manifest.format.layout import RAW
-from tierstate.manifest.format.leaf import Leaf, Path, encode_path, format_path, matches
+from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.leaf_path import Path, encode_path, format_path
 from tierstate.tiers.policy.models import AutoEvery, MaxLagKeys
 from tierstate.tiers.policy.policy import Policy
 

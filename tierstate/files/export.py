@@ -38,7 +38,8 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
 from tierstate.manifest.errors import Damaged, StateMismatch
-from tierstate.manifest.format.leaf import TIED, Leaf, decode_path, format_path
+from tierstate.manifest.format.leaf import TIED, Leaf
+from tierstate.manifest.format.leaf_path import decode_path, format_path
 from tierstate.manifest.format.version import Version, copy_stages
 from tierstate.providers.tree.rename import Rename
 from tierstate.providers.values.values import ValueProvider

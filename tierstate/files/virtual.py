@@ -22,7 +22,8 @@ from tierstate.engine.packs.formats import dotted_names, element_type
 from tierstate.engine.store.catalog import VersionCopies
 from tierstate.files.readers.outline import encode_plain
 from tierstate.manifest.errors import FormatError, NotFound, StateMismatch
-from tierstate.manifest.format.leaf import LOSSY, STORAGE, TIED, Leaf, Spec, encode_path
+from tierstate.manifest.format.leaf import LOSSY, STORAGE, TIED, Leaf, Spec
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.providers.tensors.arrays import ArrayProvider
 from tierstate.providers.tensors.dtypes import numpy_dtype, torch_dtype
 from tierstate.providers.tensors.tensors import TensorProvider

@@ -41,7 +41,8 @@ from tierstate.engine.ranks.restore.agreement import GroupQuery
 from tierstate.files.readers.torch_dist import COMMON, COMMON_STATE, OBJECT, as_plain, from_plain
 from tierstate.manifest.boxes import Box, Shape
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import Spec, format_key
+from tierstate.manifest.format.leaf import Spec
+from tierstate.manifest.format.leaf_path import format_key
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY
 from tierstate.providers.sharded.mesh import LocalBox, LocalBoxes

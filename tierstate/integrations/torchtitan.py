@@ -25,7 +25,7 @@ from torchtitan.components.checkpointer import (
 from torchtitan.config import TORCH_DTYPE_MAP
 
 import tierstate as ts
-from tierstate.manifest.format.leaf import Path
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.providers.values.stateful import Stateful, register_stateful
 
 log = logging.getLogger("tierstate")

@@ -17,7 +17,7 @@ from tierstate.engine.cadence import Level
 from tierstate.engine.events import Event
 from tierstate.engine.placement import route_masks
 from tierstate.manifest.errors import TierstateError
-from tierstate.manifest.format.leaf import Path
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.run import Run
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.registry import open_tier

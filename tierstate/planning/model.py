@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tierstate.engine.cadence import Level
-from tierstate.manifest.format.leaf import Path
+from tierstate.manifest.format.leaf_path import Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tierstate.manifest.format.leaf import Leaf, matches
+from tierstate.manifest.format.globs import matches
+from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.printable import escape_controls
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.yaml import KeyPath, PolicyErrors, read_yaml

@@ -35,7 +35,8 @@ from tierstate.engine.packs.formats import (
 )
 from tierstate.engine.packs.slab_layout import BIG, BLOCK
 from tierstate.manifest.errors import FormatError
-from tierstate.manifest.format.leaf import Leaf, Spec, decode_path, encode_path
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.leaf_path import decode_path, encode_path
 from tierstate.providers.tensors.dtypes import torch_dtype, torch_name
 
 ABOUT = FileInfo("run", 7, 1200, 1.75e9 + 0.123, '{"loss": 2.5, "name": "ü"}', 4096, "xxh3-128")

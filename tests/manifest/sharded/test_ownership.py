@@ -12,7 +12,7 @@ from support.manifest_strategies import Table as Bytes
 
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import FormatError, StateMismatch
-from tierstate.manifest.format.leaf import encode_path
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.manifest.sharded.ownership import Ownership, SaveCandidates, assign_owners
 
 rows = st.dictionaries(

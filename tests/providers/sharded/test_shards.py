@@ -33,7 +33,8 @@ import tierstate as ts
 from tierstate.engine.capture.guard import Guard
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import CaptureError, StateMismatch
-from tierstate.manifest.format.leaf import Spec, encode_path
+from tierstate.manifest.format.leaf import Spec
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.providers.sharded.shards import ShardProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of
 from tierstate.providers.tree.flatten import FlatState, flatten

@@ -16,7 +16,8 @@ from support.transfer import restore, transfer
 
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import CONTAINERS, encode_path
+from tierstate.manifest.format.leaf import CONTAINERS
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.providers.tree.flatten import flatten
 from tierstate.providers.tree.walk import MAX_PATH_DEPTH
 from tierstate.providers.values.stateful import Rng

@@ -14,7 +14,7 @@ from support.transfer import restore, transfer
 from torch import nn
 
 from tierstate.manifest.errors import StateMismatch
-from tierstate.manifest.format.leaf import Path
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.providers.tree.flatten import flatten
 from tierstate.providers.tree.rename import WRAPPERS, compile_rename, unwrapped
 

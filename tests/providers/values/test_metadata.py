@@ -21,7 +21,7 @@ from hypothesis import given
 from support.manifest_strategies import json_objects
 
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import MAX_INT_BITS
+from tierstate.manifest.format.leaf_path import MAX_INT_BITS
 from tierstate.providers.values.metadata import json_metadata
 
 

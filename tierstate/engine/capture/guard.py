@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tierstate.manifest.format.leaf import Path
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.providers.base import Provider
 from tierstate.providers.sharded.shards import ShardsProvider
 from tierstate.providers.tensors.tensors import TensorProvider, local_of

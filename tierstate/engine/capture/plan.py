@@ -23,7 +23,9 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, Chunk, StreamEvent
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf import Leaf, Path, matches_any, short_repr
+from tierstate.manifest.format.globs import matches_any
+from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.leaf_path import Path, short_repr
 from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, ShardRow
 from tierstate.manifest.history.retention import BestVersions, RetentionPolicy

@@ -24,7 +24,7 @@ import torch
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf
-from tierstate.manifest.format.leaf import Path as LeafPath
+from tierstate.manifest.format.leaf_path import Path as LeafPath
 from tierstate.tiers.latch import Latch
 
 PATIENCE = 0.5

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from tierstate.manifest.chunk import empty_buffer, view
 from tierstate.manifest.errors import FormatError
-from tierstate.manifest.format.leaf import STORAGE, Leaf, Path, encode_path, format_key, format_path
+from tierstate.manifest.format.leaf import STORAGE, Leaf
+from tierstate.manifest.format.leaf_path import Path, encode_path, format_key, format_path
 from tierstate.tiers.base import Range, Tier
 
 from .slab_layout import BIG, BLOCK

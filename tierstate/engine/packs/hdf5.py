@@ -19,7 +19,8 @@ import numpy as np
 
 from tierstate.manifest.chunk import empty_buffer, view
 from tierstate.manifest.errors import FormatError, TierstateError
-from tierstate.manifest.format.leaf import Leaf, encode_path
+from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.tiers.base import Range, Tier
 
 from .formats import FileFormat, FileInfo, FileLayout, FileLeaf, element_type, group_names, is_plain

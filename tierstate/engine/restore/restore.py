@@ -41,7 +41,9 @@ from tierstate.manifest.errors import (
     cannot_be_asked,
     untrusted,
 )
-from tierstate.manifest.format.leaf import Leaf, Path, check_globs
+from tierstate.manifest.format.globs import check_globs
+from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.manifest.format.version import Version, copy_stages
 from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.manifest.reshard.coverage import check_covered

@@ -13,7 +13,8 @@ import numpy as np
 
 from tierstate.engine.store.catalog import RunCatalog, VersionCopies
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.format.leaf import Path, format_path, matches_any
+from tierstate.manifest.format.globs import matches_any
+from tierstate.manifest.format.leaf_path import Path, format_path
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leaf_statistics import (
     LeafStatistics,

@@ -10,7 +10,8 @@ import numpy as np
 
 from tierstate.engine.store.catalog import Holding, VersionCopies
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf, Path
+from tierstate.manifest.format.leaf import CONTAINERS, STORAGE, Leaf
+from tierstate.manifest.format.leaf_path import Path
 from tierstate.providers.tree.compare import no_match_error
 from tierstate.providers.tree.structure import selected_paths
 

@@ -19,7 +19,8 @@ from tierstate.engine.packs.hdf5 import DTYPE, OWN, PATH
 from tierstate.manifest.boxes import row_major_runs
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import FormatError, untrusted
-from tierstate.manifest.format.leaf import Leaf, Spec, decode_path
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.leaf_path import decode_path
 from tierstate.providers.hdf5 import ATTRIBUTES, DatasetProvider, GroupAttributes, group_member, group_members
 from tierstate.providers.tensors.arrays import ArrayProvider
 from tierstate.providers.tensors.dtypes import TORCH_DTYPES

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tierstate.manifest.errors import FormatError
-from tierstate.manifest.format.leaf import STORAGE, Leaf, Spec, decode_path, encode_path
+from tierstate.manifest.format.leaf import STORAGE, Leaf, Spec
+from tierstate.manifest.format.leaf_path import decode_path, encode_path
 from tierstate.providers.tree.compare import no_match_error
 from tierstate.providers.tree.rename import Rename, rename_leaves
 from tierstate.providers.tree.structure import VersionNode, build_container, select_leaves, version_tree

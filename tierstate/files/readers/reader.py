@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierstate.manifest.errors import FormatError, TierstateError, untrusted
-from tierstate.manifest.format.leaf import Path, format_path
+from tierstate.manifest.format.leaf_path import Path, format_path
 
 from .outline import FindTensor, decode_outline, state_of_outline
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from tierstate.engine.packs.formats import DTYPES, MAX_HEADER, PATHS_KEY, element_type
 from tierstate.manifest.chunk import Buffer, empty_buffer, to_bytes
 from tierstate.manifest.errors import FormatError, untrusted
-from tierstate.manifest.format.leaf import Leaf, Spec, decode_path
+from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.leaf_path import decode_path
 from tierstate.providers.tensors.dtypes import TORCH_DTYPES
 from tierstate.providers.tensors.tensors import MAX_TENSOR_DIMS
 from tierstate.tiers.posix.files import BufferedFile, open_file

@@ -29,7 +29,8 @@ from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.errors import RankFailed, TierstateError
-from tierstate.manifest.format.leaf import Leaf, encode_path
+from tierstate.manifest.format.leaf import Leaf
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.manifest.sharded.ownership import ONE_OWNER, Ownership, SaveCandidates, assign_owners
 
 from .save import due_key
