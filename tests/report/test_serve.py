@@ -16,6 +16,7 @@ from support.checkpointer_worlds import policy, tier
 import tierstate as ts
 from tierstate.report import serve
 from tierstate.report.collect import collect_runs
+from tierstate.report.data import ReportData
 from tierstate.report.serve import ReportServer, loopback
 
 
@@ -95,6 +96,17 @@ def test_other_addresses_are_refused() -> None:
         "::1",
         "::1",
     ]
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    def nothing() -> ReportData:
+        raise AssertionError("nobody asks")
+
+    with (
+        ReportServer(nothing) as first,
+        pytest.raises(OSError, match=rf"Address already in use: '127\.0\.0\.1:{first.server_port}'"),
+    ):
+        ReportServer(nothing, port=first.server_port)
 
 
 def test_a_run_that_cannot_be_read_is_told() -> None:

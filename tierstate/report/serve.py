@@ -154,7 +154,10 @@ class ReportServer(ThreadingHTTPServer):
         """Bind; unlike the base class, no name is looked up."""
         socket_address = self.server_address
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(socket_address)
+        try:
+            self.socket.bind(socket_address)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "{}:{}".format(*socket_address[:2])) from error
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
