@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODULES = ("mlperf", "end_to_end", "layouts")
+MODULES = ("mlperf", "end_to_end", "kills", "layouts")
 
 
 def main() -> int:

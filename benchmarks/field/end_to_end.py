@@ -63,14 +63,15 @@ class Run:
         for step in range(1, steps + 1):
             trainer.step()
             if self._competitor is not None and step % self._every == 0:
-                self._save(self._competitor, step)
+                self.save(self._competitor, step)
         trained = self._now()
         ends = [(start, end.result()) for start, end in self.saves]
         total = self._now()
         blocked = self.blocked + self._waited() - waited
         return {"total": total, "trained": trained, "blocked": blocked, "lost": lost_on_average(ends, trained)}
 
-    def _save(self, competitor: Competitor, number: int) -> None:
+    def save(self, competitor: Competitor, number: int) -> None:
+        """Save, and wait for the end of it beside the training. The save before the one before it is removed then."""
         start = self._now()
         pending = competitor.save(self._state, number)
         settle()
