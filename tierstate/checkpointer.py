@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -415,6 +416,7 @@ class Checkpointer(Run):
             planned: the plan says already what this rank saves of what several ranks have.
         """
         with self._turn, gc_paused():
+            self._check_open()  # again: another thread may have closed it meanwhile
             if (together := self._together) is None:
                 return self._submit(plan(0), step, metadata)
             seq = self._pipeline.next_seq()
@@ -428,9 +430,11 @@ class Checkpointer(Run):
     def _submit(self, plan: CapturePlan, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
         """Save the state of this plan."""
         with self._turn:
+            self._check_open()
             return self._carry(plan, new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata))
 
     def _carry(self, plan: CapturePlan, head: Head) -> Save:
+        self._check_open()  # once more, for a `close` that did not wait so long: its threads have ended
         try:
             save_state = self._pipeline.submit(plan, head)
             save_state.freed.wait()
@@ -675,8 +679,11 @@ class Checkpointer(Run):
             return  # a forked child: threads, files and locks belong to the parent
         error: BaseException | None = None
         owed, preemption = "", self._preemption
+        mine = self._last_turn(timeout)
         self._closed = True
         try:  # an interrupt comes before the line above, or in here
+            if mine:
+                self._turn.release()
             if preemption is not None:
                 preemption.close_begins()
             owed = self._drain(timeout)
@@ -690,6 +697,12 @@ class Checkpointer(Run):
                 self._release()
         raise_failures(error, self._pipeline.failures(), owed)
         self._pipeline.alarms.tell()
+
+    def _last_turn(self, timeout: float | None) -> bool:
+        """Wait for the saves that other threads are making, within ``timeout`` and the grace: after `close` has begun
+        nobody would capture them, and they would wait for ever. Returns whether there are none."""
+        left = min(math.inf if timeout is None else timeout, self._pipeline.seconds_left())
+        return self._turn.acquire(timeout=min(max(0.0, left), threading.TIMEOUT_MAX))
 
     def _drain(self, timeout: float | None) -> str:
         with drain_progress() as progress:

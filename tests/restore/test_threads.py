@@ -75,6 +75,47 @@ def test_states_that_threads_save_at_once_are_not_mixed(place: Path, alike: bool
             assert difference(state, ckpt.load(step=step)) == "", step
 
 
+@pytest.mark.parametrize("timeout", [None, 30.0, 0.05])
+def test_close_waits_for_a_save_that_another_thread_is_making(
+    place: Path, monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
+    """A save that came to the capture after that had ended would wait for ever. One that comes later is refused."""
+    ckpt = ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run")
+    ckpt.save({"w": torch.ones(10)}, step=1).wait()
+    plan, planning, go_on = ckpt._plan, threading.Event(), threading.Event()
+    saved, raised = [1], list[BaseException]()
+
+    def slow(state: Any, seq: int) -> Any:
+        planning.set()
+        go_on.wait(30)
+        return plan(state, seq)
+
+    def saving() -> None:
+        for step in (2, 3):
+            try:
+                ckpt.save({"w": torch.full((10,), float(step))}, step=step)
+                saved.append(step)
+            except ts.TierstateError as error:
+                raised.append(error)
+
+    monkeypatch.setattr(ckpt, "_plan", slow)
+    saver = threading.Thread(target=saving, daemon=True)
+    closer = threading.Thread(target=lambda: ckpt.close(timeout), daemon=True)
+    saver.start()
+    planning.wait(30)
+    closer.start()
+    closer.join(0.3)
+    go_on.set()
+    closer.join(30)
+    saver.join(30)
+    assert not saver.is_alive()
+    assert not closer.is_alive()
+    assert all(str(error) == "this Checkpointer is closed; make a new one" for error in raised)
+    assert (2 in saved) == (timeout != 0.05)
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as fresh:
+        assert fresh.load()["w"].tolist() == [float(saved[-1])] * 10
+
+
 def test_the_garbage_collector_is_enabled_after_the_last_pause() -> None:
     """Also where one pause begins while another one ends."""
 

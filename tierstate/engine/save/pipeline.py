@@ -424,6 +424,10 @@ class SavePipeline:
             first = self._cascade.hurry(newest, max(0.0, end - time.monotonic()))
             self._hurried = _Hurry(newest, first)
 
+    def seconds_left(self) -> float:
+        """Seconds until the process will be ended; infinite before `hurry`."""
+        return self._end - time.monotonic()
+
     def unfinished(self) -> str:
         """The saves under way that were made before `hurry`, for messages; empty if there are none."""
         newest, first = self._hurried
