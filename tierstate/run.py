@@ -182,7 +182,11 @@ class Run:
         Args:
             only: globs of leaf paths; by default all leaves.
             last: only so many of the newest versions; 0 for all.
+
+        Raises:
+            ValueError: ``last`` is negative.
         """
+        _check_last(last)
         # One more, with which the first is compared.
         found = list(leaf_history(read_versions(self._catalog(), last=last and last + 1), check_globs(only)))
         return found[-last:]
@@ -195,7 +199,11 @@ class Run:
             only: globs of leaf paths; by default all leaves.
             seqs: only versions of these numbers.
             last: only so many of the newest versions; 0 for all.
+
+        Raises:
+            ValueError: ``last`` is negative.
         """
+        _check_last(last)
         found = layer_history(read_versions(self._catalog(), seqs, last and last + 1), check_globs(only))
         return found.newest(last) if last else found
 
@@ -435,3 +443,8 @@ class Run:
     def _catalog(self) -> RunCatalog:
         self._check_open()
         return RunCatalog(self._tier_runs)
+
+
+def _check_last(last: int) -> None:
+    if last < 0:
+        raise ValueError(f"last={last}: write how many of the newest versions, or 0 for all")

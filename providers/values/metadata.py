@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import enum
 import pathlib
+import re
 import uuid
 from collections import deque
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf_path import MAX_INT_BITS, short_repr
 
 _MAX_DEPTH = 50
+
+
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 _HINTS: tuple[tuple[Any, str], ...] = (
@@ -82,7 +86,7 @@ def _scalar(value: Any, at: str) -> Any:
         value = value.item()
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
         value = value.item()
-    _check_length(value, at)
+    _check_faithful(value, at)
     for kind in (bool, int, float, str):  # subclasses of these too, as the same number or text
         if isinstance(value, kind):
             return kind(value) if kind is not str else str.__str__(value)
@@ -97,6 +101,9 @@ def _scalar(value: Any, at: str) -> Any:
     raise CaptureError(f"{at}: a {kind_name} is not a JSON value; write {hint}")
 
 
-def _check_length(value: Any, at: str) -> None:
+def _check_faithful(value: Any, at: str) -> None:
+    """Refuse what JSON would not give back: too long ints, and two surrogates, of which it makes one character."""
     if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
         raise CaptureError(f"{at}: an int of {value.bit_length()} bits is too long for JSON; write hex(value)")
+    if isinstance(value, str) and _PAIR.search(value):
+        raise CaptureError(f"{at}: JSON makes one character of two surrogates; write repr(value)")

@@ -102,6 +102,9 @@ def test_keys_that_json_cannot_tell_apart_and_cycles_are_refused() -> None:
         json_metadata({b"x": 1})
     with pytest.raises(CaptureError, match=r"metadata: the key <int of 16610 bits>: an int of 16610 bits is too long"):
         json_metadata({10**5000: 1})
+    with pytest.raises(CaptureError, match=r"metadata\['a'\]: JSON makes one character of two surrogates"):
+        json_metadata({"a": "x\ud83d\ude00"})
+    assert json.loads(json.dumps(json_metadata({"\ude00": "\ude00\ud83d"}))) == {"\ude00": "\ude00\ud83d"}
     cycle: list[Any] = []
     cycle.append(cycle)
     with pytest.raises(CaptureError, match="hold themselves"):
