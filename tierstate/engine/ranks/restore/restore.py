@@ -218,10 +218,14 @@ class ChunkRestore:
                 self._got[np.setdiff1d(alone, reads.lost)] = True
         finally:
             reads.close()
-        for mask in self.reach:
-            mask[reads.lost] = False
+        self._give_up(reads.lost)
         if passing.relieved.is_set():
             self._leave_to_others(rows[~(self._got | reads.settled)[rows]], passing)
+
+    def _give_up(self, rows: Array | Sequence[int]) -> None:
+        """Tell in later exchanges that this rank cannot read these rows."""
+        for mask in self.reach:
+            mask[rows] = False
 
     def _leave_to_others(self, rows: Array, passing: ChunkExchange) -> None:
         """Read no more of these rows, if another rank can: nobody waits for them any longer, and others are faster."""
@@ -233,8 +237,7 @@ class ChunkRestore:
         for row in rows.tolist():
             passing.lose(row)
         there = rows[self._elsewhere[rows]]
-        for mask in self.reach:
-            mask[there] = False
+        self._give_up(there)
         self.away[there] = True  # if the others cannot read them either, this is no damage
 
     def _watch(self, passing: ChunkExchange, read: ReadTime, held: float) -> None:
@@ -268,8 +271,7 @@ class ChunkRestore:
                 reads.run(np.array(sorted(rows), "i8"))
             finally:
                 reads.close()
-            for mask in self.reach:
-                mask[reads.lost] = False
+            self._give_up(reads.lost)
             for row in rows:
                 if not reads.settled[row]:  # this rank is late itself
                     passing.lose(row)
