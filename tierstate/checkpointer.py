@@ -80,6 +80,10 @@ from .run import Run
 log = logging.getLogger("tierstate")
 
 
+TURN_CHECK = 1.0
+"""Seconds after which a `close` that waits for another thread's save looks again how long it may wait."""
+
+
 class Save:
     """The handle of one save in progress, returned by `Checkpointer.save`."""
 
@@ -415,6 +419,7 @@ class Checkpointer(Run):
             plan: returns the plan; called with the version's number if several ranks save together, or else with 0.
             planned: the plan says already what this rank saves of what several ranks have.
         """
+        self._pipeline.check_process()  # first: in a forked child, the turn may be another thread's for ever
         with self._turn, gc_paused():
             self._check_open()  # again: another thread may have closed it meanwhile
             if (together := self._together) is None:
@@ -429,6 +434,7 @@ class Checkpointer(Run):
 
     def _submit(self, plan: CapturePlan, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
         """Save the state of this plan."""
+        self._pipeline.check_process()
         with self._turn:
             self._check_open()
             return self._carry(plan, new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata))
@@ -679,14 +685,17 @@ class Checkpointer(Run):
             return  # a forked child: threads, files and locks belong to the parent
         error: BaseException | None = None
         owed, preemption = "", self._preemption
-        mine = self._last_turn(timeout)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        mine = self._last_turn(end)
+        if self._closed_meanwhile(mine):
+            return
         self._closed = True
         try:  # an interrupt comes before the line above, or in here
             if mine:
                 self._turn.release()
             if preemption is not None:
                 preemption.close_begins()
-            owed = self._drain(timeout)
+            owed = self._drain(end)
         except TierUnavailable as late:
             error = late
         finally:
@@ -698,15 +707,26 @@ class Checkpointer(Run):
         raise_failures(error, self._pipeline.failures(), owed)
         self._pipeline.alarms.tell()
 
-    def _last_turn(self, timeout: float | None) -> bool:
-        """Wait for the saves that other threads are making, within ``timeout`` and the grace: after `close` has begun
-        nobody would capture them, and they would wait for ever. Returns whether there are none."""
-        left = min(math.inf if timeout is None else timeout, self._pipeline.seconds_left())
-        return self._turn.acquire(timeout=min(max(0.0, left), threading.TIMEOUT_MAX))
+    def _closed_meanwhile(self, mine: bool) -> bool:
+        """Whether another thread has closed it while this one waited. Then the turn is given back, if it is mine."""
+        if self._closed and mine:
+            self._turn.release()
+        return self._closed
 
-    def _drain(self, timeout: float | None) -> str:
+    def _last_turn(self, end: float) -> bool:
+        """Wait for the saves that other threads are making, until ``end`` and within the grace: after `close` has begun
+        nobody would capture them, and they would wait for ever. Returns whether there are none."""
+        left = math.inf
+        while left > 0:
+            # A preemption may come meanwhile, whose grace ends sooner.
+            left = min(end - time.monotonic(), self._pipeline.seconds_left())
+            if self._turn.acquire(timeout=min(max(0.0, left), TURN_CHECK)):
+                return True
+        return False
+
+    def _drain(self, end: float) -> str:
         with drain_progress() as progress:
-            return self._pipeline.close(timeout, progress)
+            return self._pipeline.close(None if end == math.inf else max(0.0, end - time.monotonic()), progress)
 
     def _release(self) -> None:
         with ExitStack() as closing:  # each is closed, even if closing another one raises

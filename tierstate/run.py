@@ -173,7 +173,7 @@ class Run:
         Raises:
             NotFound: there is no such version.
         """
-        return leaf_statistics(self._find(step, version, tag).version, check_globs(only))
+        return leaf_statistics(self._find(step, version, tag).version, _globs(only))
 
     @not_reentrant
     def history(self, only: Sequence[str] = (), *, last: int = 0) -> list[VersionHistory]:
@@ -188,7 +188,7 @@ class Run:
         """
         _check_last(last)
         # One more, with which the first is compared.
-        found = list(leaf_history(read_versions(self._catalog(), last=last and last + 1), check_globs(only)))
+        found = list(leaf_history(read_versions(self._catalog(), last=last and last + 1), _globs(only)))
         return found[-last:]
 
     @not_reentrant
@@ -204,7 +204,7 @@ class Run:
             ValueError: ``last`` is negative.
         """
         _check_last(last)
-        found = layer_history(read_versions(self._catalog(), seqs, last and last + 1), check_globs(only))
+        found = layer_history(read_versions(self._catalog(), seqs, last and last + 1), _globs(only))
         return found.newest(last) if last else found
 
     @not_reentrant
@@ -448,3 +448,7 @@ class Run:
 def _check_last(last: int) -> None:
     if last < 0:
         raise ValueError(f"last={last}: write how many of the newest versions, or 0 for all")
+
+
+def _globs(only: Sequence[str] | None) -> tuple[str, ...]:
+    return () if only is None else check_globs(only)

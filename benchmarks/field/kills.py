@@ -46,7 +46,7 @@ FIRST = 12
 
 
 def train(peer: str, nbytes: int, every: int, root: Path) -> None:
-    """Train and save until killed. Writes a line of each step: its number, when it ended, and what was saved then."""
+    """Train and save until killed. Writes a line of each step: its number, when it ended, and what is saved then."""
     torch.set_num_threads(2)
     state = State(nbytes)
     competitor = find(peer)(root)
@@ -54,11 +54,10 @@ def train(peer: str, nbytes: int, every: int, root: Path) -> None:
     trainer, run = Trainer(state), Run(competitor, state, every)
     for step in count(1):
         trainer.step()
-        ended, saved = time.monotonic(), ""
-        if step % every == 0:
-            saved = fingerprint(state.tensors())
+        saves = step % every == 0
+        print(json.dumps([step, time.monotonic(), fingerprint(state.tensors()) if saves else ""]), flush=True)
+        if saves:
             run.save(competitor, step)
-        print(json.dumps([step, ended, saved]), flush=True)
 
 
 def resume(peer: str, nbytes: int, every: int, newest: int, root: Path) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def resume(peer: str, nbytes: int, every: int, newest: int, root: Path) -> dict[
     reader: Competitor = find(READERS.get(peer, peer))(root)
     make_cold(root)
     start = time.monotonic()
-    for tried, number in enumerate(range(newest // every * every, 0, -every), 1):
+    for tried, number in enumerate(range(newest, 0, -every), 1):
         try:
             reader.restore(state, number, reader.ways[0])
         except (Exception, CheckpointException) as error:  # DCP's is none of the usual ones
@@ -75,7 +74,7 @@ def resume(peer: str, nbytes: int, every: int, newest: int, root: Path) -> dict[
             continue
         seconds = time.monotonic() - start
         return {"number": number, "seconds": seconds, "tried": tried, "bytes": fingerprint(state.tensors())}
-    return {"number": 0, "seconds": time.monotonic() - start, "tried": newest // every, "bytes": ""}
+    return {"number": 0, "seconds": time.monotonic() - start, "tried": tried, "bytes": ""}
 
 
 def killed(peer: str, nbytes: int, every: int, moment: float, path: str | None) -> dict[str, Any]:
@@ -84,28 +83,33 @@ def killed(peer: str, nbytes: int, every: int, moment: float, path: str | None) 
     what = ["--peer", peer, "--sizes", str(nbytes), "--every", str(every), "--path", folder]
     command = [sys.executable, "-m", "benchmarks.field.kills", *what]
     try:
-        ends, saved, last = dict[int, float](), dict[int, str](), int(moment)
+        steps = dict[int, tuple[float, str]]()
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                step, ended, saved[step] = json.loads(line)
-                ends[step] = ended
-                if step == last:
-                    time.sleep((moment - last) * (ended - ends[1]) / (step - 1))
+                step, *told = json.loads(line)
+                steps[step] = (told[0], told[1])
+                if step == int(moment):
+                    time.sleep((moment - step) * (told[0] - steps[1][0]) / (step - 1))
                     break
+            else:
+                raise RuntimeError(f"{peer} ended by itself after step {max(steps, default=0)}")
             process.kill()
             end = time.monotonic()
-        newest = ["--newest", str(last + 1)]  # a save of the step that was under way may have begun
+            for line in process.stdout:  # of steps that ended meanwhile
+                step, *told = json.loads(line)
+                steps[step] = (told[0], told[1])
+        newest = ["--newest", str(max(step for step, (_, saved) in steps.items() if saved))]
         found: dict[str, Any] = json.loads(
             subprocess.run([*command, *newest], check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
         )
     finally:
         shutil.rmtree(folder)
     number = found["number"]
-    if number and saved.get(number, found["bytes"]) != found["bytes"]:
+    if number and steps[number][1] != found["bytes"]:
         raise ValueError(f"{peer}: save {number} gave back other bytes than were saved")
-    since = ends.get(number, end) if number else min(ends.values())
-    return found | {"lost": end - since, "steps": last - min(number, last)}
+    since = steps[number or 1][0]  # before the first save, all is lost
+    return found | {"lost": end - since, "steps": max(steps) - number}
 
 
 HEAD = "a save each | | work lost, s | in steps | until it goes on, s | saves that could not be read"

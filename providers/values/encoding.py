@@ -19,7 +19,7 @@ import torch
 from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.providers.tensors.dtypes import torch_dtype, torch_name
 
-from .classes import MODULE_ATTRIBUTES, check_attributes, enum_member, trust_class
+from .classes import check_attributes, enum_member, trust_class
 from .standard import BUILDERS, PARTS
 
 VALUE_FORMAT = 1
@@ -154,7 +154,7 @@ def _put_set(tag: bytes) -> Callable[[_Output, Any, int], None]:
 def _put_dict(tag: bytes) -> Callable[[_Output, Any, int], None]:
     def put(out: _Output, value: Any, depth: int) -> None:
         if tag != b"d":  # a dict itself can have no attributes
-            check_attributes(value, MODULE_ATTRIBUTES)
+            check_attributes(value, ())
         out += tag
         _put_count(out, len(value))
         for key, item in value.items():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from support.checkpointer_worlds import policy, tier
 from support.equality import difference
+from support.outcomes import tried, until
 
 import tierstate as ts
 from tierstate.pause_gc import gc_paused
@@ -114,6 +117,61 @@ def test_close_waits_for_a_save_that_another_thread_is_making(
     assert (2 in saved) == (timeout != 0.05)
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as fresh:
         assert fresh.load()["w"].tolist() == [float(saved[-1])] * 10
+
+
+def test_close_takes_no_longer_than_it_may_and_closes_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt = ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run")
+    ckpt.save({"w": torch.ones(10)}, step=1).wait()
+    finish, told = ckpt._pipeline.close, list[float | None]()
+
+    def close(timeout: float | None, progress: Any) -> str:
+        told.append(timeout)
+        return finish(timeout, progress)
+
+    monkeypatch.setattr(ckpt._pipeline, "close", close)
+    ckpt._turn.acquire()  # as a save of this thread would
+    closers = [threading.Thread(target=lambda: ckpt.close(60), daemon=True) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    closers[0].join(0.3)
+    ckpt._turn.release()
+    for closer in closers:
+        closer.join(30)
+    assert not any(closer.is_alive() for closer in closers)
+    [left] = told
+    assert left is not None
+    assert left < 59.8, "what it has waited for the save is a part of it"
+    assert ckpt._turn.acquire(blocking=False), "and it is nobody's turn"
+
+
+def test_a_forked_child_may_not_save_whoever_was_saving_at_the_fork(place: Path) -> None:
+    ckpt = ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run")
+    ckpt.save({"w": torch.ones(10)}, step=1).wait()
+    go_on, there = threading.Event(), threading.Event()
+
+    def saving() -> None:
+        with ckpt._turn, gc_paused():
+            there.set()
+            go_on.wait(60)
+
+    saver = threading.Thread(target=saving, daemon=True)
+    saver.start()
+    there.wait(30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of newer Pythons: a fork of a process with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            refused = tried(lambda: ckpt.save({"w": torch.ones(10)}, step=2))
+            with gc_paused():
+                pass
+            os._exit(0 if isinstance(refused, ts.CaptureError) and gc.isenabled() else 1)
+        finally:
+            os._exit(2)
+    go_on.set()
+    saver.join(30)
+    until(lambda: os.waitpid(child, os.WNOHANG) == (child, 0), within=30)
+    ckpt.close()
 
 
 def test_the_garbage_collector_is_enabled_after_the_last_pause() -> None:

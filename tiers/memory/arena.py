@@ -349,6 +349,7 @@ class Arena:
         self._out: dict[int, Slab] = {}
         self._preparing: set[threading.Thread] = set()
         self._can_prepare = True  # until an attempt fails
+        self._wanted = 0  # slabs in flight or free, up to which memory is being prepared
         self._preparers: list[threading.Thread] = []  # the last ones, until `close` has seen them end
 
     @property
@@ -409,7 +410,8 @@ class Arena:
             return False
         if not self._preparing and self._can_prepare:
             try:
-                self._start_preparers(min(self.slots, self.in_flight + -(-HUGE // self.slab_size)))
+                soon = max(-(-HUGE // self.slab_size), _preparers())  # one for each thread that there can be
+                self._start_preparers(min(self.slots, self.in_flight + soon))
             except RuntimeError:
                 self._can_prepare = False
         return bool(self._preparing)
@@ -461,8 +463,11 @@ class Arena:
         self.device = current_device()
         with self.lock:
             self._can_prepare = True
-            if not self.closed and not self._preparing:
-                self._start_preparers(min(self.slots, -(-nbytes // self.slab_size)))
+            wanted = min(self.slots, -(-nbytes // self.slab_size))
+            if self._preparing:
+                self._wanted = max(self._wanted, wanted)
+            elif not self.closed:
+                self._start_preparers(wanted)
 
     def _start_preparers(self, wanted: int) -> None:
         """Have memory prepared until so many slabs are in flight or free. Needs the lock.
@@ -473,9 +478,9 @@ class Arena:
         lacking = wanted - self.in_flight - len(self._free)
         if lacking <= 0:
             return
-        self._preparers = []
-        for _ in range(max(1, min(MOST_PREPARERS, lacking, usable_cores() // 4))):
-            thread = threading.Thread(target=self._prepare, args=(wanted,), name="tierstate-arena", daemon=True)
+        self._preparers, self._wanted = [], wanted
+        for _ in range(min(lacking, _preparers())):
+            thread = threading.Thread(target=self._prepare, name="tierstate-arena", daemon=True)
             # Under the lock, so that `close` never misses a thread that it must wait for.
             self._preparers.append(thread)
             try:
@@ -491,23 +496,23 @@ class Arena:
                 self._preparing.discard(thread)
                 raise
 
-    def _prepare(self, wanted: int) -> None:
+    def _prepare(self) -> None:
         try:
             with running_on(self.node):  # where memory is near that is zeroed here
-                while self._add_prepared(wanted):
+                while self._add_prepared():
                     pass
         except Exception as error:
             self._can_prepare = False
-            log.warning("memory could not be prepared, so that saves wait for it: %r", error)
+            log.warning("memory could not be prepared, so that captures touch it themselves: %r", error)
         finally:
             with self.lock:
                 self._preparing.discard(threading.current_thread())
                 self.changed.notify_all()
 
-    def _add_prepared(self, wanted: int) -> bool:
+    def _add_prepared(self) -> bool:
         """Add one free slab, unless there are enough. Returns whether it was added."""
         with self.lock:
-            if self.closed or self.in_flight + len(self._free) >= wanted:
+            if self.closed or self.in_flight + len(self._free) >= self._wanted:
                 return False
             slab = self._untouched()
         try:
@@ -516,7 +521,7 @@ class Arena:
             slab.discard()
             raise
         with self.lock:
-            useful = not self.closed and self.in_flight + len(self._free) < wanted
+            useful = not self.closed and self.in_flight + len(self._free) < self._wanted
             if useful:
                 self._free.append(slab)
                 self.changed.notify_all()
@@ -613,6 +618,10 @@ class Arena:
         """Wake waiting callers, so that they call their ``stop`` again."""
         with self.lock:
             self.changed.notify_all()
+
+
+def _preparers() -> int:
+    return max(1, min(MOST_PREPARERS, usable_cores() // 4))
 
 
 def _address(buffer: Buffer) -> int:

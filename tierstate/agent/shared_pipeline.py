@@ -150,8 +150,10 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         with ExitStack() as asked:
             places = self._by_all("agent-store", lambda: self._ask_for_store(asked) if team.coordinator else None)
             self._by_all("agent-joined", lambda: self._join(places[0]))
-        link = self._link
-        if link is not None:
+        self._by_all("agent-watched", self._start_watch)
+
+    def _start_watch(self) -> None:
+        if (link := self._link) is not None:
             watch = threading.Thread(target=self._watch_others, args=(link,), name="tierstate-agents", daemon=True)
             start_thread(watch)
 

@@ -109,16 +109,17 @@ class Supervisor:
         signal.signal(signal.SIGTERM, lambda _number, _frame: self._pass_on())
         quick = 0
         while quick <= RESTARTS and (self._held or not self._ending.is_set()):
-            began = time.monotonic()
+            began, stopping = time.monotonic(), self._ending.is_set()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours:
                 self._child = os.fork()
                 if self._child == 0:
                     ours.close()
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                    stopping = self._ending.is_set()
                     work(Holder(theirs, self._held, retired=self._retired, stopping=stopping))
                     sys.exit()
+                if self._ending.is_set() and not stopping:
+                    self._pass_on()  # it came while there was no child yet to pass it on to
                 theirs.close()
                 forked()
                 self._attend(ours)
@@ -129,7 +130,8 @@ class Supervisor:
             log.warning("the agent has ended (status %d) and held saves of %d trainers", status, len(self._held))
             if time.monotonic() - began > STABLE:
                 quick = 0
-            self._ending.wait(2**quick - 1)
+            pause = time.sleep if stopping else self._ending.wait  # SIGTERM cuts the pause that it falls into
+            pause(2**quick - 1)
             quick += 1
         log.error("the agent is not started again, and saves of %d trainers are lost", len(self._held))
 

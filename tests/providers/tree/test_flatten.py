@@ -195,3 +195,11 @@ def test_rng_is_set_whole_or_not_at_all() -> None:
     with pytest.raises(ValueError, match="of 3 CUDA devices"):
         rng.load_state_dict({**saved, "cuda": [torch.zeros(16, dtype=torch.uint8)] * 3})
     assert as_buffer(b"x").tolist() == [120]
+
+
+def test_a_state_dict_in_a_list_is_walked_for_what_it_has_beside_its_items() -> None:
+    assert shape([torch.nn.ReLU().state_dict()]) == [(".", "list"), ("0", "odict")]
+    counter = Counter(a=1)
+    counter._metadata = {"a": 1}  # type: ignore[attr-defined]
+    with pytest.raises(CaptureError, match="has an attribute '_metadata' beside its items"):
+        flatten([counter])

@@ -295,6 +295,29 @@ def test_memory_that_was_never_written_does_not_count_as_touched(touches: Touche
     arena.close()
 
 
+def test_what_is_being_prepared_becomes_more(touches: Touches) -> None:
+    arena = Arena(8 * BIG, BIG)
+    arena.prepare(2 * BIG)
+    arena.prepare(6 * BIG)
+    touches.may.set()
+    until(lambda: not arena._preparing)
+    assert len(arena._free) == 6
+    arena.close()
+
+
+def test_as_many_threads_prepare_for_a_capture_as_there_are_cores_for(
+    touches: Touches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_room, "usable_cores", lambda: 16)
+    arena = Arena(8 * BIG, BIG)
+    assert arena.try_acquire() is None
+    assert len(preparing()) == 4
+    touches.may.set()
+    until(lambda: not arena._preparing)
+    assert len(arena._free) == 4
+    arena.close()
+
+
 def test_a_capture_that_is_stopped_does_not_wait_for_memory_to_be_prepared(touches: Touches) -> None:
     arena = Arena(8 * PAGE, PAGE)
     with pytest.raises(CaptureError, match="cancelled"):

@@ -148,6 +148,11 @@ class SavePipeline:
         if self._capturing is not None:
             self._capturing.parent = version
 
+    def check_process(self) -> None:
+        """Raise CaptureError in a child that was forked: its parent has the threads."""
+        if os.getpid() != self._pid:
+            raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
+
     def submit(self, plan: CapturePlan, head: Head) -> SaveState:
         """Start a save. The state must not change until ``captured`` of the returned `SaveState` is done.
 
@@ -155,8 +160,7 @@ class SavePipeline:
             plan: what to capture.
             head: the head of the new version.
         """
-        if os.getpid() != self._pid:
-            raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
+        self.check_process()
         capturing = self._start(head.seq)
         self.on_failure.began()
         self._tell_lost(head.seq)
