@@ -447,7 +447,7 @@ class Run:
 
 def _check_last(last: int) -> None:
     if last < 0:
-        raise ValueError(f"last={last}: write how many of the newest versions, or 0 for all")
+        raise ValueError(f"{last} versions: write how many of the newest ones, or 0 for all")
 
 
 def _globs(only: Sequence[str] | None) -> tuple[str, ...]:

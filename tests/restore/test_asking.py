@@ -62,7 +62,7 @@ def test_an_id_is_text(saved: Any, call: str) -> None:
 def test_what_to_do_on_damage_is_one_of_two_words(saved: Any, said: Any) -> None:
     """Any other word was taken for ``older``: a damaged version was passed over without having been asked for."""
     for call in (CALLS["load"], CALLS["restore"], lambda ckpt, **asked: ckpt.resume({"m": 0}, **asked)):
-        with pytest.raises(ValueError, match="right are 'raise' and 'older'"):
+        with pytest.raises(ValueError, match="what to do about damage is 'raise' or 'older', not"):
             call(saved, on_damage=said)
 
 

@@ -121,7 +121,7 @@ def test_saves_and_restores_are_exact_whatever_is_refused_and_nothing_is_left(
 
 def test_memory_that_cuda_never_unpins_stays_mapped_and_close_goes_on() -> None:
     arena = Arena(8 * PAGE, PAGE)
-    held, late = [arena.acquire() for _ in range(4)], arena.acquire()
+    held, late = [arena.acquire(last=True) for _ in range(4)], arena.acquire(last=True)
     for slab in held:
         slab.release()
     registered = fake().pinned()

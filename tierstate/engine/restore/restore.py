@@ -279,9 +279,9 @@ def check_wanted(wanted: RestoreSpec) -> RestoreSpec:
     if step is not None and version is not None:
         raise ValueError(f"step {step!r} and version {version!r:.40} are two ways to name a version; give one of them")
     if version is not None and not isinstance(version, str):
-        raise TypeError(f"version {version!r:.40}: an id is text, or the beginning of it; a step is given by step=")
+        raise TypeError(f"version {version!r:.40}: an id is text, or the beginning of it; name a step as the step")
     if wanted.on_damage not in get_args(OnDamage):
-        raise ValueError(f"on_damage={wanted.on_damage!r:.40}: right are 'raise' and 'older'")
+        raise ValueError(f"what to do about damage is 'raise' or 'older', not {wanted.on_damage!r:.40}")
     only = None if wanted.only is None else check_globs(wanted.only)
     return wanted._replace(step=None if step is None else _as_step(step), only=only)
 
