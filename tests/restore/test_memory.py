@@ -6,11 +6,14 @@ import threading
 import time
 
 import pytest
+import torch
 from support.checkpointer_worlds import arena_of, engine_threads, faulty, policy, tensors, tier, wrapped
 from support.equality import difference
 
 import tierstate as ts
+from tierstate.engine.capture import capture
 from tierstate.engine.publish.publish import CascadeJob
+from tierstate.manifest.digest import digest_function
 from tierstate.tiers.memory.host import Memory
 
 
@@ -100,3 +103,43 @@ def test_memory_is_there_before_the_first_save(place):
         state = tensors(100_000)
         assert ckpt.resume(into=state) is not None
         assert 100_000 <= prepared(ckpt) <= 256 << 10, "as much as the state needs, or the restore has used"
+
+
+def test_save_returns_when_all_is_copied_and_does_not_wait_for_digests(place, monkeypatch):
+    gate, digesting = threading.Event(), threading.Event()
+
+    def slow(name):
+        own = digest_function(name)
+
+        def digest(data):
+            digesting.set()
+            assert gate.wait(30)
+            return own(data)
+
+        return digest
+
+    state = {"w": torch.arange(100_000)}
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}, arena={"size": "4MiB"}), "run") as ckpt:
+        monkeypatch.setattr(capture, "digest_function", slow)
+        save = ckpt.save(state, step=1)
+        assert digesting.wait(30)
+        assert not gate.is_set()
+        save.wait_captured(timeout=30)
+        state["w"].add_(1)
+        assert not save.done()
+        gate.set()
+        save.wait()
+        assert difference({"w": torch.arange(100_000)}, ckpt.load()) == ""
+        monkeypatch.setattr(capture, "digest_function", broken_digest)
+        late = ckpt.save(state, step=2)
+        with pytest.raises(ts.CaptureError, match="planted"):
+            late.wait()
+        assert [version.step for version in ckpt.versions()] == [1]
+        assert arena_of(ckpt).in_flight == 0
+
+
+def broken_digest(_name):
+    def digest(_data):
+        raise MemoryError("planted")
+
+    return digest

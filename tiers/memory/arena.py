@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -366,6 +366,12 @@ class Arena:
         with self.lock:
             slots = self.slots - RESERVED_SLABS
             return max(0, slots - self.in_flight) * self.slab_size < min(nbytes, slots * self.slab_size)
+
+    def has_ready(self, nbytes: Sequence[int]) -> bool:
+        """Whether captures would get slabs for so many bytes each, all at once and without waiting for any memory."""
+        much = sum(one > HUGE for one in nbytes)
+        with self.lock:
+            return much <= len(self._free) and len(nbytes) <= self.slots - RESERVED_SLABS - self.in_flight
 
     def acquire(
         self, stop: Callable[[], bool] = lambda: False, *, nbytes: int | None = None, last: bool = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import memmove
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tierstate.engine.capture import capture as capture_module
 from tierstate.engine.capture.capture import Capture, CaptureSink
 from tierstate.engine.capture.plan import CapturePlan, CaptureSource, LastCapture
 from tierstate.engine.packs.slab_layout import BIG, GRAIN, SlabChunks, alignment_classes, capture_order, fill_slabs
@@ -293,4 +296,86 @@ def test_a_capture_that_is_stopped_gives_its_slabs_back(shown: bool) -> None:
     with pytest.raises(CaptureError, match="cancelled"):
         Capture(plan, PAGE, arena, DIGEST, CaptureSink(take, stop=lambda: len(stop) >= 3)).run()
     assert len(stop) == 3
+    assert arena.in_flight == 0
+
+
+# Copies first, digests later
+
+
+@given(VALUES, st.integers(4, 60))
+def test_what_is_not_guarded_may_change_as_soon_as_it_is_copied(
+    values: list[tuple[bytes, bool, bool]], slots: int
+) -> None:
+    """Also where digests of it are still to come, as with an arena that has room for all of it."""
+    arena, found, said = Arena(slots * PAGE, PAGE), dict[int, bytes](), list[int]()
+    memory = [as_buffer(bytearray(value)) for value, _, _ in values]
+    leaves = tuple(Leaf((f"leaf{i}",), Spec("bytes", shape=(len(m),))) for i, m in enumerate(memory))
+    plan = CapturePlan.of(
+        leaves,
+        [
+            CaptureSource(i, Box.whole((len(m),)), len(m), chunks_of(value), guarded, m if shown else None)
+            for i, (m, (value, shown, guarded)) in enumerate(zip(memory, values, strict=True))
+        ],
+    )
+
+    def changes() -> None:
+        said.append(len(found))
+        for buffer, (_, _, guarded) in zip(memory, values, strict=True):
+            if not guarded:
+                buffer.fill_(99)
+
+    def take(batch: SlabChunks) -> None:
+        for row, at, n, digest in zip(batch.rows.tolist(), batch.at, batch.nbytes, batch.digests, strict=True):
+            found[row] = to_bytes(batch.slab.buffer[at : at + n])
+            assert digest.tobytes() == DIGEST(as_buffer(found[row]))
+        batch.slab.release()
+
+    Capture(plan, PAGE, arena, DIGEST, CaptureSink(take, unguarded_done=changes)).run()
+    expected = [value[start : start + n] for value, _, _ in values for start, n in spans(len(value), PAGE)]
+    assert [found[row] for row in range(len(found))] == expected
+    assert len(said) == 1
+    assert arena.in_flight == 0
+    here = [len(value) for value, _, guarded in values if not guarded]
+    if all(shown for _, shown, guarded in values if not guarded) and sum(-(-n // PAGE) for n in here) < slots:
+        assert said == [0], "all copies come before the first digest"
+
+
+def test_the_last_of_several_threads_says_that_all_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, said = list[int](), list[int]()
+
+    def copy(to: int, start: int, nbytes: int) -> None:
+        time.sleep(0.02 if len(done) % 3 else 0.0)
+        memmove(to, start, nbytes)
+        done.append(start)
+
+    monkeypatch.setattr(capture_module, "memmove", copy)
+    monkeypatch.setattr(capture_module, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(capture_module, "usable_cores", lambda: 4)
+    plan = plan_of([bytes([n]) * PAGE for n in range(11)], (True,) * 11)
+    arena = Arena(20 * PAGE, PAGE)
+    sink = CaptureSink(lambda batch: batch.slab.release(), unguarded_done=lambda: said.append(len(done)))
+    Capture(plan, PAGE, arena, DIGEST, sink).run()
+    assert said == [11]
+    assert arena.in_flight == 0
+
+
+@pytest.mark.parametrize("fails", ["take", "digest", "stop"])
+def test_a_failure_after_all_copies_gives_every_slab_back(fails: str) -> None:
+    plan = plan_of([bytes([n]) * PAGE for n in range(6)], (True,) * 6)
+    arena, copied = Arena(20 * PAGE, PAGE), list[int]()
+
+    def digest(data: Any) -> bytes:
+        if fails == "digest" and copied:
+            raise MemoryError
+        return DIGEST(data)
+
+    def take(batch: SlabChunks) -> None:
+        batch.slab.release()
+        if fails == "take":
+            raise OSError("planted")
+
+    sink = CaptureSink(take, unguarded_done=lambda: copied.append(1), stop=lambda: fails == "stop" and bool(copied))
+    with pytest.raises((MemoryError, OSError, CaptureError)):
+        Capture(plan, PAGE, arena, digest, sink).run()
+    assert copied == [1]
     assert arena.in_flight == 0

@@ -16,7 +16,7 @@ from contextlib import closing
 from ctypes import c_ubyte, memmove, memset
 from functools import partial
 from operator import is_
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -43,7 +43,7 @@ from tierstate.tiers.trace import span
 from .chunk_statistics import ElementTypes, StatisticsWorker
 from .device_digests import DeviceDigests, Streams
 from .plan import CapturePlan, LastCapture
-from .streamed import COPIES_QUEUED, SLABS_AHEAD, Filling, StreamedSources
+from .streamed import COPIES_QUEUED, SLABS_AHEAD, FilledSlab, Filling, StreamedSources
 
 log = logging.getLogger("tierstate")
 
@@ -67,7 +67,8 @@ class CaptureSink(NamedTuple):
     Attributes:
         dispatch: called with each filled slab and one lease, which it must release. Called from several threads.
         kept: called with rows and digests of chunks that have not changed and were not copied.
-        unguarded_done: called when all that is not guarded has been copied, if guarded sources follow.
+        unguarded_done: called when all that is not guarded has been copied; digests of it may follow. None: nobody
+            waits for the copies alone.
         copies_queued: called when everything that is guarded was copied from host memory, and its copies from devices
             are queued.
         stop: polled; true cancels the capture.
@@ -75,9 +76,49 @@ class CaptureSink(NamedTuple):
 
     dispatch: Callable[[SlabChunks], None]
     kept: Callable[[Array, Array], None] = lambda _rows, _digests: None
-    unguarded_done: Callable[[], None] = lambda: None
+    unguarded_done: Callable[[], None] | None = None
     copies_queued: Callable[[QueuedCopies], None] = lambda _: None
     stop: Callable[[], bool] = lambda: False
+
+
+class Undigested:
+    """Slabs that are copied, and digested only when all of them are: `save` waits for the copies alone.
+
+    Digests and what publishes them take as long as the copies do, of the same cores and of the interpreter's lock.
+
+    Args:
+        workers: threads that copy.
+        copied: called by the last of them, when all copies are done.
+    """
+
+    def __init__(self, workers: int, copied: Callable[[], None]) -> None:
+        self._lock, self._copying, self._copied = threading.Lock(), workers, copied
+        self._slabs: SimpleQueue[FilledSlab] = SimpleQueue()
+
+    def put(self, slab: FilledSlab) -> None:
+        """Add a slab, with its lease."""
+        self._slabs.put(slab)
+
+    def taken(self) -> Iterator[FilledSlab]:
+        """Called by each thread that has no more to copy: the slabs that it is to digest, each with its lease."""
+        with self._lock:
+            self._copying -= 1
+            last = not self._copying
+        if last:
+            self._copied()
+        while (slab := self._next()) is not None:
+            yield slab
+
+    def _next(self) -> FilledSlab | None:
+        try:
+            return self._slabs.get_nowait()
+        except Empty:
+            return None
+
+    def drop(self) -> None:
+        """Release the slabs that nobody has digested, after a failure."""
+        while (slab := self._next()) is not None:
+            slab[0].release()
 
 
 class Capture:
@@ -126,6 +167,7 @@ class Capture:
         self._streams: Streams = {} if streams is None else streams
         self._on_device = DeviceDigests()
         self._by_devices: list[Array] = []
+        self._undigested: Undigested | None = None
 
     def run(self) -> LastCapture:
         """Copy everything; guarded sources last.
@@ -138,9 +180,8 @@ class Capture:
         """
         if not self._plan.guarded.any():
             self._look_back()
-        self._copy_all(~self._plan.guarded, self._workers())
+        self._copy_all(~self._plan.guarded, self._workers(), copied=self._outlet.unguarded_done)
         if self._plan.guarded.any():
-            self._outlet.unguarded_done()
             self._look_back()
             self._check_memory()
             self._copy_all(self._plan.guarded, 1, self._all_queued)
@@ -200,17 +241,27 @@ class Capture:
         worth = int(self._plan.nbytes[here].sum()) // WORTH_A_THREAD
         return max(1, min(COPY_WORKERS, usable_cores(), worth))
 
-    def _copy_all(self, which: Array, workers: int, then: Callable[[], None] = lambda: None) -> None:
+    def _copy_all(
+        self,
+        which: Array,
+        workers: int,
+        then: Callable[[], None] = lambda: None,
+        copied: Callable[[], None] | None = None,
+    ) -> None:
         """Copy these sources.
 
         Args:
             workers: threads that copy host memory.
             then: called when the copies from devices are queued, and all others done.
+            copied: called when all copies are done. If memory for all of them is ready, they are digested after that.
         """
         plan = self._plan
         sources = plan.in_order(np.flatnonzero(which & (plan.address != 0)))
         streamed = np.flatnonzero(which & (plan.address == 0))
-        slabfuls = fill_slabs(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size)
+        planned = list(fill_slabs(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size))
+        at_once = bool(len(streamed)) or not self._arena.has_ready([slabful.end for slabful in planned])
+        self._undigested = None if copied is None or at_once else Undigested(workers, copied)
+        slabfuls = iter(planned)
         filled: SimpleQueue[Filling | None] = SimpleQueue()
         digesting, started = range(0), list[threading.Thread]()
         try:
@@ -231,14 +282,22 @@ class Capture:
             filled.put(None)
         for thread in started:
             thread.join()
+        self._end_copies(filled)
+        if copied is not None and at_once:
+            copied()
+
+    def _end_copies(self, filled: SimpleQueue[Filling | None]) -> None:
+        """Release what no thread took, as after a failure, which is raised then."""
         self._drop_all(filled)
+        if self._undigested is not None:
+            self._undigested.drop()
         if self._failures:
             self._on_device.settle()
             raise self._failures[0]
 
     @staticmethod
     def _drop_all(filled: SimpleQueue[Filling | None]) -> None:
-        """Release what no thread took: not all threads could be started."""
+        """Release slabs that devices copy into: not all threads could be started."""
         while not filled.empty():
             if (filling := filled.get()) is not None:
                 filling.drop()
@@ -309,16 +368,25 @@ class Capture:
                 with self._lock:
                     slabful = next(slabfuls, None)
                     if slabful is None:
-                        return
+                        break
                     if self._stopped():
                         raise CaptureError("the save was cancelled")
                     # Under the lock, so that slabs are acquired in the order of the slabfuls. Otherwise deadlock: a
                     # file writer may hold the slab of a later slabful and wait for an earlier one that gets no slab.
                     with span("wait for a slab"):
-                        slab = self._arena.acquire(self._stopped, nbytes=int(slabful.taken.sum()))
+                        slab = self._arena.acquire(self._stopped, nbytes=slabful.end)
                 self._copy(slabful, slab)
+            if self._undigested is not None:
+                self._digest_copied(self._undigested)
         except BaseException as error:
             self._failures.append(error)
+
+    def _digest_copied(self, undigested: Undigested) -> None:
+        for slab, *chunks in undigested.taken():
+            if self._stopped():
+                slab.release()
+                raise CaptureError("the save was cancelled")
+            self._give(slab, *chunks)
 
     def _stopped(self) -> bool:
         return bool(self._failures) or self._outlet.stop()
@@ -335,10 +403,12 @@ class Capture:
         except BaseException:
             slab.release()
             raise
-        if len(at):
-            self._give(slab, self._rows(slabful), at, slabful.nbytes)
-        else:
+        if not len(at):
             slab.release()
+        elif self._undigested is not None:
+            self._undigested.put((slab, self._rows(slabful), at, slabful.nbytes))
+        else:
+            self._give(slab, self._rows(slabful), at, slabful.nbytes)
 
     def _without_unchanged(self, slabful: SlabPlan) -> SlabPlan:
         kept = self._unchanged(slabful)
@@ -556,7 +626,12 @@ class CaptureThread:
             for receiver in receivers:
                 receiver.feed(UnchangedChunks(rows, digests))
 
-        freed = partial(save_state.capture_ended, None) if work.snapped else save_state.freed.set
+        guarded = bool(work.plan.guarded.any())
+        freed: Callable[[], None] | None = save_state.freed.set
+        if work.snapped or not guarded:
+            freed = partial(save_state.capture_ended, None)
+        if work.handed_over is not None and not guarded:
+            freed = None  # `save` returns when the other process has all of it
         outlet = CaptureSink(dispatch, keep, freed, save_state.copies_queued, save_state.cancelled.is_set)
         digest = digest_function(save_state.head.digest)
         chunk, kept = save_state.head.chunk, (self._staging, statistics, self._streams)

@@ -54,6 +54,11 @@ class SlabPlan(NamedTuple):
         found: Array = np.cumsum(self.taken) - self.taken
         return found
 
+    @property
+    def end(self) -> int:
+        """Bytes that the chunks take in the slab, with padding."""
+        return int(self.taken.sum())
+
     def without(self, gone: Array) -> SlabPlan:
         """The plan without the chunks ``gone``, ``(n,)`` of bool; the remaining ones move together."""
         return SlabPlan(*(column[~gone] for column in self))
