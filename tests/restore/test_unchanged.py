@@ -15,6 +15,7 @@ from support.checkpointer_worlds import alike, arena_of, faulty, names, policy, 
 
 import tierstate as ts
 from tierstate.engine.capture import capture
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
 from tierstate.tiers.testing.faulty import FaultyCall
@@ -120,8 +121,11 @@ def test_nothing_is_unchanged_since_a_save_that_failed(place: Path, operation: F
             assert ckpt.verify(deep=True).ok
 
 
-def test_what_is_found_damaged_while_a_save_relies_on_it_fails_that_save(place: Path) -> None:
+def test_what_is_found_damaged_while_a_save_relies_on_it_fails_that_save(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was not copied, since it was in the tier when the capture looked; when it is to be published it is not."""
+    monkeypatch.setattr(Arena, "has_ready", lambda *_: False)  # so that what has changed is published first
     with wrapped(Memory()) as keys:
         tiers = {"bad": keys, "nvme": tier("nvme", place)}
         rules = [{"match": "**", "tiers": ["bad"]}]
