@@ -140,10 +140,10 @@ def train(peer: str, nbytes: int, every: int, steps: int, root: Path) -> dict[st
 HEAD = "state, GiB | a save each | | total, s | / no save | blocked, s | work lost at a kill, s"
 
 
-def run(sizes: list[int], steps: int, intervals: list[int], peers: list[str], path: str | None) -> list[list[str]]:
+def run(states: list[int], steps: int, intervals: list[int], peers: list[str], path: str | None) -> list[list[str]]:
     """Measure all; the rows of a table."""
     rows = []
-    for size in sizes:
+    for size in states:
         base = measured("none", size, 1, steps, path) if "none" in peers else None
         for every in intervals:
             for peer in peers:
@@ -172,15 +172,20 @@ def draw(rows: list[list[str]], path: Path) -> None:
     draw_groups(path, "A training run end to end: less is better", panels)
 
 
+def numbers(text: str) -> list[int]:
+    """The numbers of a list with commas."""
+    return [int(part) for part in text.split(",")]
+
+
+def sizes(text: str) -> list[int]:
+    """The bytes of a list of sizes with commas."""
+    return [parse_size(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Measure, and print a table; or be one run."""
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.field.end_to_end", description=__doc__.splitlines()[0])
-    sizes = [1 << 30, 1_400_000_000]
-    parser.add_argument("--sizes", type=lambda text: [parse_size(part) for part in text.split(",")], default=sizes)
+    parser.add_argument("--sizes", type=sizes, default=[1 << 30, 1_400_000_000])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--every", type=numbers, default=[10, 5, 2, 1], help="steps between two saves")
     parser.add_argument("--peers", type=some_of(PEERS), default=list(PEERS), help=",".join(PEERS))

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.competitor import Competitor
 from benchmarks.field import find
-from benchmarks.field.end_to_end import PEERS, Run
+from benchmarks.field.end_to_end import PEERS, Run, numbers, sizes
 from benchmarks.files import make_cold
 from benchmarks.machine import facts_line, touch_memory
 from benchmarks.results import Results
@@ -35,7 +35,6 @@ from benchmarks.rounds import say, some_of, takers
 from benchmarks.state import State, fingerprint
 from benchmarks.tables import table
 from benchmarks.training import Trainer
-from tierstate.tiers.units import parse_size
 
 READERS = {"dcp-async": "dcp", "lazy": "eager"}
 """Who reads the files of those that only differ in how they write."""
@@ -83,22 +82,20 @@ def killed(peer: str, nbytes: int, every: int, moment: float, path: str | None) 
     what = ["--peer", peer, "--sizes", str(nbytes), "--every", str(every), "--path", folder]
     command = [sys.executable, "-m", "benchmarks.field.kills", *what]
     try:
-        steps = dict[int, tuple[float, str]]()
+        steps = dict[int, tuple[float, str]]()  # when each ended, and what was saved then
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                step, *told = json.loads(line)
-                steps[step] = (told[0], told[1])
+            lines = map(json.loads, process.stdout)
+            for step, ended, saved in lines:
+                steps[step] = ended, saved
                 if step == int(moment):
-                    time.sleep((moment - step) * (told[0] - steps[1][0]) / (step - 1))
+                    time.sleep((moment - step) * (ended - steps[1][0]) / (step - 1))
                     break
             else:
                 raise RuntimeError(f"{peer} ended by itself after step {max(steps, default=0)}")
             process.kill()
             end = time.monotonic()
-            for line in process.stdout:  # of steps that ended meanwhile
-                step, *told = json.loads(line)
-                steps[step] = (told[0], told[1])
+            steps |= {step: (ended, saved) for step, ended, saved in lines}  # that ended meanwhile
         newest = ["--newest", str(max(step for step, (_, saved) in steps.items() if saved))]
         found: dict[str, Any] = json.loads(
             subprocess.run([*command, *newest], check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
@@ -115,11 +112,11 @@ def killed(peer: str, nbytes: int, every: int, moment: float, path: str | None) 
 HEAD = "a save each | | work lost, s | in steps | until it goes on, s | saves that could not be read"
 
 
-def run(sizes: list[int], intervals: list[int], kills: int, peers: list[str], path: str | None) -> list[list[str]]:
+def run(states: list[int], intervals: list[int], kills: int, peers: list[str], path: str | None) -> list[list[str]]:
     """Measure all; the rows of a table, of medians."""
     chance, rows = random.Random(0), []
     moments = [FIRST + chance.random() * 2 * max(intervals) for _ in range(kills)]
-    for size in sizes:
+    for size in states:
         for every in intervals:
             for peer in peers:
                 found = [killed(peer, size, every, moment, path) for moment in moments]
@@ -140,12 +137,8 @@ def run(sizes: list[int], intervals: list[int], kills: int, peers: list[str], pa
 
 def main() -> None:
     """Measure, and print a table; or be one run, or the process that goes on."""
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.field.kills", description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=lambda text: [parse_size(part) for part in text.split(",")], default=[1 << 30])
+    parser.add_argument("--sizes", type=sizes, default=[1 << 30])
     parser.add_argument("--every", type=numbers, default=[5, 1], help="steps between two saves")
     parser.add_argument("--kills", type=int, default=3, help="kills of each")
     peers = [peer for peer in PEERS if peer != "none"]

@@ -23,9 +23,8 @@ def split_glob(pattern: str) -> tuple[str, ...]:
     if pattern == ".":
         return ()
     parts, at = [], 0
-    while at <= len(
-        pattern
-    ):  # also at the end of an empty pattern or after a last dot: an empty segment, which is an error
+    # Also at the end of an empty pattern or after a last dot: an empty segment, which is an error.
+    while at <= len(pattern):
         found = _SEGMENT.match(pattern, at)
         if not found or (found.end() < len(pattern) and pattern[found.end()] != "."):
             raise ValueError(_NO_GLOB.format(pattern))

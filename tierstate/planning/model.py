@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from tierstate.engine.cadence import Level
+from tierstate.engine.placement import Mask
+from tierstate.manifest.arrays import Array
 from tierstate.manifest.format.leaf_path import Path
 
 
@@ -70,6 +75,26 @@ class TierModel:
             saved_up: seconds of the rate that are saved up.
         """
         return max(nbytes / rate - saved_up, min(nbytes / self.peak, nbytes / rate))
+
+
+def restore_seconds(
+    sizes: Array, masks: Mapping[str, Mask], tiers: Iterable[TierModel], saved_up: Callable[[TierModel], float]
+) -> float:
+    """Seconds to read a state, each leaf from the nearest of these tiers that gets it.
+
+    Args:
+        sizes: ``(leaves,)``: bytes of each leaf.
+        masks: by tier, ``(leaves,)`` of bool: the leaves that go there.
+        tiers: nearest first.
+        saved_up: of a tier, seconds of its rate that are saved up.
+    """
+    left, seconds = np.ones(len(sizes), bool), 0.0
+    for tier in tiers:
+        here = masks[tier.level.name] & left
+        seconds += tier.seconds(float(sizes[here].sum()), tier.read, saved_up(tier))
+        seconds += tier.fixed if here.any() else 0.0
+        left &= ~here
+    return seconds
 
 
 class Failure(NamedTuple):

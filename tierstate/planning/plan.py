@@ -17,7 +17,7 @@ from tierstate.tiers.policy.models import AutoEvery
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import MAX_SECONDS, format_size, rough_duration, rough_size
 
-from .model import Outcome, TierModel, TierOutcome, Workload
+from .model import Outcome, TierModel, TierOutcome, Workload, restore_seconds
 from .simulation import simulate
 
 DAY = 86400.0
@@ -274,20 +274,10 @@ def _failure(
     if host_lost not in outcome.survived:
         return FailureForecast(host_lost, share, "", None, workload.restart)
     there = [m for m in models if m.level.survives(host_lost) and outcome.tiers[m.level.name].arrivals]
-    recovery = workload.restart + _restore_seconds(policy, workload, there)
-    return FailureForecast(host_lost, share, there[0].level.name, outcome.lost[host_lost], recovery)
-
-
-def _restore_seconds(policy: Policy, workload: Workload, there: Sequence[TierModel]) -> float:
-    """Seconds to read the state, each leaf from the nearest of these tiers that gets it."""
     masks = route_masks(policy, [path for path, _ in workload.leaves])
     sizes = np.array([nbytes for _, nbytes in workload.leaves], float)
-    left, seconds = np.ones(len(sizes), bool), 0.0
-    for model in there:
-        here = masks[model.level.name] & left
-        seconds += float(sizes[here].sum()) / model.read + (model.fixed if here.any() else 0.0)
-        left &= ~here
-    return seconds
+    recovery = workload.restart + restore_seconds(sizes, masks, there, lambda _tier: 0.0)
+    return FailureForecast(host_lost, share, there[0].level.name, outcome.lost[host_lost], recovery)
 
 
 def _tier(

@@ -33,7 +33,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.history.retention import RetentionEntry, RetentionPolicy, decide_retention
 from tierstate.tiers.policy.policy import Policy
 
-from .model import Arrival, Failure, Outcome, Recovery, TierModel, TierOutcome, Workload
+from .model import Arrival, Failure, Outcome, Recovery, TierModel, TierOutcome, Workload, restore_seconds
 
 OFTEN = 100
 """Of more versions than this in a tier, retention decides only after each hundredth part of them."""
@@ -216,7 +216,8 @@ class _Job:
         seq = max(found, default=None)
         near = [] if seq is None else [lane for lane in self._lanes if seq in lane.has]
         due = near[0].has[seq] if near and seq is not None else PendingVersion(-1, 0, 0.0)
-        went = self._workload.restart + self._restoring(near)
+        models = [lane.model for lane in near]
+        went = self._workload.restart + restore_seconds(self._sizes, self._masks, models, lambda tier: tier.burst)
         tier, lost = near[0].name if near else "", failure.time - due.time
         self.outcome.recoveries.append(Recovery(failure, tier, due.step, lost, went))
         self._step = due.step
@@ -225,16 +226,6 @@ class _Job:
         self._failures = deque(later._replace(time=max(later.time, self._now)) for later in self._failures)
         self._begin()
         self._go()
-
-    def _restoring(self, near: Sequence[_Lane]) -> float:
-        """Seconds to read the state, each leaf from the nearest tier that has it."""
-        left, seconds = np.ones(len(self._sizes), bool), 0.0
-        for lane in near:
-            here = self._masks[lane.name] & left
-            seconds += lane.model.seconds(self._bytes_of(here), lane.model.read, lane.model.burst)
-            seconds += lane.model.fixed if here.any() else 0.0
-            left &= ~here
-        return seconds
 
     # Saves
 
