@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpointer_worlds import engine_threads
 from support.thread_teams import World, together
 
 from tierstate.engine.ranks.save import relay
@@ -101,7 +102,7 @@ def test_commits_to_several_tiers_begin_to_listen_once(narrow: None, monkeypatch
     one.close()
     team.close()
     assert len(made) == 1
-    assert not any(thread.name in ("tierstate-accept", "tierstate-relay") for thread in threading.enumerate())
+    assert not {"tierstate-accept", "tierstate-relay"} & set(engine_threads())
 
 
 def test_few_leaders_get_it_by_the_store(narrow: None) -> None:

@@ -82,6 +82,7 @@ class VersionRelay:
     def __init__(self, team: Team, find: Callable[[int, str, float], Version | None]) -> None:
         self._team, self._find = team, find
         self._listener: PeerListener | None = None
+        self._thread: threading.Thread | None = None
         self._lock, self._beginning = threading.Lock(), threading.Lock()
         self.sent = 0
 
@@ -105,9 +106,9 @@ class VersionRelay:
     def _begin(self) -> None:
         try:
             self._listener = PeerListener(len(set(self._team.hosts)), self._team.secret)
-            start_thread(
-                threading.Thread(target=self._run, args=(self._listener,), name="tierstate-relay", daemon=True)
-            )
+            thread = threading.Thread(target=self._run, args=(self._listener,), name="tierstate-relay", daemon=True)
+            start_thread(thread)
+            self._thread = thread
         except (OSError, RuntimeError) as error:
             log.warning("this rank passes no versions on, so others get them from rank 0: %s", error)
         else:
@@ -181,6 +182,8 @@ class VersionRelay:
                 log.info("a version could not be passed on: %s", error)
 
     def close(self) -> None:
-        """Pass nothing more on. Safe to call twice."""
+        """Accept no more requests; those that are being answered are answered to their end. Safe to call twice."""
         if self._listener is not None:
             self._listener.close()
+        if self._thread is not None:
+            self._thread.join()
