@@ -247,6 +247,7 @@ class Slab:
         buffer: the slab's memory, page-aligned.
         offset: offset in the file of the arena's `shared` memory; None if the memory is private.
         ready: whether each page of the memory has been touched.
+        little: whether little of it is used, so that it is no memory that was prepared.
         pinned: whether it is pinned for CUDA; None while this process does not use CUDA.
     """
 
@@ -261,6 +262,7 @@ class Slab:
             node.place(self.buffer)
         self.leases = 0
         self.kept = False
+        self.little = False
         self.ready = False
         self.pinned: bool | None = None
 
@@ -340,6 +342,7 @@ class Arena:
         self.changed = threading.Condition(self.lock)
         self.closed = False
         self.in_flight = 0
+        self.little = 0  # of these, slabs of which little is used
         self.kept = 0
         self.peak = 0
         self.waited = 0.0
@@ -391,11 +394,11 @@ class Arena:
             CaptureError: ``stop`` returned true while waiting.
             TierstateError: the arena is closed.
         """
-        much = not last and (nbytes is None or nbytes > HUGE)
+        little = nbytes is not None and nbytes <= HUGE
         with self.lock:
-            while (full := self._is_full(last)) or (much and self._comes_soon()):
+            while (full := self._is_full(last)) or (not (last or little) and self._comes_soon()):
                 self._wait(stop, full and not last)
-            slab = self._take()
+            slab = self._take(little)
         return self._pinned(slab)
 
     def _wait(self, stop: Callable[[], bool], counts: bool) -> None:
@@ -417,7 +420,7 @@ class Arena:
         if not self._preparing and self._can_prepare:
             try:
                 soon = max(-(-HUGE // self.slab_size), _preparers())  # one for each thread that there can be
-                self._start_preparers(min(self.slots, self.in_flight + soon))
+                self._start_preparers(min(self.slots, self.in_flight - self.little + soon))
             except RuntimeError:
                 self._can_prepare = False
         return bool(self._preparing)
@@ -439,9 +442,13 @@ class Arena:
             raise TierstateError("this arena is closed, as its Checkpointer is; make a new Checkpointer")
         return self.in_flight >= self.slots - (0 if last else RESERVED_SLABS)
 
-    def _take(self) -> Slab:
-        slab = self._free.pop() if self._free else self._untouched()
-        slab.leases = 1
+    def _take(self, little: bool = False) -> Slab:
+        # What needs little leaves touched memory to those that need all of a slab: they would have to wait for it.
+        # The beginning of a slab that was used for little before has been touched.
+        little = little and self.slab_size > HUGE
+        slab = self._free.pop() if self._free and not little else self._untouched()
+        slab.leases, slab.little = 1, little
+        self.little += little
         self._out[_address(slab.buffer)] = slab
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight + self.kept)
@@ -469,10 +476,15 @@ class Arena:
         self.device = current_device()
         with self.lock:
             self._can_prepare = True
-            wanted = min(self.slots, -(-nbytes // self.slab_size))
+        self.prepare_slabs(-(-nbytes // self.slab_size))
+
+    def prepare_slabs(self, count: int) -> None:
+        """As `prepare`, for so many slabs that are used as a whole. Called from any thread."""
+        with self.lock:
+            wanted = min(self.slots, count)
             if self._preparing:
                 self._wanted = max(self._wanted, wanted)
-            elif not self.closed:
+            elif not self.closed and self._can_prepare:
                 self._start_preparers(wanted)
 
     def _start_preparers(self, wanted: int) -> None:
@@ -481,7 +493,7 @@ class Arena:
         Raises:
             RuntimeError: no thread can be started.
         """
-        lacking = wanted - self.in_flight - len(self._free)
+        lacking = self._lacking(wanted)
         if lacking <= 0:
             return
         self._preparers, self._wanted = [], wanted
@@ -502,6 +514,11 @@ class Arena:
                 self._preparing.discard(thread)
                 raise
 
+    def _lacking(self, wanted: int) -> int:
+        """How many slabs are to be prepared, so that so many are touched; in all there are no more than the budget."""
+        touched = self.in_flight - self.little + len(self._free)
+        return min(wanted - touched, self.slots - self.in_flight - len(self._free))
+
     def _prepare(self) -> None:
         try:
             with running_on(self.node):  # where memory is near that is zeroed here
@@ -518,7 +535,7 @@ class Arena:
     def _add_prepared(self) -> bool:
         """Add one free slab, unless there are enough. Returns whether it was added."""
         with self.lock:
-            if self.closed or self.in_flight + len(self._free) >= self._wanted:
+            if self.closed or self._lacking(self._wanted) <= 0:
                 return False
             slab = self._untouched()
         try:
@@ -527,7 +544,7 @@ class Arena:
             slab.discard()
             raise
         with self.lock:
-            useful = not self.closed and self.in_flight + len(self._free) < self._wanted
+            useful = not self.closed and self._lacking(self._wanted) > 0
             if useful:
                 self._free.append(slab)
                 self.changed.notify_all()
@@ -547,7 +564,7 @@ class Arena:
                 return 0
             slab.kept = True
             self.kept += 1
-            self.in_flight -= 1
+            self._leave(slab)
             self.changed.notify_all()
             return self.slab_size
 
@@ -563,7 +580,7 @@ class Arena:
                 slab.kept = False
                 self.kept -= 1
             else:
-                self.in_flight -= 1
+                self._leave(slab)
             (self._free if slab.ready else self._raw).append(slab)
             room = 0 if self.closed else max(0, self._free_at_most() - self.in_flight)
             surplus, self._free = self._free[room:], self._free[:room]
@@ -573,6 +590,11 @@ class Arena:
             self.changed.notify_all()
         for slab in surplus:
             slab.discard()
+
+    def _leave(self, slab: Slab) -> None:
+        """A slab is in flight no more. Needs the lock."""
+        self.in_flight -= 1
+        self.little -= slab.little
 
     def _free_at_most(self) -> int:
         """The slabs that are in flight or free at most.
@@ -590,7 +612,7 @@ class Arena:
             if slab.kept:
                 self.kept -= 1
             else:
-                self.in_flight -= 1
+                self._leave(slab)
             slab.offset = None  # so that the memory is not given back to the system
             self.changed.notify_all()
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.outcomes import until
 
 from tierstate.engine.capture import capture as capture_module
 from tierstate.engine.capture.capture import Capture, CaptureSink
@@ -24,7 +25,7 @@ from tierstate.manifest.chunk import Buffer, Chunk, as_buffer, spans, to_bytes
 from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import CaptureError, Unsafe
 from tierstate.manifest.format.leaf import Leaf, Spec
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import HUGE, PAGE, Arena
 
 DIGEST = digest_function("xxh3-128")
 
@@ -357,6 +358,15 @@ def test_the_last_of_several_threads_says_that_all_is_copied(monkeypatch: pytest
     Capture(plan, PAGE, arena, DIGEST, sink).run()
     assert said == [11]
     assert arena.in_flight == 0
+
+
+def test_memory_for_the_next_capture_is_prepared_although_a_fast_disk_needed_little_for_this_one() -> None:
+    chunk = HUGE + PAGE
+    plan = plan_of([bytes(chunk + PAGE)] * 4, (True,) * 4)  # each of them ends in a slab of its own
+    arena = Arena(16 * chunk, chunk)
+    Capture(plan, chunk, arena, DIGEST, CaptureSink(lambda batch: batch.slab.release())).run()
+    until(lambda: arena.has_ready([chunk, PAGE] * 4))
+    arena.close()
 
 
 @pytest.mark.parametrize("fails", ["take", "digest", "stop"])

@@ -295,6 +295,34 @@ def test_memory_that_was_never_written_does_not_count_as_touched(touches: Touche
     arena.close()
 
 
+def test_what_needs_little_leaves_touched_memory_to_what_needs_a_slab(touches: Touches) -> None:
+    touches.may.set()
+    arena = Arena(8 * BIG, BIG)
+    arena.prepare(3 * BIG)
+    until(lambda: not arena._preparing)
+    few = [arena.acquire(nbytes=PAGE) for _ in range(2)]
+    assert not any(slab.ready for slab in few)
+    assert len(arena._free) == 3
+    assert arena.has_ready([BIG] * 3)
+    arena.close()
+
+
+def test_slabs_of_which_little_is_used_are_no_prepared_memory(touches: Touches) -> None:
+    touches.may.set()
+    arena = Arena(8 * BIG, BIG)
+    few = [arena.acquire(nbytes=PAGE) for _ in range(3)]
+    arena.prepare_slabs(4)
+    until(lambda: not arena._preparing)
+    assert len(arena._free) == 4
+    arena.prepare_slabs(8)
+    until(lambda: not arena._preparing)
+    assert len(arena._free) == 5, "more than the budget"
+    arena.keep(few[0].buffer)
+    few[1].release()
+    assert (arena.in_flight, arena.little) == (1, 1)
+    arena.close()
+
+
 def test_what_is_being_prepared_becomes_more(touches: Touches) -> None:
     arena = Arena(8 * BIG, BIG)
     arena.prepare(2 * BIG)
