@@ -239,6 +239,8 @@ class Comparison:
         pending = [root]
         while pending:
             place = pending.pop()
+            if place.stateful is None and isinstance(place.provider, _COMPARED_ELSEWHERE):
+                continue  # before all else: most places are such
             again = False
             for one, at in _objects(place):
                 other = first.setdefault(id(one), at)

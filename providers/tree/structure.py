@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +21,6 @@ from tierstate.providers.values.modules import set_metadata
 from .walk import MAX_PATH_DEPTH, StateNode, TypedKey, typed_key
 
 
-@dataclass(slots=True, eq=False)
 class VersionNode:
     """A leaf of a version as a node of the tree.
 
@@ -32,17 +30,19 @@ class VersionNode:
         kind: a container's kind; empty for a leaf.
     """
 
-    index: int
-    leaf: Leaf
-    children: dict[TypedKey, VersionNode] = field(default_factory=dict)
-    kind: str = field(init=False)
+    # No dataclass, which would take two more calls for each node: a version may have tens of thousands.
+    __slots__ = ("children", "index", "kind", "leaf")
 
-    def __post_init__(self) -> None:
-        self.become(self.leaf)
+    def __init__(self, index: int, leaf: Leaf) -> None:
+        self.index, self.leaf = index, leaf
+        self.children: dict[TypedKey, VersionNode] = {}
+        kind = leaf.spec.kind
+        self.kind = kind if kind in CONTAINERS else ""
 
     def become(self, leaf: Leaf) -> None:
         """Be the node of another leaf, with the same children."""
-        self.leaf, self.kind = leaf, leaf.spec.kind if leaf.spec.kind in CONTAINERS else ""
+        kind = leaf.spec.kind
+        self.leaf, self.kind = leaf, kind if kind in CONTAINERS else ""
 
     @property
     def key(self) -> Any:
@@ -82,7 +82,8 @@ def version_tree(leaves: Sequence[Leaf]) -> VersionNode:
         if (other := _find(root, storage.leaf.path)) is not None:
             raise _twice(other, storage)
     for node in root.walk():
-        _check_keys(node)
+        if node.kind:
+            _check_keys(node)
     return root
 
 
@@ -237,6 +238,8 @@ def check_known_classes(
         with untrusted(node.leaf):
             check_classes(node.leaf.spec.attrs)
     for mark, below in node.children.items():
+        if not below.children and CLASS not in below.leaf.spec.attrs:
+            continue
         known = place.children.get(mark) if place is not None else None
         check_known_classes(below, known[1] if known is not None else None, wanted, created)
 
@@ -251,8 +254,9 @@ def drop_other_ranks(node: VersionNode, place: StateNode) -> None:
             at.children = {mark: below for mark, below in at.children.items() if takes((*path, below.key))}
             pending += [(below, (*path, below.key)) for below in at.children.values()]
     for mark, below in node.children.items():
-        if mark in place.children:
-            drop_other_ranks(below, place.children[mark][1])
+        known = place.children[mark][1] if mark in place.children else None
+        if known is not None and (known.children or known.stateful is not None):
+            drop_other_ranks(below, known)
 
 
 def selected_paths(version: Version, only: Sequence[str] | None) -> set[str]:

@@ -254,7 +254,8 @@ def _decide_memory(place: StateNode, tied: Sequence[Path], own: bool = False) ->
         own = not suits or (not how.strict and any(path[: len(place.path)] == place.path for path in tied))
     place.own_memory = own
     for _, child in place.children.values():
-        _decide_memory(child, tied, own)
+        if own or child.children or child.stateful is not None:
+            _decide_memory(child, tied, own)
 
 
 def _given(node: VersionNode, place: StateNode, chosen: set[int], inside: bool = False) -> list[int]:
@@ -264,7 +265,9 @@ def _given(node: VersionNode, place: StateNode, chosen: set[int], inside: bool =
     found = [node.index] if inside and node.index in chosen else []
     for mark, child in node.children.items():
         if mark in place.children:
-            found += _given(child, place.children[mark][1], chosen, inside)
+            at = place.children[mark][1]
+            if inside or child.children or at.stateful is not None:
+                found += _given(child, at, chosen, inside)
         elif inside:
             found += [below.index for below in child.walk() if below.index in chosen]
     return found
