@@ -418,11 +418,8 @@ class Arena:
         if self._free or not self.is_ours():
             return False
         if not self._preparing and self._can_prepare:
-            try:
-                soon = max(-(-HUGE // self.slab_size), _preparers())  # one for each thread that there can be
-                self._start_preparers(min(self.slots, self.in_flight - self.little + soon))
-            except RuntimeError:
-                self._can_prepare = False
+            soon = max(-(-HUGE // self.slab_size), _preparers())  # one for each thread that there can be
+            self._start_preparers(min(self.slots, self.in_flight - self.little + soon))
         return bool(self._preparing)
 
     def try_acquire(self) -> Slab | None:
@@ -490,8 +487,7 @@ class Arena:
     def _start_preparers(self, wanted: int) -> None:
         """Have memory prepared until so many slabs are in flight or free. Needs the lock.
 
-        Raises:
-            RuntimeError: no thread can be started.
+        Where no thread can be started (`ulimit -u`), nothing is prepared: who needs memory touches it then.
         """
         lacking = self._lacking(wanted)
         if lacking <= 0:
@@ -507,9 +503,8 @@ class Arena:
             except RuntimeError:
                 self._preparing.discard(thread)
                 self._preparers.pop()
-                if not self._preparers:
-                    raise
-                break  # no more threads (`ulimit -u`): those that are there do all of it
+                self._can_prepare = bool(self._preparers)
+                break  # those that are there do all of it
             except BaseException:  # an interrupt: nobody may wait for a thread that perhaps never starts
                 self._preparing.discard(thread)
                 raise

@@ -360,6 +360,7 @@ def test_a_capture_gets_untouched_memory_where_none_can_be_prepared(monkeypatch:
 
     monkeypatch.setattr(arena_room, "start_thread", none)
     arena = Arena(4 * PAGE, PAGE)
+    arena.prepare(2 * PAGE)
     slabs = [arena.acquire() for _ in range(3)]
     assert not any(slab.ready for slab in slabs)
     arena.close()
