@@ -308,6 +308,8 @@ class Checkpointer(Run):
         self._telemetry = Telemetry(policy.metrics, self._events, run, tier_runs, self._statistics)
         if policy.arena.prepare:
             arena.prepare(policy.arena.size)
+        else:
+            self._guard.when_sized = arena.prepare  # so that a first save finds memory that is touched
 
     def _watch(self, keys: PreemptionKeys) -> Preemption:
         if self._together is not None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import arena_of, engine_threads, policy, scratch, tier
 from support.equality import difference
+from support.outcomes import until
 
 import tierstate as ts
 from tierstate.engine.capture import capture
@@ -101,6 +102,29 @@ def job() -> Job:
     made = Job()
     made.step()
     return made
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_memory_for_what_the_optimizer_has_is_ready_before_the_first_save(place: Path, wrapped: bool) -> None:
+    class Wrapper:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step(closure)
+
+    job = Job()
+    needed = 3 * sum(p.nbytes for p in job.model.parameters())
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}, chunk="4KiB"), "run") as ckpt:
+        arena = arena_of(ckpt)
+        step = Wrapper(job.optimizer) if wrapped else job.optimizer
+        ckpt.guard(step)
+        for _ in range(3):
+            assert not arena._free, "before the optimizer has made its state"
+            job.model(torch.randn(8, 64)).square().mean().backward()
+            step.step()
+        until(lambda: len(arena._free) * arena.slab_size >= needed and not arena._preparing)
+        assert len(arena._free) * arena.slab_size < needed + 2 * arena.slab_size
 
 
 def test_save_returns_before_the_parameters_are_captured_and_the_step_waits(

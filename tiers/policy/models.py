@@ -324,8 +324,8 @@ class ArenaKeys(Frozen):
         on_full: what a save does that finds the arena full: ``block`` waits for room; ``skip`` leaves the save out, and
             counts that.
         prepare: whether a thread gets memory for all of it as soon as the Checkpointer is made, so that the first save
-            blocks for no longer than later ones. Otherwise it gets memory when it is first used; and after `resume`,
-            as much as the restored state needs.
+            blocks for no longer than later ones. Otherwise it gets memory when it is first used; after `resume`, as
+            much as the restored state needs; and in the third step of a guarded optimizer, as much as that needs.
     """
 
     size: Size = ARENA_SIZE

@@ -46,6 +46,11 @@ WRAPPED_LISTS = ("optimizers", "chained_optimizers")
 """Attributes under which wrappers have several."""
 
 
+SIZED_STEP = 3
+"""The step before which the memory of optimizers is counted. They make their state in the first one, and a wrapper's
+step may count twice."""
+
+
 NOTICED = 0.001
 """Seconds of a wait below which it is no event."""
 
@@ -82,6 +87,8 @@ class Guard:
 
     Attributes:
         waited: seconds that steps have waited.
+        when_sized: called once, before the third step, by which optimizers have made their state: with the bytes of
+            parameters and state, of this process.
         unstable: paths of leaves that were changed outside of a step, so that a save failed. They are captured before
             `save` returns from then on.
     """
@@ -94,6 +101,8 @@ class Guard:
         self._pid = os.getpid()
         self.waited = 0.0
         self.when_waited: Callable[[float], None] | None = None
+        self.when_sized: Callable[[int], None] | None = None
+        self._steps = 0
         self.unstable: set[Path] = set()
 
     @property
@@ -191,7 +200,16 @@ class Guard:
         if in_step_of_graph():
             self.wait()  # what is captured into a graph may not wait for events from outside of it
         else:
+            self._tell_size()
             self._wait(lambda save_state: save_state.release_state())
+
+    def _tell_size(self) -> None:
+        if self.when_sized is None or not self._guarded or os.getpid() != self._pid:
+            return
+        self._steps += 1
+        if self._steps == SIZED_STEP:
+            tell, self.when_sized = self.when_sized, None
+            tell(sum(local_of(tensor).nbytes for tensor in self.tensors()))
 
     def _wait(self, until: Callable[[Watched], object]) -> None:
         if os.getpid() != self._pid:
