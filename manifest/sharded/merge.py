@@ -12,13 +12,14 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tierstate.manifest.arrays import BLOCK, Array, expand_runs, starts_of
 from tierstate.manifest.boxes import Boxes
-from tierstate.manifest.digest import checksum
+from tierstate.manifest.digest import checksum, checksum_of
 from tierstate.manifest.errors import FormatError, StateMismatch, format_ranks
 from tierstate.manifest.format.layout import Layout, LayoutBuilder
 from tierstate.manifest.format.leaf import METADATA, STRIDES, TIED, Leaf, LeafTable, Spec
@@ -254,13 +255,25 @@ def merge_parts(parts: Sequence[Version], *, parent: str = "", ranks: Sequence[i
         StateMismatch: parts disagree on a leaf or on the version's head, copies differ, shards overlap, or elements
             are missing; the message names leaves and ranks.
     """
+    return merge_with_copies(parts, parent=parent, ranks=ranks)[0]
+
+
+def merge_with_copies(
+    parts: Sequence[Version], *, parent: str = "", ranks: Sequence[int] | None = None
+) -> tuple[MergeResult, Array]:
+    """As `merge_parts`; also gives the copies that were compared, for a `MergePlan`.
+
+    Returns:
+        the result, and ``(2, copies)``: for each chunk of which another rank's copy was kept its index in the chunks of
+        all parts, one part after the other, and that of the other copy.
+    """
     order, owners = _in_order(parts, ranks)
     ordered = [parts[p] for p in order]
     _check_heads(ordered, owners)
     union = unite_leaves([p.catalog for p in ordered], owners)
     every = _concat(ordered, union)
     kept, twin = _distinct(every)
-    _check_copies(every, twin, union.catalog)
+    copies = _checked_copies(every, twin, union.catalog)
     chunks = expand_runs(every.start[kept], every.chunks[kept])
     rows = np.full(len(every.digests), -1, "i8")
     rows[chunks] = np.arange(len(chunks))
@@ -273,9 +286,69 @@ def merge_parts(parts: Sequence[Version], *, parent: str = "", ranks: Sequence[i
     del every, kept, twin, chunks, statistics  # there may be tens of millions of rows
     version = Version.build(head, union.catalog, shards, digests, known)
     check_complete(version)
-    ends = np.cumsum([len(p.digests) for p in ordered]).tolist()
-    cut = [rows[end - len(p.digests) : end] for end, p in zip(ends, ordered, strict=True)]
-    return MergeResult(version, tuple(cut[place] for place in np.argsort(order)))
+    counts = np.array([len(p.digests) for p in parts])
+    starts, places = starts_of(np.cumsum(counts)), np.array(order)
+    begins = starts_of(np.cumsum(counts[places]))  # of the parts in order, in the columns of all
+    cut = [rows[begin : begin + count] for begin, count in zip(begins.tolist(), counts[places].tolist(), strict=True)]
+    part = np.searchsorted(begins, copies, side="right") - 1
+    copies += (starts[places] - begins)[part]
+    return MergeResult(version, tuple(cut[place] for place in np.argsort(order))), copies
+
+
+class MergePlan:
+    """How the parts of one save became a version, for later saves whose parts have the same leaves and shards.
+
+    From save to save mostly only digests change; to sort and to check millions of shards again takes ten times as long
+    as to put the digests in order.
+    """
+
+    def __init__(self, parts: Sequence[Version], merged: MergeResult, copies: Array) -> None:
+        """Args: as `merge_with_copies` takes and gives them; the leaves may have been sorted since."""
+        self._version, self._rows = merged
+        self._copies = copies
+        self._tables = [_tables_of(part) for part in parts]
+        self._shapes = [_shape_of(part) for part in parts]
+        rows = np.concatenate(merged.rows)
+        kept = np.flatnonzero(rows >= 0)
+        self._source = np.empty_like(kept)
+        self._source[rows[kept]] = kept
+
+    def again(self, parts: Sequence[Version], parent: str = "") -> MergeResult | None:
+        """As `merge_parts`, with the leaves in the order of the plan; None if the parts have other leaves or shards, or
+        copies differ.
+
+        Raises:
+            StateMismatch: the parts are not of one version.
+        """
+        if len(parts) != len(self._shapes) or not all(
+            len(mine) == len(theirs) and all(map(is_, mine, theirs))
+            for mine, theirs in zip(self._tables, map(_tables_of, parts), strict=True)
+        ):
+            return None
+        if any(_shape_of(part) != shape for part, shape in zip(parts, self._shapes, strict=True)):
+            return None
+        order, owners = _in_order(parts, None)
+        _check_heads([parts[p] for p in order], owners)
+        every = np.concatenate([part.digests for part in parts])
+        if not np.array_equal(every[self._copies[0]], every[self._copies[1]]):
+            return None
+        statistics = joined_statistics([part.statistics for part in parts])
+        head = dataclasses.replace(parts[order[0]].head, world=self._version.head.world, parent=parent)
+        version = self._version.again(head, every[self._source], statistics and statistics.rows(self._source))
+        return MergeResult(version, self._rows)
+
+
+def _tables_of(part: Version) -> Sequence[LeafTable]:
+    """The leaves of a part: the tables of which it is put together, which `PartReader` has once for all parts."""
+    return part.catalog.joined or (part.catalog,)
+
+
+def _shape_of(part: Version) -> bytes:
+    """A checksum of the shards of a part, and of the length of its chunks."""
+    boxes = part.boxes
+    numbers = (part.shard_leaf, part.shard_rank, boxes.ndim, boxes.offset, boxes.shape)
+    sizes = np.array([part.head.chunk, *map(len, numbers)], "<i8")
+    return checksum_of(column.tobytes() for column in (sizes, *numbers))
 
 
 def _in_order(parts: Sequence[Version], ranks: Sequence[int] | None) -> tuple[list[int], list[int]]:
@@ -376,15 +449,15 @@ def _distinct_of(shards: Shards, these: Array, twin: Array) -> Array:
     return np.concatenate(kept)
 
 
-def _check_copies(every: _AllShards, twin: Array, catalog: LeafTable) -> None:
-    """Raises StateMismatch if several ranks have different digests for the same box."""
+def _checked_copies(every: _AllShards, twin: Array, catalog: LeafTable) -> Array:
+    """``(2, copies)``: each chunk of which another is kept, and that one. Raises StateMismatch if they differ."""
     copies = np.flatnonzero(twin != np.arange(len(twin)))
     kept, counts = twin[copies], every.chunks[copies]
     mine = expand_runs(every.start[copies], counts)
     theirs = expand_runs(every.start[kept], counts)
     differ = np.any(every.digests[mine] != every.digests[theirs], axis=1)
     if not differ.any():
-        return
+        return np.stack([mine, theirs])
     wrong = np.unique(np.repeat(np.arange(len(copies)), counts)[differ])
     leaves = every.shards.leaf[copies[wrong]]
     names = np.unique(leaves).tolist()

@@ -84,10 +84,14 @@ def _checked(commit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PartReader:
-    """Decodes the parts of many ranks, and each distinct piece of their leaf tables only once."""
+    """Decodes the parts of many ranks, and each distinct piece of their leaf tables only once.
 
-    def __init__(self) -> None:
-        self._pieces: dict[bytes, LeafTable] = {}
+    Args:
+        pieces: those that readers have decoded before, to which this one adds.
+    """
+
+    def __init__(self, pieces: dict[bytes, LeafTable] | None = None) -> None:
+        self._pieces: dict[bytes, LeafTable] = {} if pieces is None else pieces
         self._catalogs: dict[bytes, LeafTable] = {}
 
     def decode(self, data: bytes | memoryview) -> Record:

@@ -48,9 +48,9 @@ def worlds(draw):
     return World(size, leaves, shards)
 
 
-def digests_of(leaf, box):
+def digests_of(leaf, box, chunk=HEAD.chunk):
     """Different digests for each chunk of each box of each leaf, the same on every rank."""
-    count = chunk_count(leaf, box, HEAD.chunk)
+    count = chunk_count(leaf, box, chunk)
     names = [checksum(repr((leaf, box, k)).encode()) for k in range(count)]
     return np.frombuffer(b"".join(names), "u8").reshape(-1, 2)
 
@@ -63,7 +63,7 @@ def part(world, rank, leaves=None, head=HEAD):
     order = [i for i, leaf in enumerate(leaves) if i in held or not leaf.spec.has_bytes]
     mine.sort(key=lambda s: s.leaf)
     rows = [ShardRow(order.index(s.leaf), rank, s.box) for s in mine]
-    digests = [np.zeros((0, 2), "u8"), *(digests_of(leaves[s.leaf], s.box) for s in mine)]
+    digests = [np.zeros((0, 2), "u8"), *(digests_of(leaves[s.leaf], s.box, head.chunk) for s in mine)]
     return Version.build(head, [leaves[i] for i in order], rows, np.concatenate(digests))
 
 

@@ -12,14 +12,19 @@ from support.manifest_parts import HEAD, Held, World, chunks, digests_of, part, 
 from support.manifest_strategies import cuts
 
 from tierstate.manifest.boxes import Box
+from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import StateMismatch
 from tierstate.manifest.format import version as version_format
+from tierstate.manifest.format.layout import LayoutBuilder
 from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import ShardRow, Version
 from tierstate.manifest.reshard import coverage
 from tierstate.manifest.reshard.coverage import check_complete
 from tierstate.manifest.sharded import merge
-from tierstate.manifest.sharded.merge import merge_parts, rows_in_merged
+from tierstate.manifest.sharded.merge import MergePlan, merge_parts, merge_with_copies, rows_in_merged
+from tierstate.manifest.sharded.part import PartReader, encode_part
+from tierstate.manifest.sharded.state_order import in_state_order, state_order
 
 
 @given(worlds())
@@ -262,6 +267,87 @@ def test_keys_equal_to_python_are_not_united():
         Version.build(HEAD, [Leaf((key,), Spec("dict"))], [], np.zeros((0, 2), "u8")) for key in (1, True, 1.0, "1")
     ]
     assert sorted(leaf.name for leaf in merge_parts(parts).version.leaves) == ['"1"', "(1.0)", "1", "True"]
+
+
+def read_again(parts, pieces):
+    """The parts as a coordinator reads those of each save, with other digests and another head."""
+    reader = PartReader(pieces)
+    found = []
+    for one in parts:
+        rows = len(one.digests)
+        layout = LayoutBuilder(rows)
+        layout.put_run(np.arange(rows), "packs/run/x", 4096 * np.arange(rows), one.chunk_nbytes, "raw")
+        built = layout.build({"packs/run/x": 4096 * rows + 4096})
+        found.append(reader.decode(encode_part(Record(one, built, {"id": "x"}))).version)
+    return found
+
+
+def with_other_digests(one, rank, seed):
+    """A part of a later save; copies of a chunk are equal on all ranks."""
+    names = [checksum(f"{seed} {chunk}".encode()) for chunk in chunks(one)]
+    digests = np.frombuffer(b"".join(names), "u8").reshape(-1, 2)
+    return one.again(dataclasses.replace(one.head, seq=2, step=20, time=rank + 1.0), digests)
+
+
+@given(worlds(), st.integers(0, 2**32), st.booleans(), st.data())
+def test_a_later_save_of_the_same_shards_is_merged_as_the_first_one(world, seed, sort, data):
+    pieces = {}
+    paths = data.draw(st.permutations([leaf.path for leaf in world.leaves]))
+    sort = sort and ("d", 0) not in paths  # whose container these worlds do not have
+
+    def merged(parts):
+        found, copies = merge_with_copies(parts, parent="p")
+        return (in_state_order(found, state_order(paths)) if sort else found), copies
+
+    parts = data.draw(st.permutations(parts_of(world)))
+    first = read_again(parts, pieces)
+    plan = MergePlan(first, *merged(first))
+    later = [with_other_digests(one, rank, seed) for rank, one in enumerate(read_again(parts, pieces))]
+    found, right = plan.again(later, "p"), merged(later)[0]
+    assert found.version.data == right.version.data
+    assert found.version.id == right.version.id
+    assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in right.rows]
+    every = [chunk for one in later for chunk in chunks(one)]
+    for number, one in enumerate(later):
+        copied = [every.count(chunk) > 1 for chunk in chunks(one)]
+        if any(copied):
+            digests = one.digests.copy()
+            digests[copied] += 1
+            torn = [*later[:number], one.again(one.head, digests), *later[number + 1 :]]
+            assert plan.again(torn) is None, "copies differ"
+
+
+@given(worlds(), worlds(), st.sampled_from(["other", "chunk", "reversed", "moved", "same"]), st.data())
+def test_what_a_plan_merges_is_what_is_merged_without_it(world, other, how, data):
+    pieces = {}
+    first = read_again(parts_of(world), pieces)
+    plan = MergePlan(first, *merge_with_copies(first))
+    head = dataclasses.replace(HEAD, chunk=32) if how == "chunk" else HEAD
+    if how == "other":
+        world = other
+    if how == "moved":
+        ranks = st.frozensets(st.integers(0, world.size - 1), min_size=1)
+        world = world._replace(shards=[s._replace(ranks=data.draw(ranks)) for s in world.shards])
+    parts = [part(world, rank, head=head) for rank in range(world.size)]
+    later = read_again(parts[::-1] if how == "reversed" else parts, pieces)
+    found, right = plan.again(later), merge_parts(later)
+    if how == "same":
+        assert found is not None
+    if found is not None:
+        assert found.version.data == right.version.data
+        assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in right.rows]
+
+
+def test_the_parts_of_a_later_save_must_be_of_one_version():
+    leaves = [Leaf((), Spec("dict")), Leaf(("a",), Spec("tensor", shape=(2,)))]
+    two = World(2, leaves, [Held(1, Box((i,), (1,)), frozenset([i])) for i in range(2)])
+    pieces = {}
+    first = read_again(parts_of(two), pieces)
+    plan = MergePlan(first, *merge_with_copies(first))
+    parts = [part(two, rank, head=dataclasses.replace(HEAD, step=10 + rank)) for rank in range(2)]
+    with pytest.raises(StateMismatch, match="ranks saved different versions"):
+        plan.again(read_again(parts, pieces))
+    assert plan.again(read_again(parts_of(two), {})) is None, "the leaves were not read by the same readers"
 
 
 def test_many_shards_side_by_side():

@@ -134,7 +134,7 @@ class Coordinator:
             RankFailed: a rank is dead or late, or has voted no.
             StateMismatch: the parts are not of one version.
         """
-        reader, refused = PartReader(), dict[int, Vote]()
+        reader, refused = PartReader(self._merged.pieces), dict[int, Vote]()
         votes = self._team.receive_each({r: keys.vote for r in range(1, self._team.size)}, stop=self._stop)
         with WorkerPool(PARTS_AT_ONCE, "tierstate-parts") as pool:
             while cast := {rank: Vote.decode(data, rank) for rank, data in islice(votes, PARTS_AT_ONCE)}:

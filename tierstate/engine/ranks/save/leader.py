@@ -17,10 +17,11 @@ from tierstate.engine.ranks.team.team import Stop, Team
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import CommitUnknown, FormatError, RankFailed, TierError, TierstateError
 from tierstate.manifest.format.layout import Layout
+from tierstate.manifest.format.leaf import LeafTable
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
-from tierstate.manifest.sharded.merge import join_layouts, merge_parts, rows_in_merged
+from tierstate.manifest.sharded.merge import MergePlan, MergeResult, join_layouts, merge_with_copies, rows_in_merged
 from tierstate.manifest.sharded.part import PartReader
 from tierstate.manifest.sharded.state_order import StateOrder, in_state_order
 
@@ -50,6 +51,7 @@ class MergedVersions:
 
     Attributes:
         relay: by which the leaders of many hosts pass versions on; None: each gets them from rank 0.
+        pieces: pieces of the leaf tables of parts, by which parts of later saves are known to have the same leaves.
     """
 
     def __init__(self, kept: int = VERSIONS_KEPT) -> None:
@@ -62,6 +64,8 @@ class MergedVersions:
         self._ids: dict[int, str] = {}
         self._orders: dict[int, StateOrder] = {}
         self._origin = ""
+        self.pieces: dict[bytes, LeafTable] = {}
+        self._plan: tuple[MergePlan, StateOrder | None] | None = None
 
     def continue_from(self, version: str) -> None:
         """Set the parent of the next version: the id of the version that was restored, or of the run's newest."""
@@ -108,13 +112,20 @@ class MergedVersions:
         with self._lock:
             version = self._versions.get(seq)
             if version is None:
-                merged = merge_parts(parts, parent=self._parent(seq))
-                order = self._orders.get(seq)
-                merged = merged if order is None else in_state_order(merged, order)
+                merged = self._merge(parts, self._parent(seq), self._orders.get(seq))
                 self._note(merged.version)
                 return merged.version, merged.rows
             self._note(version)
         return version, [rows_in_merged(version, part) for part in parts]
+
+    def _merge(self, parts: Sequence[Version], parent: str, order: StateOrder | None) -> MergeResult:
+        if self._plan is not None and self._plan[1] == order and (again := self._plan[0].again(parts, parent)):
+            return again
+        self._plan = None  # before the next one is made: it may take gigabytes
+        merged, copies = merge_with_copies(parts, parent=parent)
+        merged = merged if order is None else in_state_order(merged, order)
+        self._plan = MergePlan(parts, merged, copies), order
+        return merged
 
     def _parent(self, seq: int) -> str:
         """The id of the version before this one in this process."""
