@@ -18,6 +18,7 @@ from tierstate.manifest.format import version as version_format
 from tierstate.manifest.format.layout import LayoutBuilder
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import ShardRow, Version
 from tierstate.manifest.reshard import coverage
 from tierstate.manifest.reshard.coverage import check_complete
@@ -315,6 +316,24 @@ def test_a_later_save_of_the_same_shards_is_merged_as_the_first_one(world, seed,
             digests[copied] += 1
             torn = [*later[:number], one.again(one.head, digests), *later[number + 1 :]]
             assert plan.again(torn) is None, "copies differ"
+
+
+def told(version):
+    """A version with statistics that tell which chunk they are of."""
+    names = [int.from_bytes(checksum(repr(chunk).encode())[:3]) for chunk in chunks(version)]
+    counts, numbers = np.array(names, "<u4"), np.array(names, "<f8")
+    return version.again(version.head, version.digests, ChunkStatistics(counts, counts, numbers, numbers, numbers))
+
+
+@given(worlds())
+def test_statistics_stay_with_their_chunks(world):
+    pieces = {}
+    parts = [told(one) for one in read_again(parts_of(world), pieces)]
+    merged, copies = merge_with_copies(parts)
+    later = [told(one) for one in read_again(parts_of(world), pieces)]
+    for version in (merged.version, MergePlan(parts, merged, copies).again(later).version):
+        for found, right in zip(version.statistics, told(version).statistics, strict=True):
+            assert found.tolist() == right.tolist()
 
 
 @given(worlds(), worlds(), st.sampled_from(["other", "chunk", "reversed", "moved", "same"]), st.data())
