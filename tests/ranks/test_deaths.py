@@ -40,6 +40,16 @@ HOST = [
     (1, "before acknowledgement", FAILED, False),
     (1, "after acknowledgement", DONE, True),
 ]
+LONG = [
+    (0, "before fetched", UNKNOWN, False),
+    (0, "after fetched", UNKNOWN, False),
+]
+UNREACHED = [
+    *LONG,
+    (1, "after vote", FAILED, False),
+    (1, "before second-vote", FAILED, False),
+    (1, "after second-vote", DONE, True),
+]
 
 
 def die(folder: Path, shared: str, size: int, case: tuple[int, str, str, bool], how: int) -> None:
@@ -77,16 +87,26 @@ def is_whole(folder: Path, shared: str, size: int) -> bool:
     return all(there)
 
 
-@pytest.mark.parametrize("case", [SITE[3], SITE[6]], ids=str)
-def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path: Path, case: Any) -> None:
-    die(tmp_path, "site", 2, case, signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("shared", "case"),
+    [("site", SITE[3]), ("site", SITE[6]), ("long", LONG[1]), ("unreached", UNREACHED[3])],
+    ids=str,
+)
+def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path: Path, shared: str, case: Any) -> None:
+    die(tmp_path, shared, 2, case, signal.SIGKILL)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    ("shared", "case"), [*(("site", case) for case in SITE), *(("host", case) for case in HOST)], ids=str
+    ("shared", "case"),
+    [
+        (shared, case)
+        for shared, cases in {"site": SITE, "host": HOST, "long": LONG, "unreached": UNREACHED}.items()
+        for case in cases
+    ],
+    ids=str,
 )
 def test_a_rank_that_dies_at_any_point_is_named_by_the_others(
     tmp_path: Path, shared: str, size: int, case: Any, how: int
@@ -110,15 +130,16 @@ def test_ranks_whose_store_dies_with_its_owner_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("shared", ["site", "long", "unreached"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_of_which_none_dies(tmp_path: Path, size: int) -> None:
+def test_ranks_of_which_none_dies(tmp_path: Path, size: int, shared: str) -> None:
     folder = tmp_path / "all"
-    with Gang(size, "support.commit_jobs:ranks", folder, "site", "", 3, 60) as gang:
+    with Gang(size, "support.commit_jobs:ranks", folder, shared, "", 3, 60) as gang:
         for rank, said in enumerate(gang.wait()):
             lines = [line for line in said.splitlines() if line[1:3] == ": "]
             assert [line[3:].split()[0] for line in lines] == [DONE] * 3
             assert all(line.endswith("part") == (rank > 0) for line in lines)
-    tier = tier_of("site", folder, 0)
+    tier = tier_of(shared, folder, 0)
     assert Log(tier, "run").seqs() == [1, 2, 3]
     assert not [key for key in tier.list("packs/") if "-part-" in key]
     record = Log(tier, "run").read(3)

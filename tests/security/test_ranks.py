@@ -13,6 +13,7 @@ from support.thread_ranks import Cluster
 
 import tierstate as ts
 from tierstate.engine.ranks.save import commit
+from tierstate.engine.ranks.save.relay import VersionRelay
 
 SIZE = 4
 
@@ -71,6 +72,7 @@ def test_a_part_that_is_not_authentic_is_not_committed(tmp_path: Path, monkeypat
     """A part of a rank is changed in the tier between its vote and the commit, its checksum made right."""
     ranks = cluster(tmp_path, False)
     monkeypatch.setattr(commit, "PARTS_IN_STORE", 0)
+    monkeypatch.setattr(VersionRelay, "offer", lambda one, part: None)  # the part goes through the tier
     right = commit.Vote
 
     def vote(kind: str, said: Any = None, **more: Any) -> Any:
@@ -88,3 +90,22 @@ def test_a_part_that_is_not_authentic_is_not_committed(tmp_path: Path, monkeypat
         assert isinstance(found, ts.TierstateError), found
     monkeypatch.undo()
     assert not [*(tmp_path / "lustre").glob("versions/run/*")]
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_long_parts_are_in_the_tier_only_where_it_encrypts_them(
+    encrypt: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections of ranks are authenticated, and not encrypted."""
+    ranks, written = cluster(tmp_path, encrypt), list[str]()
+    monkeypatch.setattr(commit, "PARTS_IN_STORE", 0)
+    through_tier = commit.GroupCommit._through_tier
+
+    def through(one: commit.GroupCommit, *about: Any) -> Any:
+        written.append(one._name)
+        return through_tier(one, *about)
+
+    monkeypatch.setattr(commit.GroupCommit, "_through_tier", through)
+    assert ranks.together(save) == [None] * SIZE
+    assert written == ["site"] * (2 * (SIZE - 1) if encrypt else 0)
+    assert ranks.together(load()) == [2.0] * SIZE

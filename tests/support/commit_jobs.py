@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from support.thread_teams import part
 
+from tierstate.engine.ranks.save import commit as commits
 from tierstate.engine.ranks.save.commit import GroupCommit
 from tierstate.engine.ranks.save.leader import MergedVersions
+from tierstate.engine.ranks.save.relay import VersionRelay
 from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import RankFailed, TierstateError
@@ -81,13 +83,27 @@ class HeldLog(Log):
 
 def tier_of(shared: str, folder: Path, rank: int) -> Tier:
     """The tier that a rank sees."""
-    found: Tier = Lustre(path=folder / "site") if shared == "site" else Nvme(path=folder / f"host-{rank}")
+    found: Tier = Nvme(path=folder / f"host-{rank}") if shared == "host" else Lustre(path=folder / "site")
     found.name = shared
     return found
 
 
+class Unreached(VersionRelay):
+    """No other rank can connect to it, which each commit finds out anew."""
+
+    def offer(self, part: bytes) -> Mapping[str, Any] | None:
+        self.reachable = True
+        held = super().offer(part)
+        return None if held is None else {**held, "at": "127.0.0.1 9 of/nobody"}
+
+
 def ranks(folder: str, shared: str, point: str, saves: str, silence: str, port: str = "") -> None:
-    """One rank. It says what became of each save, and with which error."""
+    """One rank. It says what became of each save, and with which error.
+
+    Args:
+        shared: who sees the same tier, host or site; or what becomes of parts that are too long for the store, in a
+            tier that all see: ``long``, or ``unreached``: they cannot be fetched.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", int(port), is_master=False) if port else None
     dist.init_process_group("gloo", store=store, rank=rank if port else -1, world_size=size if port else -1)
@@ -96,13 +112,18 @@ def ranks(folder: str, shared: str, point: str, saves: str, silence: str, port: 
     holding = Holding(point if victim == str(rank) else "")
     team = HeldTeam.of(group, "run", timeouts=Timeouts(120.0, float(silence)))
     team.holding = holding
-    tier = tier_of(shared, Path(folder), rank)
-    group_commit = GroupCommit(team, shared, tier, HeldLog(tier, holding), HeldMerge(holding))
+    tier, merged = tier_of(shared, Path(folder), rank), HeldMerge(holding)
+    if shared in ("long", "unreached"):
+        commits.PARTS_IN_STORE = 0
+        merged.relay = (VersionRelay if shared == "long" else Unreached)(team, merged.wait_for)
+    group_commit = GroupCommit(team, shared, tier, HeldLog(tier, holding), merged)
     for seq in range(1, int(saves) + 1):
         holding.seq = seq
         if seq == HELD:
             print("began", flush=True)
         tell(seq, lambda seq=seq: group_commit.commit(part(tier, rank, size, seq)))  # type: ignore[misc]
+    if merged.relay is not None:
+        merged.relay.close()
     team.close()
     print("closed", flush=True)
     if point:

@@ -35,7 +35,11 @@ Shared = Literal["process", "host", "site"]
 
 
 class Seen(Memory):
-    """Memory that is seen as a test says, and whose puts and deletes fail as it says."""
+    """Memory that is seen as a test says, and whose puts and deletes fail as it says.
+
+    Attributes:
+        requests: what was asked of it: put, read or delete, and the key.
+    """
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
@@ -43,17 +47,24 @@ class Seen(Memory):
         self._shared = shared
         self.failing: Callable[[str], BaseException | None] = lambda key: None
         self.staying: Callable[[str], BaseException | None] = lambda key: None
+        self.requests: list[tuple[str, str]] = []
 
     @property
     def traits(self) -> Traits:
         return replace(super().traits, shared=self._shared)
 
     def put(self, key: str, data: Any) -> None:
+        self.requests.append(("put", key))
         if (error := self.failing(key)) is not None:
             raise error
         super().put(key, data)
 
+    def read(self, key: str, ranges: Any) -> None:
+        self.requests.append(("read", key))
+        super().read(key, ranges)
+
     def delete(self, key: str) -> None:
+        self.requests.append(("delete", key))
         if (error := self.staying(key)) is not None:
             raise error
         super().delete(key)

@@ -1,7 +1,8 @@
 """Two-phase commit: the ranks of a team commit one version to one tier together, or not at all.
 
 1. **Prepare.** Every rank is a *participant* and *votes*: yes, with its part (a record of what it has put into the
-   tier), or no, with the reason.
+   tier), or no, with the reason. A part that is too long for the store is kept until the coordinator has fetched it
+   over a connection; if that fails, the rank writes it to the tier and votes a second time.
 2. **Merge.** The *coordinator* (rank 0) waits for all votes, merges the parts to one version, and creates the record.
    Where each host or process sees only its own objects, it broadcasts the version. The lowest rank of each of them, the
    *host leader*, creates a record there and *acknowledges*.
@@ -15,7 +16,8 @@ nothing is deleted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tierstate.engine.packs.keys import PackKey
@@ -38,8 +40,9 @@ log = logging.getLogger("tierstate")
 
 
 PARTS_IN_STORE = 128 << 20
-"""Bytes of the parts of all ranks, at most, that go through the team's store with the votes. Longer ones go through a
-tier that all ranks see, which takes three more requests for each rank."""
+"""Bytes of the parts of all ranks, at most, that go through the team's store with the votes. If all ranks see the tier,
+longer ones are fetched from the ranks. Where that cannot be, they go through the tier, which takes three more requests
+for each rank."""
 
 
 class GroupCommit:
@@ -95,17 +98,19 @@ class GroupCommit:
         """
         self._withdraw(self._messages.next(seq), error, left_out)
 
-    def _withdraw(self, keys: CommitKeys, error: BaseException, left_out: bool = False) -> None:
+    def _withdraw(
+        self, keys: CommitKeys, error: BaseException, left_out: bool = False, *, second: bool = False
+    ) -> None:
         rank = self._team.rank
         try:
             if self._team.coordinator:
                 self._messages.decide(keys, _as_others_see(error, left_out))
             else:
                 vote = Vote("left out" if left_out else "no", error=encode_error(error, rank))
-                self._messages.post(keys, keys.vote, vote.encode())
-        except RankFailed as second:
+                self._messages.post(keys, keys.second_vote if second else keys.vote, vote.encode())
+        except RankFailed as lost:
             text = "%s: the other ranks could not be told that version %d is not saved: %s"
-            log.warning(text, self._name, keys.seq, second)
+            log.warning(text, self._name, keys.seq, lost)
 
     # The coordinator
 
@@ -138,28 +143,74 @@ class GroupCommit:
             self._withdraw(keys, error)
             raise
         leader = self._host_leader(stop)
-        try:
-            self._messages.post(keys, keys.vote, vote.encode())
+        with self._in_doubt(part):
+            again = self._cast(vote, keys, stop)
+        if again:
+            vote = self._vote_again(part, keys)
+        with self._in_doubt(part):
+            if again:
+                self._messages.post(keys, keys.second_vote, vote.encode())
             if leader is not None:
                 leader.follow(part, keys, self._messages)
             said = self._team.receive(0, keys.decision, timeout=self._team.timeouts.decision, stop=stop)
             decision, _ = decode_message(said, "the decision of rank 0")
-        except Exception as error:
-            raise CommitUnknown(
-                f"{self._name}: version {keys.seq} of run {part.version.head.run!r} may or may not be committed, "
-                f"since no decision of rank 0 was received: {error}; nothing was deleted"
-            ) from error
         keys.settled = True
         if vote.object is not None:
             self._remove(str(vote.object["key"]))
         return self._carry_out(decision, part, leader)
 
+    @contextmanager
+    def _in_doubt(self, part: Record) -> Iterator[None]:
+        """What fails in the block leaves it unknown whether the version is committed."""
+        try:
+            yield
+        except Exception as error:
+            head = part.version.head
+            raise CommitUnknown(
+                f"{self._name}: version {head.seq} of run {head.run!r} may or may not be committed, "
+                f"since no decision of rank 0 was received: {error}; nothing was deleted"
+            ) from error
+
     def _vote(self, part: Record, keys: CommitKeys) -> Vote:
-        """A vote of yes with this part. If all ranks see the tier, a part that is long, or that the tier would encrypt,
-        is written there first."""
-        head, data, hidden = part.version.head, encode_part(part), encryption_of(self._tier) is not None
+        """A vote of yes with this part. If all ranks see the tier, a part that is long stays here until it is fetched.
+        If that cannot be, or the tier would encrypt it, it is written there first."""
+        data, hidden, relay = encode_part(part), encryption_of(self._tier) is not None, self._merged.relay
+        mac = self._messages.mac(keys, self._team.rank, data)
         if self._tier.traits.shared != "site" or (len(data) * self._team.size <= PARTS_IN_STORE and not hidden):
-            return Vote("yes", part=data, mac=self._messages.mac(keys, self._team.rank, data))
+            return Vote("yes", part=data, mac=mac)
+        held = None if hidden or relay is None else relay.offer(data)
+        return self._through_tier(part, data) if held is None else Vote("yes", mac=mac, held=held)
+
+    def _cast(self, vote: Vote, keys: CommitKeys, stop: Stop) -> bool:
+        """Vote. Returns whether the part could not be fetched from here, so that it has to go through the tier."""
+        try:
+            self._messages.post(keys, keys.vote, vote.encode())
+            if vote.held is None:
+                return False
+            said = self._team.receive(0, keys.fetched, timeout=self._team.timeouts.decision, stop=stop)
+            missing = decode_message(said, "what rank 0 has fetched")[0].get("missing") if said else ()
+            return self._team.rank in (missing or ())
+        except BaseException as error:
+            if vote.held is not None:
+                self._withdraw(keys, error, second=True)  # the coordinator may ask for it yet
+            raise
+        finally:
+            if vote.held is not None and self._merged.relay is not None:
+                self._merged.relay.release(vote.held)
+
+    def _vote_again(self, part: Record, keys: CommitKeys) -> Vote:
+        """A vote with the part in the tier. If it cannot be written there, the version is not committed."""
+        if self._merged.relay is not None:
+            self._merged.relay.reachable = False
+        try:
+            return self._through_tier(part, encode_part(part))
+        except BaseException as error:
+            self._withdraw(keys, error, second=True)
+            raise
+
+    def _through_tier(self, part: Record, data: bytes) -> Vote:
+        """A vote of yes with a part that it writes to the tier."""
+        head = part.version.head
         key = str(PackKey.new(head.run, head.seq, self._team.rank, PART))
         self._tier.put(key, as_buffer(data))
         return Vote("yes", {"key": key, "bytes": len(data), "sum": checksum(data).hex()})

@@ -6,7 +6,8 @@ acknowledgements. `GroupCommit` posts the decision afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -37,8 +38,12 @@ from tierstate.tiers.concurrency import WorkerPool
 from .leader import MergedVersions, record_of, remove_record
 from .messages import CommitKeys, CommitMessages, PartialCommit, Vote, decode_error, decode_message, encode_message
 
+log = logging.getLogger("tierstate")
+
+
 PARTS_AT_ONCE = 32
-"""Parts that are read in parallel: they are small, and a tier may take long to answer."""
+"""Parts that are read in parallel: they are small, and a tier may take long to answer. If so many could not be fetched
+from their ranks, no more are tried: each try may take ten seconds."""
 
 
 UNSETTLED = ("CommitUnknown", "TierUnavailable")
@@ -64,6 +69,8 @@ class Coordinator:
         self._team, self._tier, self._log, self._merged = team, tier, records, merged
         self._part, self._stop = part, stop
         self._record: Record | None = None
+        self._unreached: list[int] = []
+        self._holding = False
         self.unnamed: Mapping[int, Sequence[str]] = {}
 
     def run(self, keys: CommitKeys, messages: CommitMessages) -> Record:
@@ -75,7 +82,7 @@ class Coordinator:
         Raises:
             TierstateError: the version is not committed; as `GroupCommit.commit`.
         """
-        parts = [self._part, *self._parts(keys, messages)]
+        parts = self._parts(keys, messages)
         messages.all_voted = max(messages.all_voted, keys.seq)
         version, rows = self._merged.merge(keys.seq, [part.version for part in parts])
         layouts = [part.layout for part in parts]
@@ -127,40 +134,83 @@ class Coordinator:
 
     # Votes
 
-    def _parts(self, keys: CommitKeys, messages: CommitMessages) -> Iterator[Record]:
-        """The parts of all other ranks, by rank.
+    def _parts(self, keys: CommitKeys, messages: CommitMessages) -> list[Record]:
+        """The parts of all ranks.
 
         Raises:
             RankFailed: a rank is dead or late, or has voted no.
             StateMismatch: the parts are not of one version.
         """
-        reader, refused = PartReader(self._merged.pieces), dict[int, Vote]()
-        votes = self._team.receive_each({r: keys.vote for r in range(1, self._team.size)}, stop=self._stop)
+        fetch, reader = partial(self._fetch, keys, messages), PartReader(self._merged.pieces)
+        found: dict[int, Record | None] = {0: self._part}
+        found |= self._collect(dict.fromkeys(range(1, self._team.size), keys.vote), fetch, reader)
+        missing = [rank for rank, part in found.items() if part is None]
+        if missing:
+            text = "%s: the parts of %s cannot be fetched from there, so they go through the tier from now on"
+            log.warning(text, self._tier.name, format_ranks(missing))
+        if self._holding:
+            messages.post(keys, keys.fetched, encode_message({"missing": missing}))
+        found |= self._collect(dict.fromkeys(missing, keys.second_vote), fetch, reader)
+        parts = [part for part in found.values() if part is not None]
+        if len(parts) < len(found):
+            raise RankFailed(f"{format_ranks(missing)} gave no part through the tier", missing)
+        return parts
+
+    def _collect(
+        self,
+        keys: Mapping[int, str],
+        fetch: Callable[[tuple[int, Vote]], bytes | memoryview | None],
+        reader: PartReader,
+    ) -> dict[int, Record | None]:
+        """The parts of these ranks, as their votes under these keys say; None where one cannot be fetched.
+
+        Raises: as `_parts`.
+        """
+        found, refused = dict[int, Record | None](), dict[int, Vote]()
+        votes = self._team.receive_each(keys, stop=self._stop)
         with WorkerPool(PARTS_AT_ONCE, "tierstate-parts") as pool:
             while cast := {rank: Vote.decode(data, rank) for rank, data in islice(votes, PARTS_AT_ONCE)}:
                 refused |= {rank: vote for rank, vote in cast.items() if vote.said != "yes"}
                 if not refused:
                     call = pool.map if len(cast) > 1 else map
-                    fetched = call(partial(self._fetch, keys, messages), cast.items())
-                    for rank, data in zip(cast, fetched, strict=True):
-                        yield self._checked(rank, reader.decode(data))
+                    for rank, data in zip(cast, call(fetch, cast.items()), strict=True):
+                        found[rank] = None if data is None else self._checked(rank, reader.decode(data))
         if refused:
             raise _refusal(refused)
+        return found
 
-    def _fetch(self, keys: CommitKeys, messages: CommitMessages, cast: tuple[int, Vote]) -> bytes:
+    def _fetch(self, keys: CommitKeys, messages: CommitMessages, cast: tuple[int, Vote]) -> bytes | memoryview | None:
+        """The part of a rank as bytes; None if the rank keeps it and cannot be reached."""
         rank, vote = cast
-        if vote.object is None:
-            return messages.part_in(keys, rank, vote)
-        key, nbytes = vote.object.get("key"), vote.object.get("bytes")
+        if vote.object is not None:
+            return self._from_tier(rank, vote.object)
+        data = vote.part if vote.held is None else self._from_rank(keys, rank, vote.held)
+        return None if data is None else messages.authentic(keys, rank, vote, data)
+
+    def _from_tier(self, rank: int, about: Mapping[str, Any]) -> bytes:
+        key, nbytes = about.get("key"), about.get("bytes")
         if not isinstance(key, str) or not isinstance(nbytes, int) or not 0 < nbytes <= MAX_RECORD:
             raise FormatError(f"the vote of rank {rank} names a part of {nbytes!r:.40} bytes at {key!r:.80}")
         out = empty_buffer(nbytes)
         self._tier.read(key, [Range(0, out)])
         data = to_bytes(out)
-        if checksum(data).hex() != vote.object.get("sum"):
+        if checksum(data).hex() != about.get("sum"):
             raise Damaged(
                 f"{self._tier.name}: {key}: the part of rank {rank} is not what was written: its checksum differs"
             )
+        return data
+
+    def _from_rank(self, keys: CommitKeys, rank: int, held: Mapping[str, Any]) -> memoryview | None:
+        at, nbytes, name = (held.get(key) for key in ("at", "bytes", "sum"))
+        right = type(nbytes) is int and 0 < nbytes <= MAX_RECORD
+        if not (right and isinstance(at, str) and isinstance(name, str)):
+            raise FormatError(f"the vote of rank {rank} names a part of {nbytes!r:.40} bytes at {at!r:.80}")
+        self._holding, relay = True, self._merged.relay
+        if relay is None or len(self._unreached) >= PARTS_AT_ONCE:
+            return None
+        data = relay.fetch_part(held, keys.seq, self._stop)
+        if data is None:
+            self._unreached.append(rank)
         return data
 
     def _checked(self, rank: int, part: Record) -> Record:

@@ -241,7 +241,8 @@ class HostLeader:
         parts, reader = [part], PartReader()
         for rank in self._ranks[1:]:
             vote = self._team.receive(rank, keys.vote, stop=lambda: self._stop() or self._is_over(keys))
-            parts.append(reader.decode(messages.part_in(keys, rank, Vote.decode(vote, rank))))
+            said = Vote.decode(vote, rank)
+            parts.append(reader.decode(messages.authentic(keys, rank, said, said.part)))
         return record_of(version, [(rows_in_merged(version, p.version), p.layout) for p in parts], part.commit)
 
 

@@ -111,6 +111,8 @@ class Vote:
         part: otherwise the part itself.
         error: why the vote is not yes.
         mac: proves that the part is of a process of this job; see `CommitMessages.mac`.
+        held: address, length and checksum of the rank's part, if the rank keeps it until the coordinator has fetched
+            it; see `VersionRelay.offer`.
     """
 
     said: str
@@ -118,10 +120,11 @@ class Vote:
     part: bytes = b""
     error: Mapping[str, Any] | None = None
     mac: str = ""
+    held: Mapping[str, Any] | None = None
 
     def encode(self) -> bytes:
         """The vote as bytes."""
-        head = {"said": self.said, "object": self.object, "error": self.error, "mac": self.mac}
+        head = {"said": self.said, "object": self.object, "error": self.error, "mac": self.mac, "held": self.held}
         return encode_message(head, self.part)
 
     @classmethod
@@ -134,7 +137,10 @@ class Vote:
         head, part = decode_message(data, f"the vote of rank {rank}")
         if head.get("said") not in ("yes", "no", "left out"):
             raise FormatError(f"the vote of rank {rank} is {head.get('said')!r:.40}, which is not a vote")
-        return cls(head["said"], head.get("object"), part, head.get("error"), str(head.get("mac")))
+        mac, held = str(head.get("mac")), head.get("held")
+        if not isinstance(held, dict | None):
+            raise FormatError(f"the vote of rank {rank} keeps {held!r:.40}, which is not a part")
+        return cls(head["said"], head.get("object"), part, head.get("error"), mac, held)
 
 
 def encode_message(head: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -186,6 +192,17 @@ class CommitKeys:
         return f"{self.base}/vote"
 
     @property
+    def fetched(self) -> str:
+        """From the coordinator to participants that keep their parts for it: the ranks whose parts it could not fetch;
+        empty if the commit has failed."""
+        return f"{self.base}/fetched"
+
+    @property
+    def second_vote(self) -> str:
+        """From each of those ranks: its `Vote`, with its part in the tier."""
+        return f"{self.base}/second-vote"
+
+    @property
     def version_id(self) -> str:
         """From the coordinator to host leaders: the id of the merged version; empty if the commit has failed."""
         return f"{self.base}/version-id"
@@ -231,22 +248,22 @@ class CommitMessages:
         self._open.append(keys)
         return keys
 
-    def mac(self, keys: CommitKeys, rank: int, part: bytes) -> str:
-        """By what a rank's part in a vote is authenticated, since the store is not; empty if the team has no secret."""
+    def mac(self, keys: CommitKeys, rank: int, part: bytes | memoryview) -> str:
+        """By what a rank's part is authenticated, since the store is not; empty if the team has no secret."""
         if not self._team.has_secret:
             return ""
         key = self._team.secret.derive("part of a version", keys.vote.encode(), str(rank).encode())
         return hmac.digest(key, part, "sha256").hex()
 
-    def part_in(self, keys: CommitKeys, rank: int, vote: Vote) -> bytes:
-        """The part in the vote of a rank.
+    def authentic(self, keys: CommitKeys, rank: int, vote: Vote, part: bytes | memoryview) -> bytes | memoryview:
+        """The part of a rank: the one in its vote, or one that was fetched from the rank.
 
         Raises:
-            Unauthentic: it is not what this rank has posted.
+            Unauthentic: it is not what this rank has voted with.
         """
-        if not hmac.compare_digest(vote.mac.encode(), self.mac(keys, rank, vote.part).encode()):
+        if not hmac.compare_digest(vote.mac.encode(), self.mac(keys, rank, part).encode()):
             raise Unauthentic(f"the part in the vote of rank {rank} was changed, or is of another job")
-        return vote.part
+        return part
 
     def post(self, keys: CommitKeys, key: str, data: bytes) -> None:
         """Post a message of a commit.
@@ -276,6 +293,8 @@ class CommitMessages:
         reason = None if error is None else encode_error(error, self._team.rank)
         if error is not None and keys.version_id not in keys.posted:
             self.post(keys, keys.version_id, b"")  # leaders wait for this first
+        if error is not None and keys.fetched not in keys.posted:
+            self.post(keys, keys.fetched, b"")  # and ranks that keep their parts for this
         decision = {"error": reason, "unsettled": unsettled, "unnamed": list(unnamed.items())}
         self.post(keys, keys.decision, encode_message(decision))
         keys.settled = True
