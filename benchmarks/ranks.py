@@ -30,7 +30,6 @@ from benchmarks.gauge import Peak
 from benchmarks.machine import facts_line
 from benchmarks.rounds import say, some_of
 from benchmarks.tables import table
-from tierstate.engine.ranks.save.commit import PARTS_IN_STORE
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Boxes
 from tierstate.manifest.format.layout import LayoutBuilder
@@ -213,15 +212,13 @@ def times(f: dict[str, Any]) -> list[str]:
 def amounts(f: dict[str, Any]) -> list[str]:
     """A row of MiB, and of requests.
 
-    On a site-wide tier each rank puts a pack and the coordinator the record. If the parts are too long for the store,
-    each rank also puts its part, which the coordinator reads, and deletes it. On tiers of hosts each rank puts a pack
+    On a site-wide tier each rank puts a pack and the coordinator the record. On tiers of hosts each rank puts a pack
     and each host's leader a record.
     """
     b, ranks = f["bytes"], f["ranks"]
     hosts = -(-ranks // HOST)
     sizes = [b["tables"], b["sharing"], b["parts"], b["record"], b["version"], b["version"] * (hosts - 1)]
-    site = ranks * (1 if b["parts"] <= PARTS_IN_STORE else 4) + 1
-    return [f"{ranks:,}", *(f"{n / 2**20:,.2f}" for n in sizes), f"{site:,}", f"{ranks + hosts:,}"]
+    return [f"{ranks:,}", *(f"{n / 2**20:,.2f}" for n in sizes), f"{ranks + 1:,}", f"{ranks + hosts:,}"]
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
