@@ -12,13 +12,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import engine_threads
-from support.thread_teams import World, together
+from support.thread_teams import PATIENCE, World, together
 
 from tierstate.engine.ranks.save import relay
+from tierstate.engine.ranks.save.leader import HostLeader, MergedVersions
+from tierstate.engine.ranks.save.messages import CommitMessages
 from tierstate.engine.ranks.save.relay import FANOUT, VersionRelay, above
+from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.format.record import Record
+from tierstate.manifest.history.log import Log
 from tierstate.tiers.connections.secret import JobSecret
+from tierstate.tiers.memory.host import Memory
 
 LEADERS = 13
 
@@ -150,6 +155,32 @@ def test_a_leader_that_passes_nothing_on_costs_time_and_no_version(
     world = World("process", list(range(LEADERS)), relay=True)
     found = saved(world, lambda team, one: how(team, one) if team.rank in who else None)
     assert is_whole(world, found), found
+
+
+def test_a_leader_that_never_gets_it_is_not_waited_for_for_ever(narrow: None) -> None:
+    """It goes on to give signs of life, and the coordinator is dead, so that no decision ends the wait."""
+    ended = threading.Event()
+
+    def rank(team: Team) -> bytes:
+        keys = CommitMessages(team, "there").next(1)
+        merged = MergedVersions()
+        merged.relay = VersionRelay(team, merged.wait_for)
+        leader = HostLeader(team, Log(Memory(), "run"), merged, "process", lambda: False)
+        found = b""
+        if team.rank == 0:
+            team.post(keys.version, b"the version")
+        elif team.rank == 1:
+            team.post("there", b"")
+            ended.wait(PATIENCE)
+        elif team.rank == 3:
+            team.receive(1, "there")
+            found = bytes(leader._received(keys, "00" * 16))
+            ended.set()
+        merged.relay.close()
+        return found
+
+    found = together(4, rank, hosts=range(4), timeouts=Timeouts(timeout=1.0, silence=10.0))
+    assert found[3] == b"the version", found
 
 
 def test_a_leader_that_is_slow_is_waited_for(narrow: None) -> None:

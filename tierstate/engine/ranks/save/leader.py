@@ -222,11 +222,12 @@ class HostLeader:
 
     def _received(self, keys: CommitKeys, version: str) -> memoryview:
         relay = self._merged.relay
-        asked = time.monotonic()
+        began = asked = time.monotonic()
 
         def stop() -> bool:
             nonlocal asked
-            if self._stop():
+            # A leader above that has given this version up itself says so to nobody, and lives on.
+            if self._stop() or time.monotonic() - began > self._team.timeouts.timeout:
                 return True
             if time.monotonic() - asked < PATIENCE:  # all leaders ask the one store
                 return False
