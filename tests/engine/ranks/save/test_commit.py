@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.thread_teams import Shared, World, together
+from support.thread_teams import PATIENCE, Shared, World, together
 
 from tierstate.engine.ranks.save import commit, coordinator, relay
 from tierstate.engine.ranks.save.commit import GroupCommit
@@ -150,9 +151,9 @@ def each(world: World, rank: Callable[[Team, GroupCommit], Any], **more: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", SHARED)
-def test_the_store_does_not_grow_with_the_saves(shared: Shared) -> None:
-    world, store, sizes = World(shared, [0, 0, 1]), dist.HashStore(), []
+@pytest.mark.parametrize(("shared", "relay"), [*((shared, False) for shared in SHARED), ("site", True)])
+def test_the_store_does_not_grow_with_the_saves(shared: Shared, relay: bool) -> None:
+    world, store, sizes = World(shared, [0, 0, 1], relay), dist.HashStore(), []
 
     def rank(team: Team, group_commit: GroupCommit) -> None:
         for seq in range(1, 120):
@@ -167,6 +168,7 @@ def test_the_store_does_not_grow_with_the_saves(shared: Shared) -> None:
             team.gather("counted", b"")
 
     assert each(world, rank, store=store) == [None] * 3
+    world.close()
     assert max(sizes[60:]) <= max(sizes[:40]), "not one key more, however long it runs"
     assert max(sizes) < 60
     assert world.leftovers() == []
@@ -464,15 +466,18 @@ def test_a_part_that_neither_way_takes_ends_it_for_all(error: Exception) -> None
 def test_nobody_waits_for_the_part_of_a_rank_that_has_given_up() -> None:
     """Its part could not be fetched, and it does not stay to hear of it."""
     world = World("site", [0, 0, 1], relay=True)
-    left = iter([])
+    given_up = threading.Event()
 
     def rank(team: Team, group_commit: GroupCommit) -> Any:
+        if team.rank == 2:
+            given_up.wait(PATIENCE)  # before the coordinator has all votes, and says what it has fetched
         if team.rank != 1:
             return group_commit.commit(world.part(team.rank, 1))
         cannot_be_reached(world.merged[1].relay)  # type: ignore[arg-type]
         try:
-            return group_commit.commit(world.part(1, 1), lambda: next(left, None) is None)
+            return group_commit.commit(world.part(1, 1), lambda: True)
         except TierstateError as error:
+            given_up.set()
             team.receive(0, f"{group_commit._name}/1.1/decision")  # this process goes on
             return error
 
