@@ -214,10 +214,10 @@ class TrainerSession:
         then uses again.
         """
         sender = threading.Thread(target=self._send_all, name="tierstate-agent-send", daemon=True)
-        sender.start()
         watcher = threading.Thread(target=self._watch, name="tierstate-agent-watch", daemon=True)
-        watcher.start()
         try:
+            sender.start()
+            watcher.start()
             self._tell({"kind": "ready", "pid": os.getpid(), "session": self.id})
             if isinstance(self._link, JournalLink):
                 self._begin_again(self._link)
@@ -232,7 +232,8 @@ class TrainerSession:
                 save.lost(trainer_gone())
             self._finish()
             self._outbox.put(None)
-            sender.join()
+            if sender.ident is not None:
+                sender.join()
 
     def _begin_again(self, journal: JournalLink) -> None:
         """The process before was killed: let the queues look for what is owed, and other ranks not wait for this one's

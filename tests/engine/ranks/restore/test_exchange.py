@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import threading
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.leaks import open_files
 
 from tierstate.engine.ranks.restore import exchange_plan
 from tierstate.engine.ranks.restore.exchange import CHUNK_HEADER, CHUNK_LOST, CLAIM, ChunkExchange, PeerListener
@@ -264,3 +266,16 @@ def test_the_address_is_that_of_the_named_interface_or_the_way_out(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert own_address(hosts=1) == "127.0.0.1"
     assert socket.inet_aton(own_address(hosts=2))
+
+
+def test_a_listener_that_can_start_no_thread_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gc.collect()
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        with pytest.raises(RuntimeError, match="can't start new thread") as caught:
+            PeerListener(1, SECRET)
+    assert open_files() == before, caught  # whose traceback keeps what was made

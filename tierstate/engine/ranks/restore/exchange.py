@@ -110,7 +110,11 @@ class PeerListener:
         self._admitted: SimpleQueue[Channel | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tierstate-accept", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads (`ulimit -u`)
+            self._listener.close()
+            raise
 
     def _run(self) -> None:
         try:
