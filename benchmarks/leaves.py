@@ -30,6 +30,10 @@ SMALL = 16 << 20
 """Bytes of a small state that is saved at each step."""
 
 
+LARGE = 18 << 20
+"""Bytes of a large tensor: a little longer than a chunk."""
+
+
 def state_of(leaves: int) -> dict[str, torch.Tensor]:
     """Parameters as a module has them: a matrix and three vectors each."""
     return {f"layers.{i // 4}.{'wbgn'[i % 4]}": torch.randn((128, 128) if i % 4 == 0 else (64,)) for i in range(leaves)}
@@ -139,6 +143,45 @@ def small_saves(root: Path, rounds: int) -> str:
     )
 
 
+def large_saves(root: Path, rounds: int) -> str:
+    """Few and large tensors, as of MLPerf's 8b: a save that is not guarded, and what a copy in memory costs."""
+    state = {f"t{i}": torch.randn(LARGE // 4) for i in range(32)}
+    copy = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    policy = f"tiers: {{nvme: {{type: nvme, path: '{root / 'large'}', keep: {{last: 2}}}}}}"
+    blocked, durable, cpu = list[float](), list[float](), list[float]()
+    copied: dict[int, list[float]] = {threads: [] for threads in {1, torch.get_num_threads()}}
+    with ts.Checkpointer(ts.Policy.parse(policy), run="large") as ckpt:
+        for step in range(rounds + 2):
+            for threads, found in copied.items():
+                before = torch.get_num_threads()
+                torch.set_num_threads(threads)
+                start = time.perf_counter()
+                for name, tensor in state.items():
+                    copy[name].copy_(tensor)
+                found.append(time.perf_counter() - start)
+                torch.set_num_threads(before)
+            for tensor in state.values():
+                tensor.add_(1.0)
+            time.sleep(0.4)  # a step, in which memory is prepared
+            start, used = time.perf_counter(), time.process_time()
+            save = ckpt.save(state, step=step)
+            blocked.append(time.perf_counter() - start)
+            save.wait()
+            durable.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - used)
+    first, second, later = blocked[0] * 1e3, blocked[1] * 1e3, statistics.median(blocked[2:]) * 1e3
+    copies = ", ".join(
+        f"{statistics.median(found[2:]) * 1e3:.1f} ms with {threads} threads" for threads, found in copied.items()
+    )
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    return (
+        f"{nbytes / 2**30:.2f} GiB in 32 tensors, saved each 0.4 s: the first save blocked for {first:.0f} ms, the "
+        f"second one for {second:.0f}, later ones for {later:.1f} (least {min(blocked[2:]) * 1e3:.1f}), durable after "
+        f"{statistics.median(durable[2:]) * 1e3:.0f} ms; {statistics.median(cpu[2:]) / nbytes * 2**30:.2f} s of "
+        f"processor time for a GiB; torch copies as much in {copies}"
+    )
+
+
 def first_bytes(root: Path, rounds: int) -> str:
     """A load of one tensor of many, as of weights alone: a new reader, until the tensor is there."""
     found = []
@@ -174,6 +217,7 @@ def main() -> None:
         print(table("leaves | save | ms (least-most) | µs a leaf | / tierstate", saved))
         print(first_bytes(root, given.rounds))
         print(small_saves(root, given.rounds))
+        print(large_saves(root, given.rounds))
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
