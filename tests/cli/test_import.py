@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import scratch
 from support.cli_calls import Call, odd
@@ -22,7 +23,9 @@ import tierstate as ts
 from tierstate.engine.packs.formats import FileInfo, FileLeaf, format_of
 from tierstate.files.export import export
 from tierstate.files.importing import import_version, open_source
+from tierstate.files.readers.safetensors import open_safetensors
 from tierstate.files.readers.stored import FileValue
+from tierstate.manifest.errors import FormatError
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.providers.tree.flatten import flatten
 
@@ -322,6 +325,43 @@ def test_a_version_that_cannot_be_written_down_fails_its_save_and_no_other(place
             ckpt.save({"a": endless}, step=7).wait(timeout=60)
         ckpt.save({"a": torch.ones(1)}, step=9).wait(timeout=60)
         assert ckpt.info().step == 9
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=5), st.sampled_from(["whole", "gap", "overlap", "more"]), st.data()
+)
+def test_tensors_that_do_not_follow_each_other_are_refused_as_by_others(
+    lengths: list[int], how: str, data: st.DataObject
+) -> None:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    which = data.draw(st.integers(0, len(lengths) - 1))
+    if how in ("gap", "overlap"):
+        starts = [at + (i >= which) * (1 if how == "gap" else -1) for i, at in enumerate(starts)]
+    assume(min(starts) >= 0)
+    end = max(at + n for at, n in zip(starts, lengths, strict=True)) + (how == "more")
+    entries = {
+        f"t{i}": {"dtype": "U8", "shape": [n], "data_offsets": [at, at + n]}
+        for i, (at, n) in enumerate(zip(starts, lengths, strict=True))
+    }
+    raw = header(entries, bytes(end))
+    try:
+        safetensors.torch.load(raw)
+    except safetensors.SafetensorError:
+        taken = False
+    else:
+        taken = True
+    with scratch() as folder:
+        path = folder / "t.safetensors"
+        path.write_bytes(raw)
+        try:
+            with open_safetensors(path, lambda _nbytes: None):
+                found = True
+        except FormatError as error:
+            found = False
+            assert str(path) in str(error)  # noqa: PT017 - the other outcome is good, too
+    tied = len({(at, n) for at, n in zip(starts, lengths, strict=True) if n}) < sum(n > 0 for n in lengths)
+    assert found == taken or tied
+    assert found >= taken
 
 
 def test_one_place_of_two_types_is_no_tie(policy: Path) -> None:

@@ -122,7 +122,27 @@ def _open_one(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, T
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise FormatError(f"{path}: its metadata is no JSON object")
-    return metadata, {name: _entry(item, file, path, name, 8 + length, size) for name, item in header.items()}
+    entries = {name: _entry(item, file, path, name, 8 + length, size) for name, item in header.items()}
+    _check_order(entries, path, 8 + length, size)
+    return metadata, entries
+
+
+def _check_order(entries: Mapping[str, TensorEntry], path: Path, data: int, size: int) -> None:
+    """Raises FormatError unless the tensors follow each other and fill the file, as the format demands: otherwise the
+    header is not that of this data. Several names of all the same bytes are taken: they are tied."""
+    end, last = data, (data, 0)
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if (entry.start, entry.nbytes) == last:
+            continue
+        last = entry.start, entry.nbytes
+        if entry.start != end:
+            raise FormatError(
+                f"{path}: tensor {name!r:.80} begins at byte {entry.start - data} of the data, and the one before it "
+                f"ends at {end - data}; right are tensors that follow each other"
+            )
+        end += entry.nbytes
+    if end != size:
+        raise FormatError(f"{path}: its tensors end at byte {end - data} of the data, of which there are {size - data}")
 
 
 def _entry(item: Any, file: BufferedFile, path: Path, name: str, data: int, size: int) -> TensorEntry:
