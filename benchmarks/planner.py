@@ -186,10 +186,10 @@ def said(outcome: Outcome, models: list[TierModel], case: Case) -> dict[str, flo
         found["restored in"] = recovery.seconds
     found |= {"training": outcome.seconds - again, "drained": outcome.drained - again}
     if not case.killed:
-        found["blocked"] = sum(outcome.blocked)
+        found["blocked"] = outcome.blocking
     for model in models:
         tier = outcome.tiers[model.level.name]
-        found[f"{model.level.name}: versions"] = len(tier.arrivals)
+        found[f"{model.level.name}: versions"] = tier.versions
         if not case.killed:
             found[f"{model.level.name}: delay"] = tier.delay or 0.0
     return found

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import tierstate as ts
 from tierstate.engine.cadence import Level
+from tierstate.planning.lanes import TICK
 from tierstate.planning.model import Failure, Outcome, TierModel, Workload
 from tierstate.planning.simulation import simulate
 
@@ -40,9 +41,9 @@ def workload(nbytes: int = GIB, step: float = 1.0, **more: float) -> Workload:
 @given(st.floats(0.1, 5), st.floats(0, 3), st.integers(1, 200))
 def test_a_save_costs_its_capture(step: float, capture: float, steps: int) -> None:
     rate = GIB / capture if capture else math.inf
-    found = simulate(policy(), workload(step=step, capture=rate), models(1e18, 1e18), steps)
-    assert found.blocked == pytest.approx([capture] * steps)
-    assert found.seconds == pytest.approx(steps * (step + capture))
+    found = simulate(policy(), workload(step=step, capture=rate), models(1e18, 1e18), steps, leaps=False)
+    assert found.blocked == pytest.approx([capture] * steps, abs=TICK)
+    assert found.seconds == pytest.approx(steps * (step + capture), abs=steps * TICK)
     assert (found.saves, found.steps, found.room) == (steps, steps, 0)
 
 
@@ -83,7 +84,7 @@ def test_what_an_idle_tier_has_saved_up_is_used_once(burst: float, steps: int) -
 
 
 def test_a_slower_tier_copies_what_a_faster_one_has() -> None:
-    found = simulate(policy(site=", every: 5"), workload(step=10.0), models(GIB, GIB / 2), 20)
+    found = simulate(policy(site=", every: 5"), workload(step=10.0), models(GIB, GIB / 2), 20, leaps=False)
     assert [one.step for one in found.tiers["disk"].arrivals] == [*range(1, 21)]
     assert [one.step for one in found.tiers["site"].arrivals] == [1, 5, 10, 15, 20]
     for copy in found.tiers["site"].arrivals:
@@ -109,7 +110,7 @@ def test_retention_is_that_of_the_policy(last: int, every: int) -> None:
 
 
 def test_a_save_waits_for_max_lag() -> None:
-    found = simulate(policy(site=", max_lag: {steps: 0}"), workload(), models(GIB, GIB / 2), 10)
+    found = simulate(policy(site=", max_lag: {steps: 0}"), workload(), models(GIB, GIB / 2), 10, leaps=False)
     assert found.blocked == pytest.approx([3.0] * 10)
     assert found.tiers["site"].waited == pytest.approx(30.0)
 
@@ -182,7 +183,7 @@ def test_whatever_happens_training_comes_to_its_end(
         said = policy("".join(disk), "".join(site), host="", arena=arena)
         there = [TierModel(HOST, 4 * GIB, 4 * GIB), *models(fast * GIB, slow * GIB)]
         happens = [Failure(*one) for one in sorted(failures)]
-        return simulate(said, workload(capture=4 * GIB, slower=0.1, restart=3.0), there, 60, happens)
+        return simulate(said, workload(capture=4 * GIB, slower=0.1, restart=3.0), there, 60, happens, leaps=False)
 
     found = run()
     assert found == run(), "nothing is random"
@@ -199,3 +200,72 @@ def test_whatever_happens_training_comes_to_its_end(
         seqs = {one.seq for one in found.tiers["disk"].arrivals}
         if not disk[0]:
             assert len(seqs) + found.tiers["disk"].left_out == found.saves
+
+
+# Stretches of time that repeat
+
+
+KEEP = st.sampled_from(
+    ["", ", keep: {last: 1}", ", keep: {last: 3, every: 17}", ", keep: {every: 40}", ", keep: {within: 90s}"]
+)
+LATE = st.sampled_from(["", ", on_lag: skip", ", max_lag: {steps: 4}", ", max_lag: {seconds: 30}"])
+SELDOM = st.sampled_from(["", ", every: 3", ", every: 20s", ", every: 250", ", every: 7min", ", every: auto"])
+TIER_KEYS = st.tuples(SELDOM, LATE, KEEP).map("".join)
+MORE = st.sampled_from(["", "rules:\n- {match: 'optimizer.**', tiers: [disk]}\n", "failures: {mtbf: 1h}\n"])
+
+
+def figures(found: Outcome) -> dict[str, float]:
+    """All that a plan is made from."""
+    numbers = {
+        name: getattr(found, name)
+        for name in ("steps", "seconds", "drained", "saves", "skipped", "blocking", "room", "slowed")
+    }
+    numbers["longest"] = max(found.blocked, default=0.0)
+    numbers |= {f"lost {lost}": seconds for lost, seconds in found.lost.items()}
+    for name, tier in found.tiers.items():
+        keys = ("versions", "delays", "left_out", "nbytes", "busy", "kept", "held", "waited", "interval", "spacing")
+        numbers |= {f"{name} {key}": getattr(tier, key) or 0.0 for key in keys}
+    return numbers
+
+
+@pytest.mark.slow
+@given(
+    st.tuples(TIER_KEYS, TIER_KEYS, SELDOM),
+    MORE,
+    st.sampled_from(["512MiB", "64GiB"]),
+    st.sampled_from([0.01, 0.4, 3.0]),
+    st.sampled_from([0.01, 2.5, 40.0]),
+    st.sampled_from([1, 5]),
+    st.sampled_from([0.0, 0.1]),
+)
+def test_what_repeats_is_counted_as_if_it_were_simulated(
+    keys: tuple[str, str, str], more: str, arena: str, fast: float, slow: float, save_every: int, slower: float
+) -> None:
+    text = policy(*keys[:2], host=keys[2], arena=arena, more=more).dump()
+    leaves = ((("model", "w"), GIB // 2), (("optimizer", "m"), GIB // 2))
+    job = Workload(leaves, 1.0, save_every, capture=7 * GIB, slower=slower, changed=0.7)
+    there = [
+        TierModel(HOST, 7 * GIB, 7 * GIB),
+        TierModel(DISK, GIB / fast, GIB / fast, 0.3),
+        TierModel(SITE, GIB / slow, GIB / slow, burst=1.0, peak=4 * GIB / slow),
+    ]
+    said = ts.Policy.parse(text)
+    counted = simulate(said, job, there, 700)
+    simulated = simulate(said, job, there, 700, leaps=False)
+    assert figures(counted) == pytest.approx(figures(simulated), rel=1e-6, abs=1e-6)
+    assert counted.survived == simulated.survived
+
+
+@pytest.mark.parametrize("disk", [", every: 20", ", every: 90s, keep: {last: 3}", ", every: auto"])
+def test_weeks_are_counted(disk: str) -> None:
+    """Four weeks with a save after each second, and a tier that gets a version a week."""
+    said = policy(disk, ", every: 7d", host="", more="failures: {mtbf: 6h}\n")
+    there = [TierModel(HOST, 7 * GIB, 7 * GIB), *models(GIB * 3, GIB / 40)]
+    steps = 28 * 86_400
+    told: list[int] = []
+    found = simulate(said, workload(capture=7 * GIB), there, steps, on_steps=told.append)
+    assert (found.steps, found.saves) == (steps, steps)
+    assert found.tiers["site"].versions in (4, 5)
+    assert found.seconds == pytest.approx(steps + found.blocking)
+    assert len(found.blocked) < steps / 100, "so many were simulated"
+    assert sum(told) == steps

@@ -65,6 +65,7 @@ def plan(
     The job is simulated with the rules by which tierstate saves. Nothing is saved, and without --run and --measure no
     tier is touched.
     """
+    from tierstate.engine.progress import status_line
     from tierstate.files.atomic_files import AtomicFiles
     from tierstate.planning.figures import parse_speeds, parse_state, tier_models
     from tierstate.planning.model import Workload
@@ -98,7 +99,9 @@ def plan(
     measured, fixed = _measured(read, as_json) if measure else ({}, {})
     seen = {name: one for name, one in (known.speeds if known else {}).items() if name not in {*said, *measured}}
     models = tier_models(read, nodes, processes, rate, {**measured, **seen, **said}, fixed, seen)
-    made = make_plan(read, work, models, _simulated(during, read, work), _prices(price or (), read))
+    long, prices = _simulated(during, read, work), _prices(price or (), read)
+    with status_line(shown=not as_json) as tell:
+        made = make_plan(read, work, models, long, prices, tell)
     encoded = dataclasses.asdict(made)
     if to is not None:
         _write(to, encoded, [*_given(made, work, models)])
@@ -172,6 +175,7 @@ def _given(made: Plan, work: Workload, models: Sequence[TierModel]) -> Iterator[
     """What the plan was made from."""
     steps = "every step" if work.save_every == 1 else f"every {work.save_every} steps"
     yield "job", f"{work.hosts} hosts of {work.processes} processes; a failure every {rough_duration(made.mtbf)}"
+    yield "simulated", f"{rough_duration(made.now.simulated)}, with saves and without failures"
     yield "state", f"{rough_size(work.nbytes)}, of which {work.changed:.0%} change from save to save"
     yield "training", f"a step takes {rough_duration(work.step)}; save is called after {steps}"
     yield "capture", f"{rough_size(work.capture)}/s in the whole job; steps are {work.slower:.0%} slower during writes"

@@ -194,6 +194,20 @@ class AutoCadence:
             for name in mine:
                 self._tiers[name].flying.add(seq)
 
+    def snapshot(self, seq: int, step: int, time: float) -> object:
+        """All that later choices depend on, seen from a version's number, a step and a time: after equal snapshots, the
+        same events lead to the same choices. For simulations."""
+        with self._lock:
+            return (
+                [
+                    (one.cost, one.seconds, one.running, one.interval, one.told, sorted(n - seq for n in one.flying))
+                    for one in self._tiers.values()
+                ],
+                [(number - seq, names) for number, names in self._went.items()],
+                self._after and (self._after[0] - step, self._after[1] - time),
+                (tuple(self._quiet), self._burdened, self._waited),
+            )
+
     def event(self, event: Event) -> None:
         """Something has happened: saves, waits for captures, and versions that arrive or fail."""
         changed = []

@@ -149,7 +149,9 @@ class TierOutcome:
 
     Attributes:
         share: bytes of a version that go there.
-        arrivals: versions, as they came.
+        arrivals: versions, as they came; of stretches that repeat, those of one.
+        versions: how many came.
+        delays: seconds from their saves until they were there, summed up.
         left_out: versions that it lagged too far behind for.
         nbytes: that were written.
         busy: seconds in which it wrote.
@@ -162,6 +164,8 @@ class TierOutcome:
 
     share: float = 0.0
     arrivals: list[Arrival] = field(default_factory=list)
+    versions: int = 0
+    delays: float = 0.0
     left_out: int = 0
     nbytes: float = 0.0
     busy: float = 0.0
@@ -174,13 +178,13 @@ class TierOutcome:
     @property
     def spacing(self) -> float | None:
         """Mean seconds between the saves of two versions; None for fewer than two."""
-        saved = sorted(arrival.saved for arrival in self.arrivals)
-        return (saved[-1] - saved[0]) / (len(saved) - 1) if len(saved) > 1 else None
+        saved = [arrival.saved for arrival in self.arrivals]
+        return (max(saved) - min(saved)) / (self.versions - 1) if self.versions > 1 else None
 
     @property
     def delay(self) -> float | None:
         """Mean seconds from a save until the tier has it; None for none."""
-        return sum(a.arrived - a.saved for a in self.arrivals) / len(self.arrivals) if self.arrivals else None
+        return self.delays / self.versions if self.versions else None
 
 
 @dataclass
@@ -193,7 +197,8 @@ class Outcome:
         drained: when every tier had all that was due there.
         saves: calls of `save` that were due in some tier.
         skipped: saves that found no room (``on_full: skip``).
-        blocked: seconds that each of the others blocked.
+        blocked: seconds that each of the others blocked; of stretches that repeat, those of one.
+        blocking: seconds that all of them blocked.
         room: seconds of them for which it waited for room in the arena.
         slowed: seconds that steps took longer because of writes.
         tiers: by name.
@@ -209,6 +214,7 @@ class Outcome:
     saves: int = 0
     skipped: int = 0
     blocked: list[float] = field(default_factory=list)
+    blocking: float = 0.0
     room: float = 0.0
     slowed: float = 0.0
     tiers: dict[str, TierOutcome] = field(default_factory=dict)

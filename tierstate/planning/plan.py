@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from statistics import mean
 from typing import Any
 
 import numpy as np
 
 from tierstate.engine.cadence import BUSY, failures_by_tier, job_mtbf, optimal_interval
 from tierstate.engine.placement import route_masks
+from tierstate.engine.progress import Pace
 from tierstate.tiers.policy.models import AutoEvery
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import MAX_SECONDS, format_size, rough_duration, rough_size
@@ -171,6 +171,7 @@ def make_plan(
     models: Sequence[TierModel],
     seconds: float | None = None,
     prices: Mapping[str, float] | None = None,
+    tell: Callable[[str], object] = lambda _doing: None,
 ) -> Plan:
     """Simulate a job with a policy, and with the intervals that cost least; compare them.
 
@@ -178,15 +179,18 @@ def make_plan(
         models: of the policy's tiers, in its order.
         seconds: of training that are simulated; None for a day, or less where that is many saves.
         prices: by tier, what a GB costs for a month.
+        tell: takes texts that say how far this is.
     """
     steps = math.ceil((seconds or _enough(policy, workload)) / workload.step)
     steps = max(1, -(-steps // workload.save_every)) * workload.save_every
-    outcome = simulate(policy, workload, models, steps)
+    pace = Pace("simulating", tell, steps * (2 + len(models)), "steps")
+    outcome = simulate(policy, workload, models, steps, on_steps=pace)
     now = _forecast(policy, workload, models, outcome, prices or {})
-    curves = tuple(_curves(policy, workload, models, outcome))
+    curves = tuple(_curves(policy, workload, models, outcome, pace))
     every = {curve.tier: every_text(curve.best, workload) for curve in curves if curve.best is not None}
     better = _with_every(policy, every)
-    best = _forecast(better, workload, models, simulate(better, workload, models, steps), prices or {})
+    outcome = simulate(better, workload, models, steps, on_steps=pace)
+    best = _forecast(better, workload, models, outcome, prices or {})
     if best.goodput <= now.goodput:
         best, every = now, {}
     advice = tuple(_advice(policy, workload, models, now, best, every, curves))
@@ -250,9 +254,9 @@ def _forecast(
     return Forecast(
         simulated=outcome.seconds,
         saves=outcome.saves * per_day,
-        blocked=mean(outcome.blocked or [0.0]),
+        blocked=outcome.blocking / max(1, outcome.saves),
         longest=max(outcome.blocked, default=0.0),
-        room=outcome.room / max(1, len(outcome.blocked)),
+        room=outcome.room / max(1, outcome.saves),
         saving=saving,
         failures=failures,
         goodput=_goodput(mtbf, saving, failures),
@@ -273,7 +277,7 @@ def _failure(
     share = policy.failures.host_lost if host_lost else 1 - policy.failures.host_lost
     if host_lost not in outcome.survived:
         return FailureForecast(host_lost, share, "", None, workload.restart)
-    there = [m for m in models if m.level.survives(host_lost) and outcome.tiers[m.level.name].arrivals]
+    there = [m for m in models if m.level.survives(host_lost) and outcome.tiers[m.level.name].versions]
     masks = route_masks(policy, [path for path, _ in workload.leaves])
     sizes = np.array([nbytes for _, nbytes in workload.leaves], float)
     recovery = workload.restart + restore_seconds(sizes, masks, there, lambda _tier: 0.0)
@@ -297,7 +301,7 @@ def _tier(
         tier=name,
         every=describe_every(policy, name, told),
         interval=told.spacing,
-        versions=len(told.arrivals) * per_day,
+        versions=told.versions * per_day,
         nbytes=told.nbytes * per_day,
         money=None if price is None else stored / 1e9 * price * 12 / 365,
         busy=min(1.0, told.busy / outcome.drained),
@@ -320,19 +324,21 @@ def describe_every(policy: Policy, name: str, told: TierOutcome) -> str:
     return rough_duration(every.total_seconds()) if isinstance(every, timedelta) else f"{every} steps"
 
 
-def _curves(policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome) -> Iterator[Curve]:
+def _curves(
+    policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome, pace: Pace
+) -> Iterator[Curve]:
     levels = [model.level for model in models]
     mtbf = failures_by_tier(policy.failures, workload.hosts, levels, outcome.survived)
     for model in models:
         name = model.level.name
-        if not outcome.tiers[name].arrivals:
+        if not outcome.tiers[name].versions:
             continue
-        cost, least = _cost(policy, workload, models, outcome, name), workload.step * workload.save_every
+        cost, least = _cost(policy, workload, models, outcome, name, pace), workload.step * workload.save_every
         if math.isinf(mtbf[name]):
             yield Curve(name, cost, None)
             continue
         told = outcome.tiers[name]
-        seconds = told.nbytes / len(told.arrivals) / model.write + model.fixed
+        seconds = told.nbytes / told.versions / model.write + model.fixed
         best = max(optimal_interval(cost, mtbf[name]), seconds / BUSY, least)
         intervals = tuple(best * factor for factor in CURVE)
         delay = told.delay or 0.0
@@ -340,10 +346,13 @@ def _curves(policy: Policy, workload: Workload, models: Sequence[TierModel], out
         yield Curve(name, cost, best, intervals, shares)
 
 
-def _cost(policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome, name: str) -> float:
+def _cost(
+    policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome, name: str, pace: Pace
+) -> float:
     """Seconds of training that a save to a tier costs: by how much the job is faster if the tier gets only one."""
-    without = simulate(_with_every(policy, {name: f"{MAX_SECONDS:.0f}s"}), workload, models, outcome.steps)
-    fewer = len(outcome.tiers[name].arrivals) - len(without.tiers[name].arrivals)
+    seldom = _with_every(policy, {name: f"{MAX_SECONDS:.0f}s"})
+    without = simulate(seldom, workload, models, outcome.steps, on_steps=pace)
+    fewer = outcome.tiers[name].versions - without.tiers[name].versions
     return max(0.0, outcome.seconds - without.seconds) / max(1, fewer)
 
 

@@ -3,15 +3,17 @@ clock that exist only as numbers.
 
 Time passes in steps of the training and in writes of the tiers; nothing is random, so the same input gives the same
 outcome. A tier writes one version after another at a constant rate, as the threads of a real save do; tiers do not
-slow each other down.
+slow each other down. Where the job comes into a state in which it was before, only later, what follows is what
+followed then, and is counted rather than simulated again (`_Job._leap`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,98 +29,86 @@ from tierstate.engine.placement import (
     is_too_far_behind,
     route_masks,
 )
-from tierstate.engine.publish.backlog import Backlog, PendingVersion, held_versions, missed_versions
-from tierstate.engine.publish.save_state import SaveState
+from tierstate.engine.publish.backlog import PendingVersion, held_versions, missed_versions
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.history.retention import RetentionEntry, RetentionPolicy, decide_retention
+from tierstate.manifest.history.retention import RetentionEntry, decide_retention
 from tierstate.tiers.policy.policy import Policy
 
+from .lanes import OFTEN, TICK, Copy, Lane, Moment, Queue, ticks
 from .model import Arrival, Failure, Outcome, Recovery, TierModel, TierOutcome, Workload, restore_seconds
 
-OFTEN = 100
-"""Of more versions than this in a tier, retention decides only after each hundredth part of them."""
-
-
-@dataclass(slots=True)
-class _Copy:
-    """A version on its way to a tier (`tierstate.engine.publish.backlog.QueuedCopy`).
-
-    Attributes:
-        due: the version.
-        lane: of the tier.
-        direct: it is written from the arena, rather than copied from a faster tier.
-        save_state: none: it has no real save.
-    """
-
-    due: PendingVersion
-    lane: _Lane
-    direct: bool = False
-    save_state: SaveState | None = None
-
-    @property
-    def at_hand(self) -> bool:
-        return self.direct or self.lane.source(self.due.seq) is not None
-
-
-@dataclass(eq=False)
-class _Lane:
-    """A tier, and what is on its way to it.
-
-    Attributes:
-        model: its speeds.
-        keep: its retention.
-        backlog, direct: what waits: copies, and what is written from the arena.
-        told: what is told of it.
-        faster: the lanes that it may copy from, nearest to it first.
-        has: versions by number: step and time.
-        running, began, ends: what is written, since when and until when; infinite while its source lacks it.
-        idle_since: when it last had something to write.
-        look: of `OFTEN` versions and more, how many there are when retention decides next.
-    """
-
-    model: TierModel
-    keep: RetentionPolicy
-    backlog: Backlog[_Copy]
-    told: TierOutcome
-    faster: Sequence[_Lane]
-    has: dict[int, PendingVersion] = field(default_factory=dict)
-    direct: deque[_Copy] = field(default_factory=deque)
-    running: _Copy | None = None
-    began: float = 0.0
-    ends: float = math.inf
-    idle_since: float = -math.inf
-    look: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.model.level.name
-
-    @property
-    def share(self) -> float:
-        """Bytes of a version that go there."""
-        return self.told.share
-
-    def source(self, seq: int) -> _Lane | None:
-        """The nearest faster tier that has a version."""
-        return next((lane for lane in self.faster if seq in lane.has), None)
-
-    def wanted(self) -> set[int]:
-        running = [self.running] if self.running else []
-        return {c.due.seq for c in (*running, *self.direct)} | {due.seq for due in self.backlog.dues()}
+TOLD = 1000
+"""Steps after which the progress is told."""
 
 
 def simulate(
-    policy: Policy, workload: Workload, models: Sequence[TierModel], steps: int, failures: Sequence[Failure] = ()
+    policy: Policy,
+    workload: Workload,
+    models: Sequence[TierModel],
+    steps: int,
+    failures: Sequence[Failure] = (),
+    *,
+    leaps: bool = True,
+    on_steps: Callable[[int], object] = lambda _steps: None,
 ) -> Outcome:
     """Train for so many steps.
 
     Args:
         models: of the policy's tiers, in its order.
         failures: by rising time. Those that come while the job starts again count when it has.
+        leaps: count stretches of time that repeat, where no failures are given, rather than simulate each of them.
+        on_steps: called with the steps made since its last call.
     """
-    job = _Job(policy, workload, models, failures)
+    job = _Job(policy, workload, models, failures, leaps and not failures, on_steps)
     job.train(steps)
     return job.outcome
+
+
+class _Mark(NamedTuple):
+    """What a job looks like after a save.
+
+    Attributes:
+        at: when.
+        ends: of each tier, in how many seconds what is written there has been written.
+        shapes: of each tier.
+        moves, settled, held: of each tier, as counted until then.
+        newest: of both kinds of failures, how often the newest version that survives it has changed, and which it is.
+        auto: what `AutoCadence` knows.
+        sums: all that is summed up over time.
+        lag: of both kinds of failures.
+    """
+
+    at: Moment
+    ends: tuple[float, ...]
+    shapes: tuple[Any, ...]
+    moves: tuple[int, ...]
+    settled: tuple[int, ...]
+    held: tuple[int, ...]
+    newest: dict[bool, tuple[int, LastSave]]
+    auto: object
+    sums: tuple[float, ...]
+    lag: dict[bool, float]
+
+
+@dataclass
+class _Seen:
+    """A job as it was after one of the saves to a tier, with which it is compared after later ones.
+
+    The one that it is compared with is a later one each time there were twice as many, so that a repetition of any
+    length is found (R. P. Brent, "An improved Monte Carlo factorization algorithm", BIT 20, 1980).
+    """
+
+    mark: _Mark | None = None
+    count: int = 0
+    next: int = 1
+
+
+_SUMMED = ("saves", "skipped", "blocking", "room", "slowed")
+"""Attributes of `Outcome` that are sums over time."""
+
+
+_SUMMED_BY_TIER = ("versions", "delays", "left_out", "nbytes", "busy", "waited")
+"""Attributes of `TierOutcome` that are."""
 
 
 class _Killed(Exception):
@@ -129,25 +119,37 @@ class _Job:
     """The training loop and the tiers."""
 
     def __init__(
-        self, policy: Policy, workload: Workload, models: Sequence[TierModel], failures: Sequence[Failure]
+        self,
+        policy: Policy,
+        workload: Workload,
+        models: Sequence[TierModel],
+        failures: Sequence[Failure],
+        leaps: bool,
+        on_steps: Callable[[int], object],
     ) -> None:
         self._policy, self._workload, self._failures = policy, workload, deque(failures)
+        self._leaps, self._on_steps, self._told = leaps, on_steps, 0
+        self._step_seconds = max(TICK, ticks(workload.step))
+        self._slow_seconds = ticks(self._step_seconds * (1 + workload.slower))
         self._now, self._step, self._seq = 0.0, 0, 0
         self.outcome = Outcome(tiers={model.level.name: TierOutcome() for model in models})
         self._masks, self._sizes = _groups(policy, workload)
         self._parted = any(rule.tiers is not None for rule in policy.rules)
-        self._lanes: list[_Lane] = []
+        self._lanes: list[Lane] = []
         for model in models:
             tier = policy.tier(model.level.name)
             told = self.outcome.tiers[tier.name]
             told.share = self._bytes_of(self._masks[tier.name])
             faster = [lane for lane in reversed(self._lanes) if not lane.model.scarce]
-            backlog = Backlog[_Copy](tier.every, tier.on_lag)
-            self._lanes.append(_Lane(model, retention_of(tier), backlog, told, faster))
+            every = tier.every if isinstance(tier.every, int) else None
+            self._lanes.append(Lane(model, retention_of(tier), every, Queue(tier.every, tier.on_lag), told, faster))
         self._arena = float(policy.arena.size) * workload.hosts * workload.processes
         self._whole: dict[frozenset[str], bool] = {}
         self._newest = {lost: (0, 0.0) for lost in (False, True)}  # step and time of the newest that survives
+        self._changes = dict.fromkeys(self._newest, 0)
         self._lag = dict.fromkeys(self._newest, 0.0)
+        self._seen: dict[str, _Seen] = {}
+        self._leapt = Moment(0, 0, 0.0)
         self._begin()
 
     def _begin(self) -> None:
@@ -159,7 +161,7 @@ class _Job:
         self._auto = AutoCadence(bounds, mtbf, self._tell) if bounds else None
         for lane in self._lanes:
             for due in self._missed(lane):
-                lane.backlog.owe(_Copy(due, lane))
+                lane.backlog.owe(Copy(due, lane))
 
     def _bytes_of(self, mask: Mask) -> float:
         return float(self._sizes[mask].sum())
@@ -167,7 +169,7 @@ class _Job:
     def _tell(self, name: str, seconds: float, why: str) -> None:
         self.outcome.tiers[name].interval, self.outcome.tiers[name].why = seconds, why
 
-    def _missed(self, lane: _Lane) -> list[PendingVersion]:
+    def _missed(self, lane: Lane) -> list[PendingVersion]:
         faster = [other for other in lane.faster if other.model.level.persistent]
         if not lane.model.level.persistent or not lane.share:
             return []
@@ -182,9 +184,13 @@ class _Job:
         """Train until this step, whatever fails on the way, and then until every tier has what is due there."""
         while self._step < steps:
             try:
-                self._train_step()
+                self._train_step(steps)
             except _Killed:
                 self._recover()
+            if self._step - self._told >= TOLD:
+                self._on_steps(self._step - self._told)
+                self._told = self._step
+        self._on_steps(max(0, self._step - self._told))
         self.outcome.steps, self.outcome.seconds = self._step, self._now
         self.outcome.lost = {lost: area / max(self._now, 1e-9) for lost, area in self._lag.items()}
         self._failures.clear()
@@ -192,23 +198,25 @@ class _Job:
             self._pass(ends)
         self.outcome.drained = self._now
         for lane in self._lanes:
-            lane.told.kept = len(lane.has)
+            lane.told.kept = lane.settled + len(lane.has)
 
-    def _train_step(self) -> None:
-        seconds = self._workload.step
+    def _train_step(self, steps: int) -> None:
+        seconds = self._step_seconds
         if any(lane.running is not None and lane.ends < math.inf for lane in self._lanes):
-            self.outcome.slowed += seconds * self._workload.slower
-            seconds *= 1 + self._workload.slower
+            self.outcome.slowed += self._slow_seconds - seconds
+            seconds = self._slow_seconds
         self._pass(self._now + seconds)
         self._step += 1
         if self._step % self._workload.save_every == 0:
-            self._save()
+            names = self._save()
+            if self._leaps:
+                self._leap(names, steps)
 
     def _recover(self) -> None:
         failure = self._failures.popleft()
         for lane in self._lanes:
             lane.direct.clear()
-            lane.backlog = Backlog[_Copy](self._policy.tier(lane.name).every, self._policy.tier(lane.name).on_lag)
+            lane.backlog = Queue(self._policy.tier(lane.name).every, self._policy.tier(lane.name).on_lag)
             lane.running, lane.ends = None, math.inf
             if not lane.model.level.survives(failure.host_lost):
                 lane.has.clear()
@@ -229,48 +237,53 @@ class _Job:
 
     # Saves
 
-    def _save(self) -> None:
+    def _save(self) -> Sequence[str]:
+        """Call `save`. Returns the tiers to which it went."""
         now, intervals = self._now, self._auto.intervals() if self._auto else {}
         names = [n for n in due_tiers(self._policy, self._step, self._last, now, intervals) if self._masks[n].any()]
         if self._auto:
-            self._auto.goes(self._seq + 1, names)
+            self._auto.goes(self._seq + 1 - self._leapt.seq, names)
         if not names:
             self._event("saved", step=self._step, seq=self._seq + 1, seconds=0.0)
-            return
+            return names
         lanes = {lane.name: lane for lane in self._lanes if lane.name in names}
         nbytes = self._bytes_of(np.any([self._masks[name] for name in names], axis=0))
         if self._policy.arena.on_full == "skip" and self._lacks_room(nbytes):
             self.outcome.skipped += 1
             self._event("skipped", step=self._step, seq=self._seq + 1)
-            return
+            return ()
         self.outcome.saves, self._seq = self.outcome.saves + 1, self._seq + 1
         due = PendingVersion(self._seq, self._step, now, self._workload.nbytes)
         entry = self._put(due, lanes)
         for name in names:
             self._last[name] = due.step, due.time
         self._go()
-        captured = nbytes / self._workload.capture
-        room = self._room_at(entry)
+        captured = ticks(nbytes / self._workload.capture)
+        room = ticks(self._room_at(entry))
         self.outcome.room += max(0.0, room - now - captured)
         self._pass(max(now + captured, room))
         self._keep_up(due)
         blocked = self._now - now
         self.outcome.blocked.append(blocked)
+        self.outcome.blocking += blocked
         self._event("saved", step=due.step, seq=due.seq, seconds=blocked)
+        return names
 
-    def _put(self, due: PendingVersion, lanes: Mapping[str, _Lane]) -> list[_Lane]:
+    def _put(self, due: PendingVersion, lanes: Mapping[str, Lane]) -> list[Lane]:
         """Queue a save in its tiers. Returns those that are written from the arena."""
         names, lasting = list(lanes), [lane.model.level.persistent for lane in lanes.values()]
         wish = entry_tiers(names, lasting, [True] * len(names))
         sure = {n for n, lasts in zip(names, lasting, strict=True) if lasts}
         entry, cascade = enter_without_source(*wish, {n: self._masks[n] for n in names}, sure)
+        for lane in lanes.values():
+            lane.moves += 1
         for name in entry:
-            lanes[name].direct.append(_Copy(due, lanes[name], direct=True))
+            lanes[name].direct.append(Copy(due, lanes[name], direct=True))
         for name in cascade:
-            lanes[name].told.left_out += len(lanes[name].backlog.put(_Copy(due, lanes[name])))
+            lanes[name].told.left_out += len(lanes[name].backlog.put(Copy(due, lanes[name])))
         return [lanes[name] for name in entry]
 
-    def _room_at(self, entry: Sequence[_Lane]) -> float:
+    def _room_at(self, entry: Sequence[Lane]) -> float:
         """When the arena has had room for all that is queued: its bytes leave it as the slowest tier writes them."""
         found = self._now
         for lane in entry:
@@ -343,26 +356,28 @@ class _Job:
             if lane.running is not None and lane.ends == math.inf and lane.running.at_hand:
                 lane.began, lane.ends = self._now, self._now + self._duration(lane.running)
 
-    def _duration(self, copy: _Copy) -> float:
+    def _duration(self, copy: Copy) -> float:
         lane, nbytes = copy.lane, self._written(copy.lane)
         seconds = lane.model.seconds(nbytes, lane.model.write, self._saved_up(lane))
         source = None if copy.direct else lane.source(copy.due.seq)
         if source is not None:  # read ahead while it is written
             seconds = max(seconds, source.model.seconds(nbytes, source.model.read, self._saved_up(source)))
-        return seconds + lane.model.fixed
+        return ticks(seconds + lane.model.fixed)
 
-    def _saved_up(self, lane: _Lane) -> float:
+    def _saved_up(self, lane: Lane) -> float:
         return min(lane.model.burst, self._now - lane.idle_since) if lane.ends == math.inf else 0.0
 
-    def _written(self, lane: _Lane) -> float:
-        return lane.share * (self._workload.changed if lane.told.arrivals else 1.0)
+    def _written(self, lane: Lane) -> float:
+        return lane.share * (self._workload.changed if lane.told.versions else 1.0)
 
-    def _arrive(self, lane: _Lane) -> None:
+    def _arrive(self, lane: Lane) -> None:
         copy = lane.running
         assert copy is not None
         due = copy.due
         lane.told.nbytes += self._written(lane)
         lane.told.arrivals.append(Arrival(due.seq, due.step, due.time, lane.began, self._now))
+        lane.told.versions, lane.told.delays = lane.told.versions + 1, lane.told.delays + self._now - due.time
+        lane.moves += 1
         lane.has[due.seq] = due
         lane.backlog.arrived(due)
         lane.running, lane.ends, lane.idle_since = None, math.inf, self._now
@@ -372,7 +387,7 @@ class _Job:
         self._survivors()
         self._go()
         self._retire(lane)
-        lane.told.held = max(lane.told.held, len(lane.has))
+        lane.told.held = max(lane.told.held, lane.settled + len(lane.has))
 
     def _survivors(self) -> None:
         for lost in self._newest:
@@ -382,27 +397,37 @@ class _Job:
                 next((due for due in reversed(o.has.values()) if self._is_whole(due.seq, safe)), None) for o in safe
             )
             newest = max(filter(None, found), default=None, key=lambda due: due.seq)
-            self._newest[lost] = (0, 0.0) if newest is None else (newest.step, newest.time)
+            before, self._newest[lost] = self._newest[lost], (0, 0.0) if newest is None else (newest.step, newest.time)
+            self._changes[lost] += before != self._newest[lost]
             if newest is not None:
                 self.outcome.survived.add(lost)
 
-    def _is_whole(self, seq: int, lanes: Sequence[_Lane]) -> bool:
+    def _is_whole(self, seq: int, lanes: Sequence[Lane]) -> bool:
         there = frozenset(lane.name for lane in lanes if seq in lane.has)
         if there not in self._whole:
             masks = [self._masks[name] for name in there]
             self._whole[there] = bool(masks) and bool(np.any(masks, axis=0).all())
         return self._whole[there]
 
-    def _retire(self, lane: _Lane, *coming: PendingVersion) -> None:
-        if lane.keep.all or not lane.has or (len(lane.has) > OFTEN and len(lane.has) < lane.look):
+    def _retire(self, lane: Lane, *coming: PendingVersion) -> None:
+        settles = self._leaps and not self._parted
+        if not lane.has or (lane.keep.all and not settles) or (len(lane.has) > OFTEN and len(lane.has) < lane.look):
             return
-        lane.look = len(lane.has) * (OFTEN + 1) // OFTEN
         pinned = self._pinned(lane)
-        marks = [RetentionEntry(due.seq, due.step, due.time) for due in (*lane.has.values(), *coming)]
-        for seq in decide_retention(marks, lane.keep, pinned, self._now).drop:
-            lane.has.pop(seq, None)
+        why: dict[int, tuple[str, ...]] = dict.fromkeys(lane.has, ("all",))
+        if not lane.keep.all:
+            marks = [RetentionEntry(due.seq, due.step, due.time) for due in (*lane.has.values(), *coming)]
+            decided = decide_retention(marks, lane.keep, pinned, self._now)
+            why = {seq: tuple(reason.partition(" ")[0] for reason in said) for seq, said in decided.keep.items()}
+            for seq in decided.drop:
+                lane.has.pop(seq, None)
+            lane.look = len(lane.has) * (OFTEN + 1) // OFTEN
+        if settles:
+            # One that comes late may be the first of a window in place of a newer one.
+            late = min(lane.wanted(), default=math.inf)
+            lane.settle(lambda seq: seq < late and seq not in pinned and not {"all", "every"}.isdisjoint(why[seq]))
 
-    def _pinned(self, lane: _Lane) -> Collection[int]:
+    def _pinned(self, lane: Lane) -> Collection[int]:
         """As `Cascade.pinned`."""
         if lane.model.scarce:
             return ()
@@ -416,7 +441,136 @@ class _Job:
 
     def _event(self, kind: str, **values: object) -> None:
         if self._auto:
-            self._auto.event(Event(kind, self._now, "", **values))  # type: ignore[arg-type]
+            # It lives in time without leaps.
+            at = self._at(**{name: values.pop(name) for name in ("seq", "step")})  # type: ignore[arg-type]
+            self._auto.event(Event(kind, at.time, "", step=at.step, seq=at.seq, **values))  # type: ignore[arg-type]
+
+    # Stretches of time that repeat
+
+    def _at(self, seq: int, step: int) -> Moment:
+        return Moment(seq, step, self._now).since(self._leapt)
+
+    def _leap(self, names: Sequence[str], steps: int) -> None:
+        """After a save to some tiers: find whether it was as now after an earlier save, and count how often what came
+        between comes again, rather than simulate it.
+
+        What happens depends on numbers of versions, on steps and on times only by how far they are apart, and on steps
+        by where they are between multiples of an interval. A tier that got nothing between does not change, and the
+        time that is left out ends before it is due.
+        """
+        mark = None
+        for name in ("", *names):  # with tiers of rare saves, long repetitions are found; with none, short ones
+            seen = self._seen.setdefault(name, _Seen())
+            seen.count += 1
+            if seen.mark is not None and seen.mark.ends == self._ends():
+                mark = mark or self._mark()
+                times = self._times(seen.mark, mark, steps)
+                if times:
+                    self._repeat(seen.mark, mark, times)
+                    self._seen[""] = _Seen(self._mark())
+                    return
+            if seen.count >= seen.next:
+                mark = seen.mark = mark or self._mark()
+                seen.next *= 2
+
+    def _ends(self) -> tuple[float, ...]:
+        return tuple(lane.ends - self._now for lane in self._lanes)
+
+    def _mark(self) -> _Mark:
+        at, lanes = Moment(self._seq, self._step, self._now), self._lanes
+        return _Mark(
+            at,
+            self._ends(),
+            tuple(lane.shape(at, self._last[lane.name]) for lane in lanes),
+            tuple(lane.moves for lane in lanes),
+            tuple(lane.settled for lane in lanes),
+            tuple(lane.told.held for lane in lanes),
+            {lost: (self._changes[lost], newest) for lost, newest in self._newest.items()},
+            self._auto and self._auto.snapshot(*at.since(self._leapt)),
+            tuple(float(getattr(one, name)) for one, name in self._sums()),
+            dict(self._lag),
+        )
+
+    def _sums(self) -> list[tuple[object, str]]:
+        tiers = [(lane.told, name) for lane in self._lanes for name in _SUMMED_BY_TIER]
+        return [*((self.outcome, name) for name in _SUMMED), *tiers]
+
+    def _resting(self, then: _Mark) -> list[Lane]:
+        """Tiers that have got nothing since, and get nothing."""
+        return [lane for lane, moves in zip(self._lanes, then.moves, strict=True) if lane.moves == moves and lane.idle]
+
+    def _times(self, then: _Mark, now: _Mark, steps: int) -> int:
+        """How often what came between two saves comes again."""
+        length, resting = now.at.since(then.at), self._resting(then)
+        most = (steps - now.at.step) // length.step - 1  # the end is simulated, for the last versions
+        if most < 1 or then.auto != now.auto or not self._repeats(then, now, resting):
+            return 0
+        least = 0
+        while least < most:
+            middle = -(-(least + most) // 2)
+            if self._wakes(resting, now.at, length.times(middle)):
+                most = middle - 1
+            else:
+                least = middle
+        return least
+
+    def _repeats(self, then: _Mark, now: _Mark, resting: Sequence[Lane]) -> bool:
+        for i, lane in enumerate(self._lanes):
+            grew, more = now.settled[i] > then.settled[i], now.held[i] > then.held[i]
+            if lane not in resting and (then.shapes[i] is None or then.shapes[i] != now.shapes[i] or grew > more):
+                return False
+        length = now.at.since(then.at)
+        for lost, (changes, (step, time)) in now.newest.items():
+            before, (old_step, old_time) = then.newest[lost]
+            moves = (step - old_step, time - old_time) == (length.step, length.time)
+            if not moves and (changes != before or self._may_survive(lost, resting, then.at)):
+                return False
+        return True
+
+    def _may_survive(self, lost: bool, resting: Sequence[Lane], since: Moment) -> bool:
+        """Whether tiers that get versions may make one of them whole that survives a failure."""
+        safe = [lane for lane in self._lanes if lane.model.level.survives(lost)]
+        live = [lane for lane in safe if lane not in resting]
+        there = max((seq for lane in safe if lane in resting for seq in lane.has), default=-1)
+        late = any(seq - (self._seq - since.seq) <= there for lane in live for seq in lane.wanted())
+        return late or bool(live and np.any([self._masks[lane.name] for lane in live], axis=0).all())
+
+    def _wakes(self, resting: Sequence[Lane], at: Moment, by: Moment) -> bool:
+        """Whether one of these tiers is due, or too far behind, at the latest after so long a time."""
+        intervals = self._auto.intervals() if self._auto else {}
+        later = by.after(at)
+        due = due_tiers(self._policy, later.step, self._last, later.time, intervals)
+        return any(
+            self._masks[lane.name].any()
+            and (
+                lane.name in due
+                or is_too_far_behind(
+                    self._policy.tier(lane.name).max_lag, _newest(lane.has.values()), later.step, later.time
+                )
+            )
+            for lane in resting
+        )
+
+    def _repeat(self, then: _Mark, now: _Mark, times: int) -> None:
+        by, resting = now.at.since(then.at).times(times), self._resting(then)
+        for (one, name), before, after in zip(self._sums(), then.sums, now.sums, strict=True):
+            setattr(one, name, type(getattr(one, name))(after + times * (after - before)))
+        for lost, (changes, newest) in now.newest.items():
+            if changes == then.newest[lost][0]:
+                self._lag[lost] += ((by.time + self._now - newest[1]) ** 2 - (self._now - newest[1]) ** 2) / 2
+            else:
+                self._lag[lost] += times * (now.lag[lost] - then.lag[lost])
+                self._newest[lost] = newest[0] + by.step, newest[1] + by.time
+        for i, lane in enumerate(self._lanes):
+            if lane in resting:
+                continue
+            grown = times * (now.settled[i] - then.settled[i])
+            lane.settled, lane.told.held = lane.settled + grown, lane.told.held + grown
+            lane.move(by)
+            if last := self._last[lane.name]:
+                self._last[lane.name] = last[0] + by.step, last[1] + by.time
+        self._seq, self._step, self._now = by.after(now.at)
+        self._leapt = by.after(self._leapt)
 
 
 def _groups(policy: Policy, workload: Workload) -> tuple[dict[str, Mask], Array]:
