@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,17 +98,18 @@ def plan(
     said = parse_speeds(speed or (), read)
     measured, fixed = _measured(read, as_json) if measure else ({}, {})
     seen = {name: one for name, one in (known.speeds if known else {}).items() if name not in {*said, *measured}}
+    alone = measured.keys() - said.keys() if nodes > 1 else set()
     models = tier_models(read, nodes, processes, rate, {**measured, **seen, **said}, fixed, seen)
     long, prices = _simulated(during, read, work), _prices(price or (), read)
     with status_line(shown=not as_json) as tell:
         made = make_plan(read, work, models, long, prices, tell)
     encoded = dataclasses.asdict(made)
     if to is not None:
-        _write(to, encoded, [*_given(made, work, models)])
+        _write(to, encoded, [*_given(made, work, models, alone)])
     if as_json:
         output.print_json(encoded)
         return
-    _show(made, [*_given(made, work, models)])
+    _show(made, [*_given(made, work, models, alone)])
     if to is not None:
         output.say(f"wrote {to}")
 
@@ -171,8 +172,10 @@ def _write(to: Path, encoded: dict[str, Any], given: Sequence[tuple[str, str]]) 
         files.commit()
 
 
-def _given(made: Plan, work: Workload, models: Sequence[TierModel]) -> Iterator[tuple[str, str]]:
-    """What the plan was made from."""
+def _given(
+    made: Plan, work: Workload, models: Sequence[TierModel], alone: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """What the plan was made from. ``alone``: tiers whose speed was measured here, by one of several hosts."""
     steps = "every step" if work.save_every == 1 else f"every {work.save_every} steps"
     yield "job", f"{work.hosts} hosts of {work.processes} processes; a failure every {rough_duration(made.mtbf)}"
     yield "simulated", f"{rough_duration(made.now.simulated)}, with saves and without failures"
@@ -181,7 +184,10 @@ def _given(made: Plan, work: Workload, models: Sequence[TierModel]) -> Iterator[
     yield "capture", f"{rough_size(work.capture)}/s in the whole job; steps are {work.slower:.0%} slower during writes"
     for model in models:
         rates = f"writes {rough_size(model.write)}/s, reads {rough_size(model.read)}/s in the whole job"
-        yield model.level.name, rates + (f", and {rough_duration(model.fixed)} per version" if model.fixed else "")
+        rates += f", and {rough_duration(model.fixed)} per version" if model.fixed else ""
+        if model.level.name in alone and model.level.shared == "site":
+            rates += ", as this host alone gets it; say --speed if all hosts together get more"
+        yield model.level.name, rates
 
 
 def _show(made: Plan, given: Sequence[tuple[str, str]]) -> None:

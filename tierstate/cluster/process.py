@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -122,6 +123,8 @@ def answer() -> None:
         def say(**word: object) -> None:
             print(json.dumps(word, default=str), file=answers, flush=True)
 
+        # What a tier logs about its failures is in the finding, and the parent tells that, perhaps as JSON.
+        logging.getLogger("tierstate").addHandler(logging.NullHandler())
         policy = Policy.parse(sys.stdin.read())
         try:
             for name in sys.argv[1:]:
