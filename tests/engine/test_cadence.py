@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -18,6 +19,7 @@ from tierstate.engine.cadence import (
     BUSY,
     AutoCadence,
     Level,
+    Shared,
     auto_cadence,
     choose_interval,
     failures_by_tier,
@@ -75,6 +77,36 @@ def test_a_shared_tier_behind_a_disk_is_there_for_hosts_that_are_lost() -> None:
     assert found == {"host": math.inf, "nvme": pytest.approx(400), "lustre": pytest.approx(100 / 0.75)}
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from(["process", "host", "site"]), st.lists(st.booleans(), min_size=4, max_size=4))),
+    st.booleans(),
+)
+def test_a_failure_counts_for_tiers_that_have_all_of_a_version_between_them(
+    tiers: list[tuple[Shared, list[bool]]], lost: bool
+) -> None:
+    levels = [Level(str(i), shared != "process", shared) for i, (shared, _) in enumerate(tiers)]
+    masks = {level.name: np.array(mask) for level, (_, mask) in zip(levels, tiers, strict=True)}
+    found = failures_by_tier(FailuresKeys(mtbf=100.0, host_lost=float(lost)), 1, levels, masks)
+    needed = [name for name, mtbf in found.items() if mtbf == 100]
+    assert needed == [name for name, mtbf in found.items() if mtbf < math.inf]
+    safe = [level.name for level in levels if level.survives(lost)]
+    assert set(needed) <= set(safe)
+
+    def whole(names: list[str]) -> bool:
+        return bool(np.any([masks[name] for name in names] or [np.zeros(4, bool)], axis=0).all())
+
+    assert whole(needed) == whole(safe)
+    if not whole(safe):
+        assert not needed
+        return
+    assert not any(whole([name for name in needed if name != left]) for left in needed), "none is too many"
+    assert not whole(safe[: safe.index(needed[-1])]), "no nearer ones would do"
+    everything = {name: np.ones(4, bool) for name in masks}
+    assert failures_by_tier(FailuresKeys(mtbf=100.0, host_lost=float(lost)), 1, levels, everything) == (
+        failures_by_tier(FailuresKeys(mtbf=100.0, host_lost=float(lost)), 1, levels)
+    )
+
+
 def test_more_hosts_fail_more_often_unless_it_is_said() -> None:
     assert job_mtbf(FailuresKeys(), 1) == 128 * job_mtbf(FailuresKeys(), 128)
     assert job_mtbf(FailuresKeys(mtbf=60.0), 128) == 60
@@ -124,7 +156,7 @@ class Loop:
 
 
 def test_a_save_that_is_skipped_is_on_no_way() -> None:
-    cadence = AutoCadence({"nvme": AutoEvery(max=100.0)}, {"nvme": 3600.0}, lambda *_: None)
+    cadence = AutoCadence({"nvme": AutoEvery(max=100.0)}, lambda _masks: {"nvme": 3600.0}, lambda *_: None)
     cadence.goes(1, ["nvme"])
     assert cadence.intervals()["nvme"].total_seconds() == 100
     cadence.event(Event("skipped", 1.0, "run", step=1, seq=1))
@@ -136,7 +168,7 @@ def test_a_save_that_is_skipped_is_on_no_way() -> None:
 @given(st.floats(0, 2), st.floats(0, 0.4), st.floats(0.5, 8))
 def test_costs_are_found_and_the_interval_follows_them(blocked: float, slower: float, seconds: float) -> None:
     told: list[tuple[str, float, str]] = []
-    cadence = AutoCadence({"nvme": AutoEvery(max=1e6)}, {"nvme": 3600.0}, lambda *one: told.append(one))
+    cadence = AutoCadence({"nvme": AutoEvery(max=1e6)}, lambda _masks: {"nvme": 3600.0}, lambda *one: told.append(one))
     loop = Loop(cadence, 1.0, blocked, slower, seconds)
     loop.run(1200)
     cost = blocked + slower * math.ceil(seconds / (1 + slower))  # steps while a version is written
@@ -149,7 +181,7 @@ def test_costs_are_found_and_the_interval_follows_them(blocked: float, slower: f
 
 
 def test_before_anything_is_measured_one_save_after_the_other_goes() -> None:
-    cadence = AutoCadence({"nvme": AutoEvery(max=100.0)}, {"nvme": 3600.0}, lambda *_: None)
+    cadence = AutoCadence({"nvme": AutoEvery(max=100.0)}, lambda _masks: {"nvme": 3600.0}, lambda *_: None)
     assert cadence.intervals() == {"nvme": timedelta(0)}
     cadence.goes(1, ["nvme"])
     assert cadence.intervals() == {"nvme": timedelta(seconds=100)}  # the first one is under way
@@ -161,7 +193,7 @@ def test_before_anything_is_measured_one_save_after_the_other_goes() -> None:
 
 
 def test_a_clock_that_is_set_back_and_a_rollback_are_no_measurements() -> None:
-    cadence = AutoCadence({"nvme": AutoEvery()}, {"nvme": 3600.0}, lambda *_: None)
+    cadence = AutoCadence({"nvme": AutoEvery()}, lambda _masks: {"nvme": 3600.0}, lambda *_: None)
     for number, (step, now) in enumerate([(5, 100.0), (6, 50.0), (3, 60.0), (3, 61.0)]):
         cadence.goes(number, ["nvme"])
         cadence.event(Event("saved", now, "run", step=step, seq=number, seconds=0.5))
@@ -219,3 +251,20 @@ def test_a_tier_gets_its_saves_and_says_how_often(place: Path) -> None:
     with ts.Checkpointer(spec, "run") as ckpt:
         ckpt.save({"w": torch.zeros(1000)}, 4)  # the first save of a process is due: nothing is measured yet
     assert {"nvme", "lustre"} <= set(ckpt.versions()[-1].tiers)
+
+
+@pytest.mark.parametrize(("ruled", "needed"), [("none", True), ("w", False)])
+def test_a_tier_of_parts_is_no_survivor(place: Path, ruled: str, needed: bool) -> None:
+    """A rule keeps `w` from the disk: after a failure it is of no use without the other tier."""
+    spec = policy(
+        {"nvme": tier("nvme", place, every="auto"), "lustre": tier("lustre", place, every={"max": 0.001})},
+        failures={"mtbf": "30d", "host_lost": 0},
+        rules=[{"match": ruled, "tiers": ["lustre"]}],
+    )
+    told: list[Event] = []
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.on("interval", told.append)
+        ckpt.save({"w": torch.zeros(1000), "n": torch.zeros(1000)}, 0).wait("nvme")
+        ckpt.save({"w": torch.zeros(1000), "n": torch.zeros(1000)}, 1).wait("lustre")
+    (reason, *_) = [event.reason for event in told if event.tier == "nvme"]
+    assert ("no failure is expected of which it is the nearest survivor" in str(reason)) is not needed

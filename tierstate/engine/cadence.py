@@ -14,17 +14,22 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from statistics import median
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from tierstate.tiers.policy.models import AutoEvery, FailuresKeys
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import rough_duration
 
 from .events import Event, EventBus
+from .placement import Mask
 
 Shared: TypeAlias = Literal["process", "host", "site"]
 """As `Traits.shared`."""
@@ -94,20 +99,43 @@ def job_mtbf(failures: FailuresKeys, hosts: int) -> float:
 
 
 def failures_by_tier(
-    failures: FailuresKeys, hosts: int, levels: Sequence[Level], survived: Collection[bool] = (False, True)
+    failures: FailuresKeys,
+    hosts: int,
+    levels: Sequence[Level],
+    masks: Mapping[str, Mask] = MappingProxyType({}),
 ) -> dict[str, float]:
     """For each tier the mean seconds between two failures of which it is the nearest survivor; infinite for none.
 
+    A failure that leaves no whole version counts for no tier. Where rules divide a state, it counts for each of the
+    tiers that are needed together.
+
     Args:
         levels: the tiers in the policy's order.
-        survived: failures without, and with the loss of a host, that leave a whole version; others count for no tier.
+        masks: which leaves go to each tier (`tierstate.engine.placement.route_masks`); if empty, all go to all.
     """
     mtbf, rates = job_mtbf(failures, hosts), dict.fromkeys((level.name for level in levels), 0.0)
     for lost, share in ((False, 1 - failures.host_lost), (True, failures.host_lost)):
-        nearest = next((level.name for level in levels if level.survives(lost)), None)
-        if nearest is not None and lost in survived:
-            rates[nearest] += share / mtbf
+        for name in _needed([level.name for level in levels if level.survives(lost)], masks):
+            rates[name] += share / mtbf
     return {name: 1 / rate if rate else math.inf for name, rate in rates.items()}
+
+
+def _needed(names: Sequence[str], masks: Mapping[str, Mask]) -> list[str]:
+    """Of some tiers, nearest first, those from which a version can be restored whole: as near ones as possible, and
+    none that the others can do without; nothing if not even all of them have all of it."""
+    if not any(len(mask) for mask in masks.values()):
+        return list(names[:1])
+    count = next((n for n in range(1, len(names) + 1) if _whole(names[:n], masks)), 0)
+    found = list(names[:count])
+    for name in names[:count]:
+        rest = [other for other in found if other != name]
+        if rest and _whole(rest, masks):
+            found = rest
+    return found
+
+
+def _whole(names: Sequence[str], masks: Mapping[str, Mask]) -> bool:
+    return bool(np.any([masks[name] for name in names], axis=0).all())
 
 
 def hosts_of_job() -> int:
@@ -156,14 +184,19 @@ class AutoCadence:
 
     Args:
         bounds: of each tier.
-        mtbf: by tier, as `failures_by_tier` returns it.
+        mtbf: returns it by tier, as `failures_by_tier`, of the leaves that go to each.
         tell: called with a tier's name, its interval in seconds, and why, when that has changed.
     """
 
     def __init__(
-        self, bounds: Mapping[str, AutoEvery], mtbf: Mapping[str, float], tell: Callable[[str, float, str], object]
+        self,
+        bounds: Mapping[str, AutoEvery],
+        mtbf: Callable[[Mapping[str, Mask]], Mapping[str, float]],
+        tell: Callable[[str, float, str], object],
     ) -> None:
-        self._bounds, self._mtbf, self._tell = bounds, mtbf, tell
+        self._bounds, self._mtbf_of, self._tell = bounds, mtbf, tell
+        self._masks: Mapping[str, Mask] = {}
+        self._mtbf = mtbf(self._masks)
         self._tiers = {name: _Measured() for name in bounds}
         self._lock = threading.Lock()  # saves come from the training thread, events from one of the bus
         self._quiet: deque[float] = deque(maxlen=_MEMORY)
@@ -184,9 +217,16 @@ class AutoCadence:
         # Where a write ends before the next save, no step would ever be without one, and what a write costs never seen.
         return tier.interval if self._quiet else self._bounds[name].max
 
-    def goes(self, seq: int, names: Iterable[str]) -> None:
-        """A save goes to some tiers. ``seq``: its number."""
+    def goes(self, seq: int, names: Iterable[str], masks: Mapping[str, Mask] = MappingProxyType({})) -> None:
+        """A save goes to some tiers.
+
+        Args:
+            seq: its number.
+            masks: which of its leaves go to each tier.
+        """
         with self._lock:
+            if masks is not self._masks:
+                self._masks, self._mtbf = masks, self._mtbf_of(masks)
             mine = tuple(name for name in names if name in self._tiers)
             if len(self._went) >= _MEMORY:
                 del self._went[min(self._went)]  # of a save that was interrupted
@@ -319,9 +359,10 @@ def auto_cadence(policy: Policy, levels: Sequence[Level], hosts: int, events: Ev
     bounds = auto_tiers(policy)
     if not bounds:
         return None
-    mtbf = failures_by_tier(policy.failures, hosts, levels)
     chosen = AutoCadence(
-        bounds, mtbf, lambda name, seconds, why: events.emit("interval", tier=name, seconds=seconds, reason=why)
+        bounds,
+        partial(failures_by_tier, policy.failures, hosts, levels),
+        lambda name, seconds, why: events.emit("interval", tier=name, seconds=seconds, reason=why),
     )
     events.subscribe(LISTENED, chosen.event, apart=True)
     return chosen

@@ -295,8 +295,7 @@ def _tier(
     name, per_day = model.level.name, DAY / outcome.seconds
     told = outcome.tiers[name]
     stored = told.share * (1 + (told.held - 1) * workload.changed) if told.held else 0.0
-    levels = [m.level for m in models]
-    mtbf = failures_by_tier(policy.failures, workload.hosts, levels, outcome.survived)[name]
+    mtbf = _mtbf_by_tier(policy, workload, models)[name]
     return TierForecast(
         tier=name,
         every=describe_every(policy, name, told),
@@ -314,6 +313,11 @@ def _tier(
     )
 
 
+def _mtbf_by_tier(policy: Policy, workload: Workload, models: Sequence[TierModel]) -> dict[str, float]:
+    masks = route_masks(policy, [path for path, _ in workload.leaves])
+    return failures_by_tier(policy.failures, workload.hosts, [model.level for model in models], masks)
+
+
 def describe_every(policy: Policy, name: str, told: TierOutcome) -> str:
     """A tier's ``every`` for people."""
     every: Any = policy.tier(name).every
@@ -327,8 +331,7 @@ def describe_every(policy: Policy, name: str, told: TierOutcome) -> str:
 def _curves(
     policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome, pace: Pace
 ) -> Iterator[Curve]:
-    levels = [model.level for model in models]
-    mtbf = failures_by_tier(policy.failures, workload.hosts, levels, outcome.survived)
+    mtbf = _mtbf_by_tier(policy, workload, models)
     for model in models:
         name = model.level.name
         if not outcome.tiers[name].versions:

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,7 +157,7 @@ class _Job:
         """A process begins: its clock has begun, and it knows what tiers have."""
         self._last: dict[str, LastSave | None] = {lane.name: _newest(lane.has.values()) for lane in self._lanes}
         levels = [lane.model.level for lane in self._lanes]
-        mtbf = failures_by_tier(self._policy.failures, self._workload.hosts, levels)
+        mtbf = partial(failures_by_tier, self._policy.failures, self._workload.hosts, levels)
         bounds = auto_tiers(self._policy)
         self._auto = AutoCadence(bounds, mtbf, self._tell) if bounds else None
         for lane in self._lanes:
@@ -242,7 +243,7 @@ class _Job:
         now, intervals = self._now, self._auto.intervals() if self._auto else {}
         names = [n for n in due_tiers(self._policy, self._step, self._last, now, intervals) if self._masks[n].any()]
         if self._auto:
-            self._auto.goes(self._seq + 1 - self._leapt.seq, names)
+            self._auto.goes(self._seq + 1 - self._leapt.seq, names, self._masks)
         if not names:
             self._event("saved", step=self._step, seq=self._seq + 1, seconds=0.0)
             return names

@@ -170,7 +170,7 @@ class SavePipeline:
             cadence.add(head.step, head.time, due=name in names, first=self._history.newest(name) is None)
         self._check_rules(plan.leaves)
         if self.auto is not None:
-            self.auto.goes(head.seq, names)
+            self.auto.goes(head.seq, names, {name: route.leaves for name, route in routes.items()})
         save_state = SaveState(head, plan.total, names, elsewhere)
         if not names:
             save_state.nothing_to_do()
