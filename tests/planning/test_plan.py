@@ -18,7 +18,7 @@ from tierstate.engine.events import Event
 from tierstate.planning.figures import Speed, figures_of, levels_of, parse_speeds, parse_state, tier_models
 from tierstate.planning.model import TierModel, Workload
 from tierstate.planning.plan import Plan, check_simulated, every_text, make_plan
-from tierstate.tiers.units import parse_seconds
+from tierstate.tiers.units import MAX_SECONDS, parse_seconds
 
 __all__ = ["call"]
 
@@ -293,6 +293,8 @@ def test_the_command_and_its_page(call: Call, policy: Path, tmp_path: Path) -> N
         ((*OPTIONS, "--price", "nvme=inf"), "right is TIER=PRICE"),
         ((*OPTIONS, "--price", "nvme=1", "--price", "nvme=-1"), "right is TIER=PRICE"),
         (("--state", f"{'9' * 400}b", "--step", "2s"), "a number of parameters, as in 70b"),
+        (("--state", "0b", "--step", "2s"), "--state '0b' is nothing"),
+        (("--state", "0.01m", "--step", "0.001s"), "the speed of nvme, lustre is not known"),
         ((*OPTIONS, "--for", "3h59min"), "lustre gets a version every 4 h; say no less"),
         (("--run", "gpt", "--step", "2s", "--state", "7b"), "say either --state"),
     ],
@@ -334,6 +336,18 @@ def test_as_much_is_simulated_as_each_interval_needs() -> None:
     far = ts.Policy.parse(TEXT.replace("every: 20", "every: 300").replace("every: 4h", "every: 1h"))
     plan = make_plan(far, workload, tier_models(far, 1, 8, workload.capture, speeds, {}))
     assert plan.now.simulated == pytest.approx(4 * 3600, rel=0.01), "four times the longest interval"
+
+
+def test_what_takes_centuries_is_no_reason_to_fail() -> None:
+    """A tier that needs longer for a version than a policy can say in an interval."""
+    (curve,) = (plan := alone(", every: 40s", write=0.1)).curves
+    assert curve.best == MAX_SECONDS
+    assert parse_seconds(plan.every.get("disk", "1s")) <= MAX_SECONDS
+
+
+def test_steps_between_saves_cost_nothing(call: Call, policy: Path) -> None:
+    plan = call("plan", "-p", policy, *OPTIONS, "--save-every", 100_000_000, "--json").json
+    assert plan["now"]["simulated"] >= 2e8
 
 
 def test_a_plan_from_a_run(call: Call, disk: Path, tmp_path: Path) -> None:

@@ -80,6 +80,23 @@ def test_what_an_idle_tier_has_saved_up_is_used_once(burst: float, steps: int) -
     assert found.tiers["disk"].arrivals[-1].arrived == pytest.approx(0.05 + steps - burst)
 
 
+@given(st.integers(1, 7), st.integers(1, 60), st.floats(0, 3), st.lists(st.floats(0, 80), max_size=2))
+def test_steps_are_made_at_once_where_nothing_happens(
+    save_every: int, steps: int, writing: float, times: list[float]
+) -> None:
+    """As if each of them were a job's step of its own: time passes the same, and failures come when they come."""
+    there = models(GIB / writing if writing else 1e18, 1e18)
+    failures = [Failure(time, False) for time in sorted(times)]
+    found = simulate(policy(), workload(save_every=save_every, slower=0.5), there, steps, failures)
+    assert found.steps == steps
+    lost = sum(one.lost + one.seconds for one in found.recoveries)
+    # A failure also takes the part of a step that was under way.
+    assert found.seconds == pytest.approx(steps + found.slowed + lost, abs=2 * len(times) + 1e-6)
+    if not times:
+        assert found.saves == steps // save_every
+        assert found.seconds == pytest.approx(steps + found.slowed)
+
+
 # Cadence, cascade, retention
 
 

@@ -81,6 +81,7 @@ def parse_state(text: str) -> tuple[tuple[Path, int], ...]:
     if found:
         count = int(float(found[1]) * _COUNTS[found[2].lower()])
         weights, adam = count * WEIGHTS, count * ADAM
+        nbytes = weights + adam
     else:
         try:
             nbytes = parse_size(text)
@@ -90,6 +91,8 @@ def parse_state(text: str) -> tuple[tuple[Path, int], ...]:
             ) from error
         weights = nbytes * WEIGHTS // (WEIGHTS + ADAM)
         adam = nbytes - weights
+    if not nbytes:
+        raise ValueError(f"--state {text!r} is nothing: right are a number of parameters, as in 70b, or of bytes")
     third = adam // 3
     return (
         (("model", "layers.0.weight"), weights),

@@ -342,7 +342,7 @@ def _curves(
             continue
         told = outcome.tiers[name]
         seconds = told.nbytes / told.versions / model.write + model.fixed
-        best = max(optimal_interval(cost, mtbf[name]), seconds / BUSY, least)
+        best = min(MAX_SECONDS, max(optimal_interval(cost, mtbf[name]), seconds / BUSY, least))
         intervals = tuple(best * factor for factor in CURVE)
         delay = told.delay or 0.0
         shares = tuple(min(1.0, cost / (cost + t) + (t / 2 + delay) / mtbf[name]) for t in intervals)

@@ -202,13 +202,14 @@ class _Job:
             lane.told.kept = lane.settled + len(lane.has)
 
     def _train_step(self, steps: int) -> None:
-        seconds = self._step_seconds
+        seconds, every = self._step_seconds, self._workload.save_every
+        count = min(every - self._step % every, steps - self._step)
         if any(lane.running is not None and lane.ends < math.inf for lane in self._lanes):
             self.outcome.slowed += self._slow_seconds - seconds
-            seconds = self._slow_seconds
-        self._pass(self._now + seconds)
-        self._step += 1
-        if self._step % self._workload.save_every == 0:
+            seconds, count = self._slow_seconds, 1  # until it ends, they are slower
+        self._pass(self._now + seconds * count)
+        self._step += count
+        if self._step % every == 0:
             names = self._save()
             if self._leaps:
                 self._leap(names, steps)
