@@ -247,6 +247,8 @@ def figures(found: Outcome) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@example(("", ", every: 20s, on_lag: skip, keep: {last: 3, every: 7}", ", every: 20s"), "", "512MiB", 3.0, 0.01, 1, 0.1)
+@example((", every: 3, max_lag: {steps: 4}", ", every: 250, max_lag: {seconds: 30}", ""), "", "64GiB", 3.0, 2.5, 1, 0.0)
 @given(
     st.tuples(TIER_KEYS, TIER_KEYS, SELDOM),
     MORE,
