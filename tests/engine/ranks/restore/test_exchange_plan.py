@@ -164,6 +164,14 @@ def test_ten_thousand_ranks_have_few_connections():
         assert len({*plan.sends, *plan.receives}) < 200
 
 
+def test_who_reads_sends_to_its_row_and_to_one_host_of_each_other_row():
+    hosts, every = list(range(100)), np.array([[0, 100]])
+    offers = [RankRows(every, (NO_ROWS, NO_ROWS, every, NO_ROWS))] * len(hosts)
+    found = [plan_exchange(offers, hosts, np.full(100, 10), me) for me in hosts]
+    assert sum(len(plan.reads) for plan in found) == 100
+    assert max(len(plan.sends) for plan in found) <= 9 + 9
+
+
 def test_who_gets_a_chunk_from_its_host_does_not_read_it_for_others(monkeypatch):
     monkeypatch.setattr(exchange_plan, "FEW_HOSTS", 1)
     hosts, yes = [0, 1, 2, 2], np.array([True])
