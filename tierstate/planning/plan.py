@@ -417,6 +417,7 @@ def _of_tier(policy: Policy, workload: Workload, tier: TierForecast, model: Tier
     parts = {"site": 1, "host": workload.hosts, "process": workload.hosts * workload.processes}[model.level.shared]
     if capacity and tier.stored > capacity * parts:
         yield (
-            f"{tier.tier}: {tier.kept} versions are {rough_size(tier.stored)}, more than its capacity of "
+            f"{tier.tier}: {tier.kept} {'version is' if tier.kept == 1 else 'versions are'} "
+            f"{rough_size(tier.stored)}, more than its capacity of "
             f"{rough_size(int(capacity) * parts)} in the whole job: keep fewer"
         )
