@@ -443,7 +443,9 @@ class Arena:
         # What needs little leaves touched memory to those that need all of a slab: they would have to wait for it.
         # The beginning of a slab that was used for little before has been touched.
         little = little and self.slab_size > HUGE
-        slab = self._free.pop() if self._free and not little else self._untouched()
+        # But memory beyond the budget is mapped for nobody: CUDA would pin all of it.
+        spare = bool(self._raw) or self.in_flight + len(self._free) < self.slots
+        slab = self._free.pop() if self._free and not (little and spare) else self._untouched()
         slab.leases, slab.little = 1, little
         self.little += little
         self._out[_address(slab.buffer)] = slab

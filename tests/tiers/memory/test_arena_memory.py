@@ -323,6 +323,20 @@ def test_slabs_of_which_little_is_used_are_no_prepared_memory(touches: Touches) 
     arena.close()
 
 
+def test_what_needs_little_maps_no_memory_beyond_the_budget(touches: Touches) -> None:
+    touches.may.set()
+    arena = Arena(8 * BIG, BIG)
+    arena.prepare(8 * BIG)
+    until(lambda: not arena._preparing)
+    few = [arena.acquire(nbytes=PAGE) for _ in range(7)]
+    assert all(slab.ready for slab in few), "more is pinned than the arena may hold"
+    assert (arena.in_flight, arena.little, len(arena._free), len(arena._raw)) == (7, 7, 1, 0)
+    for slab in few:
+        slab.release()
+    assert (arena.in_flight, arena.little, len(arena._free), len(arena._raw)) == (0, 0, 8, 0)
+    arena.close()
+
+
 def test_what_is_being_prepared_becomes_more(touches: Touches) -> None:
     arena = Arena(8 * BIG, BIG)
     arena.prepare(2 * BIG)
