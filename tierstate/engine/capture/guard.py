@@ -209,7 +209,9 @@ class Guard:
         self._steps += 1
         if self._steps == SIZED_STEP:
             tell, self.when_sized = self.when_sized, None
-            tell(sum(local_of(tensor).nbytes for tensor in self.tensors()))
+            found = [local_of(tensor) for tensor in self.tensors()]
+            # Sparse ones (momentum of `Embedding(sparse=True)`) have no `nbytes`: the step must not fail of that.
+            tell(sum(tensor.nbytes for tensor in found if tensor.layout is torch.strided))
 
     def _wait(self, until: Callable[[Watched], object]) -> None:
         if os.getpid() != self._pid:
