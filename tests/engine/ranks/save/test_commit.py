@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from tierstate.engine.ranks.save.commit import GroupCommit
 from tierstate.engine.ranks.save.leader import MergedVersions
 from tierstate.engine.ranks.save.messages import Vote, decode_error, decode_message, encode_error, encode_message
 from tierstate.engine.ranks.team.team import Team
+from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import (
     AlreadyExists,
@@ -37,10 +39,12 @@ from tierstate.manifest.errors import (
     TierUnavailable,
     Unauthentic,
 )
+from tierstate.manifest.format.layout import ChunkPlace, Layout
+from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.record import Record
-from tierstate.manifest.format.version import Head, Version
+from tierstate.manifest.format.version import Head, ShardRow, Version
 from tierstate.manifest.history.log import Log
-from tierstate.manifest.sharded.part import encode_part
+from tierstate.manifest.sharded.part import PartReader, encode_part
 from tierstate.tiers.wrappers.breaker import Hung
 
 SHARED: list[Shared] = ["site", "host", "process"]
@@ -644,6 +648,21 @@ def test_merged_versions_know_the_last_few_and_whose_child_the_next_one_is() -> 
     merged.learn(found[1])
     assert merged.known(1) is found[1]
     assert merged.merge(3, [world.part(0, 3).version])[0].head.parent == found[2].id
+
+
+def test_leaves_of_earlier_saves_are_not_kept() -> None:
+    """A value whose length changes is another leaf in each save, and there may be thousands of saves."""
+    merged, key = MergedVersions(), "packs/run/x"
+    for seq in range(1, 20):
+        leaf, digests = Leaf(("w",), Spec("tensor", "uint8", 1, (seq,))), np.zeros((1, 2), "<u8")
+        head = Head("run", seq, seq, 1.0, chunk=64)
+        version = Version.build(head, [leaf], [ShardRow(0, 0, Box.whole((seq,)))], digests)
+        record = Record(version, Layout.build([ChunkPlace(key, 0, seq, "raw")], {key: seq}), {"id": "x"})
+        read = [PartReader(merged.pieces).decode(encode_part(record)).version for _ in range(2)]
+        assert read[0].catalog is read[1].catalog, "they are known again all the same"
+        merged.merge(seq, read[:1])
+        assert len(merged.pieces) == 1
+        assert PartReader(merged.pieces).decode(encode_part(record)).version.catalog is read[0].catalog
 
 
 @given(

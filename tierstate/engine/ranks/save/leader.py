@@ -51,7 +51,8 @@ class MergedVersions:
 
     Attributes:
         relay: by which the leaders of many hosts pass versions on; None: each gets them from rank 0.
-        pieces: pieces of the leaf tables of parts, by which parts of later saves are known to have the same leaves.
+        pieces: pieces of the leaf tables of the last parts that were merged, and of those read since, by which parts of
+            later saves are known to have the same leaves.
     """
 
     def __init__(self, kept: int = VERSIONS_KEPT) -> None:
@@ -125,7 +126,15 @@ class MergedVersions:
         merged, copies = merge_with_copies(parts, parent=parent)
         merged = merged if order is None else in_state_order(merged, order)
         self._plan = MergePlan(parts, merged, copies), order
+        self._drop_pieces(parts)
         return merged
+
+    def _drop_pieces(self, parts: Sequence[Version]) -> None:
+        """Keep only the pieces that these parts have: a value whose length changes makes new ones in each save."""
+        catalogs = {id(part.catalog): part.catalog for part in parts}.values()
+        used = {id(piece) for catalog in catalogs for piece in catalog.joined or (catalog,)}
+        # A new dict, of a copy: commits to other tiers may be reading parts.
+        self.pieces = {data: piece for data, piece in self.pieces.copy().items() if id(piece) in used}
 
     def _parent(self, seq: int) -> str:
         """The id of the version before this one in this process."""
