@@ -110,6 +110,16 @@ def test_commits_to_several_tiers_begin_to_listen_once(narrow: None, monkeypatch
     assert not {"tierstate-accept", "tierstate-relay"} & set(engine_threads())
 
 
+def test_a_commit_that_is_later_than_close_begins_to_listen_no_more(narrow: None) -> None:
+    team = Team(dist.HashStore(), 0, 4, range(4), secret=JobSecret.random())
+    one = VersionRelay(team, lambda *_: None)
+    one.close()
+    assert one.offer(b"a part") is None
+    one.serve(range(4))
+    team.close()
+    assert not {"tierstate-accept", "tierstate-relay"} & set(engine_threads())
+
+
 def test_few_leaders_get_it_by_the_store(narrow: None) -> None:
     world = World("host", [0, 1, 2], relay=True)
     assert is_whole(world, saved(world))

@@ -98,6 +98,7 @@ class VersionRelay:
         self._lock, self._beginning = threading.Lock(), threading.Lock()
         self._offered: dict[str, bytes] = {}
         self.sent, self.reachable = 0, True
+        self._closed = False
 
     def serve(self, leaders: Sequence[int]) -> None:
         """Begin to listen, if others are below this rank. Does nothing where all get the version by the store.
@@ -120,6 +121,8 @@ class VersionRelay:
     def _listening(self) -> PeerListener:
         """The socket of this rank, which begins to listen with the first call."""
         with self._beginning:  # versions are committed to several tiers at the same time
+            if self._closed:  # a commit may be later than `close`, which did not wait for it
+                raise OSError("this process has left the job")
             if self._listener is None:
                 self._listener = self._listen()
                 self._team.post(ADDRESS, self._listener.address.encode())
@@ -264,6 +267,8 @@ class VersionRelay:
 
     def close(self) -> None:
         """Accept no more requests; those that are being answered are answered to their end. Safe to call twice."""
+        with self._beginning:
+            self._closed = True
         if self._listener is not None:
             self._listener.close()
         if self._thread is not None:
