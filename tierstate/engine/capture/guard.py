@@ -209,9 +209,10 @@ class Guard:
         self._steps += 1
         if self._steps == SIZED_STEP:
             tell, self.when_sized = self.when_sized, None
-            found = [local_of(tensor) for tensor in self.tensors()]
-            # Sparse ones (momentum of `Embedding(sparse=True)`) have no `nbytes`: the step must not fail of that.
-            tell(sum(tensor.nbytes for tensor in found if tensor.layout is torch.strided))
+            try:
+                tell(sum(local_of(tensor).nbytes for tensor in self.tensors()))
+            except Exception as error:  # of a kind of tensor that nobody has met yet: no step may fail of that
+                log.debug("memory for a first save is not prepared: %r", error)
 
     def _wait(self, until: Callable[[Watched], object]) -> None:
         if os.getpid() != self._pid:
@@ -325,13 +326,15 @@ def _patch(optimizer: Stepper, wait: Callable[[], None]) -> Callable[[], None]:
 
 
 def _tensors(optimizer: Stepper) -> Iterator[torch.Tensor]:
+    """The parameters and the state of an optimizer that lie in memory of their own. Sparse tensors, as the momentum of
+    `Embedding(sparse=True)`, do not, and no provider reads them."""
     for group in optimizer.param_groups:
-        yield from group["params"]
+        yield from (one for one in group["params"] if one.layout is torch.strided)
     for state in getattr(optimizer, "state", {}).values():
         if isinstance(state, dict):
             for value in state.values():
                 # The type first: isinstance takes ten times as long, and there are thousands.
-                if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
+                if (type(value) is torch.Tensor or isinstance(value, torch.Tensor)) and value.layout is torch.strided:
                     yield value
 
 
