@@ -120,6 +120,8 @@ class Shard:
 
     def __init__(self, tensors: Iterable[Tensor], seed: int = 0) -> None:
         noise = torch.randint(-(1 << 62), 1 << 62, (1 << 20,), generator=torch.Generator().manual_seed(seed))
+        # One buffer: new ones between the tensors would leave gaps in the heap, five times as long as the state.
+        piece = torch.empty_like(noise)
         self.named: dict[str, torch.Tensor] = {}
         for i, one in enumerate(tensors):
             made = torch.empty(one.length, dtype=one.dtype)
@@ -127,7 +129,8 @@ class Shard:
             for start in range(0, words.numel(), noise.nbytes):
                 part = words[start : start + noise.nbytes]
                 # No two pieces are equal, so that no chunk is found to be one that is saved already.
-                part.copy_((noise + (i << 32) + start).view(torch.uint8)[: len(part)])
+                torch.add(noise, (i << 32) + start, out=piece)
+                part.copy_(piece.view(torch.uint8)[: len(part)])
             self.named[one.name] = made
         self.change()
 

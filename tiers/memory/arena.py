@@ -372,9 +372,18 @@ class Arena:
 
     def has_ready(self, nbytes: Sequence[int]) -> bool:
         """Whether captures would get slabs for so many bytes each, all at once and without waiting for any memory."""
-        much = sum(one > HUGE for one in nbytes)
+        much = self._many(nbytes)
         with self.lock:
             return much <= len(self._free) and len(nbytes) <= self.slots - RESERVED_SLABS - self.in_flight
+
+    def _many(self, nbytes: Sequence[int]) -> int:
+        """How many of the slabs for captures of so many bytes have to be touched memory."""
+        return sum(not self._is_little(one) for one in nbytes)
+
+    def _is_little(self, nbytes: int | None) -> bool:
+        """Whether a capture of so many bytes (None: a whole slab) touches the memory for it itself: not in a process
+        that uses CUDA, in which all of a slab is pinned, and so touched."""
+        return nbytes is not None and nbytes <= HUGE and self.device is None
 
     def acquire(
         self, stop: Callable[[], bool] = lambda: False, *, nbytes: int | None = None, last: bool = False
@@ -394,7 +403,7 @@ class Arena:
             CaptureError: ``stop`` returned true while waiting.
             TierstateError: the arena is closed.
         """
-        little = nbytes is not None and nbytes <= HUGE
+        little = self._is_little(nbytes)
         with self.lock:
             while (full := self._is_full(last)) or (not (last or little) and self._comes_soon()):
                 self._wait(stop, full and not last)
@@ -475,10 +484,13 @@ class Arena:
         self.device = current_device()
         with self.lock:
             self._can_prepare = True
-        self.prepare_slabs(-(-nbytes // self.slab_size))
+        self._prepare_slabs(-(-nbytes // self.slab_size))
 
-    def prepare_slabs(self, count: int) -> None:
-        """As `prepare`, for so many slabs that are used as a whole. Called from any thread."""
+    def prepare_for(self, nbytes: Sequence[int]) -> None:
+        """As `prepare`, for captures of so many bytes each, which take a slab each. Called from any thread."""
+        self._prepare_slabs(self._many(nbytes))
+
+    def _prepare_slabs(self, count: int) -> None:
         with self.lock:
             wanted = min(self.slots, count)
             if self._preparing:

@@ -307,14 +307,29 @@ def test_what_needs_little_leaves_touched_memory_to_what_needs_a_slab(touches: T
     arena.close()
 
 
+def test_where_all_of_a_slab_is_pinned_little_takes_what_was_prepared(touches: Touches) -> None:
+    touches.may.set()
+    arena = Arena(8 * BIG, BIG)
+    arena.prepare(3 * BIG)
+    until(lambda: not arena._preparing)
+    arena.device = 0  # as in a process that uses CUDA
+    assert not arena.has_ready([BIG, BIG, PAGE, PAGE])
+    assert arena.has_ready([BIG, BIG, PAGE])
+    slab = arena._take(arena._is_little(PAGE))
+    assert slab.ready
+    assert arena.little == 0
+    slab.release()
+    arena.close()
+
+
 def test_slabs_of_which_little_is_used_are_no_prepared_memory(touches: Touches) -> None:
     touches.may.set()
     arena = Arena(8 * BIG, BIG)
     few = [arena.acquire(nbytes=PAGE) for _ in range(3)]
-    arena.prepare_slabs(4)
+    arena.prepare_for([BIG] * 4 + [PAGE] * 3)
     until(lambda: not arena._preparing)
     assert len(arena._free) == 4
-    arena.prepare_slabs(8)
+    arena.prepare_for([BIG] * 8)
     until(lambda: not arena._preparing)
     assert len(arena._free) == 5, "more than the budget"
     arena.keep(few[0].buffer)

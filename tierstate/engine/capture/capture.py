@@ -34,7 +34,7 @@ from tierstate.manifest.format.version import Version
 from tierstate.manifest.reshard.coverage import check_complete
 from tierstate.tiers.concurrency import start_thread, usable_cores
 from tierstate.tiers.latch import Latch
-from tierstate.tiers.memory.arena import HUGE, RESERVED_SLABS, Arena, Slab
+from tierstate.tiers.memory.arena import RESERVED_SLABS, Arena, Slab
 from tierstate.tiers.memory.cudart import relaxed_capture
 from tierstate.tiers.memory.device_room import DeviceStaging
 from tierstate.tiers.memory.numa import running_on
@@ -259,9 +259,10 @@ class Capture:
         sources = plan.in_order(np.flatnonzero(which & (plan.address != 0)))
         streamed = np.flatnonzero(which & (plan.address == 0))
         planned = list(fill_slabs(sources, plan.nbytes[sources], self._chunk, self._arena.slab_size))
-        at_once = bool(len(streamed)) or not self._arena.has_ready([slabful.end for slabful in planned])
+        sizes = [slabful.end for slabful in planned]
+        at_once = bool(len(streamed)) or not self._arena.has_ready(sizes)
         if at_once:
-            self._arena.prepare_slabs(sum(slabful.end > HUGE for slabful in planned))
+            self._arena.prepare_for(sizes)
         self._undigested = None if copied is None or at_once else Undigested(workers, copied)
         slabfuls = iter(planned)
         filled: SimpleQueue[Filling | None] = SimpleQueue()
