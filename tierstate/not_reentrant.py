@@ -61,7 +61,12 @@ def refuse_inside(call: str) -> None:
             f"Set a flag in the handler, and call {call} when {inside} has returned"
         )
         frame.f_locals.get("refused", []).append(error)
-        raise error
+        try:
+            raise error
+        finally:
+            # Its traceback refers to this frame. In a cycle, all that the interrupted call was about to end would be
+            # ended only by the garbage collector, which may be what is paused.
+            del error, frame
 
 
 def _left_its_handler(error: Reentered) -> bool:
