@@ -134,6 +134,11 @@ class LeafTable:
     wholes: Boxes
     joined: tuple[LeafTable, ...] = ()
 
+    @property
+    def pieces(self) -> tuple[LeafTable, ...]:
+        """The tables of which this one is put together: itself, if it was not concatenated."""
+        return self.joined or (self,)
+
     @classmethod
     def of(cls, leaves: Sequence[Leaf], texts: Sequence[str] | None = None) -> LeafTable:
         """The table of these leaves.

@@ -306,7 +306,7 @@ class MergePlan:
         """Args: as `merge_with_copies` takes and gives them; the leaves may have been sorted since."""
         self._version, self._rows = merged
         self._copies = copies
-        self._tables = [_tables_of(part) for part in parts]
+        self._pieces = [part.catalog.pieces for part in parts]  # which `PartReader` has once for all parts
         self._shapes = [_shape_of(part) for part in parts]
         rows = np.concatenate(merged.rows)
         kept = np.flatnonzero(rows >= 0)
@@ -322,7 +322,7 @@ class MergePlan:
         """
         if len(parts) != len(self._shapes) or not all(
             len(mine) == len(theirs) and all(map(is_, mine, theirs))
-            for mine, theirs in zip(self._tables, map(_tables_of, parts), strict=True)
+            for mine, theirs in zip(self._pieces, (part.catalog.pieces for part in parts), strict=True)
         ):
             return None
         if any(_shape_of(part) != shape for part, shape in zip(parts, self._shapes, strict=True)):
@@ -336,11 +336,6 @@ class MergePlan:
         head = dataclasses.replace(parts[order[0]].head, world=self._version.head.world, parent=parent)
         version = self._version.again(head, every[self._source], statistics and statistics.rows(self._source))
         return MergeResult(version, self._rows)
-
-
-def _tables_of(part: Version) -> Sequence[LeafTable]:
-    """The leaves of a part: the tables of which it is put together, which `PartReader` has once for all parts."""
-    return part.catalog.joined or (part.catalog,)
 
 
 def _shape_of(part: Version) -> bytes:

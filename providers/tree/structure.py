@@ -34,10 +34,9 @@ class VersionNode:
     __slots__ = ("children", "index", "kind", "leaf")
 
     def __init__(self, index: int, leaf: Leaf) -> None:
-        self.index, self.leaf = index, leaf
+        self.index = index
         self.children: dict[TypedKey, VersionNode] = {}
-        kind = leaf.spec.kind
-        self.kind = kind if kind in CONTAINERS else ""
+        self.become(leaf)
 
     def become(self, leaf: Leaf) -> None:
         """Be the node of another leaf, with the same children."""
@@ -255,7 +254,7 @@ def drop_other_ranks(node: VersionNode, place: StateNode) -> None:
             pending += [(below, (*path, below.key)) for below in at.children.values()]
     for mark, below in node.children.items():
         known = place.children[mark][1] if mark in place.children else None
-        if known is not None and (known.children or known.stateful is not None):
+        if known is not None and known.may_hold_objects:
             drop_other_ranks(below, known)
 
 

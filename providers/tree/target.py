@@ -174,7 +174,7 @@ class Target:
     def _set_objects(self, node: VersionNode, place: StateNode) -> None:
         for mark, child in node.children.items():
             at = place.children[mark][1] if mark in place.children else None
-            if at is not None and (at.children or at.stateful is not None):
+            if at is not None and at.may_hold_objects:
                 self._set_objects(child, at)
         if place.stateful is not None and not place.stateful.transparent and self._wanted(node):
             self._set_object(node, place)

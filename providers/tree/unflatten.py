@@ -254,7 +254,7 @@ def _decide_memory(place: StateNode, tied: Sequence[Path], own: bool = False) ->
         own = not suits or (not how.strict and any(path[: len(place.path)] == place.path for path in tied))
     place.own_memory = own
     for _, child in place.children.values():
-        if own or child.children or child.stateful is not None:
+        if own or child.may_hold_objects:
             _decide_memory(child, tied, own)
 
 
@@ -266,7 +266,7 @@ def _given(node: VersionNode, place: StateNode, chosen: set[int], inside: bool =
     for mark, child in node.children.items():
         if mark in place.children:
             at = place.children[mark][1]
-            if inside or child.children or at.stateful is not None:
+            if inside or at.may_hold_objects:
                 found += _given(child, at, chosen, inside)
         elif inside:
             found += [below.index for below in child.walk() if below.index in chosen]

@@ -96,6 +96,11 @@ class StateNode:
         """The path as printed."""
         return format_path(self.path)
 
+    @property
+    def may_hold_objects(self) -> bool:
+        """Whether a stateful object may be here or below."""
+        return bool(self.children) or self.stateful is not None
+
     def walk(self) -> Iterator[StateNode]:
         """This node and all below it, each container before its items."""
         stack = [self]

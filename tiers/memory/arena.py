@@ -452,7 +452,7 @@ class Arena:
         # What needs little leaves touched memory to those that need all of a slab: they would have to wait for it.
         # The beginning of a slab that was used for little before has been touched.
         little = little and self.slab_size > HUGE
-        # But memory beyond the budget is mapped for nobody: CUDA would pin all of it.
+        # But memory beyond the budget is mapped for nobody.
         spare = bool(self._raw) or self.in_flight + len(self._free) < self.slots
         slab = self._free.pop() if self._free and not (little and spare) else self._untouched()
         slab.leases, slab.little = 1, little

@@ -247,7 +247,7 @@ def _with_every(policy: Policy, every: Mapping[str, str]) -> Policy:
 def _forecast(
     policy: Policy, workload: Workload, models: Sequence[TierModel], outcome: Outcome, prices: Mapping[str, float]
 ) -> Forecast:
-    per_day = DAY / outcome.seconds
+    per_day, by_tier = DAY / outcome.seconds, _mtbf_by_tier(policy, workload, models)
     saving = 1 - outcome.steps * workload.step / outcome.seconds
     failures = tuple(_failure(policy, workload, models, outcome, lost) for lost in (False, True))
     mtbf = job_mtbf(policy.failures, workload.hosts)
@@ -260,7 +260,10 @@ def _forecast(
         saving=saving,
         failures=failures,
         goodput=_goodput(mtbf, saving, failures),
-        tiers=tuple(_tier(policy, workload, model, outcome, models, prices.get(model.level.name)) for model in models),
+        tiers=tuple(
+            _tier(policy, workload, model, outcome, by_tier[model.level.name], prices.get(model.level.name))
+            for model in models
+        ),
     )
 
 
@@ -289,13 +292,12 @@ def _tier(
     workload: Workload,
     model: TierModel,
     outcome: Outcome,
-    models: Sequence[TierModel],
+    mtbf: float,
     price: float | None,
 ) -> TierForecast:
     name, per_day = model.level.name, DAY / outcome.seconds
     told = outcome.tiers[name]
     stored = told.share * (1 + (told.held - 1) * workload.changed) if told.held else 0.0
-    mtbf = _mtbf_by_tier(policy, workload, models)[name]
     return TierForecast(
         tier=name,
         every=describe_every(policy, name, told),

@@ -132,7 +132,7 @@ class MergedVersions:
     def _drop_pieces(self, parts: Sequence[Version]) -> None:
         """Keep only the pieces that these parts have: a value whose length changes makes new ones in each save."""
         catalogs = {id(part.catalog): part.catalog for part in parts}.values()
-        used = {id(piece) for catalog in catalogs for piece in catalog.joined or (catalog,)}
+        used = {id(piece) for catalog in catalogs for piece in catalog.pieces}
         # A new dict, of a copy: commits to other tiers may be reading parts.
         self.pieces = {data: piece for data, piece in self.pieces.copy().items() if id(piece) in used}
 
