@@ -111,6 +111,18 @@ def test_a_thousand_kills(place: Path) -> None:
         check_all_arrive(place / str(part), 50, part)
 
 
+@pytest.mark.parametrize("memory", ["256MiB", "64KiB"])
+def test_a_new_trainer_drops_nothing_that_what_a_killed_one_saved_still_needs(place: Path, memory: str) -> None:
+    """The first one's versions reach the fast tier while the second one saves, which keeps its newest version only."""
+    rest = ("2MiB/s", "kill", "1MiB/s", "last: 1", memory)
+    for first in (1, 5, 9):
+        assert trainers("captured", place, 4, *rest, first) == []
+    steps = list(range(1, 13))
+    wait_until(lambda: steps_in(place, "slow") == steps, "all that was captured arrives")
+    assert all(same(load(place, "slow", step), state_of(step)) for step in steps)
+    wait_until(lambda: len(steps_in(place, "fast")) == 1, "the fast tier keeps one version", 20)
+
+
 def test_a_trainer_killed_within_a_capture_leaves_nothing(place: Path) -> None:
     assert trainers("within_capture", place) == []
     wait_until(lambda: not statuses()[0]["sessions"], "the session ends")

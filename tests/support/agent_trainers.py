@@ -54,11 +54,27 @@ def killed(place: str, first: str, count: str, seed: str, slow: str = "10MiB/s")
     print("killed", flush=True)
 
 
-def captured(place: str, steps: str, fast: str, end: str, slow: str = "") -> None:
-    """A trainer that captures some steps faster than tiers take them, closes if ``end`` is so, and waits."""
-    ckpt = ts.Checkpointer(policy(Path(place), fast=fast, slow=slow), "run")
-    for step in range(1, int(steps) + 1):
+def captured(
+    place: str,
+    steps: str,
+    fast: str,
+    end: str,
+    slow: str = "",
+    keep: str = "",
+    memory: str = "256MiB",
+    first: str = "1",
+) -> None:
+    """A trainer that captures some steps faster than tiers take them.
+
+    Args:
+        end: ``close`` or ``kill``: what it does then; else it waits.
+    """
+    agent = f"mode: required, idle: 60s, memory: {memory}"
+    ckpt = ts.Checkpointer(policy(Path(place), fast=fast, slow=slow, keep=keep, agent=agent), "run")
+    for step in range(int(first), int(first) + int(steps)):
         ckpt.save(state_of(step), step=step)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     if end == "close":
         ckpt.close(timeout=0.1)
     print("captured", os.getpid(), flush=True)

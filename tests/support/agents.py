@@ -16,7 +16,9 @@ from support.rank_jobs import state_of as rank_state
 
 import tierstate as ts
 from tierstate.agent.launch import agents_of_user, ask_agent
+from tierstate.agent.server import LOG
 from tierstate.manifest.errors import TierstateError
+from tierstate.tiers.connections.distribution import runtime_folder
 
 PATIENCE = 90.0
 
@@ -67,6 +69,7 @@ def policy_text(
     agent: str = "mode: required, idle: 60s, memory: 256MiB",
     ram: str = "",
     every: str = "1",
+    keep: str = "",
 ) -> str:
     """Two tiers: a fast one, and a slow one that gets everything later.
 
@@ -74,8 +77,10 @@ def policy_text(
         slow, fast: their rates, if limited.
         ram: what a host tier before them has, if there is one.
         every: of the two.
+        keep: of the fast one.
     """
     limit, fast_limit = (f", every: {every}" + (f", bandwidth: {rate}" if rate else "") for rate in (slow, fast))
+    fast_limit += f", keep: {{{keep}}}" if keep else ""
     first = f"  ram: {{type: host, {ram}}}\n" if ram else ""
     return (
         "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\n"
@@ -142,8 +147,15 @@ def wait_until(done: Callable[[], object], what: str, seconds: float = PATIENCE)
     """Wait until this returns something true."""
     end = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        assert time.monotonic() < end, f"not within {seconds} s: {what}\n{_agent_logs()}"
         time.sleep(0.2)
+
+
+def _agent_logs(lines: int = 60) -> str:
+    """The end of what each agent has logged, to be read where a test has failed."""
+    paths = sorted(runtime_folder().glob(f"agent-*{LOG}"))  # also of those that have ended
+    said = ["\n".join([str(path), *path.read_text(errors="replace").splitlines()[-lines:]]) for path in paths]
+    return "\n".join([*said, *map(str, statuses())])
 
 
 def steps_in(place: Path, tier: str, run: str = "run") -> list[int]:

@@ -220,6 +220,11 @@ class ReceivingPipeline(SavePipeline):
         idle = all([queue.put(job) or isinstance(job, CascadeJob) for queue, job in jobs])
         return IncomingSave(save_state, structure, [job for _, job in jobs if isinstance(job, DirectJob)], idle=idle)
 
+    def stand_beside(self, others: Callable[[], Sequence[ReceivingPipeline]]) -> None:
+        """Drop nothing that others need which publish versions of the same run, as long as they do. ``others``: returns
+        them."""
+        self._cascade.others = lambda: [other._cascade for other in others()]
+
     def look_back(self, first: int | None) -> None:
         """Bring what slower tiers lack, before any save comes.
 

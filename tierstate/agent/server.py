@@ -152,6 +152,11 @@ class Agent:
         """Something was done for a trainer."""
         self._used = time.monotonic()
 
+    def sessions_of(self, run: str) -> list[TrainerSession]:
+        """Those of a run."""
+        with self._lock:
+            return [session for session in self._sessions if session.run == run]
+
     def may_give_up(self) -> bool:
         """Whether nothing has arrived for so long that the rest is left to the next process."""
         return time.monotonic() - self._used > self.policy.agent.idle

@@ -94,6 +94,9 @@ class SessionOwner(Protocol):
     def progressed(self) -> None:
         """A version has arrived in a tier."""
 
+    def sessions_of(self, run: str) -> list[TrainerSession]:
+        """All that save this run, or still publish what was saved of it."""
+
 
 class TrainerSession:
     """One trainer.
@@ -128,6 +131,7 @@ class TrainerSession:
         self.alive = True
         self._begun, self.id = time.time(), uuid.uuid4().hex
         self._member: TeamMember | None = None
+        self._team: str | None = None
         self._given_up = self._bye = False
         self._received_all = threading.Event()
         self._saves: dict[int, IncomingSave] = {}
@@ -156,14 +160,24 @@ class TrainerSession:
             self._journal = journal or Journal.begun(agent.holder, hello, self._slabs.descriptor, self._trainer)
             undo.callback(self._journal.close)
             self._undo = undo.pop_all()
+        self._pipeline.stand_beside(self._others)
         agent.memory.slabs.add(self._slabs)
         agent.memory.begin(self.run)
 
     def _join(self, told: TeamGreeting, undo: ExitStack) -> None:
+        self._team = told.place.name
         undo.enter_context(self._agent.stores.used(told.place))
         team = self._agent.stores.join(told)
         self._member = TeamMember(team, patience=team.timeouts.decision)
         undo.callback(self._leave)
+
+    def _others(self) -> list[ReceivingPipeline]:
+        """Those of trainers of this run that went before this one, and came after it; not of ranks beside it."""
+        found = self._agent.sessions_of(self.run)
+        return [one._pipeline for one in found if not (one is self or one._given_up or one._is_beside(self))]
+
+    def _is_beside(self, other: TrainerSession) -> bool:
+        return self._team is not None and self._team == other._team
 
     def _leave(self) -> None:
         """Leave the team: once all others have, if this session has served; they may need what this one still says."""

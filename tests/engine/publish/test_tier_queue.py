@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import Any
 
@@ -14,7 +15,9 @@ from support.checkpointer_worlds import (
     arena_of,
     engine_threads,
     faulty,
+    opened,
     policy,
+    scratch,
     tensors,
     unreferenced,
     wrapped,
@@ -200,6 +203,26 @@ def test_tiers_that_were_all_down_come_back_each_by_itself() -> None:
             assert ckpt.verify(deep=True).ok
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_save_that_fails_while_all_is_closed_is_tried_once_more_like_one_that_failed_before(*, ended: bool) -> None:
+    with wrapped(Memory()) as near, wrapped(Memory()) as far:
+        ckpt = ts.Checkpointer(policy({"near": near, "far": far}), "run")
+        ckpt.save(tensors(*SIZES), step=0).wait("far")
+        faulty(far).add(Fault("writer", 1, ts.TierUnavailable("no answer")))
+        gate = faulty(far).shut("writer")
+        save = ckpt.save(tensors(*SIZES, seed=1), step=1)
+        closing = threading.Thread(target=ckpt.close)
+        if not ended:
+            gate.set()
+            assert outcome(save, "far")
+        closing.start()
+        if ended:
+            until(lambda: ckpt._pipeline.queues["far"]._ended)
+            gate.set()
+        closing.join()
+        assert len(Log(opened(policy({"far": far}), "far"), "run").seqs()) == 2
+
+
 class Tired(Memory):
     """A tier whose listings fail in a way that no tier should, once packs are asked for."""
 
@@ -222,6 +245,31 @@ def test_a_tier_that_fails_after_the_commit_does_not_stop_its_queue(error: BaseE
             assert difference(tensors(*SIZES, seed=2), ckpt.load()) == ""
             assert arena_of(ckpt).in_flight == 0
         assert engine_threads() == []
+
+
+@given(dropped=st.sets(st.sampled_from(["a", "b", "c"]), max_size=2), more=st.booleans())
+def test_a_copy_is_made_from_any_tier_in_which_no_other_process_has_dropped_the_version(
+    dropped: set[str], more: bool
+) -> None:
+    """As an agent does that still publishes what an earlier trainer has saved, beside the next one."""
+    with scratch() as place:
+        tiers = {name: {"type": "nvme", "path": str(place / name)} for name in ("a", "b", "c", "far")}
+        with ts.Checkpointer(policy(tiers), "run") as ckpt, contextlib.ExitStack() as after:
+            ckpt.save(tensors(*SIZES), step=0).wait("far")
+            to_far = ckpt._pipeline.queues["far"]
+            to_far.pause_copies(1000)
+            after.callback(to_far.pause_copies, 0)  # whatever fails here: `close` would wait for it
+            save = ckpt.save(tensors(*SIZES, seed=1), step=1)
+            save.wait("c")
+            if more:  # so that what was dropped is not the newest one
+                ckpt.save(tensors(*SIZES, seed=2), step=2).wait("c")
+            for name in dropped:
+                log = Log(opened(policy({name: tiers[name]}), name), "run")
+                log.forget(log.seqs()[1])
+            to_far.pause_copies(0)
+            save.wait("far", timeout=60)
+        with ts.Checkpointer(policy({"far": tiers["far"]}), "run") as ckpt:
+            assert difference(tensors(*SIZES, seed=1), ckpt.load(step=1)) == ""
 
 
 @pytest.mark.parametrize("slow", ["near", "far"])

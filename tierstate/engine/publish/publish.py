@@ -24,7 +24,7 @@ from tierstate.engine.packs.slab_layout import BIG, BLOCK, SlabChunks, digest_li
 from tierstate.engine.placement import Route, Routes
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.store.catalog import Holding, Source, VersionMoved, lease_for_reading
-from tierstate.engine.store.run_in_tier import Stop, TierRun
+from tierstate.engine.store.run_in_tier import BaseDropped, Stop, TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import (
@@ -289,7 +289,7 @@ class TierWrite:
         """Lengths of all packs that the layout names, both written and reused.
 
         Raises:
-            NotFound: a pack was deleted meanwhile.
+            BaseDropped: a pack was deleted meanwhile.
         """
         sizes = written = self._written_sizes()
         if not 0 <= time.time() - self._since < LONG_SAVE:
@@ -304,7 +304,7 @@ class TierWrite:
             return self.tier_run.tier.size(key)
         except NotFound as error:
             text = f"{self.tier_run.name}: {key}, which {which}, was deleted before its record was created"
-            raise NotFound(text, tier=self.tier_run.name) from error
+            raise BaseDropped(text, tier=self.tier_run.name) from error
 
     def _written_sizes(self) -> dict[str, int]:
         """Lengths of the objects written here."""
@@ -584,8 +584,11 @@ class CascadeJob:
         for _ in range(RACE_RETRIES):
             try:
                 return self._run()
-            except VersionMoved:
-                continue  # another process thinned or repacked it: read its records again
+            except VersionMoved as error:
+                # Another process dropped, thinned or repacked it: read its records again, also a cached one.
+                for tier_run in self._faster:
+                    if tier_run.name == error.tier:
+                        tier_run.look_again()
         return self._run()
 
     def _run(self) -> Record:

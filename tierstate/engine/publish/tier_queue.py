@@ -368,7 +368,8 @@ class TierQueue:
         else:
             later = None if job.save_state.lost else self._cascade.copy_later(self._name, job.save_state)
         with self._lock:
-            self._gave_up = self._gave_up or self._ended
+            # At the end a copy that was owed is tried once more; so is a save that has failed since.
+            self._gave_up = self._gave_up or (self._ended and job.save_state is None)
             if later is not None and self._backlog.owe(later):
                 self._running = None  # it must not count twice
                 self._leave_out(self._backlog.trim())
@@ -438,6 +439,8 @@ class Cascade:
     Attributes:
         before: number of the first version of this process. Missing versions with lower numbers were found in a faster
             persistent tier.
+        others: returns the other ones that publish versions of this run in this process, as an agent has for a trainer
+            that was killed and for the next one: retention drops nothing that they wait for or build on.
     """
 
     def __init__(
@@ -456,6 +459,7 @@ class Cascade:
         self._parted = any(rule.tiers is not None for rule in policy.rules)
         self.before = 0
         self._told: set[str] = set()
+        self.others: Callable[[], Sequence[Cascade]] = tuple
         self.queues: dict[str, TierQueue] = {}
 
     def make_queues(self, seq: int) -> None:
@@ -538,18 +542,29 @@ class Cascade:
         if self._tier_runs[name].tier.traits.scarce:
             return {}
         slower = [n for n in list(self._tier_runs)[list(self._tier_runs).index(name) + 1 :] if self._lasts(n)]
-        queues = {n: self.queues[n] for n in slower}
-        wanted = {n: self._saves.wanted(n) | queue.wanted() for n, queue in queues.items()}
+        others = self.others()
+        wanted = {n: self.wanted(n).union(*(other.wanted(n) for other in others)) for n in slower}
         found = held_versions(wanted, {n: self._tier_runs[n].known for n in slower}, each=self._parted)
         if self._lasts(name):
-            for n, queue in queues.items():
+            for n, queue in ((n, self.queues[n]) for n in slower):
                 if (seq := queue.copying()) is not None:
                     found.setdefault(seq, n)
                 if not queue.looked:
                     # It is not known yet which versions of earlier processes it lacks: keep all of them.
                     found |= {s: n for s in self._tier_runs[name].log.seqs() if s < self.before}
         held = dict.fromkeys(tuple(self._tier_runs[name].held), "it is about to get a tag")
+        bases = {seq for other in others if (seq := other._base(name)) is not None}
+        held |= dict.fromkeys(bases, "what another trainer has saved builds on it")
         return held | {seq: f"{n} has not got it yet" for seq, n in found.items()}
+
+    def wanted(self, name: str) -> set[int]:
+        """Numbers of the versions that are still to be written to a tier."""
+        queue = self.queues.get(name)
+        return self._saves.wanted(name) | (queue.wanted() if queue is not None else set())
+
+    def _base(self, name: str) -> int | None:
+        """Number of the version whose chunks are reused by what is being written to a tier; None without any."""
+        return self._tier_runs[name].base if self.wanted(name) else None
 
     def missed(self, name: str) -> list[CascadeJob]:
         """Jobs for the versions that earlier processes left missing on a tier, and that a faster tier still has."""

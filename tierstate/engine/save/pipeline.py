@@ -481,7 +481,7 @@ class SavePipeline:
 
     def coming(self, tier: str) -> set[int]:
         """Numbers of the versions being written to a tier or waiting for it: garbage collection keeps their packs."""
-        return self._saves.wanted(tier) | (self.queues[tier].wanted() if self.queues else set())
+        return self._cascade.wanted(tier)
 
     def hold(self, seq: int, *, end: bool) -> None:
         """Keep a version in every tier, however many newer ones there are, until this is called again with ``end``."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -248,6 +248,8 @@ def tiers_away(problems: Iterable[tuple[str, TierstateError]]) -> tuple[str, ...
 
 class VersionMoved(NotFound):
     """A version was dropped, or got a new record, before its lease was taken: look it up again."""
+
+    transient: ClassVar[bool] = True
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -43,6 +43,12 @@ log = logging.getLogger("tierstate")
 Stop: TypeAlias = Callable[[], bool]
 
 
+class BaseDropped(NotFound):
+    """What a save builds on was dropped by another process. A copy of it from a faster tier may still succeed."""
+
+    transient: ClassVar[bool] = True
+
+
 def check_base(tier_run: TierRun, record: Record, base: Record | None) -> None:
     """After a commit, check that the version whose packs the new record reuses (``base``) still exists.
 
@@ -50,7 +56,7 @@ def check_base(tier_run: TierRun, record: Record, base: Record | None) -> None:
     the commit, its packs are safe. If not, the new record is deleted again, unless others may already rely on it.
 
     Raises:
-        NotFound: the base no longer exists; the new record was deleted again.
+        BaseDropped: the base no longer exists; the new record was deleted again.
     """
     shared = set(base.layout.objects) & set(record.layout.objects) if base else set()
     try:
@@ -66,7 +72,7 @@ def check_base(tier_run: TierRun, record: Record, base: Record | None) -> None:
         return
     tier_run.log.forget(seq)
     text = f"version {base.version.head.seq}, which this save builds on, was dropped by another process meanwhile"
-    raise NotFound(f"{tier_run.name}: {text}", tier=tier_run.name)
+    raise BaseDropped(f"{tier_run.name}: {text}", tier=tier_run.name)
 
 
 def pack_flaw(tier: Tier, key: str, nbytes: int) -> str:
@@ -208,6 +214,12 @@ class TierRun:
         with self._lock:
             newest = self._newest
         return newest if newest is not None and newest.version.head.seq == seq else self.log.read(seq)
+
+    @property
+    def base(self) -> int | None:
+        """Number of the version whose chunks the next save reuses, as far as it is known without access to the tier."""
+        newest = self._newest
+        return None if newest is None else newest.version.head.seq
 
     def has(self, head: Head) -> bool:
         """Whether a version of this number, run and step is there; False if it cannot be read."""
@@ -358,7 +370,7 @@ class TierRun:
             The version's id; empty where another rank created the record, so that this one has a part of it only.
 
         Raises:
-            NotFound: another process dropped the version that it builds on; it was not committed.
+            BaseDropped: another process dropped the version that it builds on; it was not committed.
             TierstateError: as `Log.commit`, and `TierIdentity.ensure`.
         """
         self.create(record)
