@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.agents import (
+    agent_logs,
     load,
     policy,
     same,
@@ -121,6 +122,7 @@ def test_a_new_trainer_drops_nothing_that_what_a_killed_one_saved_still_needs(pl
     wait_until(lambda: steps_in(place, "slow") == steps, "all that was captured arrives")
     assert all(same(load(place, "slow", step), state_of(step)) for step in steps)
     wait_until(lambda: len(steps_in(place, "fast")) == 1, "the fast tier keeps one version", 20)
+    assert "cannot be brought" not in agent_logs()  # nothing was copied twice
 
 
 def test_a_trainer_killed_within_a_capture_leaves_nothing(place: Path) -> None:

@@ -147,11 +147,11 @@ def wait_until(done: Callable[[], object], what: str, seconds: float = PATIENCE)
     """Wait until this returns something true."""
     end = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}\n{_agent_logs()}"
+        assert time.monotonic() < end, f"not within {seconds} s: {what}\n{agent_logs()}"
         time.sleep(0.2)
 
 
-def _agent_logs(lines: int = 60) -> str:
+def agent_logs(lines: int = 200) -> str:
     """The end of what each agent has logged, to be read where a test has failed."""
     paths = sorted(runtime_folder().glob(f"agent-*{LOG}"))  # also of those that have ended
     said = ["\n".join([str(path), *path.read_text(errors="replace").splitlines()[-lines:]]) for path in paths]

@@ -155,6 +155,22 @@ def test_a_queue_gives_the_oldest_first_and_debts_only_when_they_may_be_tried() 
     assert taken[-1] is None
 
 
+@given(saves=st.sets(st.integers(0, 9)), owed=st.sets(st.integers(0, 9)), elsewhere=st.sets(st.integers(0, 9)))
+def test_what_others_are_about_to_bring_is_not_taken_but_stays_owed(
+    saves: set[int], owed: set[int], elsewhere: set[int]
+) -> None:
+    backlog: Backlog[Waiting] = Backlog()
+    for seq in sorted(saves):
+        backlog.put(waiting(seq))
+    for seq in sorted(owed - saves):
+        assert backlog.owe(waiting(seq, owed=True))
+    taken = []
+    while (copy := backlog.take(missing=True, but=elsewhere)) is not None:
+        taken.append(copy.due.seq)
+    assert taken == sorted(saves | (owed - elsewhere))
+    assert [due.seq for due in backlog.dues()] == sorted((owed & elsewhere) - saves)
+
+
 def test_skipping_leaves_out_what_is_older_than_the_newest_at_hand() -> None:
     backlog: Backlog[Waiting] = Backlog(None, "skip")
     assert backlog.owe(waiting(1, owed=True))

@@ -173,13 +173,15 @@ class Backlog(Generic[C]):
         """Number of the oldest save that waits; missing versions do not count. None if none waits."""
         return min(self._waiting, default=None)
 
-    def take(self, missing: bool) -> C | None:
+    def take(self, missing: bool, but: Collection[int] = ()) -> C | None:
         """Remove and return the oldest copy; None if there is none.
 
         Args:
             missing: whether missing versions may be taken too; false during the back-off after a failure.
+            but: numbers of missing versions that are not taken.
         """
         ordered = self._ordered() if missing else sorted(self._waiting.values(), key=_number)
+        ordered = [copy for copy in ordered if copy.due.seq not in but or copy.due.seq in self._waiting]
         if not ordered:
             return None
         self._remove(ordered[0])

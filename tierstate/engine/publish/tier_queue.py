@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +43,10 @@ RECENT_COPIES = 16
 MANY_HELD = 2
 """A warning is logged when a tier holds more versions than this longer than ``keep`` says. One or two are normal:
 they are just being copied."""
+
+
+LOOK_AT_OTHERS = 0.5
+"""Seconds between two looks whether another trainer's save has arrived that is owed to a tier."""
 
 
 @dataclass
@@ -226,21 +230,23 @@ class TierQueue:
             while True:
                 self._leave_out(self._backlog.trim())
                 missing = not self._gave_up and (self._ended or not self._retry_timer.left)
-                job = self._take(missing)
+                others = set() if self._ended else self._cascade.coming_from_others(self._name)
+                job = self._take(missing, others)
                 paused = max(0.0, self._paused_until - time.monotonic())
                 if job is not None or (self._ended and not paused):
                     self._running, self._busy = job, job is not None
                     return job
-                self._changed.wait(paused or (self._retry_timer.left if self._backlog.owed else None))
+                until = max(self._retry_timer.left, LOOK_AT_OTHERS if others else 0.0)
+                self._changed.wait(paused or (until if self._backlog.owed else None))
 
-    def _take(self, missing: bool) -> Job | None:
+    def _take(self, missing: bool, others: Collection[int]) -> Job | None:
         if time.monotonic() < self._paused_until:
             return self._direct_jobs.popleft() if self._direct_jobs and not self.tier_run.together else None
         first = self._backlog.first if self._direct_jobs and self.tier_run.together else None
         if first is not None and first < self._direct_jobs[0].due.seq:
             # All ranks must commit in the order of the saves: in other orders they would wait for each other.
             return self._backlog.take(missing=False)
-        return self._direct_jobs.popleft() if self._direct_jobs else self._backlog.take(missing)
+        return self._direct_jobs.popleft() if self._direct_jobs else self._backlog.take(missing, others)
 
     def _leave_out(self, copies: Sequence[CascadeJob]) -> None:
         name = self.tier_run.name
@@ -561,6 +567,11 @@ class Cascade:
         """Numbers of the versions that are still to be written to a tier."""
         queue = self.queues.get(name)
         return self._saves.wanted(name) | (queue.wanted() if queue is not None else set())
+
+    def coming_from_others(self, name: str) -> set[int]:
+        """Numbers of the versions that others are writing to a tier, or are about to: this process's copy of one waits
+        until it is known whether it is needed."""
+        return {seq for other in self.others() for seq in other._saves.wanted(name)}
 
     def _base(self, name: str) -> int | None:
         """Number of the version whose chunks are reused by what is being written to a tier; None without any."""
