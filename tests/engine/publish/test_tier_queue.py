@@ -259,10 +259,11 @@ def test_a_copy_is_made_from_any_tier_in_which_no_other_process_has_dropped_the_
             to_far = ckpt._pipeline.queues["far"]
             to_far.pause_copies(1000)
             after.callback(to_far.pause_copies, 0)  # whatever fails here: `close` would wait for it
-            save = ckpt.save(tensors(*SIZES, seed=1), step=1)
-            save.wait("c")
+            save = newest = ckpt.save(tensors(*SIZES, seed=1), step=1)
             if more:  # so that what was dropped is not the newest one
-                ckpt.save(tensors(*SIZES, seed=2), step=2).wait("c")
+                newest = ckpt.save(tensors(*SIZES, seed=2), step=2)
+            for name in ("a", "b", "c"):
+                newest.wait(name)
             for name in dropped:
                 log = Log(opened(policy({name: tiers[name]}), name), "run")
                 log.forget(log.seqs()[1])
@@ -270,6 +271,36 @@ def test_a_copy_is_made_from_any_tier_in_which_no_other_process_has_dropped_the_
             save.wait("far", timeout=60)
         with ts.Checkpointer(policy({"far": tiers["far"]}), "run") as ckpt:
             assert difference(tensors(*SIZES, seed=1), ckpt.load(step=1)) == ""
+
+
+@given(tagged=st.booleans(), waiting=st.booleans())
+def test_retention_keeps_what_others_that_save_the_run_in_this_process_need(*, tagged: bool, waiting: bool) -> None:
+    """As in an agent: the session of a trainer that was killed, and the one of the next trainer."""
+    with wrapped(Memory()) as near, wrapped(Memory()) as far:
+        spec = policy({"near": {**near, "keep": {"last": 1}}, "far": far})
+        with ts.Checkpointer(spec, "run") as before, contextlib.ExitStack() as after:
+            before.save(tensors(*SIZES), step=0).wait("far")
+            gate = faulty(far).shut("writer")
+            after.callback(gate.set)
+            saves = [before.save(tensors(*SIZES, seed=step), step=step) for step in (1, 2, 3)]
+            saves[-1].wait("near")
+            log = Log(opened(spec, "near"), "run")
+            first = log.seqs()[-3:]
+            if not waiting:
+                gate.set()
+                saves[-1].wait("far")
+            if tagged:
+                before._pipeline.hold(first[0], end=False)
+            with ts.Checkpointer(spec, "run") as ckpt:
+                ckpt._pipeline._cascade.others = lambda: [before._pipeline._cascade]
+                for step in (4, 5):
+                    ckpt.save(tensors(*SIZES, seed=step), step=step).wait("far")
+                    kept = first if waiting else first[:1] if tagged else []
+                    assert log.seqs()[: len(kept)] == kept
+                gate.set()
+                for save in saves:
+                    save.wait("far")
+        assert len(Log(opened(spec, "far"), "run").seqs()) == 6
 
 
 @pytest.mark.parametrize("slow", ["near", "far"])

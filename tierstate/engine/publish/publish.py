@@ -611,7 +611,8 @@ class CascadeJob:
             with lease_for_reading([(tier_run, record) for tier_run, record in records if tier_run.leads]):
                 holdings = [Holding(tier_run, record.layout) for tier_run, record in records]
                 publication.copy(version, Fetch(version, holdings, self._arena, stop=self.cancelled.is_set))
-            return publication.commit(version, None if self.save_state is None else self.cancelled.is_set)
+                # Within the lease: a commit by many ranks waits for those that still read.
+                return publication.commit(version, None if self.save_state is None else self.cancelled.is_set)
         except BaseException as error:
             # The job may wait in the queue again, and must not hold tables of chunks meanwhile.
             self._publication = None

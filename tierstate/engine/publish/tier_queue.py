@@ -558,7 +558,8 @@ class Cascade:
                 if not queue.looked:
                     # It is not known yet which versions of earlier processes it lacks: keep all of them.
                     found |= {s: n for s in self._tier_runs[name].log.seqs() if s < self.before}
-        held = dict.fromkeys(tuple(self._tier_runs[name].held), "it is about to get a tag")
+        tagged = {seq for one in (self, *others) for seq in tuple(one._tier_runs[name].held)}
+        held = dict.fromkeys(tagged, "it is about to get a tag")
         bases = {seq for other in others if (seq := other._base(name)) is not None}
         held |= dict.fromkeys(bases, "what another trainer has saved builds on it")
         return held | {seq: f"{n} has not got it yet" for seq, n in found.items()}
