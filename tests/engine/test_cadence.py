@@ -201,6 +201,19 @@ def test_a_clock_that_is_set_back_and_a_rollback_are_no_measurements() -> None:
     assert timedelta(0) < cadence.intervals()["nvme"] <= timedelta(hours=1)
 
 
+def test_failures_are_found_again_only_where_leaves_go_elsewhere(place: Path) -> None:
+    asked: list[int] = []
+    spec = policy({"nvme": tier("nvme", place, every="auto"), "lustre": tier("lustre", place)})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        auto = ckpt._pipeline.auto
+        assert auto is not None
+        known = auto._mtbf_of
+        auto._mtbf_of = lambda masks: asked.append(len(masks)) or known(masks)  # type: ignore[func-returns-value]
+        for step, state in enumerate([{"a": torch.ones(3)}, {"a": torch.zeros(3)}, {"b": torch.ones(3)}]):
+            ckpt.save(state, step=step).wait("lustre")
+    assert asked == [2, 2]
+
+
 def test_for_others_only_the_bound_is_known() -> None:
     every = AutoEvery(min=1.0, max=60.0)
     assert not is_due(every, 9, (1, 0.0), 59.0)

@@ -225,7 +225,8 @@ class AutoCadence:
             masks: which of its leaves go to each tier.
         """
         with self._lock:
-            if masks is not self._masks:
+            known = self._masks
+            if masks.keys() != known.keys() or any(masks[name] is not known[name] for name in masks):
                 self._masks, self._mtbf = masks, self._mtbf_of(masks)
             mine = tuple(name for name in names if name in self._tiers)
             if len(self._went) >= _MEMORY:

@@ -676,7 +676,13 @@ def test_errors_of_tiers_are_heard_as_they_were_told(kind: type[TierError], text
 @given(
     st.binary(max_size=60)
     | st.builds(encode_message, st.dictionaries(st.text(max_size=6), st.integers() | st.text(max_size=6)))
-    | st.builds(lambda held: encode_message({"said": "yes", "held": held}), st.integers() | st.lists(st.none()))
+    | st.builds(
+        lambda name, value: encode_message({"said": "no", name: value}),
+        st.sampled_from(["object", "error", "held"]),
+        st.integers()
+        | st.lists(st.none())
+        | st.dictionaries(st.sampled_from(["kind", "ranks", "tier"]), st.integers()),
+    ),
 )
 def test_what_is_no_vote_is_refused(data: bytes) -> None:
     try:
@@ -685,7 +691,8 @@ def test_what_is_no_vote_is_refused(data: bytes) -> None:
         assert "rank 1" in str(error)  # noqa: PT017 - the other outcome is good, too
     else:
         assert vote.said in ("yes", "no", "left out")
-        assert isinstance(vote.held, dict | None)
+        assert all(isinstance(one, dict | None) for one in (vote.object, vote.error, vote.held))
+        assert isinstance(decode_error(vote.error or {}), TierstateError)
     assert isinstance(decode_error({"kind": "os.system", "text": data.hex(), "ranks": ["1", 2]}), RankFailed)
 
 

@@ -94,7 +94,8 @@ def decode_error(encoded: Mapping[str, Any]) -> TierstateError:
     kind, text = str(encoded.get("kind")), str(encoded.get("text"))[:MAX_TEXT]
     cls = _CLASSES.get(kind)
     if cls is None:
-        ranks = [r for r in encoded.get("ranks") or () if isinstance(r, int)]
+        said = encoded.get("ranks")
+        ranks = [r for r in said if isinstance(r, int)] if isinstance(said, list) else []
         return _OF_RANKS.get(kind, RankFailed)(text, ranks)
     if issubclass(cls, TierError):
         return cls(text, tier=str(encoded.get("tier", "")), key=str(encoded.get("key", "")))
@@ -137,10 +138,10 @@ class Vote:
         head, part = decode_message(data, f"the vote of rank {rank}")
         if head.get("said") not in ("yes", "no", "left out"):
             raise FormatError(f"the vote of rank {rank} is {head.get('said')!r:.40}, which is not a vote")
-        mac, held = str(head.get("mac")), head.get("held")
-        if not isinstance(held, dict | None):
-            raise FormatError(f"the vote of rank {rank} keeps {held!r:.40}, which is not a part")
-        return cls(head["said"], head.get("object"), part, head.get("error"), mac, held)
+        for name in ("object", "error", "held"):
+            if not isinstance(value := head.get(name), dict | None):
+                raise FormatError(f"the vote of rank {rank} has {value!r:.40} as its {name}; right are keys and values")
+        return cls(head["said"], head.get("object"), part, head.get("error"), str(head.get("mac")), head.get("held"))
 
 
 def encode_message(head: Mapping[str, Any], body: bytes = b"") -> bytes:
