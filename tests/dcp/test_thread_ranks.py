@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.thread_ranks import QUICK
 
 import tierstate as ts
 from tierstate.dcp import TierReader, TierWriter, close
+from tierstate.dcp.engine import _OPEN
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.history.log import Log
@@ -65,6 +67,37 @@ def test_what_a_tier_did_not_get_from_one_rank_is_brought_later(place: Path, ran
         assert nvme.seqs() == other.seqs()
         assert len(nvme.seqs()) == 2
         assert nvme.read(nvme.seqs()[1]).version.id == other.read(other.seqs()[1]).version.id
+        for team in teams:
+            team.close()
+
+
+def test_a_rank_that_has_lost_another_one_ends_without_copying_its_part(place: Path) -> None:
+    far = open_tier("far", "nvme", {"path": str(place / "far")})
+    with wrapped(far) as first, wrapped(far) as second:
+        specs = [policy({"nvme": tier("nvme", place), "far": keys}) for keys in (first, second)]
+        teams = gangs(2)
+        writers = [TierWriter(spec, "run", process_group=team) for spec, team in zip(specs, teams, strict=True)]
+        save_as_ranks(writers, parts_of({"a": torch.ones(9), "b": torch.ones(9)}))
+        eventually(lambda: len(Log(far, "run").seqs()) == 1)
+        gates = [faulty(keys).shut("writer") for keys in (first, second)]
+        for step in range(3):  # the first one is being copied, the others wait
+            save_as_ranks(writers, parts_of({"a": torch.full((9,), float(step)), "b": torch.randn(9)}))
+        engines = [engine for kept in _OPEN.values() for engine in kept.engines]
+        queues = [engine.checkpointer._pipeline.queues["far"] for engine in engines]
+        assert len(queues) == 2
+        eventually(lambda: all(queue.copying() is not None for queue in queues))
+        for rank in (0, 1):
+            teams[rank]._line.silent[1 - rank] = b""
+        closing = threading.Thread(target=close)
+        closing.start()
+        eventually(lambda: all(queue._ended for queue in queues))
+        before = [faulty(keys).calls["writer"] for keys in (first, second)]  # those at the gates do not count yet
+        for gate in gates:
+            gate.set()
+        closing.join()
+        after = [faulty(keys).calls["writer"] for keys in (first, second)]
+        assert [there - were for were, there in zip(before, after, strict=True)] == [1, 1]  # what was being copied
+        assert len(Log(opened(specs[0], "nvme"), "run").seqs()) == 4
         for team in teams:
             team.close()
 

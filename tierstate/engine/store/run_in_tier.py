@@ -349,6 +349,11 @@ class TierRun:
             self._sound = {key: sound for key, sound in self._sound.copy().items() if not sound}
 
     @property
+    def forsaken(self) -> bool:
+        """Whether other ranks that commit together with this one are known to be dead."""
+        return False
+
+    @property
     def earlier(self) -> Record | None:
         """The part of the newest record that belongs to this rank. Raises: as `newest`."""
         return self.newest()

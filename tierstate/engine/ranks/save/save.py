@@ -225,11 +225,16 @@ class SharedTierRun(TierRun):
         self.identity.leads = self.leads
         self._merged, self._coordinator = merged, team.coordinator
         self._group_commit = GroupCommit(team, tier.name, tier, _Checked(self), merged)
+        self._team = team
         self._there: dict[int, None] = {}
         self._asked = -1
         self._withdrawn: dict[int, None] = {}
         self._speaking = threading.Lock()
         self._cut: tuple[Record, Record] | None = None
+
+    @property
+    def forsaken(self) -> bool:
+        return self._team.has_lost
 
     @property
     def earlier(self) -> Record | None:

@@ -105,6 +105,11 @@ class StoreClient:
         for key in keys:
             self._ask(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
 
+    @property
+    def lost(self) -> bool:
+        """Whether the store is known to be lost."""
+        return bool(self._lost)
+
     def close(self) -> None:
         """Store the last heartbeat (`CLOSED`), if the store still answers, and end the thread."""
         try:

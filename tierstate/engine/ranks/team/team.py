@@ -413,6 +413,11 @@ class Team:
         )  # all ranks are in this call, so all have received the last result
         return every
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank was found dead, or the store is lost, as far as it is known without asking."""
+        return bool(self._line.silent) or self._line.lost
+
     def is_whole(self) -> bool:
         """Whether the store answers, no rank has left, and none was found dead."""
         keys = [heartbeat_key(rank) for rank in range(self.size)]
