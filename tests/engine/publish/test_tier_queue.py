@@ -303,6 +303,23 @@ def test_retention_keeps_what_others_that_save_the_run_in_this_process_need(*, t
         assert len(Log(opened(spec, "far"), "run").seqs()) == 6
 
 
+def test_retention_keeps_what_a_save_of_another_one_builds_on() -> None:
+    with wrapped(Memory()) as keys:
+        spec, state = policy({"near": {**keys, "keep": {"last": 1}}}), tensors(*SIZES)
+        with ts.Checkpointer(spec, "run") as before, contextlib.ExitStack() as after:
+            before.save(state, step=0).wait("near")
+            gate = faulty(keys).shut("put")
+            after.callback(gate.set)
+            late = before.save(state, step=1)  # every chunk is the one of step 0
+            until(lambda: before._pipeline.queues["near"].waiting and before._pipeline.queues["near"]._running)
+            with ts.Checkpointer(spec, "run") as ckpt:
+                ckpt._pipeline._seq = 5  # the other one has taken a number that is not in the tier yet
+                ckpt._pipeline._cascade.others = lambda: [before._pipeline._cascade]
+                ckpt.save(tensors(*SIZES, seed=1), step=2).wait("near")
+            gate.set()
+            late.wait("near")
+
+
 @pytest.mark.parametrize("slow", ["near", "far"])
 def test_before_the_end_the_newest_version_goes_to_the_nearest_persistent_tier_first(slow: str) -> None:
     """Copies to the other one, which host memory could serve, wait for it; and not the other way round."""
