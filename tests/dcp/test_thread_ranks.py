@@ -19,6 +19,7 @@ from support.thread_ranks import QUICK
 import tierstate as ts
 from tierstate.dcp import TierReader, TierWriter, close
 from tierstate.dcp.engine import _OPEN
+from tierstate.engine.ranks.team.heartbeat import read_beats
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.history.log import Log
@@ -86,8 +87,10 @@ def test_a_rank_that_has_lost_another_one_ends_without_copying_its_part(place: P
         queues = [engine.checkpointer._pipeline.queues["far"] for engine in engines]
         assert len(queues) == 2
         eventually(lambda: all(queue.copying() is not None for queue in queues))
+        for team in teams:
+            team._line._beat = ""  # no heartbeats any more
         for rank in (0, 1):
-            teams[rank]._line.silent[1 - rank] = b""
+            teams[rank]._line.silent[1 - rank] = read_beats(teams[rank]._line, [1 - rank])[1 - rank]
         closing = threading.Thread(target=close)
         closing.start()
         eventually(lambda: all(queue._ended for queue in queues))

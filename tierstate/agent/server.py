@@ -326,7 +326,7 @@ class Agent:
         from .launch import agent_version
 
         with self._lock:
-            sessions = [session.status() for session in self._sessions]
+            sessions = list(self._sessions)
         return {
             "pid": os.getpid(),
             "version": agent_version(),
@@ -336,7 +336,7 @@ class Agent:
             "memory": self.memory.tier.used,
             "capacity": self.memory.capacity,
             "tiers": [tier.name for tier in self.policy.tiers],
-            "sessions": sessions,
+            "sessions": [session.status() for session in sessions],  # not in the lock, which their queues take
             "found": self._replays,
             "peer": self._keepers.status(),
         }

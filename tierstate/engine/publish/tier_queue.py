@@ -265,7 +265,7 @@ class TierQueue:
             # A tier that is not persistent drops its oldest versions before the next save, to have room for it.
             self.retire(room_for_one=True)
         try:
-            if self._ended and isinstance(job, CascadeJob) and job.save_state is not None and self.tier_run.forsaken:
+            if self._ended and isinstance(job, CascadeJob) and job.save_state is not None and self.tier_run.forsaken():
                 # Now, and not after this rank has read and written its part.
                 raise RankFailed("other ranks have died, and this one ends")
             if job.save_state is None and self._needless(job.due):
@@ -376,10 +376,11 @@ class TierQueue:
             later = None if job.cancelled.is_set() else job
         else:
             later = None if job.save_state.lost else self._cascade.copy_later(self._name, job.save_state)
+        # At the end what is owed is tried once more; so is a save that fails then, unless ranks have died: their job
+        # begins again as soon as all of its processes have ended.
+        last = self._ended and (job.save_state is None or self.tier_run.forsaken())
         with self._lock:
-            # At the end what is owed is tried once more; so is a save that fails then, unless ranks have died: their
-            # job begins again as soon as all of its processes have ended.
-            self._gave_up = self._gave_up or (self._ended and (job.save_state is None or self.tier_run.forsaken))
+            self._gave_up = self._gave_up or last
             if later is not None and self._backlog.owe(later):
                 self._running = None  # it must not count twice
                 self._leave_out(self._backlog.trim())

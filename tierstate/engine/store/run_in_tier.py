@@ -348,7 +348,6 @@ class TierRun:
             # Of a copy, which is made at once: captures and restores look at packs without the lock.
             self._sound = {key: sound for key, sound in self._sound.copy().items() if not sound}
 
-    @property
     def forsaken(self) -> bool:
         """Whether other ranks that commit together with this one are known to be dead."""
         return False

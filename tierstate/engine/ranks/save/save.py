@@ -232,9 +232,8 @@ class SharedTierRun(TierRun):
         self._speaking = threading.Lock()
         self._cut: tuple[Record, Record] | None = None
 
-    @property
     def forsaken(self) -> bool:
-        return self._team.has_lost
+        return self._team.has_dead()
 
     @property
     def earlier(self) -> Record | None:

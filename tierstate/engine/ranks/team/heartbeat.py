@@ -12,6 +12,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from tierstate.manifest.errors import RankFailed
+
 from .store import CLOSED, StoreClient
 
 BEATS = 400.0
@@ -78,7 +80,7 @@ class HeartbeatMonitor:
         if passed < self._interval and not self._known.keys() & set(ranks):
             return {}
         self._last += passed
-        beats, known, self._known = self._read(ranks), self._known, {}
+        beats, known, self._known = read_beats(self._line, ranks), self._known, {}
         found = {}
         for rank in ranks:
             beat = beats.get(rank, b"")
@@ -102,9 +104,25 @@ class HeartbeatMonitor:
         self._quiet[rank] += min(passed, 2 * self._interval)
         return self._quiet[rank] >= self._limit
 
-    def _read(self, ranks: Collection[int]) -> dict[int, bytes]:
-        keys = {heartbeat_key(rank): rank for rank in ranks}
-        absent = set(self._line.missing(list(keys)))
-        there = [key for key in keys if key not in absent]
-        beats = self._line.get(there) if there else []
-        return {keys[key]: beat for key, beat in zip(there, beats, strict=True)}
+
+def read_beats(line: StoreClient, ranks: Collection[int]) -> dict[int, bytes]:
+    """The last heartbeats of these ranks; without those that have given none.
+
+    Raises:
+        RankFailed: the store is lost.
+    """
+    keys = {heartbeat_key(rank): rank for rank in ranks}
+    absent = set(line.missing(list(keys)))
+    there = [key for key in keys if key not in absent]
+    beats = line.get(there) if there else []
+    return {keys[key]: beat for key, beat in zip(there, beats, strict=True)}
+
+
+def has_dead(line: StoreClient) -> bool:
+    """Whether the store is lost, or a rank that was found dead has given no sign of life since."""
+    silent = dict(line.silent)
+    try:
+        beats = read_beats(line, silent)
+    except RankFailed:
+        return True
+    return line.lost or any(beats.get(rank, b"") == beat for rank, beat in silent.items())

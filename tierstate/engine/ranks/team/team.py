@@ -21,7 +21,7 @@ from tierstate.manifest.format.record import MAX_RECORD
 from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.policy.models import SecretPlace
 
-from .heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
+from .heartbeat import HeartbeatMonitor, Timeouts, has_dead, heartbeat_key
 from .rendezvous import rendezvous
 from .secret import agree_on_secret
 from .store import CLOSED, NOTHING, Store, StoreClient
@@ -413,10 +413,9 @@ class Team:
         )  # all ranks are in this call, so all have received the last result
         return every
 
-    @property
-    def has_lost(self) -> bool:
-        """Whether a rank was found dead, or the store is lost, as far as it is known without asking."""
-        return bool(self._line.silent) or self._line.lost
+    def has_dead(self) -> bool:
+        """Whether the store is lost, or a rank that was found dead has given no sign of life since."""
+        return has_dead(self._line)
 
     def is_whole(self) -> bool:
         """Whether the store answers, no rank has left, and none was found dead."""
