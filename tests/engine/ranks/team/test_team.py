@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from support.thread_teams import Mortal, together
 
 from tierstate.engine.ranks.team import store as store_module
-from tierstate.engine.ranks.team.heartbeat import HeartbeatMonitor, Timeouts, heartbeat_key
+from tierstate.engine.ranks.team.heartbeat import HeartbeatMonitor, Timeouts, has_dead, heartbeat_key
 from tierstate.engine.ranks.team.rendezvous import rendezvous, this_host
-from tierstate.engine.ranks.team.store import StoreClient
+from tierstate.engine.ranks.team.store import CLOSED, StoreClient
 from tierstate.engine.ranks.team.team import MAX_TOPICS, MESSAGE_PART, Team, unpack_answers
 from tierstate.manifest.errors import FormatError, RankFailed, TierstateError, format_ranks
 
@@ -319,11 +319,16 @@ def test_who_was_found_dead_is_so_for_the_next_wait_until_it_beats() -> None:
         first._last -= 1000.0
         dead = first.look([1])
     assert set(dead) == {1}
+    assert has_dead(line)
     later = HeartbeatMonitor(line, timeouts, 3)
     assert set(later.look([1, 2])) == {1}  # at once, as each save under way would wait for as long again
     store.set(heartbeat_key(1), "8")
     assert HeartbeatMonitor(line, timeouts, 3).look([1, 2]) == {}
+    assert not has_dead(line)
+    store.set(heartbeat_key(1), CLOSED)
+    assert not has_dead(line)
     line.end()
+    assert has_dead(line)  # nobody can be asked any more
 
 
 def test_beats_of_many_ranks_cost_the_store_little() -> None:
