@@ -168,14 +168,12 @@ def test_a_thread_that_holds_the_interpreter_is_found(place: Path) -> None:
     """As a call of C does that does not let go: here the sum of numbers."""
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt, ckpt.trace(place / "trace.json"):
         saved = ckpt.save({"w": torch.randn(250_000)}, 1)
-        for _ in range(3):
+        for _ in range(6):
             sum(range(12_000_000))
         saved.wait()
-    found = held(spans(place / "trace.json"))
-    assert found
-    longest = max(found, key=lambda event: event["dur"])
-    assert longest["dur"] > 5e4
-    assert longest["args"]["main thread"].startswith("test_trace.py:")
+    long = [event for event in held(spans(place / "trace.json")) if event["dur"] > 5e4]
+    # Where another thread gets the interpreter before the one that looks, the main thread has gone on meanwhile.
+    assert any(event["args"]["main thread"].startswith("test_trace.py:") for event in long)
 
 
 def test_a_thread_that_sleeps_holds_nothing(place: Path) -> None:
