@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tierstate.engine.ranks.team.heartbeat import read_beats
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.manifest.history.log import Log
+from tierstate.tiers.base import Tier
 from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.testing import Fault
@@ -47,16 +48,22 @@ def parts_of(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [{key: value} for key, value in state.items()]
 
 
+def two_ranks(place: Path, far: Tier, handles: Sequence[Any]) -> tuple[list[ts.Policy], list[Team], list[TierWriter]]:
+    """Two ranks, each with a handle of its own on the tier ``far``, that have saved one version to it."""
+    specs = [policy({"nvme": tier("nvme", place), "far": keys}) for keys in handles]
+    teams = gangs(2)
+    writers = [TierWriter(spec, "run", process_group=team) for spec, team in zip(specs, teams, strict=True)]
+    save_as_ranks(writers, parts_of({"a": torch.ones(9), "b": torch.ones(9)}))
+    eventually(lambda: len(Log(far, "run").seqs()) == 1)
+    return specs, teams, writers
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_a_tier_did_not_get_from_one_rank_is_brought_later(place: Path, rank: int) -> None:
     far = open_tier("far", "nvme", {"path": str(place / "far")})
     with wrapped(far) as first, wrapped(far) as second:
         failing = (first, second)[rank]
-        specs = [policy({"nvme": tier("nvme", place), "far": keys}) for keys in (first, second)]
-        teams = gangs(2)
-        writers = [TierWriter(spec, "run", process_group=team) for spec, team in zip(specs, teams, strict=True)]
-        save_as_ranks(writers, parts_of({"a": torch.ones(9), "b": torch.ones(9)}))
-        eventually(lambda: len(Log(far, "run").seqs()) == 1)
+        specs, teams, writers = two_ranks(place, far, (first, second))
         faulty(failing).add(Fault("writer", 1, TierUnavailable("no answer")))
         state = {"a": torch.randn(9), "b": torch.randn(9)}
         save_as_ranks(writers, parts_of(state))
@@ -75,11 +82,7 @@ def test_what_a_tier_did_not_get_from_one_rank_is_brought_later(place: Path, ran
 def test_a_rank_that_has_lost_another_one_ends_without_copying_its_part(place: Path) -> None:
     far = open_tier("far", "nvme", {"path": str(place / "far")})
     with wrapped(far) as first, wrapped(far) as second:
-        specs = [policy({"nvme": tier("nvme", place), "far": keys}) for keys in (first, second)]
-        teams = gangs(2)
-        writers = [TierWriter(spec, "run", process_group=team) for spec, team in zip(specs, teams, strict=True)]
-        save_as_ranks(writers, parts_of({"a": torch.ones(9), "b": torch.ones(9)}))
-        eventually(lambda: len(Log(far, "run").seqs()) == 1)
+        specs, teams, writers = two_ranks(place, far, (first, second))
         gates = [faulty(keys).shut("writer") for keys in (first, second)]
         for step in range(3):  # the first one is being copied, the others wait
             save_as_ranks(writers, parts_of({"a": torch.full((9,), float(step)), "b": torch.randn(9)}))

@@ -221,8 +221,11 @@ class ReceivingPipeline(SavePipeline):
         return IncomingSave(save_state, structure, [job for _, job in jobs if isinstance(job, DirectJob)], idle=idle)
 
     def stand_beside(self, others: Callable[[], Sequence[ReceivingPipeline]]) -> None:
-        """Drop nothing that others need which publish versions of the same run, as long as they do. ``others``: returns
-        them."""
+        """Publish beside others of the same run: retention keeps what they need, and no version is copied twice.
+
+        Args:
+            others: returns those that publish versions of the run now, without this one.
+        """
         self._cascade.others = lambda: [other._cascade for other in others()]
 
     def look_back(self, first: int | None) -> None:

@@ -230,7 +230,8 @@ class TierQueue:
             while True:
                 self._leave_out(self._backlog.trim())
                 missing = not self._gave_up and (self._ended or not self._retry_timer.left)
-                others = set() if self._ended else self._cascade.coming_from_others(self._name)
+                waits = bool(self._backlog.owed) and not self._ended
+                others = self._cascade.coming_from_others(self._name) if waits else set()
                 job = self._take(missing, others)
                 paused = max(0.0, self._paused_until - time.monotonic())
                 if job is not None or (self._ended and not paused):
@@ -451,7 +452,8 @@ class Cascade:
         before: number of the first version of this process. Missing versions with lower numbers were found in a faster
             persistent tier.
         others: returns the other ones that publish versions of this run in this process, as an agent has for a trainer
-            that was killed and for the next one: retention drops nothing that they wait for or build on.
+            that was killed and for the next one: retention drops nothing that they wait for or build on, and what they
+            are about to write is not copied beside them.
     """
 
     def __init__(
