@@ -135,7 +135,7 @@ def memory_of(provider: Provider, nbytes: int) -> Buffer | None:
     memory = provider.memory() if _memory_is_current(type(provider)) else None
     if memory is None:
         return None
-    sound = memory.dtype == torch.uint8 and memory.device.type == "cpu" and memory.is_contiguous()
+    sound = memory.dtype == torch.uint8 and memory.is_cpu and memory.is_contiguous()
     if not sound or memory.numel() != nbytes:
         raise ValueError(
             f"{type(provider).__qualname__}.memory() gave {memory.numel()} elements of {memory.dtype} on "

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import translate
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
 
 from .leaf_path import Path, format_key
@@ -122,17 +122,23 @@ class GlobWalk:
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
         _check_no_glob(patterns)
-        self._whole = frozenset(position for pattern in patterns for position in _first(pattern).closed)
+        self._whole = frozenset[_Position]().union(*(_first(pattern).closed for pattern in patterns))
         self._cut = self._whole  # where string keys are cut at their dots
 
     def down(self, key: Any) -> GlobWalk:
         """The globs one key further down."""
-        below = GlobWalk()
-        below._whole = _step(self._whole, key)
+        whole = _step(self._whole, key)
         if isinstance(key, str) and "." in key:
-            below._cut = reduce(_step, key.split("."), self._cut)
+            cut = self._cut
+            for part in key.split("."):
+                if not (cut := _step(cut, part)):
+                    break
         else:
-            below._cut = below._whole if self._cut is self._whole else _step(self._cut, key)
+            cut = whole if self._cut is self._whole else _step(self._cut, key)
+        if not (whole or cut):
+            return _NOTHING
+        below = GlobWalk.__new__(GlobWalk)
+        below._whole, below._cut = whole, cut
         return below
 
     @property
@@ -160,10 +166,14 @@ class _Position:
     def __init__(self, fits: Callable[[Any], bool] | None = None, after: _Position | None = None) -> None:
         self.fits, self.after = fits, after
         skipped = after.closed if after is not None and fits is None else ()
-        self.closed: tuple[_Position, ...] = (self, *skipped)
+        self.closed: frozenset[_Position] = frozenset((self, *skipped))
 
 
 _END = _Position()
+
+
+_NOTHING = GlobWalk()
+"""Where no glob can match any more."""
 
 
 @lru_cache(maxsize=4096)
@@ -175,15 +185,15 @@ def _first(pattern: str) -> _Position:
 
 
 def _step(positions: frozenset[_Position], key: Any) -> frozenset[_Position]:
-    if not positions:
-        return positions
-    found = set[_Position]()
+    found = frozenset[_Position]()
     for position in positions:
+        if position.after is None:
+            continue
         if position.fits is None:
-            found.update(position.closed if position.after is not None else ())
-        elif position.after is not None and position.fits(key):
-            found.update(position.after.closed)
-    return frozenset(found)
+            found = found | position.closed if found else position.closed
+        elif position.fits(key):
+            found = found | position.after.closed if found else position.after.closed
+    return found
 
 
 def match_key(part: str, key: Any) -> bool:
@@ -197,6 +207,8 @@ def _segment(part: str) -> Callable[[Any], bool]:
     if part.startswith('"'):
         text = json.loads(part)
         return lambda key: isinstance(key, str) and key == text
+    if part == "*":
+        return lambda key: True
     if not any(sign in part for sign in "*?["):
         return lambda key: part == (key if isinstance(key, str) else format_key(key))
     fits = re.compile(translate(part)).match

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,10 +46,6 @@ LOSSY = "lossy"
 
 METADATA = "metadata"
 """Attribute of an OrderedDict that is a module's state dict: what torch keeps in its ``_metadata``, by submodule."""
-
-
-_CANONICAL = re.compile(r'\["[ !#-\[\]-~]*"(?:,"[ !#-\[\]-~]*")*\]')
-"""Encoded paths whose keys are strings that need no escape: nearly all are."""
 
 
 Names = dict[str, list[str]]
@@ -95,8 +90,7 @@ class Spec:
         return self.kind != TIED and self.kind not in CONTAINERS
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One value of the state under its path."""
 
     path: Path
@@ -140,11 +134,8 @@ class LeafTable:
         return self.joined or (self,)
 
     @classmethod
-    def of(cls, leaves: Sequence[Leaf], texts: Sequence[str] | None = None) -> LeafTable:
+    def of(cls, leaves: Sequence[Leaf]) -> LeafTable:
         """The table of these leaves.
-
-        Args:
-            texts: of each leaf the text from which its path was decoded, which need not be canonical.
 
         Raises:
             FormatError: two leaves have the same path, or numbers of a leaf do not fit the columns.
@@ -155,11 +146,7 @@ class LeafTable:
                     f"{WHAT}: leaf {leaf.name} has elements of more than {MAX_LEAF_ITEMSIZE} bytes, or too many axes"
                 )
         count = len(leaves)
-        if texts is None:
-            paths = tuple(encode_path(leaf.path) for leaf in leaves)
-        else:
-            told = zip(texts, leaves, strict=True)
-            paths = tuple(text if _CANONICAL.fullmatch(text) else encode_path(leaf.path) for text, leaf in told)
+        paths = tuple(encode_path(leaf.path) for leaf in leaves)
         _check_unique(paths)
         return cls(
             tuple(leaves),
@@ -225,22 +212,34 @@ class LeafTable:
             FormatError: a column is absent or does not fit, or two leaves have the same path.
         """
         kinds, dtypes = col.string_list(head, "kinds", WHAT), col.string_list(head, "dtypes", WHAT)
-        paths = col.column_texts(columns, "leaf.path", WHAT)
-        count = len(paths)
+        texts = col.column_texts(columns, "leaf.path", WHAT)
+        count = len(texts)
         attrs = col.column_texts(columns, "leaf.attrs", WHAT, count)
         kind = _indices(columns, "leaf.kind", count, len(kinds))
         dtype = _indices(columns, "leaf.dtype", count, len(dtypes))
-        itemsize = col.column(columns, "leaf.itemsize", "<u2", WHAT, count).tolist()
-        shapes = _shapes(columns, col.column(columns, "leaf.ndim", "<u1", WHAT, count).tolist())
-        specs: dict[tuple[Any, ...], Spec] = {}  # most leaves are like some other one
-        leaves = []
-        for path, *like in zip(decode_paths(paths), kind, dtype, itemsize, shapes, attrs, strict=True):
-            k, d, i, s, a = key = tuple(like)
-            spec = specs.get(key)
+        itemsize = col.column(columns, "leaf.itemsize", "<u2", WHAT, count)
+        ndim = col.column(columns, "leaf.ndim", "<u1", WHAT, count)
+        shape = col.column(columns, "leaf.shape", "<i8", WHAT, int(ndim.sum()))
+        if len(shape) and int(shape.min()) < 0:
+            raise FormatError(f"{WHAT}: leaf.shape has a negative number")
+        paths, names = decode_paths(texts)
+        _check_unique(names)
+        known: dict[tuple[Any, ...], Spec] = {}  # most leaves are like some other one
+        specs = []
+        for key in zip(kind.tolist(), dtype.tolist(), itemsize.tolist(), _shapes(ndim, shape), attrs, strict=True):
+            spec = known.get(key)
             if spec is None:
-                spec = specs[key] = Spec(kinds[k], dtypes[d], i, s, _decode_attrs(a))
-            leaves.append(Leaf(path, spec))
-        return cls.of(leaves, paths)
+                k, d, i, s, a = key
+                spec = known[key] = Spec(kinds[k], dtypes[d], i, s, _decode_attrs(a))
+            specs.append(spec)
+        has_bytes = np.array([Spec(name).has_bytes for name in kinds], bool)
+        return cls(
+            tuple(map(Leaf, paths, specs)),
+            tuple(names),
+            itemsize.astype("i8"),
+            has_bytes[kind],
+            Boxes(ndim, np.zeros_like(shape), shape),
+        )
 
 
 def _check_unique(paths: Sequence[str]) -> None:
@@ -258,19 +257,13 @@ def _decode_attrs(text: str) -> Mapping[str, Any]:
     return attrs
 
 
-def _shapes(columns: col.Columns, ndims: list[int]) -> list[tuple[int, ...]]:
-    values = col.column(columns, "leaf.shape", "<i8", WHAT, sum(ndims)).tolist()
-    if values and min(values) < 0:
-        raise FormatError(f"{WHAT}: leaf.shape has a negative number")
-    found, at = [], 0
-    for ndim in ndims:
-        found.append(tuple(values[at : at + ndim]))
-        at += ndim
-    return found
+def _shapes(ndim: Array, shape: Array) -> Iterator[tuple[int, ...]]:
+    axes = iter(shape.tolist())
+    return (tuple(islice(axes, count)) for count in ndim.tolist())
 
 
-def _indices(columns: col.Columns, name: str, count: int, limit: int) -> list[int]:
+def _indices(columns: col.Columns, name: str, count: int, limit: int) -> Array:
     found = col.column(columns, name, "<u2", WHAT, count)
     if count and int(found.max()) >= limit:
         raise FormatError(f"{WHAT}: {name} points behind its list")
-    return list(map(int, found.tolist()))
+    return found

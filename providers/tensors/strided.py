@@ -27,6 +27,7 @@ class Strided:
 
     Attributes:
         itemsize: bytes per element.
+        on_host: the tensor is in host memory.
         dense: the tensor is contiguous, so that its memory is these bytes.
         direct: `write` can write any range in place. Otherwise the caller collects all bytes and calls `write_all`.
     """
@@ -34,6 +35,7 @@ class Strided:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()  # has this memory also when the caller's tensor is given another
         self.device, self.itemsize, self.nbytes = tensor.device, tensor.itemsize, tensor.nbytes
+        self.on_host = tensor.is_cpu
         self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
         self.dense = tensor.is_contiguous() and not (self._conj or self._neg)
 

@@ -136,7 +136,7 @@ class TensorProvider(Provider):
 
     def memory(self) -> Buffer | None:
         strided = self._strided
-        return strided.bytes() if strided.dense and strided.device == CPU else None
+        return strided.bytes() if strided.dense and strided.on_host else None
 
     def on_device(self) -> Buffer | None:
         """The tensor's own memory, if that is contiguous memory of a device whose copies are queued on streams."""
@@ -152,7 +152,8 @@ class TensorProvider(Provider):
         return provider
 
     def receiver(self, spec: Spec) -> Provider:
-        uploads_wait_for_caller(self._strided.device)
+        if not self._strided.on_host:
+            uploads_wait_for_caller(self._strided.device)
         return self
 
     def load(self, start: int, data: Buffer) -> Event | None:
@@ -191,7 +192,7 @@ class TensorProvider(Provider):
             return self._gathered
 
     def done(self) -> torch.Tensor:
-        if self._uploaded or not copies_beside(self._strided.device):
+        if not self._strided.on_host and (self._uploaded or not copies_beside(self._strided.device)):
             caller_waits_for_uploads(self._strided.device)
         gathered, self._gathered = self._gathered, None
         if gathered is not None and not self._strided.write_all(gathered):
@@ -324,9 +325,9 @@ def _refusal(value: torch.Tensor) -> str:
         return f"a tensor of layout {value.layout} has no strides; save its parts, as indices() and values(), or dense"
     if value.is_quantized:
         return "a quantized tensor also has scales; save int_repr() with its scales and zero points"
-    if value.device.type == "meta":
+    if value.is_meta:
         return "a meta tensor has no bytes; give it memory first, as with to_empty(device=...)"
-    return refusal(value.device)
+    return "" if value.is_cpu else refusal(value.device)
 
 
 def empty_like_dtensor(tensor: torch.Tensor, spec: Spec) -> torch.Tensor | None:

@@ -109,6 +109,9 @@ class Comparison:
     def _visit(self, node: VersionNode, place: StateNode, hit: bool, saved: StateNode | None) -> None:
         hit = self._hit(place, hit)
         self._nodes[id(place)] = node
+        if place.provider is not None and place.stateful is None and not node.kind:  # nearly all
+            self._compare_leaf(node, place, saved)
+            return
         whole = FORM in place.attrs or place.kind in MAY_HAVE_ATTRIBUTES
         if whole and node.leaf.spec.kind == ObjectProvider.kind:
             place.kind, place.attrs, place.children = "", {}, {}  # it was pickled as a whole, and comes back so
@@ -190,7 +193,10 @@ class Comparison:
             self._both[id(place)] = node.index
             if saved:
                 self._renewable.add(id(place))
-            reason = _unlike(place.value, spec) if is_meta(place.value) else self._compare_value(node, place, saved)
+            if is_meta(place.value):
+                reason = _unlike(place.value, spec)
+            else:
+                reason = self._compare_value(node, place, saved, spec) if wanted else ""
         if wanted and reason:
             self.differ.append(f"{place.name}: {reason}")
 
@@ -202,16 +208,15 @@ class Comparison:
         self._written.add(id(place))
         return _cast(place, self.effective(node.index))
 
-    def _compare_value(self, node: VersionNode, place: StateNode, saved: StateNode | None) -> str:
-        """Why the leaf does not fit the present value; if it does, note the two as matched where it is filled."""
-        if node.index not in self._chosen:
-            return ""
-        spec, cls = self.effective(node.index), self._classes.get(node.index)
+    def _compare_value(self, node: VersionNode, place: StateNode, saved: StateNode | None, spec: Spec) -> str:
+        """Why a wanted leaf does not fit the present value; if it does, note the two as matched where it is filled."""
+        cls = self._classes.get(node.index)
         if cls is not None and place.provider is not None and place.provider.kind != spec.kind:
             place.provider = cls.wrap(_exact(place.provider), spec)
-        replaced = saved or _replaced(place, spec)
-        if place.provider is None or (place.provider.kind != spec.kind and replaced):
-            return "" if replaced else place.problem
+        if place.provider is None or place.provider.kind != spec.kind:
+            replaced = saved or _replaced(place, spec)
+            if place.provider is None or replaced:
+                return "" if replaced else place.problem
         reason = place.provider.mismatch(spec)
         # A saved state that replaces the present one also brings its ties.
         if not reason and not place.own_memory and not (saved and node.index in self._ties):

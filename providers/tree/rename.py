@@ -242,7 +242,7 @@ def rename_leaves(
     tree = _NewTree(root, nodes, paths)
     renamed = list(leaves)
     for node, path in zip(nodes, paths, strict=True):
-        renamed[node.index] = replace(node.leaf, path=path)
+        renamed[node.index] = node.leaf._replace(path=path)
     return tree.build(), renamed
 
 
@@ -275,9 +275,9 @@ class _NewTree:
             lines = [f"  {line}" for line in self._twice[:_LISTED]] + more
             raise StateMismatch("after `rename` several leaves of the version have one name:\n" + "\n".join(lines))
         for node, old in self._made.values():
-            node.become(replace(node.leaf, spec=self._spec(node, old)))
+            node.become(node.leaf._replace(spec=self._spec(node, old)))
         if () not in self._made:  # the state is a single leaf
-            return VersionNode(self._nodes[0].index, replace(self._nodes[0].leaf, path=()))
+            return VersionNode(self._nodes[0].index, self._nodes[0].leaf._replace(path=()))
         return self._made[()][0]
 
     def _add(self, node: VersionNode, path: Path) -> None:
@@ -294,7 +294,7 @@ class _NewTree:
             what = f"{twin.leaf.name} too" if twin is not None else "and another leaf lies above or below that name"
             self._twice.append(f"{name}: becomes {format_path(path)}, {what}")
             return
-        parent.children[mark] = VersionNode(node.index, replace(node.leaf, path=path))
+        parent.children[mark] = VersionNode(node.index, node.leaf._replace(path=path))
         if node.leaf.path and isinstance(node.leaf.path[-1], str) and isinstance(path[-1], str):
             self._moved[id(parent)].append((node.leaf.path[-1], path[-1]))
 

@@ -119,7 +119,7 @@ def _values_by_device(wanted: Mapping[int, Provider]) -> Collection[list[tuple[i
         elif type(provider) in (TensorProvider, ShardProvider, ShardsProvider):
             value: Any = provider.value  # type: ignore[attr-defined]
             if value is not None and value.numel():
-                values[str(value.device)].append((index, value))
+                values["cpu" if value.is_cpu else str(value.device)].append((index, value))
     return values.values()
 
 

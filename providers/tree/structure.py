@@ -50,6 +50,8 @@ class VersionNode:
 
     def has_any(self, chosen: Set[int]) -> bool:
         """Whether this node, or one below it, is one of these leaves."""
+        if not self.children:  # nearly all
+            return self.index in chosen
         return self.index in chosen or any(child.has_any(chosen) for child in self.children.values())
 
     def walk(self) -> Iterator[VersionNode]:
@@ -58,7 +60,8 @@ class VersionNode:
         while stack:
             node = stack.pop()
             yield node
-            stack += reversed(node.children.values())
+            if node.children:
+                stack += reversed(node.children.values())
 
 
 def version_tree(leaves: Sequence[Leaf]) -> VersionNode:
@@ -70,34 +73,52 @@ def version_tree(leaves: Sequence[Leaf]) -> VersionNode:
     """
     if not leaves or leaves[0].path or leaves[0].spec.kind == STORAGE:
         raise FormatError(f"a version starts with the leaf of the whole state, not {_first(leaves)}")
-    root = VersionNode(0, leaves[0])
-    storages: dict[TypedKey, VersionNode] = {}
+    tree = _Tree(VersionNode(0, leaves[0]))
     for i, leaf in enumerate(leaves[1:], 1):
         node = VersionNode(i, leaf)
-        twin = _add(root, storages, node)
+        twin = tree.add(node)
         if twin is not node:
             raise _twice(twin, node)
-    for storage in storages.values():
-        if (other := _find(root, storage.leaf.path)) is not None:
+    for storage in tree.storages.values():
+        if (other := _find(tree.root, storage.leaf.path)) is not None:
             raise _twice(other, storage)
-    for node in root.walk():
-        if node.kind:
-            _check_keys(node)
-    return root
+    for node in tree.containers:
+        _check_keys(node)
+    return tree.root
 
 
-def _add(root: VersionNode, storages: dict[TypedKey, VersionNode], node: VersionNode) -> VersionNode:
-    """Add a node to the tree, or to the storages: these only have the bytes of tied leaves, which name them by their
-    paths. Returns the node; or the one that is there already, under the same path.
+class _Tree:
+    """The nodes of a version so far.
+
+    Attributes:
+        root: of the tree.
+        containers: the nodes that may hold others.
+        storages: these only have the bytes of tied leaves, which name them by their paths.
     """
-    leaf = node.leaf
-    if len(leaf.path) > MAX_PATH_DEPTH + 1:
-        raise FormatError(f"leaf {node.index} lies {len(leaf.path)} keys deep; at most {MAX_PATH_DEPTH} can be")
-    if not leaf.path:
-        return root
-    if leaf.spec.kind == STORAGE:
-        return storages.setdefault(typed_key(leaf.path), node)
-    return _parent(root, leaf).children.setdefault(typed_key(leaf.path[-1]), node)
+
+    def __init__(self, root: VersionNode) -> None:
+        self.root = self._parent = root
+        self.containers = [root]
+        self.storages: dict[TypedKey, VersionNode] = {}
+        self._above: Path | None = None
+
+    def add(self, node: VersionNode) -> VersionNode:
+        """Add a node. Returns it; or the one that is there already, under the same path."""
+        leaf = node.leaf
+        path = leaf.path
+        if len(path) > MAX_PATH_DEPTH + 1:
+            raise FormatError(f"leaf {node.index} lies {len(path)} keys deep; at most {MAX_PATH_DEPTH} can be")
+        if not path:
+            return self.root
+        if leaf.spec.kind == STORAGE:
+            return self.storages.setdefault(typed_key(path), node)
+        if path[:-1] != self._above:  # most leaves have the same parent as the one before
+            self._parent, self._above = _parent(self.root, leaf), path[:-1]
+            if not all(type(key) is str for key in self._above):
+                self._above = None  # 1, True and 1.0 are equal, and are not the same key
+        if node.kind:
+            self.containers.append(node)
+        return self._parent.children.setdefault(typed_key(path[-1]), node)
 
 
 def _find(root: VersionNode, path: Path) -> VersionNode | None:

@@ -107,7 +107,8 @@ class StateNode:
         while stack:
             place = stack.pop()
             yield place
-            stack += [child for _, child in reversed(place.children.values())]
+            if place.children:
+                stack += [child for _, child in reversed(place.children.values())]
 
 
 class StateWalk:

@@ -207,7 +207,7 @@ def test_a_version_whose_shards_are_not_the_whole_fills_nothing(place: Path) -> 
     good = tier_run.newest()
     assert good is not None
     leaves = [
-        replace(leaf, spec=replace(leaf.spec, shape=(4, 3))) if leaf.path else leaf for leaf in good.version.leaves
+        leaf._replace(spec=replace(leaf.spec, shape=(4, 3))) if leaf.path else leaf for leaf in good.version.leaves
     ]
     head = replace(good.version.head, seq=2)
     bad = Version.build(head, leaves, [ShardRow(1, 0, Box((0, 0), (2, 3)))], good.version.digests)

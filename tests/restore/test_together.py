@@ -360,7 +360,7 @@ def absurd(cluster, host, seq):
     log = cluster.log(host)
     record = log.read(seq)
     leaves = [
-        replace(leaf, spec=replace(leaf.spec, dtype="complex1024")) if leaf.name == "b" else leaf
+        leaf._replace(spec=replace(leaf.spec, dtype="complex1024")) if leaf.name == "b" else leaf
         for leaf in record.version.leaves
     ]
     rows = zip(record.version.shard_leaf, record.version.shard_rank, record.version.boxes, strict=True)

@@ -155,12 +155,12 @@ def change_leaf(leaf: Leaf, dice: random.Random) -> Leaf:
         return Leaf((*leaf.path[: dice.randrange(len(leaf.path) + 1)], *dice.choice([(), (key,), (key,) * 70])), spec)
     if what == "attrs":
         attrs = change_json(dict(spec.attrs) or {"requires_grad": True}, dice)
-        return replace(leaf, spec=replace(spec, attrs=attrs if isinstance(attrs, dict) else {}))
+        return leaf._replace(spec=replace(spec, attrs=attrs if isinstance(attrs, dict) else {}))
     if what == "strides":
         strides = [dice.choice([0, 1, 5, 2**20, 2**40, 2**55, 2**56, 2**63, -1]) for _ in spec.shape]
-        return replace(leaf, spec=replace(spec, attrs={**spec.attrs, STRIDES: strides, "offset": dice.choice(NUMBERS)}))
+        return leaf._replace(spec=replace(spec, attrs={**spec.attrs, STRIDES: strides, "offset": dice.choice(NUMBERS)}))
     value = {"kind": KINDS, "dtype": DTYPES, "itemsize": (0, 1, 2, 3, 4, 8, 16, 0xFFFF), "shape": SHAPES}[what]
-    return replace(leaf, spec=replace(spec, **{what: dice.choice(value)}))
+    return leaf._replace(spec=replace(spec, **{what: dice.choice(value)}))
 
 
 def rebuilt(record: Record, dice: random.Random) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import struct
 
 import pytest
@@ -11,7 +13,15 @@ from hypothesis import strategies as st
 from support.manifest_strategies import any_text, paths, strict, tricky_text
 
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.manifest.format.leaf_path import MAX_NESTING, decode_path, encode_path, format_key, format_path, path_key
+from tierstate.manifest.format.leaf_path import (
+    MAX_NESTING,
+    decode_path,
+    decode_paths,
+    encode_path,
+    format_key,
+    format_path,
+    path_key,
+)
 
 NANS = [
     struct.unpack(">d", bytes.fromhex(text))[0] for text in ("7ff8000000000001", "7ff4000000000000", "ffffffffffffffff")
@@ -29,6 +39,36 @@ def test_a_path_comes_back_with_its_types(path):
     assert strict(decode_path(text)) == strict(path)
     assert encode_path(decode_path(text)) == text
     assert decode_path(text) == decode_path(text) == tuple(map(path_key, path)), "also with NaN"
+
+
+def spellings(text):
+    """The text of a path, and other JSON of the same meaning."""
+    keys = json.loads(text)
+    escaped = text.replace('"a', '"\\u0061')
+    return [text, json.dumps(keys, indent=1), json.dumps(keys, ensure_ascii=False), f" {text}\n", escaped]
+
+
+@given(st.lists(paths, max_size=8), st.randoms(use_true_random=False))
+@example([(), ("a",), ("a", 0), (-1, True, False, None, 10**17, 10**18, -(10**30))], random.Random(0))
+def test_many_paths_are_decoded_as_one_by_one(found, dice):
+    texts = [dice.choice(spellings(encode_path(path))) for path in found]
+    decoded, canonical = decode_paths(texts)
+    assert [strict(path) for path in decoded] == [strict(path) for path in found]
+    assert canonical == [encode_path(path) for path in found]
+
+
+@pytest.mark.parametrize("text", ['["a"]\n["b"]', '["a"],["b"]', '["a"', "", "[-0]", "[01]", '["\n"]', "{}"])
+def test_a_text_among_many_that_is_no_path_is_refused_as_alone(text):
+    texts = [encode_path(("model", i)) for i in range(2000)]
+    assert decode_paths(texts)[1] == texts
+    texts[1500] = text
+    try:
+        alone = decode_path(text)
+    except FormatError as error:
+        with pytest.raises(FormatError, match=re.escape(str(error))):
+            decode_paths(texts)
+    else:
+        assert decode_paths(texts)[0][1500] == alone, "the int 0, written with a sign"
 
 
 @given(st.lists(paths, max_size=30))

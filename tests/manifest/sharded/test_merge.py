@@ -111,9 +111,7 @@ def test_copies_that_differ_are_refused(world, data):
     held = data.draw(st.sampled_from(shared))
     leaf = world.leaves[held.leaf]
     kind = data.draw(st.sampled_from(["tensor", "value"]))
-    leaves = [
-        dataclasses.replace(x, spec=dataclasses.replace(x.spec, kind=kind)) if x is leaf else x for x in world.leaves
-    ]
+    leaves = [x._replace(spec=dataclasses.replace(x.spec, kind=kind)) if x is leaf else x for x in world.leaves]
     parts = [part(world, r, leaves) for r in range(world.size)]
     odd = data.draw(st.sampled_from(sorted(held.ranks)))
     other = parts[odd].digests.copy()
@@ -210,7 +208,7 @@ def test_overlaps_that_leave_a_hole_of_their_own_size(shape, boxes):
 def test_a_leaf_on_which_ranks_disagree_is_named(world, data):
     i = data.draw(st.integers(0, len(world.leaves) - 1))
     leaf = world.leaves[i]
-    other = dataclasses.replace(leaf, spec=dataclasses.replace(leaf.spec, dtype="int32"))
+    other = leaf._replace(spec=dataclasses.replace(leaf.spec, dtype="int32"))
     changed = [*world.leaves[:i], other, *world.leaves[i + 1 :]]
     holders = [r for r in range(world.size) if any(x.name == leaf.name for x in part(world, r).leaves)]
     assume(len(holders) > 1)

@@ -18,7 +18,7 @@ from tierstate.manifest.errors import FormatError, StateMismatch, Unsafe
 from tierstate.manifest.format.leaf import CONTAINERS, Leaf, Spec
 from tierstate.providers.tensors import tensors
 from tierstate.providers.tree.flatten import flatten
-from tierstate.providers.tree.structure import named_type
+from tierstate.providers.tree.structure import named_type, version_tree
 from tierstate.providers.tree.unflatten import NEW, plan_restore
 
 
@@ -106,6 +106,13 @@ def test_keys_of_another_type_are_other_keys() -> None:
     for key in (True, 1.0, "1"):
         with pytest.raises(StateMismatch, match="differ in 2 leaves"):
             plan_restore(leaves, into={key: 0})
+
+
+def test_leaves_belong_to_the_container_with_their_very_key() -> None:
+    keys = (1, True, "1")
+    leaves = [Leaf((key,), Spec("dict")) for key in keys] + [Leaf((key, "x"), Spec("value")) for key in keys]
+    root = version_tree([Leaf((), Spec("dict")), *leaves])
+    assert [[leaf.index for leaf in node.children.values()] for node in root.children.values()] == [[4], [5], [6]]
 
 
 def test_a_target_that_could_not_be_saved() -> None:

@@ -135,7 +135,7 @@ class Selection:
             yield SelectedLeaf(root, tie.root)
             return
         attrs = {**leaf.spec.attrs, "to": encode_path(root.path)}
-        yield SelectedLeaf(replace(leaf, spec=replace(leaf.spec, attrs=attrs)), NO_BYTES)
+        yield SelectedLeaf(leaf._replace(spec=replace(leaf.spec, attrs=attrs)), NO_BYTES)
 
     @staticmethod
     def _storages(moved: Mapping[int, tuple[int, Leaf]]) -> list[SelectedLeaf]:
