@@ -219,7 +219,7 @@ class LeafTable:
         dtype = _indices(columns, "leaf.dtype", count, len(dtypes))
         itemsize = col.column(columns, "leaf.itemsize", "<u2", WHAT, count)
         ndim = col.column(columns, "leaf.ndim", "<u1", WHAT, count)
-        shape = col.column(columns, "leaf.shape", "<i8", WHAT, int(ndim.sum()))
+        shape = col.column(columns, "leaf.shape", "<i8", WHAT, int(ndim.sum())).copy()  # does not keep all columns alive
         if len(shape) and int(shape.min()) < 0:
             raise FormatError(f"{WHAT}: leaf.shape has a negative number")
         paths, names = decode_paths(texts)
