@@ -81,6 +81,14 @@ def parse_size(value: object) -> int:
     Raises:
         ValueError: anything else, a negative number, or one that is not a whole number of bytes.
     """
+    nbytes = _amount(value)
+    if nbytes != int(nbytes):
+        raise ValueError(f"{value!r} is not a whole number of bytes; {_SIZE_REMEDY}")
+    return int(nbytes)
+
+
+def _amount(value: object) -> Fraction | int:
+    """Bytes, perhaps not a whole number of them."""
     nbytes: Fraction | int
     if isinstance(value, int) and not isinstance(value, bool):
         nbytes = value
@@ -89,11 +97,9 @@ def parse_size(value: object) -> int:
         if not found:
             raise ValueError(f"{value!r} is not a size; {_SIZE_REMEDY}")
         nbytes = Fraction(found[1]) * BYTES[found[2] or "B"]
-    if nbytes != int(nbytes):
-        raise ValueError(f"{value!r} is not a whole number of bytes; {_SIZE_REMEDY}")
     if not 0 <= nbytes <= MAX_SIZE:
         raise ValueError(f"{value!r} is not between 0 and 2^63 - 1 bytes; {_SIZE_REMEDY}")
-    return int(nbytes)
+    return nbytes
 
 
 def format_size(nbytes: int) -> str:
@@ -149,16 +155,16 @@ def parse_seconds(value: object) -> float:
 
 
 def parse_rate(value: object) -> int:
-    """Bytes per second: of a whole number, or of text such as ``"500MiB/s"``.
+    """Bytes per second, rounded down: of a whole number, or of text such as ``"500MiB/s"`` or ``"2.2GiB/s"``.
 
     Raises:
-        ValueError: anything else, or zero.
+        ValueError: anything else, or less than one.
     """
     size = value.strip().removesuffix("/s") if isinstance(value, str) else value
     if isinstance(value, str) and size == value.strip():
         raise ValueError(f"{value!r} is not a rate; {_RATE_REMEDY}")
     try:
-        rate = parse_size(size)
+        rate = int(_amount(size))
     except ValueError:
         rate = 0
     if rate == 0:

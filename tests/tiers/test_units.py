@@ -50,6 +50,11 @@ def test_a_fraction_counts_only_if_it_comes_to_whole_bytes(whole: int, thousandt
     else:
         with pytest.raises(ValueError, match="is not a whole number of bytes"):
             parse_size(text)
+    if exact >= 1:
+        assert parse_rate(f"{text}/s") == int(exact), "of a rate, which is measured, the rest does not count"
+    else:
+        with pytest.raises(ValueError, match="is not a rate"):
+            parse_rate(f"{text}/s")
 
 
 @given(st.text(max_size=12) | st.text("0123456789. KMGiBs/hmind-+e_", max_size=12))
