@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
@@ -304,8 +304,10 @@ class _Indexed(_Source):
         how: dict[str, Any] = {"batch_sampler": self._fetches} if batched else {"sampler": self._fetches}
         if not batched:
             how["batch_size"] = None
-        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
-        how |= {name: getattr(loader, name) for name in (*names, "persistent_workers", "multiprocessing_context")}
+        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "prefetch_factor", "persistent_workers")
+        how |= {name: getattr(loader, name) for name in (*names, "multiprocessing_context")}
+        if loader.num_workers:
+            how["worker_init_fn"] = _WorkerStart(loader.worker_init_fn)
         self._inner = DataLoader(_Items(loader.dataset), generator=self._generator, **how)
         self._ahead = loader.num_workers * (loader.prefetch_factor or 0)
 
@@ -403,6 +405,24 @@ class _Items(Dataset[Any]):
     def __getitem__(self, fetch: _Fetch) -> Any:
         _set_worker(fetch)
         return self._dataset[fetch.index]
+
+
+class _WorkerStart:
+    """What a worker process runs first: `get_worker_info` then has the dataset itself, as without a `Loader`, and what
+    is set on that (an open file, say) is set for the items, too.
+
+    Args:
+        own: the ``worker_init_fn`` of the user's loader, which runs then.
+    """
+
+    def __init__(self, own: Callable[[int], None] | None) -> None:
+        self._own = own
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset._dataset)  # it has a __setattr__ that refuses
+        if self._own is not None:
+            self._own(worker)
 
 
 def _set_worker(fetch: _Fetch) -> None:

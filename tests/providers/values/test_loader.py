@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support import loader_loops
 from support.equality import difference
 from support.loader_loops import KINDS, OPS, Loop, seed
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import tierstate as ts
 from tierstate.manifest.errors import CaptureError
@@ -104,6 +104,36 @@ def test_a_fresh_process_goes_on_alike(tmp_path: Path) -> None:
     truth, found = (json.loads((tmp_path / f"{call}.json").read_text()) for call in ("begin", "resume"))
     for case, one, other in zip(cases, truth, found, strict=True):
         assert one == other, case
+
+
+class Shifted(Dataset[int]):
+    """Items that a worker can shift, and whether it sees this dataset."""
+
+    def __init__(self) -> None:
+        self.shift = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        return index + self.shift, info is not None and info.dataset is self
+
+
+def shift(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.shift = 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_worker_sees_and_changes_the_dataset_itself(how: str) -> None:
+    """As without `ts.Loader`: what ``worker_init_fn`` sets on the dataset, its items have."""
+    for start, right in ((shift, [100, 101, 102, 103]), (None, [0, 1, 2, 3])):
+        plain = DataLoader(Shifted(), batch_size=2, num_workers=1, worker_init_fn=start, multiprocessing_context=how)
+        batches = [(numbers.tolist(), seen.tolist()) for numbers, seen in ts.Loader(plain)]
+        assert [number for numbers, _ in batches for number in numbers] == right
+        assert all(seen for _, all_seen in batches for seen in all_seen)
 
 
 def test_batches_before_are_not_read() -> None:
