@@ -44,6 +44,16 @@ def copy_state(
     return copy.deepcopy(state, memo)
 
 
+def with_values(value: dict[Any, Any], change: Callable[[Any], Any]) -> Any:
+    """A dict of the same class with changed values. Its class is not called: a Counter would count the pairs of key and
+    value, a defaultdict takes a factory first, and a subclass may take anything.
+    """
+    made = copy.copy(value)
+    for key, item in value.items():
+        dict.__setitem__(made, key, change(item))
+    return made
+
+
 def _copied(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
     plain = tensor.detach()
     copied = plain.clone() if move is None or type(plain) not in PLAIN_TENSORS else move(plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,11 @@ def module(stage: int) -> OrderedDict[str, torch.Tensor]:
     return whole
 
 
+def scheduler() -> dict[str, Any]:
+    """The state of torch's MultiStepLR has its milestones in a Counter."""
+    return {"last_batch_iteration": 6, "milestones": Counter({3: 1, 9: 2})}
+
+
 def model_file(stage: int, ranks: int, rank: int) -> dict[str, Any]:
     shares = {name: -(-math.prod(shape) // ranks) for name, shape in FROZEN.items()}
     padded = torch.cat([torch.arange(15.0), torch.zeros(ranks)])
@@ -81,7 +86,7 @@ def model_file(stage: int, ranks: int, rank: int) -> dict[str, Any]:
         "param_shapes": [OrderedDict((n, torch.Size(s)) for n, s in group.items()) for group in SHAPES],
         "frozen_param_shapes": FROZEN if stage == 3 else None,
         "frozen_param_fragments": {n: padded[rank * s : (rank + 1) * s].clone() for n, s in shares.items()},
-        "shared_params": {"out.tied": "out.weight"}, "lr_scheduler": {"last_batch_iteration": 6}, "global_steps": 7,
+        "shared_params": {"out.tied": "out.weight"}, "lr_scheduler": scheduler(), "global_steps": 7,
         "dp_world_size": ranks, "extra": {"text": "ü", "pair": (1, 2.5)},
     }  # fmt: skip
 
@@ -185,7 +190,7 @@ def check_whole(found: dict[str, Any]) -> None:
     assert torch.equal(found["model"]["running"], torch.arange(4))
     rest = found["deepspeed"]
     assert rest["model_states"]["extra"] == {"text": "ü", "pair": (1, 2.5)}
-    assert rest["model_states"]["lr_scheduler"] == {"last_batch_iteration": 6}
+    assert rest["model_states"]["lr_scheduler"] == scheduler()
     assert [group["params"] for group in rest["optimizer_state"]["param_groups"]] == [list(group) for group in SHAPES]
     assert rest["optimizer_state"]["loss_scaler"] == {
         "deepspeed.loss_scaler": "LossScaler", "cur_scale": 8.0, "dynamic": False

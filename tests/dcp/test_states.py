@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
@@ -18,12 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import opened, policy, tier, wrapped
 from support.dcp_jobs import same
-from support.meshes import pretended
+from support.meshes import mesh_at, pretended
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as FsdpShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nested import nested_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 import tierstate as ts
@@ -321,6 +328,74 @@ def test_a_stager_copies_each_view_of_the_same_memory_as_it_is() -> None:
     live = {"square": square, "turned": square.t(), "bits": square.view(torch.int32), "row": square[0]}
     staged = TierStager().stage(live)
     same(dict(staged), live)
+
+
+class Named(dict[str, Any]):
+    """A dict that is made of something else than its items."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+
+
+def test_a_stager_copies_every_kind_of_dict_as_it_is() -> None:
+    """The state of torch's MultiStepLR has its milestones in a Counter, for example."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([weight], lr=0.1), [30, 80])
+    live = {
+        "scheduler": scheduler.state_dict(),
+        "lists": defaultdict(list, {"a": [weight.detach()]}),
+        "named": Named("x"),
+        "ordered": OrderedDict(b=weight.detach(), a=1),
+    }
+    staged = TierStager().stage(live)
+    same(dict(staged), live)
+    assert staged["lists"].default_factory is list
+    assert staged["scheduler"]["milestones"] is not live["scheduler"]["milestones"]
+    assert staged["lists"]["a"][0] is not live["lists"]["a"][0]
+
+
+def test_what_a_scheduler_has_is_the_same_after_an_asynchronous_save(place: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([weight], lr=0.1), [30, 80])
+    writer, live = TierWriter(text(place), "run"), {"scheduler": scheduler.state_dict()}
+    dcp.async_save(live, checkpoint_id=1, storage_writer=writer, async_stager=TierStager()).result()
+    with ts.Checkpointer(ts.Policy.parse(text(place)), "run") as ckpt:
+        assert ckpt.load()["scheduler"]["milestones"] == {"30": 1, "80": 1}  # DCP makes texts of keys
+
+
+class Marked(torch.Tensor):
+    """A tensor that is more than its elements."""
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: TwoTensor(torch.ones(4), torch.zeros(4)), "a tensor subclass .*TwoTensor is not known"),
+        (lambda: torch.ones(4).as_subclass(Marked), "a tensor subclass .*Marked is not known"),
+        (lambda: nested_tensor([torch.ones(2)], layout=torch.jagged), "a tensor subclass .*NestedTensor is not known"),
+        (lambda: torch.eye(3).to_sparse(), "a tensor of layout torch.sparse_coo has no strides"),
+        (lambda: torch.ones(3, device="meta"), "a meta tensor has no bytes"),
+    ],
+)
+def test_a_stager_refuses_what_is_more_than_its_memory(make: Any, why: str) -> None:
+    """A tensor that wraps others has the address 0, from which nothing can be copied."""
+    with pytest.raises(ts.CaptureError, match=rf"^model\.w: {why}"):
+        TierStager().stage({"model": {"v": torch.ones(2), "w": make()}})
+
+
+def test_a_stager_copies_the_shards_of_fsdp1_and_waits_for_a_result_under_way() -> None:
+    with pretended():
+        whole, own = torch.Size((4, 3)), ShardMetadata([0, 0], [2, 3], "rank:0/cpu")
+        rest = ShardMetadata([2, 0], [2, 3], "rank:1/cpu")
+        live = ShardedTensor._init_from_local_shards_and_global_metadata(
+            [FsdpShard(torch.arange(6.0).view(2, 3), own)], ShardedTensorMetadata([own, rest], whole)
+        )
+        under_way = DTensor.from_local(torch.ones(3), mesh_at((1,), (0,)), [Replicate()], run_check=False)
+        under_way._local_tensor = AsyncCollectiveTensor(torch.arange(3.0))
+        staged = TierStager().stage({"w": live, "d": under_way})
+        live.local_tensor().zero_()
+        assert torch.equal(staged["w"].local_tensor(), torch.arange(6.0).view(2, 3))
+        assert torch.equal(staged["d"]._local_tensor, torch.arange(3.0))
 
 
 @given(

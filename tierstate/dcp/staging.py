@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,8 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf_path import Path, format_path
 from tierstate.providers.tensors.devices import CPU, copies_beside
+from tierstate.providers.tensors.tensors import PLAIN_TENSORS, TensorProvider, local_of
+from tierstate.providers.values.copies import with_values
 from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.latch import Completion
 from tierstate.tiers.memory.arena import current_device, fault_in, map_pages
@@ -91,7 +94,8 @@ class TierStager(AsyncStager):
         With a guarded optimizer a future of it: all else is copied already.
 
         Raises:
-            CaptureError: two earlier saves have not ended within `BLOCK_TIMEOUT` seconds.
+            CaptureError: a tensor is more than its elements, or has none in its memory; or two earlier saves have not
+                ended within `BLOCK_TIMEOUT` seconds.
         """
         with self._lock, torch.no_grad():
             tensors = _Tensors()
@@ -363,13 +367,32 @@ def _key(tensor: torch.Tensor) -> _Key:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_of(tensor).detach()
+
+
+def _checked(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """The local part of a tensor, which is copied by its address.
+
+    Raises:
+        CaptureError: its elements are not at its address, or are not all that it is. A tensor subclass that wraps other
+            tensors (of torchao, or a jagged one) has the address 0, from which a copy would end the process.
+    """
+    local = _local(tensor)
+    plain = type(local) in PLAIN_TENSORS and local.layout is torch.strided
+    if not plain or local.is_nested or local.is_quantized or local.is_meta:
+        try:
+            TensorProvider(local)  # says why
+        except CaptureError as error:
+            raise CaptureError(f"{format_path(path)}: {error}") from error
+    return local
 
 
 def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """The local parts of all tensors of a state, with their paths."""
+    if isinstance(value, ShardedTensor):
+        return
     if isinstance(value, torch.Tensor):
-        yield path, _local(value)
+        yield path, _checked(value, path)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _walk(item, (*path, key))
@@ -382,6 +405,8 @@ def _rebuilt(value: Any, views: dict[tuple[Any, ...], torch.Tensor]) -> Any:
     """The state with the copies in place of its tensors."""
     if isinstance(value, DTensor):
         return _with_local(value, views[_key(_local(value))])
+    if isinstance(value, ShardedTensor):
+        return copy.deepcopy(value)  # of FSDP1: torch copies its shards
     if isinstance(value, torch.Tensor):
         return views[_key(_local(value))]
     if type(value) in (list, tuple):
@@ -389,7 +414,7 @@ def _rebuilt(value: Any, views: dict[tuple[Any, ...], torch.Tensor]) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_rebuilt(item, views) for item in value))
     if isinstance(value, dict):
-        return type(value)((key, _rebuilt(item, views)) for key, item in value.items())
+        return with_values(value, lambda item: _rebuilt(item, views))
     return copy.deepcopy(value)
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 import tempfile
@@ -24,6 +23,7 @@ from tierstate.files.lazy_version import open_zero_version
 from tierstate.files.readers.deepspeed_folder import CAT_DIM, OPTIMIZER_FILE, PARAM, UNIVERSAL
 from tierstate.files.readers.stored import FileValue, read_tensor
 from tierstate.files.readers.zero import DEEPSPEED, FP32, MODEL, MODEL_STATES, OPTIMIZER, OPTIMIZER_STATE, SCALER
+from tierstate.providers.values.copies import with_values
 
 _SCALERS = {one.__name__: one for one in (LossScaler, DynamicLossScaler)}
 
@@ -140,9 +140,7 @@ def _read(value: Any) -> Any:
 def _read_all(value: Any) -> Any:
     """A tree of containers with all tensors in memory."""
     if isinstance(value, dict):
-        made = copy.copy(value)
-        made.update((key, _read_all(one)) for key, one in value.items())
-        return made
+        return with_values(value, _read_all)
     return type(value)(map(_read_all, value)) if type(value) in (list, tuple) else _read(value)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tierstate.manifest.errors import FormatError, Unsafe
+from tierstate.providers.values.copies import with_values
 
 from .reader import ImportSource, Progress, errors_name, step_in_file
 from .zero import (
@@ -164,5 +165,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, _Stage):
         return int(value)
     if isinstance(value, dict):
-        return type(value)((key, _plain(one)) for key, one in value.items())
+        return with_values(value, _plain)
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
