@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from support.processes import Gang
 
 import tierstate as ts
 from tierstate.integrations.lightning import RNG, TAG, RngState, TierCheckpointIO
+from tierstate.integrations.lightning_strategies import RankVersions
+from tierstate.integrations.lightning_versions import PathVersions
 from tierstate.providers.values.values import ObjectProvider
 
 pytestmark = [
@@ -261,6 +264,30 @@ def test_a_save_that_was_killed_leaves_what_was_there_before(tmp_path: Path, cap
     (tmp_path / "slow").write_text("no folder")
     with pytest.raises(ts.Unreadable, match="slow"):
         io.load_checkpoint(tmp_path / "last.ckpt")
+    io.teardown()
+
+
+@pytest.mark.parametrize("kind", [PathVersions, RankVersions])
+def test_the_checkpoint_before_a_requeue_is_durable_when_its_save_returns(
+    kind: type[PathVersions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning lets SLURM requeue the job then, which ends the process."""
+
+    def slow(self: Any, save: Any) -> Any:
+        time.sleep(0.5)
+        return wait(self, save)
+
+    wait = PathVersions._wait
+    saved(tmp_path, 3)
+    monkeypatch.setattr(PathVersions, "_wait", slow)
+    io = TierCheckpointIO(policy(tmp_path), run="r")
+    io._versions = kind(io._versions.policy, "r", ())
+    io.load_checkpoint(tmp_path / "last.ckpt")
+    state = {"global_step": 4, "w": torch.ones(9), "pytorch-lightning_version": "2"}
+    for name, durable in (("step=4.ckpt", False), ("hpc_ckpt_1.ckpt", True)):
+        io.save_checkpoint(state, tmp_path / name)
+        (target,) = json.loads((tmp_path / name).read_text())["targets"]
+        assert bool(target["version"]) is durable
     io.teardown()
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.core import saving
 import tierstate as ts
 
 from .lightning_versions import TAG as TAG
-from .lightning_versions import PathVersions, Reference, keep_what_is_named
+from .lightning_versions import PathVersions, Reference, before_requeue, keep_what_is_named
 
 log = logging.getLogger("tierstate")
 
@@ -58,8 +58,8 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """Saves checkpoints as versions of a run: ``Trainer(plugins=[TierCheckpointIO("policy.yaml", run="gpt")])``.
 
     `save_checkpoint` returns when the state is captured; it is written in the background. Only the first save of a job
-    that has resumed nothing waits until it is durable. `teardown`, at the end of `fit`, waits for all. A failure is
-    raised by the next save, or there.
+    that has resumed nothing, and the one before SLURM requeues it, wait until they are durable. `teardown`, at the end
+    of `fit`, waits for all. A failure is raised by the next save, or there.
 
     A version has a tag as long as a path names it, so that retention keeps it. When Lightning removes the path, tiers
     without a ``keep`` in the policy drop it, but for the newest; in tiers with one, `keep` decides from then on.
@@ -100,10 +100,9 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         refuse_objects(checkpoint)
         step = checkpoint.get("global_step", checkpoint.get("step", 0))
         self._versions.save(checkpoint, os.fspath(path), int(step), monitored_metrics(checkpoint))
-        if "pytorch-lightning_version" not in checkpoint:
-            # Of Fabric, which never calls `teardown`, or of a launcher whose process ends without it.
-            self._versions.settle()
-            self._versions.raise_error()
+        if "pytorch-lightning_version" not in checkpoint or before_requeue(os.fspath(path)):
+            # Of Fabric, which never calls `teardown`, or of a launcher whose process ends without it, as SLURM ends it.
+            self._versions.finish()
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
         """The checkpoint that a path refers to.

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 import tierstate as ts
 
 from .lightning import TierCheckpointIO, monitored_metrics, refuse_objects
-from .lightning_versions import PathVersions, Reference, read_reference, resolve
+from .lightning_versions import PathVersions, Reference, before_requeue, read_reference, resolve
 
 T = TypeVar("T")
 
@@ -77,6 +77,8 @@ class RankVersions(PathVersions):
             self.tell_skipped(path, step)
         else:
             self.by_first(lambda: self.follow(path, target, saves[0]))
+        if before_requeue(path):
+            self.by_first(self.finish)
 
     def _end(self, saves: Sequence[ts.Save]) -> None:
         """Wait for what comes of a save that another rank did not make, so that it is not raised a second time."""
@@ -222,8 +224,9 @@ class TierStrategyMixin:
     """Gives a sharding strategy of Lightning versions as checkpoints: ``class Mine(TierStrategyMixin, SomeStrategy)``.
 
     The strategy shards the model by DTensors, and has its optimizers in ``optimizers``. `save_checkpoint` returns when
-    the state is captured; it is written in the background. Only the first save of a job that has resumed nothing waits
-    until it is durable. `teardown`, at the end of `fit`, waits for all. All ranks raise what one of them raises.
+    the state is captured; it is written in the background. Only the first save of a job that has resumed nothing, and
+    the one before SLURM requeues it, wait until they are durable. `teardown`, at the end of `fit`, waits for all. All
+    ranks raise what one of them raises.
 
     Args:
         policy: which tiers there are; a `Policy`, or the path of a policy file. The same on all ranks.

@@ -40,6 +40,13 @@ _KEY = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"([0-9a-f]{32})?")
 
 
+def before_requeue(path: str) -> bool:
+    """Whether this is the checkpoint that Lightning saves before it lets SLURM requeue the job. That ends the process,
+    and the job then begins with this checkpoint or not at all.
+    """
+    return os.path.basename(path).startswith("hpc_ckpt_")
+
+
 @dataclass(frozen=True)
 class Target:
     """A save that a path names.
@@ -151,8 +158,7 @@ class PathVersions:
         self._submit(lambda: self._commit(path, target, save))
         if not self._durable_once:
             # Nothing to go back to: were there a reference, a process that is killed now could not start anew.
-            self.settle()
-            self.raise_error()
+            self.finish()
 
     def remove(self, path: str) -> None:
         """Remove a path, and its version unless something else needs it, once all earlier saves are durable."""
@@ -191,6 +197,15 @@ class PathVersions:
         """Wait until all references are written."""
         if self._worker is not None:
             self._worker.submit(lambda: None).result()
+
+    def finish(self) -> None:
+        """Wait until all saves so far are durable, and have their references and tags.
+
+        Raises:
+            TierstateError: a save failed.
+        """
+        self.settle()
+        self.raise_error()
 
     def close(self) -> None:
         """Wait until all saves are durable and all that was removed is gone; then close the tiers.
