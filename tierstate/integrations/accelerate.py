@@ -32,6 +32,7 @@ from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
 
+from .generators import ResumedRng
 from .version_folders import numbered_folders, restoring, saved_version, wait_ended, write_reference
 
 __all__ = ["AcceleratorVersions", "use"]
@@ -169,7 +170,7 @@ class AcceleratorVersions:
             "optimizers": [optimizer.optimizer for optimizer in accelerator._optimizers],
             "schedulers": list(accelerator._schedulers),
             "custom": list(accelerator._custom_objects),
-            "rng": PerRank(Rng(), missing="keep"),
+            "rng": PerRank(ResumedRng(), missing="keep"),
         } | scaler
 
     def _in_use(self, loader: Any) -> Any:

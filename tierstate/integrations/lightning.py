@@ -19,6 +19,7 @@ from lightning.pytorch.core import saving
 
 import tierstate as ts
 
+from .generators import ResumedRng
 from .lightning_versions import TAG as TAG
 from .lightning_versions import PathVersions, Reference, before_requeue, keep_what_is_named
 
@@ -183,11 +184,11 @@ class RngState(Callback):  # type: ignore[misc]
             saved = len(found["ranks"])
             log.warning("%d ranks resume what %d saved: the generators are not restored", trainer.world_size, saved)
             return
-        ts.Rng().load_state_dict(found["ranks"][trainer.global_rank])
+        ResumedRng().load_state_dict(found["ranks"][trainer.global_rank])
         self._loaded = None if found["epoch_ended"] else found["ranks"][trainer.global_rank]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Within an epoch: set them again, as the new iterator has drawn a number that the old one had drawn before."""
         if self._loaded is not None:
-            ts.Rng().load_state_dict(self._loaded)
+            ResumedRng().load_state_dict(self._loaded)
             self._loaded = None

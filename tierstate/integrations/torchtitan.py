@@ -28,6 +28,8 @@ import tierstate as ts
 from tierstate.manifest.format.leaf_path import Path
 from tierstate.providers.values.stateful import Stateful, register_stateful
 
+from .generators import ResumedRng
+
 log = logging.getLogger("tierstate")
 
 CONTENTS, RANKS, RNG = "contents", "ranks", "rng"
@@ -216,7 +218,7 @@ class TierCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return
         if (dataloader := self.states[DATALOADER]) is not None:
             dataloader.state_dict()  # makes its iterator, which draws a random number, before the generators are set
-        self._checkpointer.restore(into={RNG: ts.PerRank(ts.Rng())}, version=version, only=[RNG])
+        self._checkpointer.restore(into={RNG: ts.PerRank(ResumedRng())}, version=version, only=[RNG])
 
     def _maybe_wait_for_staging(self) -> None:
         self._checkpointer.before_step()

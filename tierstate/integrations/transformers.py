@@ -43,6 +43,7 @@ from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.yaml import escape_variables
 
 from .accelerate import sync_buffers
+from .generators import ResumedRng
 from .version_folders import (
     REFERENCE,
     is_torn,
@@ -141,7 +142,7 @@ class TierTrainer(Trainer):  # type: ignore[misc]
         if checkpoint is None or read_reference(checkpoint) is None:
             super()._load_rng_state(checkpoint)
         else:
-            self._versions.restore(checkpoint, {"rng": PerRank(Rng(), missing="keep")})
+            self._versions.restore(checkpoint, {"rng": PerRank(ResumedRng(), missing="keep")})
 
     def _load_best_model(self) -> None:
         self._versions.wait_published()
