@@ -20,6 +20,7 @@ from tierstate.providers.registry import Registry
 from tierstate.providers.tensors.tensors import TensorProvider, is_meta
 from tierstate.providers.values.classes import FORM, change_form, like_form
 from tierstate.providers.values.copies import copy_state
+from tierstate.providers.values.stateful import Stateful, is_generator
 
 from .compare import replaces_state
 from .lossy_rules import Lossy
@@ -69,6 +70,7 @@ class Target:
         self._values: dict[int, Any] = {}
         self._moved: list[tuple[Provider, Provider]] = []
         self._backups: list[Callable[[], None]] = []
+        self._generators: list[tuple[Stateful, Any, Any]] = []
 
     def settle(self) -> None:
         """Set the stateful objects, once the providers of `ahead` are loaded; the inner ones first, in order.
@@ -83,6 +85,9 @@ class Target:
             self._staging.check(self._leaves)
             if self._place is not None:
                 self._set_objects(self._root, self._place)
+                # Setting and reading other objects may have drawn from them: a loader of torchdata makes an iterator.
+                for how, generator, tree in self._generators:
+                    how.put(generator, tree)
         except BaseException:
             self.undo()
             raise
@@ -202,6 +207,8 @@ class Target:
             (how.put if filled is None else filled.put)(place.value, tree)
         except Exception as error:
             raise StateMismatch(f"{place.name}: the {kind} does not take the saved state: {error}") from error
+        if is_generator(place.value):
+            self._generators.append((how, place.value, tree))
         if not how.strict:
             self._check_kept(place, node)
 

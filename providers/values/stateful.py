@@ -100,6 +100,12 @@ def changed_objects(thing: Any) -> list[tuple[str | None, Any]]:
     return [(None, thing.bit_generator if isinstance(thing, np.random.Generator) else thing)]
 
 
+def is_generator(thing: Any) -> bool:
+    """Whether this is a random generator, or several, from which code of other objects may draw."""
+    numpy = np.random.Generator | np.random.BitGenerator | np.random.RandomState
+    return isinstance(thing, Rng | torch.Generator | random.Random | numpy)
+
+
 _PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]
 """The generator of the functions of ``random``."""
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.equality import difference, same
 from support.transfer import restore, transfer
 from torch import nn
 
 from tierstate.manifest.errors import StateMismatch
 from tierstate.providers.tree.flatten import flatten
+from tierstate.providers.values.stateful import PerRank, Rng
 
 # torch 2.8 warns of what its own schedulers do.
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
@@ -275,9 +280,48 @@ def test_things_get_their_state_in_order_before_anything_is_filled() -> None:
     assert tensor.tolist() == [1]
 
 
-def test_a_generator_of_another_kind() -> None:
-    import numpy as np
+class Drawing:
+    """Draws from all generators where its state is read and where it is set, as a loader that makes an iterator."""
 
+    def __init__(self, own: dict[str, Any]) -> None:
+        self.own = own
+
+    def draw(self) -> list[float]:
+        drawn = [random.random(), float(np.random.random()), float(torch.rand(()))]
+        drawn += [float(torch.rand((), generator=self.own["torch"])), self.own["python"].random()]
+        return [*drawn, float(self.own["numpy"].random()), float(self.own["old"].random_sample())]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.draw()
+        return {"place": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.draw()
+
+
+@given(st.permutations(["loader", "rng", "torch", "python", "numpy", "bits", "old", "inner"]))
+def test_generators_are_as_saved_whatever_other_objects_draw_meanwhile(order: list[str]) -> None:
+    def state(seed: int) -> dict[str, Any]:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        numpy = np.random.default_rng(seed)
+        own = {"torch": torch.Generator().manual_seed(seed), "python": random.Random(seed), "numpy": numpy}
+        own |= {"old": np.random.RandomState(seed)}
+        made = own | {"loader": Drawing(own), "rng": Rng(), "bits": numpy.bit_generator}
+        made |= {"inner": PerRank({"loader": Drawing(own)})}
+        return {name: made[name] for name in order}
+
+    one = state(1)
+    without = {name: value for name, value in one.items() if name not in ("loader", "inner")}
+    leaves, data = transfer(flatten(without | {"loader": {"place": 1}, "inner": PerRank({"loader": {"place": 1}})}))
+    truth = one["loader"].draw()
+    other = state(2)
+    restore(leaves, data, into=other)
+    assert other["loader"].draw() == truth
+
+
+def test_a_generator_of_another_kind() -> None:
     leaves, data = transfer(flatten({"g": np.random.default_rng(1)}))
     with pytest.raises(StateMismatch, match="g: the Generator does not take the saved state"):
         restore(leaves, data, into={"g": np.random.Generator(np.random.Philox(1))})
