@@ -82,17 +82,22 @@ def ordered_leaves(leaves: Sequence[Leaf], index: Mapping[str, int], order: Stat
     Args:
         leaves: the leaves, with all containers.
         index: the index of each leaf, by its encoded path.
-        order: of the state.
+        order: of the state. A container that is in it, and of whose items none is, has one key in DCP.
     """
-    children = _children(leaves, index, {text: place for place, text in enumerate(order)})
+    place, texts = {text: place for place, text in enumerate(order)}, list(index)
+    children = _children(leaves, index, place)
     found: list[tuple[Leaf, int]] = []
     root = index[encode_path(())]
-    stack = [(leaves[root], root)]
+    stack = [(leaves[root], root, False)]
     while stack:
-        leaf, at = stack.pop()
+        leaf, at, whole = stack.pop()
         found.append((leaf, at))
         if at != _GAP:
-            stack += reversed(list(_filled(leaves, leaf, children.get(at, []))))
+            below = children.get(at, [])
+            # One key for all of it: no item is missing.
+            whole = whole or (texts[at] in place and not any(texts[i] in place for i in below))
+            kids = [(leaves[i], i) for i in below] if whole else _filled(leaves, leaf, below)
+            stack += reversed([(kid, i, whole) for kid, i in kids])
     return [leaf for leaf, _ in found], np.array([at for _, at in found], "i8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import threading
 from collections import OrderedDict, defaultdict
@@ -11,13 +12,15 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import opened, policy, tier, wrapped
 from support.dcp_jobs import same
+from support.equality import difference
 from support.meshes import mesh_at, pretended
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
@@ -98,6 +101,36 @@ def test_what_dcp_saves_is_restored_natively_and_the_other_way_round(place: Path
         same(into, {**right, "odd": dict(right["odd"])} if "odd" in right else right)
     without = _load_state_dict_from_keys({"model"}, storage_reader=TierReader(policy, "run", step=7))
     same(without, {"model": saved["model"]})
+
+
+OPAQUE = st.recursive(
+    st.builds(lambda n: np.arange(float(n)), st.integers(0, 3)) | st.just(None) | st.integers(0, 9),
+    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple),
+    max_leaves=6,
+)
+"""Values that DCP does not look into: in lists it looks for dicts and tensors."""
+
+
+@given(OPAQUE, st.booleans(), st.booleans())
+@settings(max_examples=40)
+def test_what_dcp_does_not_look_into_comes_back_as_it_is(
+    tmp_path_factory: Any, value: Any, tensor: bool, end: bool
+) -> None:
+    policy = text(tmp_path_factory.mktemp("place"))
+    value = (value, torch.ones(2)) if tensor else value
+    one, two, three = (copy.deepcopy(value) for _ in range(3))
+    saved = {"alone": one, "in": {"tuple": ([two], 1), "split": [three, {"a": 1}, *([{}] if end else [])]}}
+    dcp.save(saved, checkpoint_id=1, storage_writer=TierWriter(policy, "run"))
+    try:
+        with ts.Checkpointer(ts.Policy.parse(policy), "run") as ckpt:
+            found = ckpt.load()
+        into = {"alone": 0, "in": {"tuple": 0, "split": [0, {"a": 0}]}}
+        dcp.load(into, checkpoint_id=1, storage_reader=TierReader(policy, "run"))
+    finally:
+        close()
+    saved["in"]["split"] = saved["in"]["split"][:2]  # DCP has no key for an empty dict at the end
+    assert difference(found, saved) == ""
+    assert difference(into, saved) == ""
 
 
 def test_versions_are_found_by_step_id_and_tag(place: Path) -> None:

@@ -71,10 +71,13 @@ class RankValues(NamedTuple):
     Attributes:
         leaves: its leaves.
         listed: its list values, which the coordinator saves for all ranks.
+        whole: the containers that DCP takes for one value each. It does not look into tuples, for example, nor into
+            lists of arrays.
     """
 
     leaves: list[RankLeaf]
     listed: ListValues
+    whole: list[Path]
 
     @property
     def split(self) -> set[Path]:
@@ -197,8 +200,8 @@ def values_of(plan: SavePlan, planner: SavePlanner, allowed: PickleAllowed) -> R
     Raises:
         CaptureError: a value cannot be saved; the message names its key, type and a remedy.
     """
-    listed: dict[Path, Any] = {}
-    return RankValues(list(_rank_leaves(plan, planner, allowed, listed)), listed)
+    listed, whole = dict[Path, Any](), list[Path]()
+    return RankValues(list(_rank_leaves(plan, planner, allowed, listed, whole)), listed, whole)
 
 
 def paths_of(planner_data: Any, keys: Iterator[str] | list[str]) -> list[Path]:
@@ -208,7 +211,7 @@ def paths_of(planner_data: Any, keys: Iterator[str] | list[str]) -> list[Path]:
 
 
 def _rank_leaves(
-    plan: SavePlan, planner: SavePlanner, allowed: PickleAllowed, listed: dict[Path, Any]
+    plan: SavePlan, planner: SavePlanner, allowed: PickleAllowed, listed: dict[Path, Any], whole: list[Path]
 ) -> Iterator[RankLeaf]:
     paths = paths_of(plan.planner_data, [item.index.fqn for item in plan.items])
     opened: set[Path] = set()
@@ -226,7 +229,10 @@ def _rank_leaves(
                 opened.add(path[:depth])
                 yield _container(path[:depth], "list" if type(path[depth]) is int else "dict")
         if item.type == WriteItemType.BYTE_IO:
-            yield from _values(survey, value, path)
+            values = list(_values(survey, value, path))
+            if values[0].provider is None:
+                whole.append(path)
+            yield from values
         else:
             yield _tensor(item, planner, path)
 

@@ -63,7 +63,8 @@ class PlanMaker:
         if not self._team.coordinator:
             return self._tables.plan(self._sent(self._team, seq, plan, planner).leaves)
         mine = values_of(plan, planner, self._allowed)
-        listed, split = self._received(self._team, seq, mine)
+        listed, split, whole = self._received(self._team, seq, mine)
+        order = tuple(dict.fromkeys((*order, *state_order(whole))))  # what this rank does not have itself comes last
         return replace(self._tables.plan([*mine.leaves, *list_leaves(listed, split)]), order=order)
 
     def _sent(self, team: Team, seq: int, plan: SavePlan, planner: SavePlanner) -> RankValues:
@@ -71,7 +72,7 @@ class PlanMaker:
         key = _key(seq)
         try:
             mine = values_of(plan, planner, self._allowed)
-            said = encode_value(([*mine.listed.items()], [*mine.split]))
+            said = encode_value(([*mine.listed.items()], [*mine.split], mine.whole))
         except BaseException:
             team.post(key, FAILED)
             raise
@@ -82,17 +83,18 @@ class PlanMaker:
         return mine
 
     @staticmethod
-    def _received(team: Team, seq: int, mine: RankValues) -> tuple[Mapping[Path, Any], set[Path]]:
-        """The list values of all ranks, and the lists that are split."""
+    def _received(team: Team, seq: int, mine: RankValues) -> tuple[Mapping[Path, Any], set[Path], list[Path]]:
+        """The list values of all ranks, the lists that are split, and the containers of other ranks that are not."""
         told = team.receive_all(dict.fromkeys(range(1, team.size), _key(seq)))
         if failed := [rank for rank, said in told.items() if said == FAILED]:
             raise PeerFailed(f"{format_ranks(failed)} cannot save what it has", failed)
-        listed, split = dict(mine.listed), set(mine.split)
+        listed, split, whole = dict(mine.listed), set(mine.split), list[Path]()
         for said in told.values():
-            items, lists = decode_value(said)
+            items, lists, containers = decode_value(said)
             listed |= items
             split |= _as_set(lists)
-        return listed, split
+            whole += map(tuple, containers)
+        return listed, split, whole
 
 
 def _as_set(paths: Iterable[Path]) -> set[Path]:
