@@ -298,7 +298,7 @@ class _Indexed(_Source):
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
         batched = loader.batch_sampler is not None
-        self._index_sampler = loader.batch_sampler if batched else loader.sampler
+        self._index_sampler: Any = loader.batch_sampler if batched else loader.sampler
         self._fetches = _Fetches()
         self._generator = torch.Generator()
         how: dict[str, Any] = {"batch_sampler": self._fetches} if batched else {"sampler": self._fetches}
@@ -330,7 +330,22 @@ class _Indexed(_Source):
             return {}
         generators = [getattr(sampler, "generator", None) for sampler in self.samplers]
         now = [one.get_state() if isinstance(one, torch.Generator) else None for one in generators]
-        return {"generators": now, "ahead": self._ahead}
+        return {"generators": now, "ahead": self._ahead, "whole": self._whole()}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        super().check(state)
+        saved, here = state.get("whole"), self._whole()
+        if saved is not None and here is not None and saved != here:
+            raise ValueError(
+                f"was saved behind batch {state['batches']} of {saved}, and an epoch has {here} here: with another "
+                "batch size, number of ranks or dataset that is another place in the data. Go on as it was to the end "
+                "of the epoch, or leave the loader out of the restore"
+            )
+
+    def _whole(self) -> int | None:
+        """How many batches an epoch has; None where samplers of other kinds may say something else each time."""
+        known = all(type(sampler) in _ORDERED_AT_FIRST for sampler in self.samplers)
+        return len(self._index_sampler) if known else None
 
 
 class _Fetch(NamedTuple):

@@ -19,6 +19,7 @@ from support import loader_loops
 from support.equality import difference
 from support.loader_loops import KINDS, OPS, Loop, seed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
 
 import tierstate as ts
 from tierstate.manifest.errors import CaptureError
@@ -189,6 +190,29 @@ def test_a_restore_refuses_a_loader_of_another_kind(tmp_path: Path) -> None:
         with pytest.raises(ts.StateMismatch, match=r"loader: .*they had nothing; nothing, those here have generator"):
             ckpt.restore({"loader": other})
         assert [other.epoch, other.batches] == [0, 0]
+
+
+def test_a_restore_refuses_a_place_in_an_epoch_of_other_batches(tmp_path: Path) -> None:
+    def made(size: int, ranks: int, items: int = 24) -> ts.Loader:
+        sampler = DistributedSampler(range(items), ranks, 0, shuffle=False)  # type: ignore[arg-type, var-annotated]
+        return ts.Loader(DataLoader(range(items), batch_size=size, sampler=sampler))  # type: ignore[arg-type]
+
+    with ts.Checkpointer(ts.Policy.default(tmp_path), "run") as ckpt:
+        loader = made(2, 4)
+        batches = iter(loader)
+        next(batches)
+        ckpt.save({"loader": loader}, step=1).wait()
+        for other in (made(1, 4), made(2, 2), made(2, 4, 80)):
+            with pytest.raises(ts.StateMismatch, match=r"loader: .* was saved behind batch 1 of 3, and an epoch has"):
+                ckpt.restore({"loader": other})
+            assert [other.epoch, other.batches] == [0, 0]
+        again = made(2, 4)
+        ckpt.restore({"loader": again})
+        assert [batch.tolist() for batch in again] == [batch.tolist() for batch in batches]
+        ckpt.save({"loader": loader}, step=2).wait()  # at the end of an epoch
+        other = made(4, 2)
+        ckpt.restore({"loader": other})
+        assert (other.epoch, len(list(other))) == (1, 3)
 
 
 class Stream(IterableDataset[int]):
