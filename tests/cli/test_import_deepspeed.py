@@ -70,6 +70,7 @@ def module(stage: int) -> OrderedDict[str, torch.Tensor]:
         whole = OrderedDict((name, torch.empty(0)) for name in whole)
     whole["out.tied"] = torch.empty(0) if stage == 3 else whole["out.weight"].clone()
     whole["running"] = torch.arange(4)
+    whole["in._extra_state"] = {"amax": 1.5}  # as `get_extra_state` of a module gives it
     return whole
 
 
@@ -178,7 +179,8 @@ def written(folder: Path, files: dict[str, Any]) -> Path:
 
 def check_whole(found: dict[str, Any]) -> None:
     assert set(found) == {"model", "optimizer", "deepspeed"}
-    assert set(found["model"]) == {*NAMES, *FROZEN, "out.tied", "running"}
+    assert set(found["model"]) == {*NAMES, *FROZEN, "out.tied", "running", "in._extra_state"}
+    assert found["model"]["in._extra_state"] == {"amax": 1.5}
     for name, one in values().items():
         assert torch.equal(found["model"][name], one["fp32"]), name
         assert set(found["optimizer"][name]) == {"exp_avg", "exp_avg_sq", "step"}

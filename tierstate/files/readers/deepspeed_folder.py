@@ -118,8 +118,9 @@ def _module(model: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> di
     """The weights, those that share memory with them, and what only the module has."""
     others, shared = model.get("module") or {}, model.get("shared_params") or {}
     left = {name: value for name, value in others.items() if name not in weights and shared.get(name) not in weights}
-    # In stage 3 what stands for a parameter is empty.
-    left = {name: value for name, value in left.items() if value.numel() or name in (model.get("buffer_names") or ())}
+    # In stage 3 what stands for a parameter is empty. Beside tensors there may be what `get_extra_state` gave.
+    kept = model.get("buffer_names") or ()
+    left = {n: one for n, one in left.items() if not isinstance(one, torch.Tensor) or one.numel() or n in kept}
     return {**weights, **left, **{name: weights[root] for name, root in shared.items() if root in weights}}
 
 

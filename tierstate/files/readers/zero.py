@@ -232,8 +232,8 @@ class _Checkpoint:
         for name, value in self._first["module"].items():
             if (root := shared.get(name, name)) in given:
                 found[name] = given[root]
-            elif not self._partitioned or name in buffers:  # in stage 3 the others are empty
-                found[name] = value
+            elif not self._partitioned or name in buffers or 0 not in _shape(value):
+                found[name] = value  # in stage 3 the others are empty
         return {**{name: one for name, one in given.items() if name not in found}, **found}
 
     def _frozen(self) -> dict[str, FileValue]:
