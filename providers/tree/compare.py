@@ -382,10 +382,13 @@ def _objects(place: StateNode) -> Iterator[tuple[Any, StateNode]]:
 
 def _cast(place: StateNode, spec: Spec) -> str:
     """Why a module would round the saved values; empty where it would not."""
-    mine = place.provider.spec if place.provider is not None else None
-    if mine is None or mine.kind != spec.kind or mine.dtype == spec.dtype:
+    if place.provider is not None:
+        kind, dtype = place.provider.spec.kind, place.provider.spec.dtype
+    elif isinstance(place.value, torch.Tensor):  # without memory as yet, on the meta device or of a lazy module
+        kind, dtype = TensorProvider.kind, torch_name(place.value.dtype)
+    else:
         return ""
-    return f"has dtype {mine.dtype} here, {spec.dtype} in the version"
+    return f"has dtype {dtype} here, {spec.dtype} in the version" if kind == spec.kind and dtype != spec.dtype else ""
 
 
 def _unlike(value: torch.Tensor, spec: Spec) -> str:

@@ -309,6 +309,20 @@ def test_modules_on_the_meta_device_get_memory_and_keep_their_ties(hooked: bool)
     assert wrong[0].weight.is_meta
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("kind", ["meta", "hooked", "lazy"])
+def test_modules_without_memory_are_given_no_other_dtype(kind: str) -> None:
+    leaves, data = transfer(flatten({"m": nn.Linear(2, 2)}))
+    target: Any = nn.LazyLinear(2, dtype=torch.bfloat16)
+    if kind != "lazy":
+        target = nn.Linear(2, 2, device="meta", dtype=torch.bfloat16)
+    if kind == "hooked":
+        target.register_load_state_dict_post_hook(lambda module, keys: None)
+    with pytest.raises(StateMismatch, match=r"m\.weight: has dtype bfloat16 here, float32 in the version"):
+        restore(leaves, data, into={"m": target})
+    assert kind == "lazy" or target.weight.is_meta
+
+
 @pytest.mark.parametrize("how", ["shape", "missing", "unexpected", "override", "later"])
 def test_a_module_that_refuses_leaves_everything_as_it_was(how: str) -> None:
     saved = {"w": torch.ones(2), "c": Clearing(), "m": Resetting(), "x": nn.Linear(2, 2), "late": Resetting()}
