@@ -15,7 +15,7 @@ from tierstate.engine.capture.plan import CapturePlan, CaptureSource
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch
-from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_version
+from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_version, reading, restarting
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.copy import copy_version
@@ -82,10 +82,16 @@ def copy(
         raise ValueError("a copy goes either to a tier (to=) or into another policy (into=); name one of them")
     if into_run is not None and into is None:
         raise ValueError("a run's name (into_run=) goes with into=; a copy to a tier stays in its run")
-    entry = find_version(run._catalog(), run.run, RestoreSpec(step, version))
-    if into is not None:
-        return _copy_into(open_run, entry, run._arena, into, into_run or run.run, progress)
-    return _copy_to(run, entry, str(to), progress)
+    wanted = RestoreSpec(step, version)
+
+    def made() -> CopyResult:
+        entry = find_version(run._catalog(), run.run, wanted)
+        with reading(entry):
+            if into is not None:
+                return _copy_into(open_run, entry, run._arena, into, into_run or run.run, progress)
+            return _copy_to(run, entry, str(to), progress)
+
+    return restarting(made, newest=wanted.newest)
 
 
 def _copy_to(run: Run, entry: VersionCopies, name: str, progress: Progress) -> CopyResult:

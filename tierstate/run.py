@@ -14,7 +14,7 @@ from tierstate.engine.repair.check_chunks import Depth, VerifyReport
 from tierstate.engine.repair.doctor import DoctorReport, doctor
 from tierstate.engine.repair.rebuild import RebuildReport, rebuild
 from tierstate.engine.repair.verify import verify_run
-from tierstate.engine.restore.restore import RestoreSpec, find_version
+from tierstate.engine.restore.restore import RestoreSpec, find_version, reading, restarting
 from tierstate.engine.store.catalog import RunCatalog, VersionCopies
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.compare import compare
@@ -243,8 +243,15 @@ class Run:
             StateMismatch: no leaf of either matches ``only``.
             Damaged: with ``values``, a chunk is whole in no tier.
         """
-        one, other = (self._find(step) for step in (old, new))
-        return compare(one, other, self._arena, values=values, only=only, progress=progress)
+        if not values:
+            return compare(self._find(old), self._find(new), self._arena, only=only)
+
+        def compared() -> list[LeafDiff]:
+            one, other = self._find(old), self._find(new)
+            with reading(one), reading(other):
+                return compare(one, other, self._arena, values=True, only=only, progress=progress)
+
+        return restarting(compared)
 
     @not_reentrant
     def verify(

@@ -1,18 +1,21 @@
-"""Versions that another process drops, moves or sweeps while they are restored."""
+"""Versions that another process drops, moves or sweeps while they are restored, copied, exported or verified."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.checkpointer_worlds import alike, names, policy, scratch, wrapped
 
 import tierstate as ts
 from tierstate.engine.maintain.repack import _relaid
 from tierstate.engine.packs.pack import PackWriter
 from tierstate.engine.store import catalog
+from tierstate.files.export import export
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log, commit_id
 from tierstate.tiers.base import Range, Tier, Traits
@@ -126,3 +129,84 @@ def test_a_long_restore_holds_what_it_reads_and_a_short_one_does_not(monkeypatch
             ckpt.load(step=1)
             assert [key.startswith("leases/run/000000000002-read-") for key in tier.leases] == [True] * long
             assert names(tier, "leases/") == []
+
+
+def copies(ckpt: ts.Checkpointer, place: Path) -> None:
+    """Copy the first version into another policy, and compare."""
+    into = policy({"there": {"type": "nvme", "path": str(place / "there")}})
+    ckpt.copy(step=0, into=into)
+    with ts.Checkpointer(into, "run") as there:
+        assert alike(there.load(), STATES[0])
+
+
+def exports(ckpt: ts.Checkpointer, place: Path) -> None:
+    export(ckpt, place / "out.safetensors", step=0, force=True)
+    assert alike(load_file(place / "out.safetensors"), STATES[0])
+
+
+def compares(ckpt: ts.Checkpointer, _place: Path) -> None:
+    (found,) = ckpt.diff(0, 1, values=True)
+    assert found.numbers is not None
+    assert found.numbers.largest == 1
+
+
+READERS = pytest.mark.parametrize("reads", [copies, exports, compares], ids=lambda reads: reads.__name__)
+
+
+@READERS
+def test_what_is_moved_while_another_reader_than_a_restore_has_it_is_read_where_it_lies_then(
+    reads: Callable[[ts.Checkpointer, Path], None],
+) -> None:
+    with saved() as (tier, spec), ts.Checkpointer(spec, "run") as ckpt, scratch() as place:
+        tier.meanwhile = lambda: move(tier, 1)
+        reads(ckpt, place)
+        assert tier.meanwhile is None
+
+
+@READERS
+def test_what_is_dropped_while_another_reader_has_it_is_told_as_dropped_and_not_as_damaged(
+    reads: Callable[[ts.Checkpointer, Path], None],
+) -> None:
+    with saved() as (tier, spec), ts.Checkpointer(spec, "run") as ckpt, scratch() as place:
+        tier.meanwhile = lambda: drop(tier, 1)
+        with pytest.raises(ts.NotFound, match="was dropped"):
+            reads(ckpt, place)
+
+
+@READERS
+def test_long_copies_exports_and_comparisons_hold_what_they_read(
+    reads: Callable[[ts.Checkpointer, Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with saved() as (tier, spec), ts.Checkpointer(spec, "run") as ckpt, scratch() as place:
+        monkeypatch.setattr(catalog, "LEASE_FROM", 1)
+        tier.meanwhile = lambda: None
+        reads(ckpt, place)
+        held = {key.partition("-read-")[0] for key in tier.leases}
+        numbers = {1, 2} if reads is compares else {1}
+        assert held == {f"leases/run/{number:012d}" for number in numbers}
+        assert names(tier, "leases/") == []
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_verification_beside_a_job_takes_nothing_that_the_job_drops_or_moves_for_damaged_or_lost(deep: bool) -> None:
+    """While the newest version is read: it, or one that was listed and not read yet."""
+    for change in (drop, move):
+        for seq in (1, 3):
+            with saved() as (tier, spec), ts.Checkpointer(spec, "run") as ckpt:
+                tier.meanwhile = lambda change=change, tier=tier, seq=seq: change(tier, seq)  # type: ignore[misc]
+                report = ckpt.verify(data=True, deep=deep)
+                assert (report.problems, report.lost, report.ok) == ([], [], True)
+                assert tier.meanwhile is None
+
+
+def test_a_verification_beside_a_job_still_tells_what_is_damaged() -> None:
+    with saved() as (tier, spec), ts.Checkpointer(spec, "run") as ckpt:
+        packs = Log(tier, "run").read(3).layout.objects
+
+        def loses() -> None:
+            drop(tier, 1)
+            tier.discard(packs)
+
+        tier.meanwhile = loses
+        report = ckpt.verify(data=True)
+        assert {problem.seq for problem in report.problems} == {3} == {bad.seq for bad in report.lost}

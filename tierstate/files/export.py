@@ -29,7 +29,7 @@ from tierstate.engine.packs.formats import (
 )
 from tierstate.engine.packs.hdf5 import OWN
 from tierstate.engine.restore.fetch import Fetch
-from tierstate.engine.restore.restore import READ_WORKERS, check_leaves_whole
+from tierstate.engine.restore.restore import READ_WORKERS, check_leaves_whole, reading, restarting
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
 from tierstate.files.readers.outline import NO_BYTES, OutlineLeaf, SelectedLeaf, Selection, encode_outline
@@ -234,22 +234,33 @@ def export(
         Damaged: no tier has a good copy of a chunk. Nothing was written.
     """
     to = Path(to)
-    plan = plan_export(
-        ckpt._find(step, version, tag),
-        ckpt._arena,
-        to,
-        only=only,
-        rename=rename,
-        strip_prefix=strip_prefix,
-        max_shard=max_shard,
-        skip_values=skip_values,
-    )
+
+    def made() -> ExportResult:
+        entry = ckpt._find(step, version, tag)
+        with reading(entry):
+            plan = plan_export(
+                entry,
+                ckpt._arena,
+                to,
+                only=only,
+                rename=rename,
+                strip_prefix=strip_prefix,
+                max_shard=max_shard,
+                skip_values=skip_values,
+            )
+            return _export(plan, ckpt._arena, to, progress, force=force)
+
+    return restarting(made, newest=(step, version, tag) == (None, None, None))
+
+
+def _export(plan: ExportPlan, arena: Arena, to: Path, progress: Callable[[int], None], *, force: bool) -> ExportResult:
+    """Write the files of a plan."""
     _check_there(plan.entry, [tensor.source for file in plan.files for tensor in file.tensors])
     made = {*(file.path for file in plan.files), *([index_file(to)] if plan.index is not None else [])}
     beside = [path for path in existing_files(to) if path not in made] if _format(to).name == "safetensors" else []
     with AtomicFiles(force=force, beside=beside) as files:
         places = [place for file in plan.files for place in _create(files, file, plan.entry.version)]
-        _write(plan.entry, ckpt._arena, places, progress)
+        _write(plan.entry, arena, places, progress)
         if plan.index is not None:
             files.create(index_file(to), len(plan.index)).write(0, as_buffer(plan.index))
         written = files.commit()

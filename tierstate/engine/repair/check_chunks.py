@@ -223,6 +223,15 @@ class ChunkChecks:
             whole, healed = (all(getattr(p, name) for p in places) for name in ("whole", "mended"))
             yield Problem(tier, head.seq, head.step, leaf, places[0].what, len(places), whole, healed)
 
+    @property
+    def hits(self) -> int:
+        """How many leaves of versions use a damaged place."""
+        return len(self._hits)
+
+    def forget(self, seq: int) -> None:
+        """Report nothing about the versions of that number as they were."""
+        self._hits = [hit for hit in self._hits if hit.head.seq != seq]
+
     def _unheard(self, holding: Holding) -> Array:
         """The first row of each place not seen before; marks the places as seen."""
         layout, found = holding.layout, [np.zeros(0, "i8")]

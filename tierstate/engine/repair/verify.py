@@ -29,6 +29,7 @@ from tierstate.manifest.format.leaf import Spec
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import pin_version, pinned_runs
+from tierstate.manifest.history.log import RACE_RETRIES
 from tierstate.manifest.history.tags import read_tag, tag_numbers
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import REGISTRY
@@ -76,13 +77,12 @@ class Verifier:
     def run(self, each: Callable[[VersionCopies], None] = lambda _entry: None) -> VerifyReport:
         """Verify all versions; ``each`` is called with every one that has a record, and may add to the report."""
         for place in self._catalog.newest_first():
-            self._unreadable(place)
-            for entry in place.entries:
-                for holding in entry.holdings:
-                    self._look(entry, holding)
-                if self._missing(entry).any():
-                    self._doubtful.append(entry)
-                each(entry)
+            for left in reversed(range(RACE_RETRIES)):
+                if not self._verify(place, each) or not left or not _has_changed(place):
+                    break
+                # Another process dropped, thinned or repacked it meanwhile, so that packs may be missing rightly.
+                self._forget(place.seq)
+                place = RunCatalog.look(place.seq, self._having(place))
         self.report.problems += self._chunks.problems()
         for tier_run in self._catalog.tier_runs:
             self.report.problems += self._tags(tier_run)
@@ -91,6 +91,34 @@ class Verifier:
         self.report.lost.sort(key=lambda bad: -bad.seq)
         self.report.unreachable = {name: str(error) for name, error in self._catalog.unreachable.items()}
         return self.report
+
+    def _verify(self, place: SeqVersions, each: Callable[[VersionCopies], None]) -> bool:
+        """Verify the versions of one number; whether anything was found wrong with them."""
+        before = self._found()
+        self._unreadable(place)
+        for entry in place.entries:
+            for holding in entry.holdings:
+                self._look(entry, holding)
+            if self._missing(entry).any():
+                self._doubtful.append(entry)
+            each(entry)
+        return self._found() > before
+
+    def _found(self) -> int:
+        return len(self.report.problems) + len(self.report.lost) + len(self._doubtful) + self._chunks.hits
+
+    def _having(self, place: SeqVersions) -> list[TierRun]:
+        """The tiers that have, or had, a record of a number."""
+        names = {name for name, _ in place.problems}.union(*(entry.tiers for entry in place.entries))
+        return [tier_run for tier_run in self._catalog.tier_runs if tier_run.name in names]
+
+    def _forget(self, seq: int) -> None:
+        """Drop what was found about the versions of a number."""
+        report = self.report
+        report.problems = [problem for problem in report.problems if problem.seq != seq]
+        report.lost = [bad for bad in report.lost if bad.seq != seq]
+        self._doubtful = [entry for entry in self._doubtful if entry.version.head.seq != seq]
+        self._chunks.forget(seq)
 
     def _tags(self, tier_run: TierRun) -> Iterator[Problem]:
         """The tags of a tier that cannot be read, or that were written as another tag."""
@@ -124,7 +152,7 @@ class Verifier:
 
     def _unreadable(self, place: SeqVersions) -> None:
         self.report.problems += [Problem(name, place.seq, None, "", str(error)) for name, error in place.problems]
-        if not place.entries:
+        if place.problems and not place.entries:  # without problems, it was dropped since the log was listed
             self.report.lost.append(Unrestorable(place.seq, None))
 
     def _look(self, entry: VersionCopies, holding: Holding) -> None:
@@ -187,6 +215,16 @@ class Verifier:
             return None
         first = version.leaves[leaves[0]].name
         return Unrestorable(version.head.seq, version.head.step, len(leaves), first, entry.thinned)
+
+
+def _has_changed(place: SeqVersions) -> bool:
+    """Whether a tier has not the record any more by which a version was verified."""
+    for entry in place.entries:
+        for holding, record in zip(entry.holdings, entry.records, strict=True):
+            with suppress(TierstateError):
+                if not holding.tier_run.log.stands(record):
+                    return True
+    return False
 
 
 def mended(holding: Holding, digest: bytes) -> bool:

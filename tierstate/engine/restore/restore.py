@@ -11,7 +11,7 @@ import operator
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -65,6 +65,9 @@ bus to a GPU: a reader also copies, verifies, and waits until its slab has cross
 
 
 log = logging.getLogger("tierstate")
+
+
+T = TypeVar("T")
 
 
 OnDamage = Literal["raise", "older"]
@@ -312,16 +315,42 @@ def restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) ->
 
     Raises: as `_restore`.
     """
+    return restarting(lambda: _restore(catalog, arena, run, wanted), newest=wanted.newest)
+
+
+def restarting(read: Callable[[], T], *, newest: bool = False) -> T:
+    """What ``read`` returns, which finds versions and reads them (`reading`). It is called again if one was moved
+    meanwhile.
+
+    Args:
+        newest: no version is named, so that another one is read if the newest was dropped meanwhile.
+    """
     for _ in range(MAX_RESTARTS):
         try:
-            return _restore(catalog, arena, run, wanted)
+            return read()
         except VersionMoved as error:
             log.info("%s", error)
         except VersionDropped as error:
-            if not wanted.newest:
+            if not newest:
                 raise
             log.info("%s", error)
-    return _restore(catalog, arena, run, wanted)
+    return read()
+
+
+@contextmanager
+def reading(entry: VersionCopies) -> Iterator[None]:
+    """Hold leases on a version while the block reads it, perhaps all of it, for another use than a restore.
+
+    Raises:
+        VersionMoved, VersionDropped: what looked like damage is that another process moved or dropped the version.
+    """
+    rows = np.arange(len(entry.version.digests))
+    try:
+        with lease_for_reading(read_sources(entry, rows), entry.version.nbytes):
+            yield
+    except (Damaged, Unreadable) as error:
+        raise_if_dropped(entry, error)
+        raise
 
 
 def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -> Restored | None:
