@@ -17,7 +17,6 @@ from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_version, reading, restarting
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
-from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.copy import copy_version
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Chunk, spans
@@ -75,6 +74,7 @@ def copy(
 
     Raises:
         NotFound: there is no such version or tier, or no rule sends a leaf to the target.
+        WrongTier: the tier ``to`` is not the expected one; it may not be mounted.
         AlreadyExists: the tier ``to`` has another version of that number.
         Damaged: a chunk is missing or damaged in every tier.
     """
@@ -106,7 +106,7 @@ def _copy_to(run: Run, entry: VersionCopies, name: str, progress: Progress) -> C
             raise AlreadyExists(
                 f"{name} has a record of number {head.seq} that is another version, or damaged", tier=name
             )
-        copy_version(entry, TierRun(tier_run.tier, run.run), run.policy, run._arena, progress)
+        copy_version(entry, tier_run.apart(), run.policy, run._arena, progress)
         tier_run.tier.delete(removal_key(run.run, head.seq, entry.version.id))  # it may have been removed there once
         tier_run.look_again()
         done = (name,)

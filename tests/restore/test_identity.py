@@ -615,3 +615,87 @@ def test_the_state_of_a_module_and_its_optimizer_resumes(place):
         assert found is not None
         assert torch.equal(model.weight, weight)
         assert state["step"] == 1
+
+
+DONE_BY_HAND: dict[str, Callable[[ts.Checkpointer], object]] = {
+    "copy": lambda ckpt: ckpt.copy(step=1, to="site"),
+    "doctor": lambda ckpt: ckpt.doctor(apply=True),
+    "tag": lambda ckpt: ckpt.tag("best", 1),
+    "fork": lambda ckpt: ckpt.fork("other", 1),
+    "remove": lambda ckpt: ckpt.remove(step=1),
+    "prune": lambda ckpt: ckpt.prune(),
+    "rebuild": lambda ckpt: ckpt.rebuild("site"),
+    "verify": lambda ckpt: ckpt.verify(mend=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", DONE_BY_HAND)
+def test_what_is_done_by_hand_writes_nothing_where_the_tier_is_not(place, what):
+    save(spec(place), 1)
+    save(spec(place), 2)
+    (place / "site").rename(place / "away")
+    (place / "site").mkdir()  # the mount point
+    with ts.Checkpointer(spec(place), "run") as ckpt, suppress(ts.TierstateError):
+        DONE_BY_HAND[what](ckpt)
+    assert list((place / "site").iterdir()) == []
+    (place / "site").rmdir()
+    (place / "away").rename(place / "site")
+    with ts.Checkpointer(spec(place), "run") as ckpt:
+        assert ckpt.info(step=2).tiers == ("local", "site")
+        assert ckpt.verify(data=True).ok
+
+
+def test_a_doctor_says_which_tier_is_not_there(place):
+    save(spec(place), 1)
+    (place / "site").rename(place / "away")
+    (place / "site").mkdir()
+    for apply in (False, True):
+        with ts.Checkpointer(spec(place), "run") as ckpt:
+            report = ckpt.doctor(apply=apply)
+            assert not report.ok
+            assert report.repairs == []
+            assert "is its file system not mounted?" in report.unreachable["site"]
+            assert [version.restorable for version in report.versions] == [True]
+    assert adopt_tier(spec(place), "site").created
+    with ts.Checkpointer(spec(place), "run") as ckpt:
+        assert [repair.kind for repair in ckpt.doctor(apply=True).repairs] == ["copy"]
+        assert ckpt.doctor().ok
+
+
+def test_a_removal_says_where_a_version_may_stay(place):
+    save(spec(place), 1)
+    save(spec(place), 2)
+    (place / "site").rename(place / "away")
+    (place / "site").mkdir()
+    with ts.Checkpointer(spec(place), "run") as ckpt:
+        report = ckpt.remove(step=1)
+        assert not report.ok
+        assert list(report.unreachable) == ["site"]
+
+
+def test_a_fork_is_not_begun_while_it_may_exist_where_the_tier_is_not(place):
+    save(spec(place), 1)
+    with ts.Checkpointer(spec(place), "run") as ckpt:
+        ckpt.fork("other")
+    (place / "site").rename(place / "away")
+    shutil.rmtree(place / "local/versions/other")
+    (place / "site").mkdir()
+    with (
+        ts.Checkpointer(spec(place), "run") as ckpt,
+        pytest.raises(ts.TierstateError, match="has versions already"),
+    ):
+        ckpt.fork("other")
+    assert not (place / "local/versions/other").exists()
+
+
+def test_a_copy_names_the_tiers_of_the_policy_as_a_save_does(place):
+    """So that a tier that is not mounted later is missed, also by who sees the copy alone."""
+    with ts.Checkpointer(spec(place, every=100), "run") as ckpt:
+        ckpt.save(tensors(9000, seed=1), step=1).wait()
+        ckpt.save(tensors(9000, seed=2), step=2).wait("local")
+        ckpt.copy(step=2, to="site")
+    newest = Log(opened(spec(place), "site"), "run").latest()
+    assert newest is not None
+    assert newest.version.head.step == 2
+    assert set(named_tiers(newest.commit)) == {"local", "site"}

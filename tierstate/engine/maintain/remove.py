@@ -118,8 +118,11 @@ class _Removal:
         """Find the tiers that have the version, and what stands in the way."""
         going = []
         for tier_run in self._tier_runs:
+            if self._tier not in (None, tier_run.name):
+                continue
             try:
-                if self._tier in (None, tier_run.name) and self._seq in tier_run.log.seqs():
+                tier_run.identity.ensure(create=False)  # a file system that is not mounted may have it
+                if self._seq in tier_run.log.seqs():
                     going.append(tier_run)
             except TierstateError as error:
                 report.unreachable[tier_run.name] = str(error)

@@ -23,6 +23,7 @@ from tierstate.engine.placement import Cadence, LastSave, Routes, is_due
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.publish.backlog import PendingVersion, missed_versions
 from tierstate.engine.store.catalog import RunCatalog, release_lease
+from tierstate.engine.store.identity import learn_newest
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.copy import copy_version
 from tierstate.engine.versions.tags import TagFlaw, Tags
@@ -264,8 +265,15 @@ def doctor(
     """
     report, views = DoctorReport(apply), []
     related = related_runs(list(_pins(tier_runs)), tier_runs[0].run, forks=True)
+    learn_newest([tier_run.identity for tier_run in tier_runs])
     with ExitStack() as held:
         for tier_run in tier_runs:
+            try:
+                # What is missing in the mount point of a file system that is not mounted is not lost.
+                tier_run.identity.ensure(create=False)
+            except TierstateError as error:
+                report.unreachable[tier_run.name] = str(error)
+                continue
             try:
                 # A lease on no version: no sweep deletes packs meanwhile.
                 if apply and tier_run.tier.traits.persistent:
@@ -734,9 +742,8 @@ class _Treatment:
         entry = next((e for e in found.entries if e.version.id == step.version.id), None)
         if entry is None:
             raise NotFound(f"version {seq} is in no other tier any more")
-        fresh = TierRun(tier_run.tier, tier_run.run)
         try:
-            copy_version(entry, fresh, self._policy, self._arena, self._progress)
+            copy_version(entry, tier_run.apart(), self._policy, self._arena, self._progress)
         except AlreadyExists:
             if tier_run.log.read(seq).version.id != step.version.id:
                 raise

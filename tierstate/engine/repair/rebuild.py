@@ -11,6 +11,7 @@ import numpy as np
 from tierstate.engine.packs.pack import PackScan
 from tierstate.engine.placement import Routes
 from tierstate.engine.store.catalog import release_lease
+from tierstate.engine.store.identity import learn_newest
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import to_bytes
@@ -98,11 +99,14 @@ def rebuild(
 
     Raises:
         NotFound: there is no such tier.
+        WrongTier: the tier is not the expected one; it may not be mounted.
         TierError: the tier could not be read or written to.
     """
     tier_run = next((s for s in tier_runs if s.name == name), None)
     if tier_run is None:
         raise NotFound(f"the policy has no tier {name!r}; it has {', '.join(s.name for s in tier_runs)}", tier=name)
+    learn_newest([one.identity for one in tier_runs])
+    tier_run.identity.ensure(create=False)
     others = [s for s in tier_runs if s is not tier_run]
     rebuilder = _Rebuilder(tier_run, others, policy, partial=partial, dry_run=dry_run)
     if dry_run:

@@ -422,6 +422,15 @@ def check_apart(name: str, marker: TierMarker, other: str, its: TierMarker) -> N
         )
 
 
+def learn_newest(identities: Sequence[TierIdentity]) -> None:
+    """Learn which tiers are expected from the newest record in each; one that cannot be read says nothing."""
+    for one in identities:
+        try:
+            one._newest()
+        except TierstateError as error:
+            log.debug("%s: what its records say of tiers is not known: %s", one.name, error)
+
+
 def check_tiers(identities: Sequence[TierIdentity]) -> None:
     """Check that each tier that can be read is the expected one, by what was learned from records. Creates nothing.
 

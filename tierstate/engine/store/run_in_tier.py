@@ -348,6 +348,16 @@ class TierRun:
             # Of a copy, which is made at once: captures and restores look at packs without the lock.
             self._sound = {key: sound for key, sound in self._sound.copy().items() if not sound}
 
+    def apart(self) -> TierRun:
+        """The same run in the same tier for a copy beside the saver of this process, which shares nothing cached.
+
+        It is written only if this is the expected tier, and its records name the other tiers of the policy too.
+        """
+        made = TierRun(self.tier, self.run)
+        made.identity.required = self.identity.required
+        made.identity.beside = [made.identity if one is self.identity else one for one in self.identity.beside]
+        return made
+
     def forsaken(self) -> bool:
         """Whether other ranks that commit together with this one are known to be dead."""
         return False

@@ -43,11 +43,12 @@ def copy_version(
     """Copy a version to a tier from the tiers that have it; the policy chooses the leaves and codecs.
 
     Args:
-        tier_run: the run in the target tier. Not one that a saver of this process uses.
+        tier_run: the run in the target tier. Not one that a saver of this process uses (`TierRun.apart`).
         progress: called with the raw bytes read since the last call.
 
     Raises:
         NotFound: no rule sends a leaf to that tier.
+        WrongTier: that tier is not the expected one; nothing was written.
         AlreadyExists: the tier has this version or another one of that number by now.
         Damaged: a chunk is damaged in every tier that has the version.
     """
@@ -55,6 +56,7 @@ def copy_version(
     route = Routes(policy).of(version.leaves)[tier_run.name]
     if not route.leaves.any():
         raise NotFound(f"no rule of the policy sends a leaf of step {version.head.step} to {tier_run.name}")
+    tier_run.identity.ensure(create=False)
     with _based(tier_run):
         return _publish(entry, tier_run, route, arena, progress)
 

@@ -92,6 +92,7 @@ def _begun(tier_runs: Sequence[TierRun], run: str, old: Version) -> Version | No
     for tier_run in tier_runs:
         into = Log(tier_run.tier, run)
         try:
+            tier_run.identity.ensure(create=False)  # a file system that is not mounted may have versions as well
             seqs = into.seqs()
             first = into.read(1).version if seqs == [1] else None
         except TierstateError as error:

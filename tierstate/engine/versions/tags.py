@@ -184,6 +184,7 @@ class Tags:
             if tier_run.name not in look.there:
                 continue
             try:
+                tier_run.identity.ensure(create=False)  # not into the mount point of a file system that is not mounted
                 if not self._put(tier_run, name, number, tag):
                     return False
                 taken += 1
