@@ -24,6 +24,7 @@ from support.checkpointer_worlds import (
 from support.equality import difference
 
 import tierstate as ts
+from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
@@ -345,3 +346,40 @@ def test_tags_count_on_tiers_that_last_and_for_rules_unless_the_policy_says_othe
     promised = RetentionPolicy(within=172800.0, best=BestVersions("loss", "max", 1), tags=True)
     assert dict(nvme.rules) == {"b": promised, "c": RetentionPolicy(last=2)}
     assert dict(host.rules) == {"b": replace(promised, tags=False), "c": RetentionPolicy(last=2)}
+
+
+class Full(Memory):
+    """A tier that is full while it has more packs than ``room``; what is deleted makes room."""
+
+    room = 1 << 20
+
+    def put(self, key: str, data: Buffer) -> None:
+        if len(names(self, "packs/")) > self.room:
+            raise ts.TierFull(f"{self.name}: no room for {key}", tier=self.name)
+        super().put(key, data)
+
+
+@pytest.mark.parametrize("room", [0, 2])
+def test_a_full_tier_gets_room_although_what_loses_leaves_needs_some(room: int) -> None:
+    """The record of a version that loses leaves is written anew. What is dropped beside goes all the same."""
+    inner = Full()
+    rules = [{"match": "b", "keep": {"last": 1}}]
+    with wrapped(inner) as keys:
+        with ts.Checkpointer(policy({"only": keys}), "run") as ckpt:
+            for step in range(4):
+                ckpt.save({"a": torch.full((500,), step), "b": torch.full((500,), -step)}, step=step).wait()
+        inner.room = room
+        with ts.Checkpointer(policy({"only": {**keys, "keep": {"last": 2}}}, rules=rules), "run") as ckpt:
+            (report,) = ckpt.prune().tiers
+            assert (report.drop, len(report.packs)) == ((1, 2), 2)
+            assert len(names(inner, "packs/")) == 2
+            assert list(report.thin) == ([3] if room else [])
+            assert [problem for problem in report.problems if "no room" in problem] == report.problems
+            assert bool(report.problems) == (not room)
+            inner.room = 1 << 20
+            (report,) = ckpt.prune().tiers
+            assert (report.drop, report.problems) == ((), [])
+            with pytest.raises(ts.Damaged, match="`keep` has dropped leaves"):
+                ckpt.load(step=2)
+            assert ckpt.load(step=2, only=["a"])["a"][0] == 2
+            assert ckpt.verify(data=True).lost[0].step == 2

@@ -12,7 +12,7 @@ from tierstate.engine.packs.keys import pack_prefix
 from tierstate.engine.progress import Pace
 from tierstate.engine.publish.backlog import held_versions
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.errors import TierFull, TierstateError
 from tierstate.manifest.history.retention import RetentionDecision
 from tierstate.tiers.policy.policy import Policy
 
@@ -200,11 +200,17 @@ class PruneRun:
         self._progress(what)
         # Retention deletes the packs of what it drops, and the sweep the others.
         deleting = Pace(what, self._progress, len(found.drop) + len(expected) + found.leases, "objects")
-        done: RetentionDecision = tier_run.retire(in_use, progress=deleting)
-        found.drop = done.drop
+        full = ""
+        try:
+            done: RetentionDecision = tier_run.retire(in_use, progress=deleting)
+            found.drop = done.drop
+        except TierFull as error:  # there is no room for the record of a version that loses leaves; garbage may go yet
+            full, left_over = str(error), tier_run.log.seqs()
+            found.drop, found.thin = tuple(seq for seq in found.drop if seq not in left_over), {}
         self._progress(f"{tier_run.name}: deleting packs")
         swept = sweep(tier_run, grace=self._grace, busy=busy, progress=deleting)
         _tell(found, swept)
+        found.problems += [f"{full}; leaves that `keep` drops stay in some versions"] if full else []
         left = set(tier_run.tier.list(pack_prefix(tier_run.run)))
         found.packs = {key: n for key, n in {**expected, **swept.packs}.items() if key not in left}
         self._progress(f"{tier_run.name}: repacking")

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from tierstate.engine.packs.keys import is_mend, pack_prefix
 from tierstate.engine.progress import Progress, no_progress
-from tierstate.manifest.errors import FormatError, NotFound, TierstateError
+from tierstate.manifest.errors import FormatError, NotFound, TierFull, TierstateError
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import FORK, Leases
 from tierstate.manifest.history.log import Log
@@ -232,7 +232,7 @@ class Retention:
         for some in parts(first.thin):
             now = decide() if dropped or thinned else now
             for seq in some:
-                if seq in now.thin and self._thin(seq, now.thin[seq]):
+                if seq in now.thin and self._thin(seq, now.thin[seq], progress):
                     thinned[seq] = now.thin[seq]
         keep = {seq: why for seq, why in (first.keep | now.keep).items() if seq not in dropped}
         return RetentionDecision(keep, tuple(dropped), thinned)
@@ -363,7 +363,7 @@ class Retention:
         self._tier_run.log.forget(seq, known.generations[:-1])
         self._known[seq] = known._replace(generations=known.generations[-1:], before=frozenset())
 
-    def _thin(self, seq: int, groups: Collection[str]) -> bool:
+    def _thin(self, seq: int, groups: Collection[str], progress: Progress) -> bool:
         """Commit a record that names only the leaves of these groups, then delete the records before it. Returns
         whether it was committed."""
         known = self._known[seq]
@@ -376,7 +376,13 @@ class Retention:
         if record is None:
             return False
         generation = known.generations[-1] + 1
-        self._tier_run.log.commit(record, generation)
+        try:
+            self._tier_run.log.commit(record, generation)
+        except TierFull:
+            if not self._doomed:
+                raise
+            self._sweep(progress)  # the packs of what was dropped make room
+            self._tier_run.log.commit(record, generation)
         less = self._tier_run.summaries.add(record, generation).summaries[-1]
         self._known[seq] = _Known(
             known.mark._replace(groups=self._groups.present_in(record)),
