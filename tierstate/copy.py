@@ -13,10 +13,12 @@ import numpy as np
 
 from tierstate.engine.capture.plan import CapturePlan, CaptureSource
 from tierstate.engine.info import VersionInfo
+from tierstate.engine.placement import Routes
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_version, reading, restarting
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.copy import copy_version
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Chunk, spans
@@ -68,7 +70,7 @@ def copy(
             send to that tier; the tier's `keep` applies to it from the next save on.
         into: another policy. The copy is a new version, in every tier to which the rules of that policy send a leaf;
             `every` is ignored. It has the same leaves, step and metadata, and the same digests if both policies have
-            the same chunk length and digest function.
+            the same chunk length and digest function. If some of the tiers have it already, the others get it.
         into_run: the name of the run in the other policy; by default the same name.
         progress: called with the raw bytes read since the last call.
 
@@ -99,17 +101,24 @@ def _copy_to(run: Run, entry: VersionCopies, name: str, progress: Progress) -> C
     if tier_run is None:
         names = ", ".join(s.name for s in run._tier_runs)
         raise NotFound(f"the policy has no tier {name!r}; it has {names}", tier=name)
-    head = entry.version.head
     done: tuple[str, ...] = ()
     if name not in entry.tiers:
-        if head.seq in tier_run.log.seqs():
-            raise AlreadyExists(
-                f"{name} has a record of number {head.seq} that is another version, or damaged", tier=name
-            )
-        copy_version(entry, tier_run.apart(), run.policy, run._arena, progress)
-        tier_run.tier.delete(removal_key(run.run, head.seq, entry.version.id))  # it may have been removed there once
-        tier_run.look_again()
+        _bring(run, entry, tier_run, progress)
         done = (name,)
+    return _result(run, entry, done)
+
+
+def _bring(run: Run, entry: VersionCopies, tier_run: TierRun, progress: Progress) -> None:
+    """Copy a version of a run to one of its tiers that lacks it."""
+    name, head = tier_run.name, entry.version.head
+    if head.seq in tier_run.log.seqs():
+        raise AlreadyExists(f"{name} has a record of number {head.seq} that is another version, or damaged", tier=name)
+    copy_version(entry, tier_run.apart(), run.policy, run._arena, progress)
+    tier_run.tier.delete(removal_key(run.run, head.seq, entry.version.id))  # it may have been removed there once
+    tier_run.look_again()
+
+
+def _result(run: Run, entry: VersionCopies, done: tuple[str, ...]) -> CopyResult:
     return CopyResult(VersionInfo.of(find_version(run._catalog(), run.run, RestoreSpec(None, entry.version.id))), done)
 
 
@@ -122,7 +131,7 @@ def _copy_into(
     with open_run(policy.model_copy(update={"tiers": tiers}), name) as there:
         known = _known(there, entry)
         if known is not None:
-            return CopyResult(VersionInfo.of(known), ())
+            return _complete(there, known, entry, progress)
         head = entry.version.head
         save = there._submit(_plan(entry, arena, progress), head.step, head.metadata)
         save.wait_captured()
@@ -135,6 +144,22 @@ def _copy_into(
         places = there._catalog().newest_first()
         made = next(e for place in places if place.seq == save.seq for e in place.entries)
         return CopyResult(VersionInfo.of(made), save.tiers)
+
+
+def _complete(there: Run, known: VersionCopies, entry: VersionCopies, progress: Progress) -> CopyResult:
+    """Copy a version that the other run has to those of its tiers that lack it: an interrupted copy has reached only
+    some, or the policy has got another tier since."""
+    # Both versions have the same rows, so that what no tier of the other run has can be read where it came from.
+    copies = VersionCopies(
+        known.version, (*entry.holdings, *known.holdings), (*entry.records, *known.records), known.away
+    )
+    routes, done = Routes(there.policy).of(known.version.leaves), []
+    for tier_run in there._tier_runs:
+        due = tier_run.tier.traits.persistent and routes[tier_run.name].leaves.any()
+        if due and tier_run.name not in known.tiers:
+            _bring(there, copies, tier_run, progress)
+            done.append(tier_run.name)
+    return _result(there, known, tuple(done))
 
 
 def _known(there: Run, entry: VersionCopies) -> VersionCopies | None:

@@ -150,3 +150,26 @@ def test_a_copy_into_a_policy_file_reads_from_whatever_is_whole(place: Path) -> 
     with ts.Checkpointer(file, "run") as ckpt:
         assert [v.step for v in ckpt.versions()] == [1]
         assert alike(truth[1], ckpt.load())
+
+
+def test_a_copy_into_another_policy_that_was_interrupted_goes_on(place: Path) -> None:
+    """One of its tiers has the version, others not yet, by the rules with other leaves; or the tier is a new one."""
+    source = policy({"nvme": tier("nvme", place)})
+    state = tensors(9000, 500, 20_000)
+    rules = [{"match": "b", "tiers": ["x", "z"]}, {"match": "c", "tiers": ["y"]}]
+
+    def into(*names: str) -> ts.Policy:
+        tiers = {name: {"type": "nvme", "path": str(place / name)} for name in names}
+        mine = [{**rule, "tiers": [name for name in rule["tiers"] if name in names]} for rule in rules]
+        return policy(tiers, rules=[rule for rule in mine if rule["tiers"]])
+
+    with ts.Checkpointer(source, "run") as ckpt:
+        ckpt.save(state, step=1).wait()
+        first = ckpt.copy(into=into("x"))
+        again = ckpt.copy(into=into("x", "y", "z"))
+        assert (again.version.id, again.version.tiers, again.tiers) == (first.version.id, ("x", "y", "z"), ("y", "z"))
+        assert ckpt.copy(into=into("x", "y", "z")).tiers == ()
+    for name, leaves in (("y", ["a", "c"]), ("z", ["a", "b"])):
+        with ts.Checkpointer(into(name), "run") as ckpt:
+            assert alike({leaf: state[leaf] for leaf in leaves}, ckpt.load(only=leaves))
+            assert ckpt.verify(data=True).problems == []
