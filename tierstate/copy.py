@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,11 @@ from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_ver
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.copy import copy_version
-from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import Buffer, Chunk, spans
+from tierstate.manifest.arrays import Array, starts_of
+from tierstate.manifest.chunk import Buffer, Chunk, empty_buffer, spans
+from tierstate.manifest.digest import DIGEST_SIZE, digest_function
 from tierstate.manifest.errors import AlreadyExists, NotFound, StateMismatch, TierFull
-from tierstate.manifest.format.version import Head
+from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.removals import removal_key
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
@@ -129,7 +130,7 @@ def _copy_into(
     # Every tier gets the copy, also one for which a save of this step would not be due.
     tiers = tuple(tier.model_copy(update={"every": None}) for tier in policy.tiers)
     with open_run(policy.model_copy(update={"tiers": tiers}), name) as there:
-        known = _known(there, entry)
+        known = _known(there, entry, arena, progress)
         if known is not None:
             return _complete(there, known, entry, progress)
         head = entry.version.head
@@ -149,10 +150,11 @@ def _copy_into(
 def _complete(there: Run, known: VersionCopies, entry: VersionCopies, progress: Progress) -> CopyResult:
     """Copy a version that the other run has to those of its tiers that lack it: an interrupted copy has reached only
     some, or the policy has got another tier since."""
-    # Both versions have the same rows, so that what no tier of the other run has can be read where it came from.
-    copies = VersionCopies(
-        known.version, (*entry.holdings, *known.holdings), (*entry.records, *known.records), known.away
-    )
+    copies = known
+    if _cut(known.version) == _cut(entry.version):
+        # Both have the same rows: what no tier of the other run has can be read where it came from.
+        holdings, records = (*entry.holdings, *known.holdings), (*entry.records, *known.records)
+        copies = VersionCopies(known.version, holdings, records, known.away)
     routes, done = Routes(there.policy).of(known.version.leaves), []
     for tier_run in there._tier_runs:
         due = tier_run.tier.traits.persistent and routes[tier_run.name].leaves.any()
@@ -162,24 +164,49 @@ def _complete(there: Run, known: VersionCopies, entry: VersionCopies, progress: 
     return _result(there, known, tuple(done))
 
 
-def _known(there: Run, entry: VersionCopies) -> VersionCopies | None:
-    """The version of the other run with the same step, leaves and digests, if there is one."""
+def _known(there: Run, entry: VersionCopies, arena: Arena, progress: Progress) -> VersionCopies | None:
+    """The version of the other run with the same step, leaves and bytes, if there is one."""
     version = entry.version
     for place in there._catalog().newest_first():
         for found in place.entries:
             other = found.version
-            same_cut = _cut(other.head) == _cut(version.head) and other.boxes == version.boxes
-            if same_cut and other.leaves == version.leaves and np.array_equal(other.digests, version.digests):
+            if (
+                other.head.step == version.head.step
+                and other.leaves == version.leaves
+                and np.array_equal(other.shard_leaf, version.shard_leaf)
+                and other.boxes == version.boxes
+                and _has_bytes_of(other, entry, arena, progress)
+            ):
                 return found
     return None
 
 
-def _cut(head: Head) -> tuple[int, int, str]:
-    return head.step, head.chunk, head.digest
+def _cut(version: Version) -> tuple[int, str]:
+    return version.head.chunk, version.head.digest
 
 
-def _plan(entry: VersionCopies, arena: Arena, progress: Progress) -> CapturePlan:
-    """A capture plan whose sources read the stored version. Raises StateMismatch if a chunk is in no tier."""
+def _has_bytes_of(other: Version, entry: VersionCopies, arena: Arena, progress: Progress) -> bool:
+    """Whether a version with the same shards has the same bytes. If it has other chunks or another digest function,
+    its digests are computed from the stored bytes, up to the first that differs."""
+    version = entry.version
+    if _cut(other) == _cut(version):
+        return np.array_equal(other.digests, version.digests)
+    _check_there(entry)
+    ahead, digest = _Ahead(entry, arena, progress), digest_function(other.head.digest)
+    ahead.order(np.arange(len(version.digests)))
+    firsts, digests, row = starts_of(version.chunk_end).tolist(), other.digests.tobytes(), 0
+    for first, nbytes in zip(firsts, version.shard_nbytes.tolist(), strict=True):
+        for chunk in ahead.chunks(first, nbytes, other.head.chunk):
+            raw = empty_buffer(chunk.nbytes)
+            chunk.fill(raw)
+            if digest(raw) != digests[DIGEST_SIZE * row : DIGEST_SIZE * (row + 1)]:
+                return False
+            row += 1
+    return True
+
+
+def _check_there(entry: VersionCopies) -> None:
+    """Raises StateMismatch if a chunk of a version is in no tier."""
     version = entry.version
     absent = entry.absent(np.arange(len(version.digests)))
     if len(absent):
@@ -188,21 +215,29 @@ def _plan(entry: VersionCopies, arena: Arena, progress: Progress) -> CapturePlan
         raise StateMismatch(
             f"leaf {name} of step {version.head.step} is in none of the tiers that have a record of it{why}"
         )
+
+
+def _plan(entry: VersionCopies, arena: Arena, progress: Progress) -> CapturePlan:
+    """A capture plan whose sources read the stored version. Raises StateMismatch if a chunk is in no tier."""
+    _check_there(entry)
+    version = entry.version
     ahead = _Ahead(entry, arena, progress)
     ends = version.chunk_end.tolist()
     shards = zip(version.shard_leaf.tolist(), version.boxes, version.shard_nbytes.tolist(), [0, *ends], strict=False)
     sources = [CaptureSource(leaf, box, n, partial(ahead.chunks, first, n)) for leaf, box, n, first in shards]
     plan = CapturePlan.of(version.leaves, sources)
-    ahead.order(plan, [0, *ends])
+    runs = [np.arange(first, end) for first, end in zip([0, *ends], ends, strict=False)]
+    order = plan.in_order(np.arange(len(plan.leaf))).tolist()
+    ahead.order(np.concatenate([*(runs[source] for source in order), np.zeros(0, "i8")]).astype("i8"))
     return plan
 
 
 class _Ahead:
-    """Read-ahead: reads the chunks of a version in batches, for a save that asks for one chunk after the other.
+    """Read-ahead: reads the chunks of a version in batches, for what asks for one chunk after the other.
 
     Args:
         entry: the version and where each tier has it.
-        arena: the memory for the reads; another arena than that of the save.
+        arena: the memory for the reads; another arena than that of a save that asks.
     """
 
     def __init__(self, entry: VersionCopies, arena: Arena, progress: Progress) -> None:
@@ -212,12 +247,9 @@ class _Ahead:
         self._place: Array = np.zeros(0, "i8")
         self._held: dict[int, Buffer] = {}
 
-    def order(self, plan: CapturePlan, ends: Sequence[int]) -> None:
-        """Set the order in which the save will ask for the chunks."""
-        sources = plan.in_order(np.arange(len(plan.leaf))).tolist()
-        runs = [np.arange(ends[s], ends[s + 1]) for s in sources]
-        self._rows = np.concatenate([*runs, np.zeros(0, "i8")]).astype("i8")
-        self._place = np.argsort(self._rows)
+    def order(self, rows: Array) -> None:
+        """Set the order in which the chunks will be asked for: all rows."""
+        self._rows, self._place = rows, np.argsort(rows)
 
     def chunks(self, first: int, nbytes: int, size: int) -> Iterator[Chunk]:
         """The chunks of the shard that begins at row ``first``, in the save's chunk length."""
