@@ -660,6 +660,8 @@ class Checkpointer(Run):
 
         Raises:
             NotFound: there is no such version or tier, or no rule sends a leaf to the target.
+            StateMismatch: leaves that go there are in no tier: `keep` has dropped them.
+            WrongTier: the tier ``to`` is not the expected one; it may not be mounted.
             AlreadyExists: the tier ``to`` has another version of that number.
             Damaged: a chunk is missing or damaged in every tier.
         """

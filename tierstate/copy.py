@@ -77,6 +77,7 @@ def copy(
 
     Raises:
         NotFound: there is no such version or tier, or no rule sends a leaf to the target.
+        StateMismatch: leaves that go there are in no tier: `keep` has dropped them.
         WrongTier: the tier ``to`` is not the expected one; it may not be mounted.
         AlreadyExists: the tier ``to`` has another version of that number.
         Damaged: a chunk is missing or damaged in every tier.
@@ -114,6 +115,8 @@ def _bring(run: Run, entry: VersionCopies, tier_run: TierRun, progress: Progress
     name, head = tier_run.name, entry.version.head
     if head.seq in tier_run.log.seqs():
         raise AlreadyExists(f"{name} has a record of number {head.seq} that is another version, or damaged", tier=name)
+    routed: Array = Routes(run.policy).of(entry.version.leaves)[name].leaves[entry.version.chunk_leaf]
+    _check_there(entry, np.flatnonzero(routed))
     copy_version(entry, tier_run.apart(), run.policy, run._arena, progress)
     tier_run.tier.delete(removal_key(run.run, head.seq, entry.version.id))  # it may have been removed there once
     tier_run.look_again()
@@ -191,7 +194,7 @@ def _has_bytes_of(other: Version, entry: VersionCopies, arena: Arena, progress: 
     version = entry.version
     if _cut(other) == _cut(version):
         return np.array_equal(other.digests, version.digests)
-    _check_there(entry)
+    _check_there(entry, np.arange(len(version.digests)))
     ahead, digest = _Ahead(entry, arena, progress), digest_function(other.head.digest)
     ahead.order(np.arange(len(version.digests)))
     firsts, digests, row = starts_of(version.chunk_end).tolist(), other.digests.tobytes(), 0
@@ -205,10 +208,9 @@ def _has_bytes_of(other: Version, entry: VersionCopies, arena: Arena, progress: 
     return True
 
 
-def _check_there(entry: VersionCopies) -> None:
-    """Raises StateMismatch if a chunk of a version is in no tier."""
-    version = entry.version
-    absent = entry.absent(np.arange(len(version.digests)))
+def _check_there(entry: VersionCopies, rows: Array) -> None:
+    """Raises StateMismatch if one of these chunks of a version is in no tier."""
+    version, absent = entry.version, entry.absent(rows)
     if len(absent):
         name = version.leaves[int(version.chunk_leaf[absent[0]])].name
         why = f" ({entry.thinned})" if entry.thinned else f"; {LOOK_FURTHER}"
@@ -219,8 +221,8 @@ def _check_there(entry: VersionCopies) -> None:
 
 def _plan(entry: VersionCopies, arena: Arena, progress: Progress) -> CapturePlan:
     """A capture plan whose sources read the stored version. Raises StateMismatch if a chunk is in no tier."""
-    _check_there(entry)
     version = entry.version
+    _check_there(entry, np.arange(len(version.digests)))
     ahead = _Ahead(entry, arena, progress)
     ends = version.chunk_end.tolist()
     shards = zip(version.shard_leaf.tolist(), version.boxes, version.shard_nbytes.tolist(), [0, *ends], strict=False)

@@ -201,3 +201,19 @@ def test_a_copy_into_another_policy_that_was_interrupted_goes_on(place: Path) ->
         with ts.Checkpointer(into(name), "run") as ckpt:
             assert alike({leaf: state[leaf] for leaf in leaves}, ckpt.load(only=leaves))
             assert ckpt.verify(data=True).problems == []
+
+
+def test_a_copy_of_what_retention_has_dropped_a_part_of_says_so(place: Path) -> None:
+    tiers = {name: {"type": "nvme", "path": str(place / name)} for name in ("x", "y", "z")}
+    rules = [{"match": "b", "keep": {"last": 1}, "tiers": ["x", "y"]}]
+    spec = policy(
+        {n: {**t, "keep": {"last": 5}, "every": None if n == "x" else 9} for n, t in tiers.items()}, rules=rules
+    )
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(1, 4):
+            ckpt.save(tensors(9000, 500, seed=step), step=step).wait("x")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with pytest.raises(ts.StateMismatch, match=r"leaf b of step 2 .*`keep` has dropped leaves of it \(b from x\)"):
+            ckpt.copy(step=2, to="y")
+        assert ckpt.copy(step=2, to="z").version.tiers == ("x", "z"), "its rules send no such leaf there"
+        assert Log(opened(spec, "y"), "run").seqs() == [1]
