@@ -26,6 +26,7 @@ from tierstate.manifest.digest import DIGEST_SIZE, digest_function
 from tierstate.manifest.errors import AlreadyExists, NotFound, StateMismatch, TierFull
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.removals import removal_key
+from tierstate.manifest.history.retention import RetentionEntry
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
@@ -158,10 +159,12 @@ def _complete(there: Run, known: VersionCopies, entry: VersionCopies, progress: 
         # Both have the same rows: what no tier of the other run has can be read where it came from.
         holdings, records = (*entry.holdings, *known.holdings), (*entry.records, *known.records)
         copies = VersionCopies(known.version, holdings, records, known.away)
-    routes, done = Routes(there.policy).of(known.version.leaves), []
+    head, routes, done = known.version.head, Routes(there.policy).of(known.version.leaves), []
+    mark = RetentionEntry(head.seq, head.step, head.time, head.metadata)
     for tier_run in there._tier_runs:
         due = tier_run.tier.traits.persistent and routes[tier_run.name].leaves.any()
-        if due and tier_run.name not in known.tiers:
+        # One that retention has dropped there, or somebody by hand, does not come back.
+        if due and tier_run.name not in known.tiers and tier_run.worth_bringing([mark]):
             _bring(there, copies, tier_run, progress)
             done.append(tier_run.name)
     return _result(there, known, tuple(done))

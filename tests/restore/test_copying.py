@@ -217,3 +217,18 @@ def test_a_copy_of_what_retention_has_dropped_a_part_of_says_so(place: Path) -> 
             ckpt.copy(step=2, to="y")
         assert ckpt.copy(step=2, to="z").version.tiers == ("x", "z"), "its rules send no such leaf there"
         assert Log(opened(spec, "y"), "run").seqs() == [1]
+
+
+def test_a_copy_that_was_dropped_or_removed_there_does_not_come_back_by_the_same_copy(place: Path) -> None:
+    source = policy({"nvme": tier("nvme", place)})
+    tiers = {name: {"type": "nvme", "path": str(place / name)} for name in ("x", "y", "z")}
+    there = policy({**tiers, "y": {**tiers["y"], "keep": {"last": 1}}})
+    with ts.Checkpointer(source, "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(tensors(9000, seed=step), step=step).wait()
+            ckpt.copy(into=there)
+        with ts.Checkpointer(there, "run") as other:
+            assert other.info(step=1).tiers == ("x", "z")
+            other.remove(step=1, tier="z")
+        again = ckpt.copy(step=1, into=there)
+        assert (again.version.tiers, again.tiers) == (("x",), ())
