@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.checkpointer_worlds import policy, scratch, wrapped
+from support.checkpointer_worlds import alike, names, opened, policy, scratch, tensors, wrapped
 from support.damaged_runs import Blow, Oracle, Shape, World, blows, damage, make_world, shapes, whole_shapes
 from support.ill_tiers import ANSWERS, HEALTH, Health, Ill
 
 import tierstate as ts
 from tierstate.engine.repair.doctor import DoctorReport
+from tierstate.manifest.history.log import Log
 
 
 def look(world: World, run: str, *, apply: bool = False) -> DoctorReport:
@@ -132,3 +134,39 @@ def put_back(world: World, files: dict[str, bytes]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             path.write_bytes(data)
+
+
+@pytest.mark.slow
+def test_what_is_repaired_from_a_fork_outlives_what_the_fork_drops() -> None:
+    """And the other way round: a lost record of the fork names again what its pin keeps, and nothing is copied."""
+
+    def spec(**keys: Any) -> ts.Policy:
+        return policy({"only": {"type": "nvme", "path": str(place / "only"), **keys}})
+
+    states = [{**tensors(9000, seed=step), "frozen": tensors(5000)["a"]} for step in range(6)]
+    with scratch() as place:
+        with ts.Checkpointer(spec(), "run") as ckpt:
+            ckpt.save(states[1], step=1).wait()
+            ckpt.fork("fork", 1)
+            for step in (2, 3):
+                ckpt.save(states[step], step=step).wait()
+        with ts.Checkpointer(spec(), "fork") as ckpt:
+            ckpt.save(states[2], step=2).wait()
+        tier = opened(spec(), "only")
+        tier.discard(names(tier, "packs/run/000000000002-"))
+        Log(tier, "fork").forget(2)
+        with ts.Checkpointer(spec(), "run") as ckpt:
+            (repair,) = ckpt.doctor(apply=True).repairs
+            assert (repair.kind, repair.done, repair.chunks) == ("mend", True, 3)
+            assert ckpt.verify(data=True).problems == []
+        with ts.Checkpointer(spec(), "fork") as ckpt:
+            (repair,) = ckpt.doctor(apply=True).repairs
+            assert (repair.kind, repair.done, repair.chunks) == ("rebuild", True, 0)
+            assert ckpt.verify(data=True).problems == []
+        with ts.Checkpointer(spec(keep={"last": 1}), "fork") as ckpt:
+            for step in (4, 5):
+                ckpt.save(states[step], step=step).wait()
+            ckpt.prune(grace=0)
+        with ts.Checkpointer(spec(), "run") as ckpt:
+            for step in (1, 2, 3):
+                assert alike(states[step], ckpt.load(step=step))

@@ -63,6 +63,7 @@ class _Pack:
 class _Tier:
     tier_run: TierRun
     scan: PackScan
+    lasts: Callable[[str], bool]
     packs: dict[str, _Pack] = field(default_factory=dict)
     mends: dict[bytes, list[ChunkPlace]] = field(default_factory=dict)
     said: dict[str, int] = field(default_factory=dict)
@@ -72,7 +73,8 @@ class ChunkSearch:
     """Which of the wanted chunks exist undamaged, and where.
 
     Args:
-        scans: the tiers that can be read, nearest first, with the footers of their packs.
+        scans: the tiers that can be read, nearest first, with the footers of their packs, and a function that says of
+            the key of a pack whether it stays for a record of the run that names it.
         progress: called with the stored bytes read since the last call.
 
     Attributes:
@@ -80,8 +82,10 @@ class ChunkSearch:
             there.
     """
 
-    def __init__(self, scans: Sequence[tuple[TierRun, PackScan]], progress: Callable[[int], object]) -> None:
-        self._tiers = {tier_run.name: _Tier(tier_run, scan) for tier_run, scan in scans}
+    def __init__(
+        self, scans: Sequence[tuple[TierRun, PackScan, Callable[[str], bool]]], progress: Callable[[int], object]
+    ) -> None:
+        self._tiers = {tier_run.name: _Tier(tier_run, scan, lasts) for tier_run, scan, lasts in scans}
         self._progress = progress
         self._wanted: set[ChunkId] = set()
         self._places: dict[bytes, dict[Found, None]] = {}
@@ -372,8 +376,11 @@ class ChunkSearch:
         return None
 
     def _with_base(self, one: ChunkId, found: Found) -> ChunkPlace | None:
-        """A place with its base in the same tier; None if its pack is damaged otherwise, or there is no such base."""
+        """A place with its base in the same tier; None if its pack is damaged otherwise or may be deleted for all that
+        this run needs it, or there is no such base."""
         key = found.place.object
+        if not self._tiers[found.tier].lasts(key):
+            return None
         said = self._tiers[found.tier].said.get(key, self.size(found.tier, key))
         if said is None or not self._is_kept(found.tier, key, {key: said}):
             return None

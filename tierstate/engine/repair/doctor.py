@@ -6,6 +6,7 @@ lost only if some chunk of it is undamaged in no pack of any tier.
 
 A repair writes the missing chunks of a version and then a record of it, and deletes nothing but records that this one
 replaces. An interruption therefore leaves unused packs and never less than there was; the next run goes on from there.
+What only another run has is written again, since that run may drop it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tierstate.engine.packs.keys import run_of
 from tierstate.engine.packs.pack import PackScan, PackWriter, related_runs
 from tierstate.engine.placement import Cadence, LastSave, Routes, is_due
 from tierstate.engine.progress import Progress, no_progress
@@ -40,7 +42,7 @@ from tierstate.manifest.errors import (
 from tierstate.manifest.format.layout import RAW, Layout, LayoutBuilder
 from tierstate.manifest.format.record import Record, surviving_parts
 from tierstate.manifest.format.version import Head, Version
-from tierstate.manifest.history.leases import Leases, pinned_runs
+from tierstate.manifest.history.leases import FORK, Leases, pinned_runs
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.removals import removed_seqs
 from tierstate.manifest.history.retention import RetentionEntry
@@ -180,6 +182,8 @@ class _TierView:
             found = (entry.record for entry in Log(tier_run.tier, run).newest_first())
             self.layouts += [(record.version, record.layout) for record in found if record is not None]
         self.copies = list(self.scan.versions(tier_run.run))
+        self._sources = pinned_runs(tier_run.tier).get(tier_run.run, set())
+        self._kept = {key for run in self._sources for key in self._pinned(run)}
 
     def _read(self, seq: int, generation: int) -> None:
         try:
@@ -213,6 +217,21 @@ class _TierView:
             self.legible.append(version)
             if layout is not None:
                 self.layouts.append((version, layout))
+
+    def _pinned(self, run: str) -> Iterator[str]:
+        """The packs of all runs that the pinned versions of a run consist of, from which this one was forked."""
+        tier, me = self.tier_run.tier, self.tier_run.run
+        for lease in Leases(tier, run).look(tier.age).live:
+            if (lease.kind, lease.by) == (FORK, me) and (record := Log(tier, run).look(lease.seq).record) is not None:
+                yield from record.layout.objects
+
+    def stays(self, key: str) -> bool:
+        """Whether a pack stays for a new record that names it: it is of this run, or pins keep it for this run.
+
+        Another run deletes its packs when it needs them no more: their chunks can be read, and are written again.
+        """
+        run = run_of(key)
+        return run == self.tier_run.run or run in self._sources or key in self._kept
 
     def current(self, seq: int) -> Record | None:
         """The record that a restore reads (`Log.read`): it passes over damaged ones, but not over bad sectors."""
@@ -360,7 +379,7 @@ class _Diagnosis:
         self._lasting = [view for view in views if view.lasts]
         self._routes = Routes(policy)
         self._steps: list[_Step] = []
-        self.search = ChunkSearch([(view.tier_run, view.scan) for view in views], progress)
+        self.search = ChunkSearch([(view.tier_run, view.scan, view.stays) for view in views], progress)
         self._ids: dict[str, list[ChunkId]] = {}
         self._has: dict[str, Array] = {}
         self._missing: dict[str, set[int]] = {}
