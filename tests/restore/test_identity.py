@@ -699,3 +699,25 @@ def test_a_copy_names_the_tiers_of_the_policy_as_a_save_does(place):
     assert newest is not None
     assert newest.version.head.step == 2
     assert set(named_tiers(newest.commit)) == {"local", "site"}
+
+
+@pytest.mark.slow
+@pytest.mark.clock_numbers
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_prune_drops_nothing_of_what_is_mounted_in_the_place_of_a_tier(place, dry_run):
+    """An archive of the same run, say, which keeps what this tier does not."""
+    for step in (1, 2, 3):
+        save(spec(place), step)
+    (place / "site").rename(place / "archive")
+    shutil.rmtree(place / "local")
+    (place / "site").mkdir()
+    for step in (4, 5):
+        save(spec(place), step)
+    (place / "site").rename(place / "away")
+    (place / "archive").rename(place / "site")
+    with ts.Checkpointer(spec(place, keep={"last": 1}), "run") as ckpt:
+        local, site = ckpt.prune(dry_run=dry_run).tiers
+        assert "cannot be asked" in str(local.keep)
+        assert ["is expected here" in problem for problem in site.problems] == [True]
+        assert (site.drop, site.packs) == ((), {})
+    assert len(list((place / "site/versions/run").iterdir())) == 3

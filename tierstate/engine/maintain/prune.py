@@ -11,6 +11,7 @@ from tierstate.engine.info import VersionInfo, list_versions
 from tierstate.engine.packs.keys import pack_prefix
 from tierstate.engine.progress import Pace
 from tierstate.engine.publish.backlog import held_versions
+from tierstate.engine.store.identity import learn_newest
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import TierFull, TierstateError
 from tierstate.manifest.history.retention import RetentionDecision
@@ -122,11 +123,13 @@ class PruneRun:
         """Prune every tier; one that fails does not stop the others."""
         self._progress("looking at the versions")
         versions = list_versions(self._tier_runs, self._policy, {})
+        learn_newest([tier_run.identity for tier_run in self._tier_runs])
         silent = {tier_run.name for tier_run in self._tier_runs if not _answers(tier_run)}
         tiers = []
         for tier_run in (s for s in self._tier_runs if s.leads):
             found = TierPrune(tier_run.name)
             try:
+                tier_run.identity.ensure(create=False)  # another one in its place may keep what this one does not
                 self._prune(tier_run, self._in_use(tier_run, silent, versions), found)
             except TierstateError as error:
                 found.problems.append(str(error))
@@ -224,6 +227,7 @@ class PruneRun:
 
 def _answers(tier_run: TierRun) -> bool:
     try:
+        tier_run.identity.ensure(create=False)
         tier_run.log.seqs()
     except TierstateError:
         return False
