@@ -54,7 +54,7 @@ BOUNCE_BUFFERS = 4
 
 
 PREALLOCATE = 256 << 20
-"""Bytes reserved in the file at a time, ahead of the writes."""
+"""Most bytes reserved in a file at a time, ahead of the writes."""
 
 
 _KEEP_SIZE = 1
@@ -286,7 +286,9 @@ class AppendStream:
     def _reserve(self, end: int) -> None:
         """Preallocate blocks up to ``end``, if the file system can; if it is full, the writes will fail."""
         if end > self._reserved:
-            step = max(PREALLOCATE, end - self._reserved)
+            # At most as much ahead as the file is long: what a short file reserves is room that others do not get, and
+            # on tmpfs it is memory that is zeroed.
+            step = max(min(PREALLOCATE, self._reserved), end - self._reserved)
             preallocate(self._file.descriptor, self._reserved, step)
             self._reserved += step
 

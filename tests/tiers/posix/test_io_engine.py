@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from contextlib import closing
+from itertools import pairwise
 
 import pytest
 import torch
@@ -372,6 +373,38 @@ def test_a_lease_is_let_go_once_if_there_is_no_memory_for_the_tail(make, tmp_pat
     tier.close()
     assert lease.releases == 1
     assert list(tier.list("")) == []
+
+
+class Nowhere(Engine):
+    """Writes nothing, and says that it has."""
+
+    def _submit(self, transfer: Transfer) -> None:
+        transfer.done(None)
+
+    def _end(self) -> None:
+        pass
+
+    def join(self, timeout: float | None = None) -> bool:
+        return True
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8), most=st.sampled_from([1 << 20, 4 << 20, 256 << 20]))
+def test_no_more_is_reserved_ahead_than_a_file_is_long(sizes, most, tmp_path_factory):
+    """What many short files reserve at once would be room that the others need, and memory on tmpfs."""
+    path, reserved, buffer = tmp_path_factory.mktemp("reserved") / "file", [(0, 0)], map_pages(6 * BOUNCE_SIZE)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        closing(BufferedFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), path)) as file,
+    ):
+        patch.setattr(stream_room, "PREALLOCATE", most)
+        patch.setattr(stream_room, "preallocate", lambda _file, offset, nbytes: reserved.append((offset, nbytes)))
+        stream = AppendStream(file, lambda: Nowhere(2))
+        for size in sizes:
+            stream.append(buffer[: size * BOUNCE_SIZE], lambda: None)
+            start, nbytes = reserved[-1]
+            assert stream.length <= start + nbytes <= stream.length + min(stream.length, most)
+        stream.finish()
+    assert all(a + n == b for (a, n), (b, _) in pairwise(reserved)), "all of the file, one piece after the other"
 
 
 def test_reserving_and_probing_leave_a_file_as_it_is(file):
