@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,11 +44,11 @@ from tierstate.engine.packs.slab_layout import SlabChunks
 from tierstate.engine.publish.save_state import SaveState
 from tierstate.manifest import errors
 from tierstate.manifest.boxes import Box
-from tierstate.manifest.chunk import as_buffer
+from tierstate.manifest.chunk import as_buffer, empty_buffer
 from tierstate.manifest.errors import FormatError, PolicyError, TierstateError
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.version import Head
-from tierstate.tiers.base import Tier
+from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.arena import PAGE, Arena
 from tierstate.tiers.memory.host import Host
 from tierstate.tiers.policy.models import KeepKeys
@@ -106,6 +106,18 @@ class TestHandedMemory(TierContract):
             tier.agent = agent if request.param == "with one" else None
             yield tier
             tier.close()
+
+
+def test_an_agent_that_refuses_to_be_read_is_away() -> None:
+    """So that a restore goes on with the next tier: one of another version may listen by now."""
+
+    def connect() -> MessageSocket:
+        raise errors.TierstateError("this agent is of tierstate 2")
+
+    with closing(AgentMemory(connect)) as tier:
+        tier.name = "(agent)"
+        with pytest.raises(errors.TierUnavailable, match="^.agent.: this agent is of tierstate 2"):
+            tier.read("a/b", [Range(0, empty_buffer(1))])
 
 
 def test_what_a_trainer_has_itself_is_read_until_the_agent_has_something_newer() -> None:

@@ -114,7 +114,8 @@ class AgentMemory(Tier):
                 return self._free.pop()
         try:
             return MemoryConnection(self._connect())
-        except ConnectionLost as error:
+        except TierstateError as error:
+            # Also one that refuses, as it is of another version, or that has the tier no more: others are read then.
             raise TierUnavailable(f"{self.name}: {error}", tier=self.name) from error
 
     def _give_back(self, connection: MemoryConnection) -> None:

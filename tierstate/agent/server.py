@@ -235,7 +235,7 @@ class Agent:
         name, session = str(hello.head["tier"]), hello.head.get("session")
         tier = self.memory.tier if session is None else self._tier_of(session, name)
         if tier is None:
-            error = TierUnavailable(f"{name}: the agent has this tier no more, as its trainer has ended", tier=name)
+            error = TierUnavailable("the agent has this tier no more, as its trainer has ended", tier=name)
             link.send({"kind": "refused", "error": encode_error(error)})
             return
         link.send({"kind": "ready"})
