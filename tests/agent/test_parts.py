@@ -116,7 +116,7 @@ def test_an_agent_that_refuses_to_be_read_is_away() -> None:
 
     with closing(AgentMemory(connect)) as tier:
         tier.name = "(agent)"
-        with pytest.raises(errors.TierUnavailable, match="^.agent.: this agent is of tierstate 2"):
+        with pytest.raises(errors.TierUnavailable, match=r"^\(agent\): this agent is of tierstate 2"):
             tier.read("a/b", [Range(0, empty_buffer(1))])
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.agents import policy, state_of
+from support.agents import policy, state_of, statuses
 
 import tierstate as ts
 from tierstate.agent import handover
@@ -102,3 +102,11 @@ def with_child(place: str) -> None:
     child = fork(lambda: time.sleep(60))
     print("child", child, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def served(place: str, step: str) -> None:
+    """A trainer that saves one step, and tells by which agent, and of which version that is."""
+    with ts.Checkpointer(policy(Path(place)), "run") as ckpt:
+        ckpt.save(state_of(int(step)), step=int(step)).wait("slow")
+        (agent,) = statuses()
+        print("served", agent["pid"], agent["version"], flush=True)

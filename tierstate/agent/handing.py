@@ -40,6 +40,7 @@ from .launch import GREETING, STARTING, agent_name, greet, policy_text, socket_p
 from .memory_tier import AgentMemory, HandedMemory, handed_in
 from .messages import ConnectionLost, Message, decode_error
 from .received import MEMORY, encode_keep, with_memory
+from .version import check_up_to_date
 
 log = logging.getLogger("tierstate")
 
@@ -178,12 +179,18 @@ class HandingPipeline(SavePipeline):
         return reader
 
     def _replace_other_version(self) -> None:
-        """An agent of another version of this package gives its place up, and ends when it is done."""
+        """An agent of another version of this package gives its place up, and ends when it is done.
+
+        Raises:
+            ConnectionLost: there is none, or it was such a one.
+            TierstateError: it refuses, and this process is the one that is out of date.
+        """
         try:
             greet(self._path, {"kind": "status"})[0].close()
         except ConnectionLost:
             raise
         except TierstateError as error:
+            check_up_to_date()  # else the newer one, which others use, would be replaced by one of its kind
             log.warning("%s; it publishes what it has, and a new one takes its place", error)
             greet(self._path, {"kind": "retire"})[0].close()
             raise ConnectionLost("the agent of another version has given its place up") from None

@@ -8,7 +8,6 @@ of these gets an agent of its own.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -21,7 +20,8 @@ from tierstate.tiers.connections.distribution import runtime_folder
 from tierstate.tiers.connections.secret import SecretError
 from tierstate.tiers.policy.policy import Policy
 
-from .messages import PROTOCOL, Message, MessageSocket, decode_error
+from .messages import Message, MessageSocket, decode_error
+from .version import agent_version, check_up_to_date
 
 STARTING = 120.0
 """Seconds until an agent that was started must listen."""
@@ -33,11 +33,6 @@ GREETING = 10.0
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)")
 _CREDENTIALS = re.compile(r"(AWS|S3|GOOGLE|GCP|GCS|AZURE|FSSPEC)_")
-
-
-def agent_version() -> str:
-    """What two processes must have in common to work together."""
-    return f"{importlib.metadata.version('tierstate')}/{PROTOCOL}"
 
 
 def policy_text(policy: Policy) -> str:
@@ -106,6 +101,7 @@ def start_agent(policy: Policy, path: Path) -> None:
     Raises:
         TierstateError: it could not be started; the message has what it said.
     """
+    check_up_to_date()
     command = [sys.executable, "-m", "tierstate.agent.server", str(path)]
     environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     try:

@@ -31,6 +31,7 @@ from tierstate.tiers.connections.distribution import short_path, user_of
 from tierstate.tiers.libc import libc
 
 from .supervisor import HeldFiles, Holder, Supervisor
+from .version import agent_version
 
 if TYPE_CHECKING:
     from tierstate.tiers.memory.host import InMemoryTier
@@ -205,21 +206,20 @@ class Agent:
             self.progressed()
 
     def _serve(self, link: Any, hello: Any) -> None:
-        from .launch import agent_version
         from .messages import encode_error
 
         said = str(hello.head.get("version"))
         if hello.kind == "retire":
             self._retire(said)
             link.send({"kind": "retired", "pid": os.getpid()})
+        elif hello.kind == "stop":  # also after an upgrade, by the new version's command
+            self.stop()
+            link.send({"kind": "stopping", "status": self._status()})
         elif said != agent_version():
             error = TierstateError(f"this agent is of tierstate {agent_version()}, and the trainer of {said}")
             link.send({"kind": "refused", "error": encode_error(error), "version": agent_version()})
         elif hello.kind == "status":
             link.send({"kind": "status", "status": self._status()})
-        elif hello.kind == "stop":
-            self.stop()
-            link.send({"kind": "stopping", "status": self._status()})
         elif hello.kind == "read":
             self._serve_memory(link, hello)
         elif hello.kind == "save":
@@ -323,8 +323,6 @@ class Agent:
             os.unlink(self._path)
 
     def _status(self) -> dict[str, Any]:
-        from .launch import agent_version
-
         with self._lock:
             sessions = list(self._sessions)
         return {
