@@ -33,7 +33,7 @@ from tierstate.agent.memory_tier import AgentMemory, HandedMemory, serve_memory
 from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
 from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.received import encode_keep
-from tierstate.agent.server import Agent, cpu_numbers
+from tierstate.agent.server import LOG, Agent, cpu_numbers, listen
 from tierstate.agent.shared_slabs import SharedSlabs
 from tierstate.agent.store import VersionsInMemory
 from tierstate.cli import app
@@ -49,6 +49,7 @@ from tierstate.manifest.errors import FormatError, PolicyError, TierstateError
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.connections.distribution import runtime_folder, short_path
 from tierstate.tiers.memory.arena import PAGE, Arena
 from tierstate.tiers.memory.host import Host
 from tierstate.tiers.policy.models import KeepKeys
@@ -490,6 +491,60 @@ def test_an_agent_that_serves_others_refuses_a_connection(monkeypatch: pytest.Mo
     Agent.__new__(Agent)._welcome(wire)
     with other:
         assert other.recv(1) == b""
+
+
+# Sockets of agents
+
+
+def listening(path: Path, backlog: int = 64) -> socket.socket:
+    """In place of an agent that hangs: whoever connects gets no answer."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with short_path(path) as short:
+        listener.bind(short)
+    listener.listen(backlog)
+    return listener
+
+
+@pytest.mark.slow
+def test_a_look_at_an_agent_that_hangs_leaves_it_its_socket(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it nobody would find the agent any more, and a second one would be started."""
+    wait = MessageSocket.limit
+    monkeypatch.setattr(MessageSocket, "limit", lambda link, seconds: wait(link, min(seconds, 0.2)))
+    monkeypatch.setattr("tierstate.agent.messages.SEND_TIMEOUT", 1)
+    hung, killed = (runtime_folder() / f"agent-{name}" for name in ("hung", "killed"))
+    with closing(listening(hung, 1)):
+        for answer in ("does not answer", "hangs"):
+            listening(killed).close()
+            assert app(["agent", "status"], standalone_mode=False) == 1
+            assert answer in capsys.readouterr().out
+            assert hung.exists()
+            assert not killed.exists()
+        assert listen(hung) is None
+    hung.unlink()
+
+
+def test_what_cleans_temporary_files_sees_that_an_agent_uses_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = runtime_folder() / "agent-old"
+    path.with_suffix(LOG).touch()
+    with closing(listening(path)) as listener:
+        for file in (path, path.with_suffix(LOG)):
+            os.utime(file, (0.0, 0.0))
+        agent, ends = Agent.__new__(Agent), iter([False, False, True])
+        monkeypatch.setattr(agent, "_path", path, raising=False)
+        monkeypatch.setattr(agent, "_listener", listener, raising=False)
+        monkeypatch.setattr(agent, "_keepers", SimpleNamespace(hand_over=lambda: None), raising=False)
+        monkeypatch.setattr(agent, "holder", SimpleNamespace(found={}), raising=False)
+        monkeypatch.setattr(agent, "_retired", False, raising=False)
+        monkeypatch.setattr(agent, "_stopping", False, raising=False)
+        monkeypatch.setattr(agent, "_may_end", lambda: next(ends))
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        monkeypatch.setattr("tierstate.agent.server.TOUCH_EVERY", -1.0)
+        agent.run()
+    for file in (path, path.with_suffix(LOG)):
+        assert time.time() - os.stat(file).st_mtime < 60
+    path.unlink()
 
 
 @pytest.mark.slow

@@ -74,8 +74,7 @@ class MessageSocket:
     """
 
     def __init__(self, wire: socket.socket) -> None:
-        # Of the kernel and not of Python, where a limit for sending is one for receiving too.
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(SEND_TIMEOUT, 0))
+        _limit_sending(wire)
         self._wire = wire
         self.peer = process_of(wire)
         self._sending = threading.Lock()
@@ -89,6 +88,7 @@ class MessageSocket:
             TierstateError: what listens there is of another user.
         """
         wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _limit_sending(wire)  # it holds for connecting too, to a process that hangs and has too many waiting already
         try:
             with short_path(Path(path)) as short:
                 wire.connect(short)
@@ -96,7 +96,8 @@ class MessageSocket:
                 raise TierstateError(f"{path}: a process of user {user} listens there, and not of {os.geteuid()}")
         except OSError as error:
             wire.close()
-            raise ConnectionLost(f"{path}: no agent listens there: {error.strerror}") from error
+            why = "the agent there hangs" if isinstance(error, BlockingIOError) else "no agent listens there"
+            raise ConnectionLost(f"{path}: {why}: {error.strerror}") from error
         except BaseException:
             wire.close()
             raise
@@ -155,6 +156,8 @@ class MessageSocket:
         except BaseException as error:
             for descriptor in found:
                 os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise ConnectionLost("the process at the other end does not answer") from error
             if isinstance(error, (OSError, ValueError, RecursionError)):
                 raise ConnectionLost(f"the connection has failed: {error}") from error
             raise
@@ -198,6 +201,11 @@ class MessageSocket:
         """End the connection and free its descriptor. Called when no other thread uses it."""
         self.shut()
         self._wire.close()
+
+
+def _limit_sending(wire: socket.socket) -> None:
+    # Of the kernel and not of Python, where a limit for sending is one for receiving too.
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(SEND_TIMEOUT, 0))
 
 
 def _first_part(head: Mapping[str, Any], blobs: Sequence[int]) -> bytes:

@@ -45,6 +45,11 @@ DYING = 5.0
 """Seconds that a trainer may take to die that was killed together with its agent."""
 
 
+TOUCH_EVERY = 3600.0
+"""Seconds after which the socket and the log look as if they were new. What cleans ``/tmp`` (systemd-tmpfiles) removes
+what nobody has used for some days, and a trainer that is connected does not use the socket's name."""
+
+
 log = logging.getLogger("tierstate")
 
 
@@ -131,6 +136,7 @@ class Agent:
             threading.Thread(target=self._replay, args=(name, files), daemon=True, name="tierstate-agent").start()
         ready = select.poll()
         ready.register(self._listener, select.POLLIN)
+        touched = time.monotonic()
         while not self._may_end():
             if not self._retired and ready.poll(200):
                 with suppress(OSError):
@@ -140,7 +146,15 @@ class Agent:
                 time.sleep(0.2)
             if self._stopping:
                 self._end_sessions()
+            if time.monotonic() - touched > TOUCH_EVERY:
+                self._touch()
+                touched = time.monotonic()
         self._keepers.hand_over()
+
+    def _touch(self) -> None:
+        for path in (self._path, self._path.with_suffix(LOG)):
+            with suppress(OSError):
+                os.utime(path)
 
     def _end_sessions(self) -> None:
         """Let go of trainers of which everything is published."""
@@ -342,27 +356,49 @@ class Agent:
 
 def listen(path: Path) -> socket.socket | None:
     """The listening socket at a path; None if an agent listens there already."""
-    lock = os.open(path.with_suffix(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if _answers(path):
+    with _locked(path):
+        if not _removed(path):
             return None
-        with suppress(FileNotFoundError):
-            os.unlink(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_path(path) as short:
             listener.bind(short)
         os.chmod(path, 0o600)
         listener.listen(64)
         return listener
+
+
+def remove_leftover(path: Path) -> bool:
+    """Remove the socket of an agent that was killed. Returns False if an agent has it, though it may not answer now."""
+    with _locked(path):
+        return _removed(path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = os.open(path.with_suffix(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(lock)
 
 
-def _answers(path: Path) -> bool:
+def _removed(path: Path) -> bool:
+    if _is_open(path):
+        return False
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return True
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process has the socket: an agent, or the parent that is about to start it again."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, short_path(path) as short:
+        probe.setblocking(False)  # where too many wait to be served already, this is refused at once
         try:
             probe.connect(short)
+        except BlockingIOError:
+            return True
         except OSError:
             return False
         return True

@@ -12,6 +12,7 @@ import typer
 
 from tierstate.agent.launch import agent_name, agents_of_user, ask_agent, policy_text, socket_path, start_agent
 from tierstate.agent.messages import ConnectionLost
+from tierstate.agent.server import remove_leftover
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.policy.policy import Policy
 
@@ -51,7 +52,6 @@ def _asked(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in agents_of_user():
         try:
             yield path, dict(ask_agent(path, kind).head.get("status", {}))
-        except ConnectionLost:
-            path.unlink(missing_ok=True)  # of an agent that was killed
         except TierstateError as error:
-            yield path, {"socket": str(path), "error": str(error)}
+            if not (isinstance(error, ConnectionLost) and remove_leftover(path)):
+                yield path, {"socket": str(path), "error": str(error)}
