@@ -38,6 +38,11 @@ LINGER = 1.0
 """Seconds after which the watchdog thread ends if there is nothing to watch."""
 
 
+PULSE = 1.0
+"""Seconds that the watchdog thread sleeps at most while there is something to watch: how exactly it knows for how long
+this process was stopped."""
+
+
 THREAD_CLOSE_WAIT = 1.0
 """Seconds that closing waits for a thread that is about to end."""
 
@@ -411,14 +416,23 @@ class Watchdog:
                 left = min((one.effort.last for one in waited), default=time.monotonic()) + self.seconds
                 left -= time.monotonic()
                 if left > 0:
-                    self._changed.wait(left)
+                    self._sleep(min(left, PULSE))
                 else:
                     self._give_up(waited)
             self._watching = None
 
+    def _sleep(self, seconds: float) -> None:
+        began = time.monotonic()
+        self._changed.wait(seconds)
+        now = time.monotonic()
+        # If it took longer, this process was stopped (SIGSTOP, a frozen container), which is no silence of the tier.
+        if (stopped := now - began - seconds) > PULSE:
+            for effort in {one.effort for one in self._waited()}:
+                effort.last = min(now, effort.last + stopped)
+
     def _lingered(self) -> bool:
         """Wait while there is nothing to watch, up to `LINGER`; returns whether there is something to watch again."""
-        self._changed.wait(min(self.seconds, LINGER))
+        self._sleep(min(self.seconds, LINGER))
         return bool(self._waited())
 
     def _waited(self) -> list[Pending]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from tierstate.tiers.base import ObjectWriter, Range, Release, Tier, Traits, lay
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import Lease, TierContract, random_bytes
+from tierstate.tiers.wrappers import watchdog
+from tierstate.tiers.wrappers.breaker import Hung
 from tierstate.tiers.wrappers.deadline import Deadline, DeadlineWriter
 
 LONG, SOON = 60.0, 0.1
@@ -199,6 +202,44 @@ def test_a_slow_call_is_no_hung_one(inner: Stuck) -> None:
     gate.set()
     thread.join()
     assert sizes == [10]
+    tier.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_stop_of_this_process_is_no_silence_of_the_tier(
+    inner: Stuck, monkeypatch: pytest.MonkeyPatch, *, hangs: bool
+) -> None:
+    """As by SIGSTOP, by which a scheduler suspends a job: time goes on, and nothing else does."""
+    stopped = [0.0]
+    monkeypatch.setattr(watchdog, "PULSE", 0.05)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0]))
+    tier = Deadline(inner, 3.0)
+    tier.put("old", random_bytes(10))
+    found: list[int | type[BaseException]] = []
+
+    def look() -> None:
+        try:
+            found.append(tier.size("old"))
+        except TierUnavailable as error:
+            found.append(type(error))
+
+    gate = inner.shut("size")
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert inner.entered.acquire(timeout=30)
+    for _ in range(3):
+        time.sleep(0.2)
+        with tier._watch._lock:
+            stopped[0] += 3600.0
+            tier._watch._changed.notify_all()  # whoever sleeps wakes up at once then
+    time.sleep(0.2)
+    assert found == []
+    if hangs:
+        thread.join(30)
+    gate.set()
+    thread.join()
+    assert found == [Hung if hangs else 10]
     tier.close()
 
 
