@@ -493,6 +493,14 @@ def test_an_agent_that_serves_others_refuses_a_connection(monkeypatch: pytest.Mo
         assert other.recv(1) == b""
 
 
+def test_an_agent_that_cannot_see_a_trainer_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers with PID namespaces of their own the kernel says 0 for the number of the other's process."""
+    monkeypatch.setattr("tierstate.agent.messages.process_of", lambda _wire: 0)
+    here, there = pair()
+    with closing(there), closing(here), pytest.raises(errors.TierUnavailable, match=r"another PID namespace.*hostPID"):
+        here.watch_peer()
+
+
 # Sockets of agents
 
 

@@ -178,7 +178,16 @@ class MessageSocket:
         return data
 
     def watch_peer(self) -> int:
-        """A new descriptor that is ready once the process at the other end has ended (pidfd)."""
+        """A new descriptor that is ready once the process at the other end has ended (pidfd).
+
+        Raises:
+            TierUnavailable: this process cannot see it.
+        """
+        if not self.peer:
+            raise TierUnavailable(
+                "the agent would not notice that this process has ended, since it is in another PID namespace; let "
+                "them share one (Kubernetes: 'hostPID: true'; Docker: '--pid=host')"
+            )
         return os.pidfd_open(self.peer)
 
     def limit(self, seconds: float) -> None:
