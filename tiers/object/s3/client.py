@@ -86,7 +86,7 @@ class S3Session:
     def __init__(self, options: S3Options, deadline: float) -> None:
         self.pid = os.getpid()
         self._options = options
-        self._patience = RetryUntilDeadline(deadline)
+        self._patience = RetryUntilDeadline(deadline, silence=options.silence)
         self._brief = RetryUntilDeadline(min(deadline, BRIEF_DEADLINE))
         self._opening = threading.RLock()
         self._opened: _Opened | None = None

@@ -82,6 +82,12 @@ class S3Options:
         )
 
     @property
+    def silence(self) -> float:
+        """Seconds for which one request waits for a server that does not answer, at most."""
+        timeouts = (self.config[name] for name in ("connect_timeout", "read_timeout"))
+        return sum(float("inf") if seconds is None else float(seconds) for seconds in timeouts)
+
+    @property
     def endpoint(self) -> str:
         """The endpoint of the options; empty if botocore chooses it."""
         return str(self.client.get("endpoint_url") or "")

@@ -21,6 +21,11 @@ REQUEST_BACKOFF = Backoff(first=0.1, longest=10.0)
 """Pauses between two attempts of one operation."""
 
 
+COUNTED = 0.5
+"""Share of the deadline that one attempt counts at most which lasted longer than it can be silent: bytes have moved, or
+this process was stopped meanwhile (SIGSTOP, a frozen container)."""
+
+
 MAX_USELESS = 4
 """After this many broken responses in a row without progress, the operation is given up."""
 
@@ -53,11 +58,12 @@ class _Attempts:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the first attempt began."""
+        """Seconds since the first attempt began, without those that do not count."""
         return time.monotonic() - self._start
 
-    def failed(self, error: Exception) -> None:
-        """Add a failed attempt."""
+    def failed(self, error: Exception, free: float) -> None:
+        """Add a failed attempt, of which so many seconds do not count."""
+        self._start += free
         self.reasons[store_error_code(error)] += 1
         at = self._moved()
         if at != self._at:
@@ -81,11 +87,14 @@ class RetryUntilDeadline:
     Args:
         deadline: seconds that one operation may take with all its attempts.
         draw: returns a random number from 0 to 1.
+        silence: seconds for which one attempt waits for a server that does not answer, at most.
     """
 
-    def __init__(self, deadline: float, draw: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, deadline: float, draw: Callable[[], float] = random.random, silence: float = float("inf")
+    ) -> None:
         self.deadline = deadline
-        self._draw = draw
+        self._draw, self._silence = draw, silence
 
     def run(
         self,
@@ -108,15 +117,20 @@ class RetryUntilDeadline:
         """
         stop, made = stop or Latch(), _Attempts(moved)
         while True:
+            left, began = max(self.deadline - made.seconds, REQUEST_BACKOFF.first), time.monotonic()
             try:
-                return attempt(max(self.deadline - made.seconds, REQUEST_BACKOFF.first))
+                return attempt(left)
             except Exception as error:
                 if not again(error):
                     raise
-                made.failed(error)
+                made.failed(error, self._free(time.monotonic() - began, left))
                 pause = REQUEST_BACKOFF.pause(made.since, self._draw)
                 over = made.seconds + pause >= self.deadline or made.useless >= MAX_USELESS
                 if over or stop.wait(pause):
                     if made.reasons.total() == 1:
                         raise
                     raise made.gave_up(error, self.deadline) from error
+
+    def _free(self, lasted: float, left: float) -> float:
+        """Seconds of an attempt that do not count. ``left``: as it was given; it has no longer timeouts."""
+        return max(0.0, lasted - COUNTED * self.deadline) if lasted > min(self._silence, 2 * left) else 0.0

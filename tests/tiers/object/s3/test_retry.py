@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.tiers.object.filesystem import store_errors_translated
+from tierstate.tiers.object.s3 import retry
 from tierstate.tiers.object.s3.http_session import Broken
 from tierstate.tiers.object.s3.retry import MAX_USELESS, REQUEST_BACKOFF, GaveUp, RetryUntilDeadline, is_transient
 
@@ -111,6 +113,43 @@ def test_pauses_are_short_again_after_something_moved() -> None:
     attempt = Failing(*[NOT_CONNECTED] * 8)
     RetryUntilDeadline(10, draw=lambda: 1.0).run(attempt, moved=lambda: attempt.calls)
     assert attempt.calls == 9
+
+
+class Lasting:
+    """Each attempt lasts so many seconds of a clock that it turns on, and the first ones fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, failures: int) -> None:
+        self.now, self.calls, self._seconds, self._failures = 0.0, 0, seconds, failures
+        monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def __call__(self, left: float) -> None:
+        self.calls, self.now = self.calls + 1, self.now + self._seconds
+        if self.calls <= self._failures:
+            raise NOT_CONNECTED
+
+
+@pytest.mark.parametrize("seconds", [36.0, 120.0, 86_400.0])
+def test_an_attempt_during_which_the_process_was_stopped_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """A server that does not answer ends an attempt sooner; so does one that ends all of them, after a while."""
+    attempt = Lasting(monkeypatch, seconds, 1)
+    RetryUntilDeadline(60, lambda: 0.0, silence=35).run(attempt)
+    assert attempt.calls == 2
+    attempt = Lasting(monkeypatch, seconds, 100)
+    with pytest.raises(GaveUp, match="the last of 2 attempts"):
+        RetryUntilDeadline(60, lambda: 0.0, silence=35).run(attempt)
+
+
+@given(seconds=st.floats(0, 40), deadline=st.floats(1, 100))
+def test_a_server_that_is_silent_is_waited_for_until_the_deadline(seconds: float, deadline: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        attempt = Lasting(patch, min(seconds, 2 * deadline, 35.0), 1)
+        if attempt._seconds >= deadline:
+            with pytest.raises(EndpointConnectionError):
+                RetryUntilDeadline(deadline, lambda: 0.0, silence=35).run(attempt)
+        else:
+            RetryUntilDeadline(deadline, lambda: 0.0, silence=35).run(attempt)
 
 
 def test_a_stop_is_heard_during_a_pause() -> None:
