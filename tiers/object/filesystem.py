@@ -89,8 +89,9 @@ _STATUS: dict[int, type[TierError]] = {
 _NAMES: dict[str, type[TierError]] = {
     "NoCredentialsError": AccessDenied,
     "PartialCredentialsError": AccessDenied,
-    "CredentialRetrievalError": AccessDenied,
-    "MetadataRetrievalError": AccessDenied,
+    # What gives them (a metadata server, a program) does not answer now: nothing is denied.
+    "CredentialRetrievalError": TierUnavailable,
+    "MetadataRetrievalError": TierUnavailable,
     "ProfileNotFound": AccessDenied,
     "TokenRetrievalError": AccessDenied,
     "SSOError": AccessDenied,
@@ -144,6 +145,9 @@ _REMEDIES: dict[type[TierError], str] = {
 _THROTTLED = "the store asks for fewer requests; let fewer processes write at once, or raise the tier's 'deadline'"
 
 
+_NO_CREDENTIALS = "see whether what gives the credentials answers: a metadata server, or a program of the profile"
+
+
 _CODE_REMEDIES: dict[str, str] = {
     "NoSuchBucket": "there is no such bucket: create it, or correct the tier's 'url'",
     "SlowDown": _THROTTLED,
@@ -153,6 +157,8 @@ _CODE_REMEDIES: dict[str, str] = {
     "BadDigest": "the bytes were damaged on their way there",
     "QuotaExceeded": "the quota of the bucket or of its user is used up: raise it, or let the tier keep fewer versions "
     "('keep')",
+    "CredentialRetrievalError": _NO_CREDENTIALS,
+    "MetadataRetrievalError": _NO_CREDENTIALS,
     "SSLCertVerificationError": "give the authority that signed the store's certificate: 'client_kwargs: {verify: "
     "/path/to/ca.pem}' in the tier's 'options'",
 }
@@ -245,7 +251,8 @@ def remedy(error: BaseException) -> str:
         region = str(response.get("Error", {}).get("Region") or headers.get("x-amz-bucket-region") or "")
         if _REGION.fullmatch(region):
             return f"the bucket is in region {region}: write 'client_kwargs: {{region_name: {region}}}' in 'options'"
-    return _CODE_REMEDIES.get(code) or _REMEDIES[store_error_class(error)]
+    named = (_CODE_REMEDIES.get(name) for name in (code, *(type(one).__name__ for one in _causes(error))))
+    return next(filter(None, named), _REMEDIES[store_error_class(error)])
 
 
 def _response(error: BaseException) -> Mapping[str, Any] | None:

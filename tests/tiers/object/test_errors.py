@@ -7,7 +7,9 @@ import pytest
 from botocore.exceptions import (
     ClientError,
     ConnectTimeoutError,
+    CredentialRetrievalError,
     EndpointConnectionError,
+    MetadataRetrievalError,
     NoCredentialsError,
     ReadTimeoutError,
 )
@@ -26,6 +28,7 @@ from tierstate.manifest.errors import (
     TierUnavailable,
 )
 from tierstate.tiers.object.filesystem import store_error_class, store_errors_translated
+from tierstate.tiers.object.s3.retry import GaveUp
 from tierstate.tiers.secrets import scrub, secrets_in
 
 PUBLIC_PARTS = {"endpoint_url": "http://host:1", "client_kwargs": {"region_name": "eu-west-1"}}
@@ -70,6 +73,8 @@ def test_answers_of_a_store(error: ClientError, wanted: type[TierError]) -> None
         (ConnectTimeoutError(endpoint_url="http://h"), TierUnavailable),
         (ReadTimeoutError(endpoint_url="http://h"), TierUnavailable),
         (NoCredentialsError(), AccessDenied),
+        (CredentialRetrievalError(provider="container-role", error_msg="no answer"), TierUnavailable),
+        (MetadataRetrievalError(error_msg="no answer"), TierUnavailable),
         (FSTimeoutError(), TierUnavailable),
         (TimeoutError(), TierUnavailable),
         (ConnectionResetError(errno.ECONNRESET, "reset"), TierUnavailable),
@@ -90,6 +95,17 @@ def test_errors_of_clients(error: Exception, wanted: type[TierError]) -> None:
         raise error
     assert (type(found.value), found.value.__cause__) == (wanted, error)
     assert (found.value.tier, found.value.key) == ("s3", "a")
+
+
+def test_credentials_that_cannot_be_looked_up_have_a_remedy_of_their_own() -> None:
+    """Also once it was tried again and again."""
+    given_up = GaveUp("the last of 2 attempts")
+    given_up.__cause__ = CredentialRetrievalError(provider="container-role", error_msg="no answer")
+    with (
+        pytest.raises(TierUnavailable, match=r"; see whether what gives the credentials answers"),
+        store_errors_translated("read", "s3", "a", "s3://b/a", frozenset()),
+    ):
+        raise given_up
 
 
 def test_a_range_that_the_store_refuses() -> None:
