@@ -118,3 +118,48 @@ def test_children_that_exit_close_or_drop_harm_neither_the_save_nor_themselves(i
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SCRIPT, str(place), io, chunk]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+READER = """
+import os, sys
+import torch
+import tierstate as ts
+
+text = '''
+version: 1
+chunk: {}
+arena: {{size: 32MiB}}
+tiers:
+  nvme: {{type: nvme, path: "{}", codec: fast}}
+'''.format(sys.argv[2], sys.argv[1])
+torch.set_num_threads(1)  # a forked child has none of OpenMP's
+state = {"w": torch.zeros(2_000_000)}
+ckpt = ts.Checkpointer(ts.Policy.parse(text), run="run")
+ckpt.save(state, step=0).wait()
+pid = os.fork()
+if pid == 0:
+    code = 1
+    try:
+        for _ in range(30):
+            assert not ckpt.load(step=0)["w"].any()
+        ckpt.close()
+        code = 7
+    finally:
+        os._exit(code)
+step = 0
+while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+    step += 1
+    state["w"] += 1
+    ckpt.save(state, step=step).wait()
+assert os.waitstatus_to_exitcode(found[1]) == 7
+assert ckpt.verify(deep=True).ok
+ckpt.close()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("chunk", ["1MiB", "4MiB"])  # as above
+def test_a_child_that_reads_harms_no_save_of_its_parent(place: Path, chunk: str):
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", READER, str(place), chunk]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

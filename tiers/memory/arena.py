@@ -354,6 +354,7 @@ class Arena:
         self._can_prepare = True  # until an attempt fails
         self._wanted = 0  # slabs in flight or free, up to which memory is being prepared
         self._preparers: list[threading.Thread] = []  # the last ones, until `close` has seen them end
+        self._children: dict[int, Arena] = {}  # by process
 
     @property
     def node(self) -> NumaNode | None:
@@ -363,6 +364,18 @@ class Arena:
     def is_ours(self) -> bool:
         """Whether this process made the arena, and did not inherit it in a fork."""
         return os.getpid() == self._pid
+
+    def _in_child(self) -> Arena:
+        """What a forked child uses in place of the arena that it inherited.
+
+        Its parent may be writing from that memory by now, and sees what is written to it if it is shared. And the lock
+        may be held by a thread that the child does not have.
+        """
+        pid = os.getpid()
+        if (found := self._children.get(pid)) is None:
+            # Of threads that come here together all get the one that is there first.
+            found = self._children.setdefault(pid, Arena(self.slots * self.slab_size, self.slab_size))
+        return found
 
     def lacks(self, nbytes: int) -> bool:
         """Whether a capture of ``nbytes`` bytes would have to wait; one longer than the arena needs all slabs free."""
@@ -403,6 +416,8 @@ class Arena:
             CaptureError: ``stop`` returned true while waiting.
             TierstateError: the arena is closed.
         """
+        if not self.is_ours():
+            return self._in_child().acquire(stop, nbytes=nbytes, last=last)
         little = self._is_little(nbytes)
         with self.lock:
             while (full := self._is_full(last)) or (not (last or little) and self._comes_soon()):
@@ -424,7 +439,7 @@ class Arena:
 
         Background threads prepare it meanwhile, and a fast disk may return a slab sooner than that.
         """
-        if self._free or not self.is_ours():
+        if self._free:
             return False
         if not self._preparing and self._can_prepare:
             soon = max(-(-HUGE // self.slab_size), _preparers())  # one for each thread that there can be
@@ -437,6 +452,8 @@ class Arena:
         Raises:
             TierstateError: the arena is closed.
         """
+        if not self.is_ours():
+            return self._in_child().try_acquire()
         with self.lock:
             if self._is_full(last=False) or self._comes_soon():
                 return None
@@ -481,6 +498,8 @@ class Arena:
         The first touch of memory costs more than all later work with it. Called from the thread that saves: slabs are
         pinned in the context of its CUDA device.
         """
+        if not self.is_ours():
+            return self._in_child().prepare(nbytes)
         self.device = current_device()
         with self.lock:
             self._can_prepare = True
@@ -567,6 +586,8 @@ class Arena:
         Returns:
             Bytes that this keeps in addition: 0 if the slab is kept already or is not of this arena.
         """
+        if not self.is_ours():
+            return self._in_child().keep(buffer)
         with self.lock:
             slab = self._out.get(_address(buffer))
             if slab is None or slab.kept:
@@ -628,10 +649,12 @@ class Arena:
     def close(self) -> None:
         """Return all free memory to the system; a slab that is in use follows when its last lease ends.
 
-        A thread that waits for a slab gets an error, and the background threads end. In a forked child this does
-        nothing: memory and threads belong to its parent.
+        A thread that waits for a slab gets an error, and the background threads end. In a forked child this leaves
+        alone what the child has inherited: memory and threads belong to its parent.
         """
         if not self.is_ours():
+            if (own := self._children.get(os.getpid())) is not None:
+                own.close()
             return
         with self.lock:
             self.closed = True  # from here on no slab is added to the free ones

@@ -514,6 +514,38 @@ def test_a_forked_child_that_closes_takes_nothing_from_its_parent(loaned: Arena)
     assert holds(loaned.acquire().buffer, 7)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_works_with_memory_of_its_own(loaned: Arena) -> None:
+    """Its parent may be writing from that which it has inherited, and a thread of the parent may hold the lock."""
+
+    def use() -> None:
+        loaned.prepare(12 * BIG)
+        slabs = [loaned.acquire(last=True) for _ in range(loaned.slots)]
+        assert all(holds(slab.buffer, 0) for slab in slabs)
+        for slab in slabs:
+            slab.buffer.fill_(9)
+            slab.release()
+        loaned.close()
+
+    holding, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with loaned.lock:
+            holding.set()
+            over.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holding.wait(60)
+    try:
+        assert child(use) == 0
+    finally:
+        over.set()
+        holder.join()
+    assert len(loaned._free) == 7
+    assert all(holds(slab.buffer, 7) for slab in loaned._free)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_that_drops_what_it_inherited_keeps_its_own_memory(loaned: Arena) -> None:
