@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from support.checkpointer_worlds import arena_of, engine_threads, faulty, policy, tensors, tier, wrapped
 from support.equality import difference
+from support.outcomes import until
 
 import tierstate as ts
 from tierstate.engine.capture import capture
@@ -143,3 +147,19 @@ def broken_digest(_name):
         raise MemoryError("planted")
 
     return digest
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a_save_that_is_done_keeps_nothing_of_the_state_in_memory(place, lazy):
+    memory = np.ones(100_000, "f4")
+    gone, weight = weakref.ref(memory), torch.nn.Parameter(torch.from_numpy(memory))
+    optimizer = torch.optim.SGD([weight])
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        if lazy:
+            ckpt.guard(optimizer)
+        save = ckpt.save({"w": weight}, step=1)
+        save.wait()
+        ckpt.unguard(optimizer)
+        del memory, weight, optimizer
+        until(lambda: gc.collect() >= 0 and gone() is None, within=20)
+        assert save.done()

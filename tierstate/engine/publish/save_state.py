@@ -104,8 +104,9 @@ class SaveState:
     def release_state(self) -> None:
         """Wait until this thread may change what is still to be captured, in host memory or by work on its streams."""
         self.queued.wait()
-        if not self.captured.done() and self._copies is not None:
-            self._copies.release()
+        copies = self._copies
+        if copies is not None and not self.captured.done():
+            copies.release()
 
     def capture_ended(self, error: BaseException | None) -> None:
         """The capture is complete (``error`` is None), or has failed."""
@@ -117,6 +118,7 @@ class SaveState:
             self.captured.set_result(None)
             if self.when_captured is not None:
                 self.when_captured(time.monotonic() - self._start)
+        self._copies = None  # it refers to the state's memory, which must not stay for as long as somebody has this
         self.freed.set()
         self.queued.set()
 
