@@ -109,8 +109,8 @@ def test_memory_is_there_before_the_first_save(place):
         assert 100_000 <= prepared(ckpt) <= 256 << 10, "as much as the state needs, or the restore has used"
 
 
-def test_save_returns_when_all_is_copied_and_does_not_wait_for_digests(place, monkeypatch):
-    gate, digesting = threading.Event(), threading.Event()
+def waiting_digest(gate, digesting):
+    """A digest function that waits for one event, and sets the other one before."""
 
     def slow(name):
         own = digest_function(name)
@@ -122,9 +122,14 @@ def test_save_returns_when_all_is_copied_and_does_not_wait_for_digests(place, mo
 
         return digest
 
+    return slow
+
+
+def test_save_returns_when_all_is_copied_and_does_not_wait_for_digests(place, monkeypatch):
+    gate, digesting = threading.Event(), threading.Event()
     state = {"w": torch.arange(100_000)}
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}, arena={"size": "4MiB"}), "run") as ckpt:
-        monkeypatch.setattr(capture, "digest_function", slow)
+        monkeypatch.setattr(capture, "digest_function", waiting_digest(gate, digesting))
         save = ckpt.save(state, step=1)
         assert digesting.wait(30)
         assert not gate.is_set()
@@ -140,6 +145,22 @@ def test_save_returns_when_all_is_copied_and_does_not_wait_for_digests(place, mo
             late.wait()
         assert [version.step for version in ckpt.versions()] == [1]
         assert arena_of(ckpt).in_flight == 0
+
+
+def test_a_restored_version_is_the_parent_of_the_saves_after_it_and_of_none_before(place, monkeypatch):
+    gate = threading.Event()
+    state = {"w": torch.arange(100_000)}
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}, arena={"size": "4MiB"}), "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state, step=step).wait()
+        monkeypatch.setattr(capture, "digest_function", waiting_digest(gate, threading.Event()))
+        late = ckpt.save(state, step=3)
+        ckpt.restore(into=state, step=1)
+        assert not late.done()
+        gate.set()
+        ckpt.save(state, step=4).wait()
+        steps = {version.id: version.step for version in ckpt.versions()}
+        assert {v.step: steps.get(v.parent) for v in ckpt.versions()} == {1: None, 2: 1, 3: 2, 4: 1}
 
 
 def broken_digest(_name):

@@ -528,7 +528,7 @@ class CaptureThread:
         self._version: Version | None = None
         self._staging = DeviceStaging()
         self._streams: Streams = {}
-        self._queue: SimpleQueue[CaptureJob | None] = SimpleQueue()
+        self._queue: SimpleQueue[CaptureJob | str | None] = SimpleQueue()
         self._over = Latch()
         self._thread = threading.Thread(target=self._run, name="tierstate-capture", daemon=True)
 
@@ -539,6 +539,11 @@ class CaptureThread:
     def put(self, work: CaptureJob) -> None:
         """Add a save to the queue."""
         self._queue.put(work)
+
+    def continue_from(self, version: str) -> None:
+        """Make a version, by its id, the parent of the next save. Those in the queue were made before it was restored,
+        and so was one whose digests are not known yet, though its state is captured."""
+        self._queue.put(version)
 
     def end(self) -> None:
         """End the thread after the saves in the queue."""
@@ -553,7 +558,9 @@ class CaptureThread:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            if not work.save_state.begun:
+            if isinstance(work, str):
+                self.parent = work
+            elif not work.save_state.begun:
                 work.save_state.begun = True
                 # A list and not a generator: every job must be put, also after the first queue that is not idle.
                 idle = all([queue.put(job) or isinstance(job, CascadeJob) for queue, job in work.jobs])

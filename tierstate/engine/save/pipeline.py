@@ -146,7 +146,7 @@ class SavePipeline:
         """Make a version the parent of the next one, because the state was restored from it. ``version``: its id."""
         self._parent = version
         if self._capturing is not None:
-            self._capturing.parent = version
+            self._capturing.continue_from(version)
 
     def check_process(self) -> None:
         """Raise CaptureError in a child that was forked: its parent has the threads."""
