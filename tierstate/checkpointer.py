@@ -242,11 +242,15 @@ class Checkpointer(Run):
         self._telemetry: Telemetry | None = None
         try:
             self._begin(policy, run, allowed_pickles(policy, check_globs(allow_pickle)))
-            self._preemption = None if signals is None else self._watch(signals)
         except BaseException:
             if self._together is not None:
                 self._together.close()  # the other ranks wait for this rank
             self._end_telemetry()
+            raise
+        try:
+            self._preemption = None if signals is None else self._watch(signals)
+        except BaseException:
+            self._release()
             raise
         self.restored: VersionInfo | None = None
         """The version of the last `restore` or `load`."""

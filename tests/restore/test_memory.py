@@ -86,6 +86,23 @@ def test_no_thread_is_left(place):
     assert engine_threads() == []
 
 
+def test_no_thread_is_left_of_one_that_could_not_be_made(place):
+    spec = policy({"nvme": tier("nvme", place)}, metrics={"events": True}, preemption={})
+    refused = []
+
+    def make():
+        try:
+            ts.Checkpointer(spec, "run")
+        except ts.PolicyError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join(30)
+    assert "by the main thread only" in refused[0]
+    assert engine_threads() == []
+
+
 def prepared(ckpt: ts.Checkpointer) -> int:
     """Bytes that a first save need not wait for."""
     arena = arena_of(ckpt)
