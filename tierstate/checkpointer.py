@@ -131,10 +131,14 @@ class Save:
 
         Raises:
             CaptureError: the state could not be copied.
+            TimeoutError: it took longer than ``timeout`` seconds; the capture continues.
             Reentered: called by a signal handler that has interrupted a call of a `Checkpointer`.
         """
         refuse_inside("wait_captured")
-        self._save_state.captured.result(timeout)
+        try:
+            self._save_state.captured.result(timeout)
+        except TimeoutError:
+            raise TimeoutError(f"step {self.step} is not captured after {timeout} s yet") from None
 
     def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
         """Wait until the version is committed on a tier, by default the policy's ``durable`` one.

@@ -148,6 +148,8 @@ def test_save_returns_before_the_parameters_are_captured_and_the_step_waits(
         truth = job.truth()
         save = ckpt.save(job.state(), step=1)
         assert gate.reached.wait(30), "save has returned, and the capture of this leaf has only begun"
+        with pytest.raises(TimeoutError, match=r"^step 1 is not captured after 0\.01 s yet$"):
+            save.wait_captured(0.01)
         # What no optimizer owns was captured before save returned, so it may change at once.
         job.seen.fill_(-1)
         job.model[1].running_mean.fill_(-1)
