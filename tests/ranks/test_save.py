@@ -20,7 +20,7 @@ from support.storage_sites import AtSite, Site
 from support.thread_teams import together
 
 import tierstate as ts
-from tierstate.engine.ranks.save.coordinator import unnamed_packs
+from tierstate.engine.ranks.save.coordinator import Coordinator, unnamed_packs
 from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.boxes import Box
@@ -233,6 +233,34 @@ def test_a_leaf_that_vanishes_on_its_owner_fails_that_save_everywhere_and_no_lat
     for seq in (3, 4):
         _, found = read([at(place / "host0", "nvme")], "run", seq)
         assert set(found) == set(names)
+
+
+def test_a_restored_version_is_the_parent_of_the_saves_after_it_and_of_none_before(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, parts = threading.Event(), Coordinator._parts
+
+    def late(self: Coordinator, keys: Any, messages: Any) -> Any:
+        assert keys.seq != 3 or gate.wait(60)
+        return parts(self, keys, messages)
+
+    monkeypatch.setattr(Coordinator, "_parts", late)
+
+    def run(team: Team) -> dict[int, int | None]:
+        state = {"w": torch.arange(1000)}
+        with ts.Checkpointer(policy({"lustre": tier("lustre", place)}), "run", team) as ckpt:
+            for step in (1, 2):
+                ckpt.save(state, step=step).wait()
+            save = ckpt.save(state, step=3)
+            ckpt.restore(into=state, step=1)
+            if team.coordinator:
+                assert not save.done()
+                gate.set()
+            ckpt.save(state, step=4).wait()
+            steps = {version.id: version.step for version in ckpt.versions()}
+            return {version.step: steps.get(version.parent) for version in ckpt.versions()}
+
+    assert ranks(2, run) == [{1: None, 2: 1, 3: 2, 4: 1}] * 2
 
 
 def test_values_that_are_not_alike_are_told_on_every_rank(place: Path) -> None:

@@ -650,6 +650,14 @@ def test_merged_versions_know_the_last_few_and_whose_child_the_next_one_is() -> 
     assert merged.merge(3, [world.part(0, 3).version])[0].head.parent == found[2].id
 
 
+def test_what_is_restored_is_the_parent_of_later_saves_and_of_none_that_is_merged_late() -> None:
+    world, merged = World("site", [0]), MergedVersions()
+    first = merged.merge(1, [world.part(0, 1).version])[0]
+    merged.continue_from("ff" * 16, 2)
+    found = {seq: merged.merge(seq, [world.part(0, seq).version])[0] for seq in (2, 3, 4)}
+    assert [v.head.parent for v in found.values()] == [first.id, "ff" * 16, found[3].id]
+
+
 def test_leaves_of_earlier_saves_are_not_kept() -> None:
     """A value whose length changes is another leaf in each save, and there may be thousands of saves."""
     merged, key = MergedVersions(), "packs/run/x"

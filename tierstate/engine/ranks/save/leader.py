@@ -62,17 +62,19 @@ class MergedVersions:
         self._noted = threading.Condition(self._lock)
         self.relay: VersionRelay | None = None
         self._versions: dict[int, Version] = {}
-        self._ids: dict[int, str] = {}
+        self._ids: dict[tuple[int, bool], str] = {}  # by number; True: of what was restored after that number
         self._orders: dict[int, StateOrder] = {}
-        self._origin = ""
         self.pieces: dict[bytes, LeafTable] = {}
         self._plan: tuple[MergePlan, StateOrder | None] | None = None
 
-    def continue_from(self, version: str) -> None:
-        """Set the parent of the next version: the id of the version that was restored, or of the run's newest."""
+    def continue_from(self, version: str, after: int = 0) -> None:
+        """Set the parent of the next version: the id of the version that was restored, or of the run's newest.
+
+        Args:
+            after: the number of the newest save so far, which may be merged later, as those before it.
+        """
         with self._lock:
-            self._origin = version
-            self._ids.clear()
+            self._ids[after, True] = version
 
     def sort(self, seq: int, order: StateOrder) -> None:
         """Say in which order the leaves of a version are, that is to be merged; by default as its parts have them."""
@@ -138,19 +140,19 @@ class MergedVersions:
 
     def _parent(self, seq: int) -> str:
         """The id of the version before this one in this process."""
-        before = [number for number in self._ids if number < seq]
-        return self._ids[max(before)] if before else self._origin
+        before = [place for place in self._ids if place < (seq,)]
+        return self._ids[max(before)] if before else ""
 
     def _note(self, version: Version) -> None:
         seq = version.head.seq
         self._versions.pop(seq, None)
         self._versions[seq] = version
-        self._ids[seq] = version.id
+        self._ids[seq, False] = version.id
         self._noted.notify_all()
         for old in list(self._versions)[: -self._kept]:
             del self._versions[old]
-        for old in sorted(self._ids)[:-IDS_KEPT]:
-            del self._ids[old]
+        for place in sorted(self._ids)[:-IDS_KEPT]:
+            del self._ids[place]
 
 
 class HostLeader:

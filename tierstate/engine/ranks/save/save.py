@@ -380,7 +380,8 @@ class SharedPipeline(SavePipeline):
 
     def continue_from(self, version: str) -> None:
         super().continue_from(version)
-        self._merged.continue_from(version)
+        latest = self._history.latest()  # in an agent, which gives no numbers, this is all that is known
+        self._merged.continue_from(version, max(self._seq, 0 if latest is None else latest.seq))
 
     def submit(self, plan: CapturePlan, head: Head) -> SaveState:
         """As `SavePipeline.submit`. If it fails or skips the save, this rank votes no, so that no rank waits for it."""
