@@ -26,6 +26,7 @@ from tierstate.agent.memory_tier import open_handed_tier
 from tierstate.agent.pipeline import pipeline_of
 from tierstate.agent.shared_pipeline import shared_pipeline_of
 from tierstate.engine.cadence import Level, auto_cadence, hosts_of_job
+from tierstate.engine.capture.graph_steps import wait_for_captures
 from tierstate.engine.capture.guard import Guard
 from tierstate.engine.capture.plan import (
     CapturePlan,
@@ -596,7 +597,7 @@ class Checkpointer(Run):
     def _restore(self, wanted: RestoreSpec, tag: str | None) -> Restored | None:
         self._check_open()
         wanted = check_wanted(wanted)
-        self._guard.wait()
+        wait_for_captures()
         start = time.monotonic()
         with gc_paused(), span("restore"):
             found = self._found(wanted, tag)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import arena_of, engine_threads, policy, scratch, tier
@@ -19,6 +20,7 @@ from support.equality import difference
 from support.outcomes import until
 
 import tierstate as ts
+from tierstate.dcp import TierReader, close
 from tierstate.engine.capture import capture
 from tierstate.manifest.errors import CaptureError
 
@@ -204,6 +206,31 @@ def test_a_restore_waits_and_close_lets_the_optimizer_go(
     assert not job.optimizer._optimizer_step_pre_hooks
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
         assert difference(second, ckpt.load(step=2)) == ""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is .*")
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch")
+@pytest.mark.parametrize("by", ["another Checkpointer", "DCP"])
+def test_whatever_else_restores_in_this_process_waits_too(
+    by: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads into memory that is being captured, and until it is done no version counter shows that."""
+    spec, weight = policy({"nvme": tier("nvme", place)}), torch.nn.Parameter(torch.zeros(1000))
+    optimizer, gate = torch.optim.SGD([weight]), Gate(monkeypatch, weight)
+    with ts.Checkpointer(spec, "run") as ckpt, ts.Checkpointer(spec, "other") as other:
+        other.save({"w": torch.ones(1000)}, step=1).wait()
+        ckpt.guard(optimizer)
+        save = ckpt.save({"w": weight}, step=1)
+        assert gate.reached.wait(30)
+        threading.Timer(0.3, gate.open.set).start()
+        if by == "DCP":
+            dcp.load({"w": weight.detach()}, storage_reader=TierReader(spec, "other"), no_dist=True)
+        else:
+            other.restore(into={"w": weight.detach()})
+        assert weight.detach().all()
+        save.wait()
+        assert not ckpt.load()["w"].detach().any()
+    close()
 
 
 def test_without_a_guard_all_is_captured_when_save_returns(job: Job, place: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from tierstate.engine.capture.graph_steps import wait_for_captures
 from tierstate.engine.restore.restore import RestoreSpec, check_scatter, find_version, read_into
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
@@ -226,6 +227,7 @@ class VersionLoad:
 
         What is wrong is found in that read, so that ranks which read together learn of it.
         """
+        wait_for_captures()
         whole, into = WholeLeaves(self._fresh, self.view.ties), list[tuple[int, TensorPart]]()
 
         def wants() -> list[Destination]:

@@ -31,6 +31,9 @@ class Steps(Protocol):
     def before_step(self) -> None:
         """Wait until the state may change."""
 
+    def wait(self) -> None:
+        """Wait until it is captured."""
+
     def versions(self) -> list[int]:
         """The version counters of the guarded tensors."""
 
@@ -86,6 +89,13 @@ def watch_replays_no_more(guard: Steps) -> None:
             _CAPTURING.clear()
             while _UNDO:
                 _UNDO.pop()()
+
+
+def wait_for_captures() -> None:
+    """Wait until all that is guarded in this process is captured, by whichever Checkpointer: a restore may be about to
+    fill it, and while it does that no version counter shows it."""
+    for guard in tuple(_WATCHING):
+        guard.wait()
 
 
 def distrust_graphs(memory: set[Memory]) -> None:
