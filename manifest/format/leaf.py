@@ -219,7 +219,7 @@ class LeafTable:
         dtype = _indices(columns, "leaf.dtype", count, len(dtypes))
         itemsize = col.column(columns, "leaf.itemsize", "<u2", WHAT, count)
         ndim = col.column(columns, "leaf.ndim", "<u1", WHAT, count)
-        shape = col.column(columns, "leaf.shape", "<i8", WHAT, int(ndim.sum())).copy()  # does not keep all columns alive
+        shape = col.column(columns, "leaf.shape", "<i8", WHAT, int(ndim.sum()))
         if len(shape) and int(shape.min()) < 0:
             raise FormatError(f"{WHAT}: leaf.shape has a negative number")
         paths, names = decode_paths(texts)
@@ -238,7 +238,7 @@ class LeafTable:
             tuple(names),
             itemsize.astype("i8"),
             has_bytes[kind],
-            Boxes(ndim, np.zeros_like(shape), shape),
+            Boxes(ndim, np.zeros_like(shape), shape.copy()),  # does not keep all columns alive
         )
 
 
