@@ -28,7 +28,8 @@ class Eager(Competitor):
         return f"tierstate {ts.__version__}"
 
     def _checkpointer(self) -> ts.Checkpointer:
-        tier = f"{{type: nvme, path: '{self.root}', format: {self.format}}}"
+        # Two versions stay, as of the others: their runs remove older saves too, which takes time and gives room.
+        tier = f"{{type: nvme, path: '{self.root}', format: {self.format}, keep: {{last: 2}}}}"
         policy = f"version: 1\narena: {{size: {self.arena}}}\ntiers:\n  nvme: {tier}\n"
         return ts.Checkpointer(ts.Policy.parse(policy), run="bench")
 
