@@ -107,11 +107,11 @@ class Comparison:
         return hit or (self._only is not None and matches_any(self._only, place.path))
 
     def _visit(self, node: VersionNode, place: StateNode, hit: bool, saved: StateNode | None) -> None:
-        hit = self._hit(place, hit)
         self._nodes[id(place)] = node
         if place.provider is not None and place.stateful is None and not node.kind:  # nearly all
             self._compare_leaf(node, place, saved)
             return
+        hit = self._hit(place, hit)
         whole = FORM in place.attrs or place.kind in MAY_HAVE_ATTRIBUTES
         if whole and node.leaf.spec.kind == ObjectProvider.kind:
             place.kind, place.attrs, place.children = "", {}, {}  # it was pickled as a whole, and comes back so
