@@ -203,7 +203,8 @@ class Bucket(Tier):
             return iter(())
         with self.explained("list", prefix):
             names = self._store.names(prefix)
-        return iter(sorted(name for name in names if is_key(name)))
+        # Each once: rclone's server goes on listing what racing writers made, also after it has been deleted.
+        return iter(sorted({name for name in names if is_key(name)}))
 
     def size(self, key: str) -> int:
         check_key(key)

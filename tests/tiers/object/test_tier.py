@@ -22,6 +22,7 @@ from tierstate.manifest.errors import (
 )
 from tierstate.tiers.base import Tier
 from tierstate.tiers.object.bucket import EXTRA_ROUNDS, StartBarrier, probe_conditional_create
+from tierstate.tiers.object.filesystem import MemoryClient
 from tierstate.tiers.object.s3.options import read_options
 from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.policy.policy import Policy
@@ -176,6 +177,16 @@ def test_capacity_of_a_bucket() -> None:
     tier.put("c", empty_buffer(60))
     with pytest.raises(TierFull):
         tier.put("d", empty_buffer(1))
+
+
+def test_what_a_store_lists_twice_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rclone's server does so with names for which several writers have raced."""
+    tier = ObjectStore(url=f"memory://{uuid.uuid4().hex}/ckpt")
+    for key in ("a/1", "a/2"):
+        tier.put(key, empty_buffer(1))
+    names = MemoryClient.names
+    monkeypatch.setattr(MemoryClient, "names", lambda self, prefix: names(self, prefix) * 2)
+    assert list(tier.list("a/")) == ["a/1", "a/2"]
 
 
 def test_traits() -> None:
