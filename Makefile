@@ -20,9 +20,9 @@ demo: $(VENV)/ready
 demo-ranks: $(VENV)/ready
 	$(BIN)/python examples/demo_ranks.py
 
-# After each edit: what computes and does not wait, one worker per core.
+# After each edit: what needs neither root nor a server and is not slow.
 quick: $(VENV)/ready
-	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -q -n $(CORES) --dist loadgroup -m "not (soak or slow or server or root)"
+	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -q $(BESIDE) -m "not (soak or slow or server or root)"
 
 # All that this machine can run; what it cannot is skipped, and named in one line at the end.
 test: $(VENV)/ready
