@@ -340,12 +340,11 @@ def test_two_trainers_of_one_policy_share_an_agent(place: Path) -> None:
 
 
 def test_a_closed_trainer_leaves_the_rest_to_the_agent_if_time_is_over(place: Path) -> None:
-    ckpt = ts.Checkpointer(policy(place, slow="2MiB/s"), "run")
+    ckpt = ts.Checkpointer(policy(place, slow="512KiB/s"), "run")
     for step in (1, 2, 3):
         ckpt.save(state_of(step), step=step)
-    start = time.monotonic()
     ckpt.close(timeout=0.1)
-    assert time.monotonic() - start < 2
+    assert steps_in(place, "slow") != [1, 2, 3], "that tier takes six seconds"
     wait_until(lambda: steps_in(place, "slow") == [1, 2, 3], "the agent goes on")
 
 

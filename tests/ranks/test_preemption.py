@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.outcomes import until
 from support.preempted_job import hang_far_tier
 from support.rank_jobs import check, state_of
 from support.slow_values import Fill
@@ -228,7 +229,7 @@ def test_ranks_that_are_killed_at_the_end_of_the_grace(place: Path) -> None:
         ranks.hear(1, "now")
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(6)
+        until(lambda: steps_in(place, "near", "hung") == [0, 1], pause=0.2)
         for rank in reversed(range(3)):
             os.kill(pids[rank], signal.SIGKILL)
         assert ranks.code() != 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,10 +92,9 @@ def test_close_waits_no_longer_than_it_is_told_and_says_what_is_late(place):
         gate = faulty(slow).shut("writer")
         faulty(bad).add(Fault("put", 0, ts.AccessDenied("not yours", tier="bad")))
         ckpt.save(tensors(9000), step=1).wait()
-        start = time.monotonic()
         with pytest.raises(ts.TierUnavailable, match="step 1 to slow") as caught:
             ckpt.close(timeout=0.5)
-        assert time.monotonic() - start < 5
+        assert not gate.is_set(), "what is late is still under way"
         assert any("step 1 did not arrive at bad: not yours" in note for note in caught.value.__notes__)
         gate.set()
         until(lambda: engine_threads() == [])
