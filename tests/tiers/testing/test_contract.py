@@ -333,7 +333,7 @@ class Rooms(TierMachine):
 
 
 def test_a_machine_may_have_rules_of_its_own() -> None:
-    Rooms.check(Memory, examples=5, steps=10)
+    Rooms.check(Memory, examples=50, steps=10)  # chosen at random: in five, its rule may never be
     assert Rooms.asked > 0
 
 
