@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, scratch, tensors
-from support.thread_ranks import Cluster, bytes_read
+from support.thread_ranks import PATIENCE, Cluster, bytes_read
 
 import tierstate as ts
+from tierstate.engine.ranks.restore import restore as plans
 from tierstate.engine.ranks.restore.exchange import PeerConnection
+from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.manifest.errors import Damaged, FormatError, NotFound, RankFailed, StateMismatch
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import ShardRow, Version
@@ -112,6 +116,83 @@ def test_a_rank_that_can_start_no_thread_fails_the_restore_on_all_at_once(place,
             return type(error).__name__
 
     assert sorted(cluster.together(restore)) == ["RankFailed", "RankFailed", "RuntimeError"]
+
+
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(st.integers(0, 2), st.integers(1, 24), st.booleans(), st.sampled_from([KeyboardInterrupt, SystemExit]))
+def test_a_rank_that_is_interrupted_is_named_to_the_others_and_all_can_restore_again(who, when, after, kind):
+    """At any of its calls to the store, of which each all-gather takes some. No rank is closed meanwhile."""
+    with scratch() as place:
+        cluster = Cluster(place, [0, 0, 1])
+        cluster.save(STATE)
+        all_know = threading.Barrier(3, timeout=PATIENCE)
+
+        def restore(ckpt, rank):
+            line, number = ckpt._together.team._line, when if rank == who else None
+            with interrupted(line, kind, number, after):
+                first = attempt(lambda: restored(ckpt, rank))
+            all_know.wait()
+            return first, attempt(lambda: restored(ckpt, rank))
+
+        found = cluster.together(restore, timeouts=Timeouts(PATIENCE, PATIENCE))
+    assert [again for _, again in found] == [1] * 3
+    mine = found.pop(who)[0]
+    assert mine == 1 or type(mine) is kind
+    for other in (first for first, _ in found if first != 1):
+        assert isinstance(other, RankFailed)
+        assert other.ranks == (who,)
+        assert kind.__name__ in str(other)  # and not that it was waited for in vain
+
+
+@contextmanager
+def interrupted(line, kind, number, after):
+    """The call of this thread to the store that has this number raises, before it or after it."""
+    ask, calls, here = line._ask, itertools.count(1), threading.current_thread()
+
+    def interrupting(*given):
+        if threading.current_thread() is not here or next(calls) != number:
+            return ask(*given)
+        if after:
+            ask(*given)
+        raise kind
+
+    line._ask = interrupting
+    try:
+        yield
+    finally:
+        line._ask = ask
+
+
+def attempt(call):
+    try:
+        return call()
+    except BaseException as error:
+        return error
+
+
+@pytest.mark.slow
+def test_an_error_outside_of_an_agreement_is_told_too(place, monkeypatch):
+    """As where memory for the plan of the exchange is lacking on one rank."""
+    cluster = Cluster(place, [0, 0, 1])
+    cluster.save(STATE)
+    plan, all_know = plans.plan_exchange, threading.Barrier(3, timeout=PATIENCE)
+
+    def failing(offers, hosts, nbytes, rank, **more):
+        if rank == 1:
+            raise MemoryError
+        return plan(offers, hosts, nbytes, rank, **more)
+
+    monkeypatch.setattr(plans, "plan_exchange", failing)
+
+    def restore(ckpt, _rank):
+        found = attempt(lambda: ckpt.restore(blank()))
+        all_know.wait()
+        return found
+
+    found = cluster.together(restore, timeouts=Timeouts(PATIENCE, PATIENCE))
+    assert kinds(found) == [RankFailed, MemoryError, RankFailed]
+    assert [found[0].ranks, found[2].ranks] == [(1,), (1,)]
 
 
 @pytest.mark.slow

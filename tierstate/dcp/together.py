@@ -48,6 +48,9 @@ class _PlannedReads(SharedReads):
             if self._calls == 1:
                 raise  # so that an older version may be tried
             raise error.error_for(self._team.rank) from None
+        except BaseException as error:  # after the first call nobody else tells the ranks that wait for this one
+            self._query.leave(error)
+            raise
 
     def _targets(self, *, ahead: bool) -> ScatterTargets:
         return targets_of(self._version, self._wants())

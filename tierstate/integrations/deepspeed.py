@@ -96,7 +96,7 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.name = "TierCheckpointEngine"
         policy = policy if isinstance(policy, ts.Policy) else ts.Policy.load(policy)
         team = _team(policy, run)
-        self._query = None if team is None else GroupQuery(team)
+        self._query = None if team is None else GroupQuery(team, "deepspeed")
         self.checkpointer = ts.Checkpointer(policy, run, team, allow_pickle=allow_pickle)
         self._step, self._pickles = step, tuple(allow_pickle)
         self._files: dict[str, Any] = {}

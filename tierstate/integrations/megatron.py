@@ -224,7 +224,7 @@ class TierCheckpoints:
         group = dist.group.WORLD if process_group is None else process_group
         self.ckpt = ts.Checkpointer(policy, run, group, allow_pickle=allow_pickle)
         together = self.ckpt._together
-        self._query = None if together is None else GroupQuery(together.team)
+        self._query = None if together is None else GroupQuery(together.team, "megatron")
         self._first = together is None or together.team.rank == 0
         self._waiter = ThreadPoolExecutor(1, "tierstate-megatron")
         self._saved = 0

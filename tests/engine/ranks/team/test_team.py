@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thread_teams import Mortal, together
 
@@ -213,6 +213,78 @@ def test_a_failed_gathering_fails_on_all() -> None:
         return failed.value.ranks
 
     assert together(3, rank, timeouts=SOON) == [(2,), (2,), None]
+
+
+def test_a_coordinator_that_is_interrupted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive_all = Team.receive_all
+
+    def interrupted(team: Team, *given: Any, **more: Any) -> Any:
+        if team.coordinator:
+            raise KeyboardInterrupt
+        return receive_all(team, *given, **more)
+
+    monkeypatch.setattr(Team, "receive_all", interrupted)
+
+    def rank(team: Team) -> Any:
+        with pytest.raises((KeyboardInterrupt, RankFailed)) as failed:
+            team.gather("plans", b"")
+        return str(failed.value), getattr(failed.value, "ranks", None)
+
+    told = "rank 0 could not gather what all have: KeyboardInterrupt"
+    assert together(3, rank, timeouts=SLOW) == [("", None), (told, (0,)), (told, (0,))]
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.integers(0, 2), st.booleans())
+@settings(max_examples=20)
+def test_who_leaves_a_series_is_heard_in_it_and_in_step_with_the_next_one(
+    rounds: list[int], who: int, under_way: bool
+) -> None:
+    """Of each series so many all-gathers, then a rank leaves it: before one, or when it has given its part."""
+
+    def rank(team: Team) -> list[Any]:
+        found: list[Any] = []
+        for number, count in enumerate([*rounds, 1]):
+            series = team.series("restore")
+            found += [series.gather(f"{number}.{i}.{team.rank}".encode()) for i in range(count)]
+            if team.rank == who:
+                if under_way and not team.coordinator:
+                    series._at = count + 1, True
+                    team.post(f"gather/restore/{number + 1}/{count + 1}", b"early")
+                series.leave(b"left", ValueError("here"))
+            else:
+                for _ in range(2):  # what was under way may be over for this rank, and not the next one
+                    try:
+                        left = series.gather(b"")[who] == b"left"
+                    except RankFailed as error:
+                        left = (who, error.ranks) == (0, (0,))
+                    if left:
+                        break
+                else:
+                    raise AssertionError("it was not told")
+        return found
+
+    right = [
+        [f"{number}.{i}.{r}".encode() for r in range(3)]
+        for number, count in enumerate([*rounds, 1])
+        for i in range(count)
+    ]
+    found = together(3, rank, timeouts=SLOW)
+    assert found == [right] * 3
+
+
+def test_series_leave_little_in_the_store() -> None:
+    store = dist.HashStore()
+
+    def rank(team: Team) -> int:
+        for _ in range(20):
+            series = team.series("restore")
+            series.gather(b"")
+            series.gather(b"")
+            series.leave(b"left", ValueError("here"))
+        team.gather("over", b"")
+        return count(store)
+
+    assert max(together(3, rank, store=store)) < 40
 
 
 def test_a_rank_whose_message_is_damaged_keeps_nobody_waiting() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstate.engine.ranks.team.team import Team
+from tierstate.engine.ranks.team.team import Team, name_error
 from tierstate.engine.restore.restore import RestoreSpec, check_missing, unreadable_now
 from tierstate.engine.store.catalog import (
     LOOK_FURTHER,
@@ -51,14 +51,15 @@ FINE, FAILED, AGAIN = b"+", b"-", b"~"
 
 
 class GroupQuery:
-    """All-gather with errors: one rank that fails fails the step on all ranks.
+    """All-gathers with errors, of one operation: one rank that fails fails the step on all ranks.
 
     Args:
         team: the ranks.
+        operation: its name, the same on all ranks; each of them makes the n-th query of a name together.
     """
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    def __init__(self, team: Team, operation: str) -> None:
+        self.team, self._series = team, team.series(operation)
 
     def ask(self, topic: str, answer: Callable[[], bytes]) -> list[bytes]:
         """The answers of all ranks, once all have answered.
@@ -70,11 +71,14 @@ class GroupQuery:
         """
         mine: Exception | None = None
         try:
-            said = FINE + answer()
+            said = FINE + topic.encode() + b" " + answer()
         except Exception as error:
             mine, said = error, (AGAIN if isinstance(error, VersionMoved) else FAILED) + _told(error)
+        except BaseException as error:  # an interrupt: it is told, and does not wait for the others
+            self._series.miss(FAILED + _told(error), error)
+            raise
         try:
-            answers = self.team.gather(topic, said)
+            answers = self._series.gather(said)
         except RankFailed as error:
             raise (mine or error) from None
         failed = [rank for rank, one in enumerate(answers) if one[:1] == FAILED]
@@ -85,15 +89,24 @@ class GroupQuery:
             raise RankFailed("; ".join(f"rank {r}: {answers[r][1:].decode(errors='replace')}" for r in failed), failed)
         if again:
             raise VersionMoved(f"rank {again[0]}: {answers[again[0]][1:].decode(errors='replace')}")
-        return [one[1:] for one in answers]
+        parts = [one[1:].partition(b" ") for one in answers]
+        if others := [rank for rank, (at, *_) in enumerate(parts) if at != topic.encode()]:
+            at = parts[others[0]][0].decode(errors="replace")
+            raise RankFailed(f"{format_ranks(others)} are at another step ({at!r:.40} in place of {topic!r})", others)
+        return [found for *_, found in parts]
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has left the operation; they get a `RankFailed` at their next step, or in
+        this one. Nothing happens if they have left it too."""
+        self._series.leave(FAILED + _told(error), error)
 
     def ask_json(self, topic: str, answer: Callable[[], Any]) -> list[Any]:
         """As `ask`, for answers of JSON types."""
         return [_read(said) for said in self.ask(topic, lambda: zlib.compress(json.dumps(answer()).encode(), 1))]
 
 
-def _told(error: Exception) -> bytes:
-    return f"{type(error).__name__}: {error}".encode(errors="replace")[:4000]
+def _told(error: BaseException) -> bytes:
+    return name_error(error).encode(errors="replace")[:4000]
 
 
 def _read(data: bytes) -> Any:

@@ -781,13 +781,17 @@ def restore_together(
         RankFailed: another rank, which is named, failed, is dead or is late.
         NotFound, StateMismatch, Damaged, Unsafe: as for one rank.
     """
-    query = GroupQuery(team)
-    for _ in range(MAX_RESTARTS):
-        try:
-            return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena, attempt)
-        except VersionMoved as error:
-            log.info("%s", error)
-    return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena, attempt)
+    query = GroupQuery(team, "restore")
+    try:
+        for _ in range(MAX_RESTARTS):
+            try:
+                return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena, attempt)
+            except VersionMoved as error:
+                log.info("%s", error)
+        return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena, attempt)
+    except BaseException as error:  # of this rank alone, as an interrupt at any moment: the others wait for it
+        query.leave(error)
+        raise
 
 
 def _restore(

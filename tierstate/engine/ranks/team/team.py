@@ -8,6 +8,7 @@ that are waited for.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import weakref
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias
 
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import FormatError, RankFailed, format_ranks
+from tierstate.manifest.errors import FormatError, RankFailed, TierstateError, format_ranks
 from tierstate.manifest.format.record import MAX_RECORD
 from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.policy.models import SecretPlace
@@ -25,6 +26,9 @@ from .heartbeat import HeartbeatMonitor, Timeouts, has_dead, heartbeat_key
 from .rendezvous import rendezvous
 from .secret import agree_on_secret
 from .store import CLOSED, NOTHING, Store, StoreClient
+
+log = logging.getLogger("tierstate")
+
 
 SOONEST, BUSY, POLLS = 0.0005, 4000.0, 1000.0
 """How a message is polled for: seconds between two polls at first; polls per second of all ranks together, at most, at
@@ -35,7 +39,7 @@ Stop: TypeAlias = Callable[[], bool]
 """Called again and again during a wait; true cancels the wait."""
 
 
-__all__ = ["Stop", "Team", "never"]
+__all__ = ["GatherSeries", "Stop", "Team", "name_error", "never"]
 
 
 MESSAGE_PART = 2 << 20
@@ -165,6 +169,7 @@ class Team:
         self._long: dict[str, int] = {}
         self._turns: dict[str, int] = {}
         self._gathered: dict[str, int] = {}
+        self._series: dict[str, GatherSeries] = {}
         self._lock = threading.Lock()
 
     def on_silence(self, call: Callable[[str], None]) -> None:
@@ -394,7 +399,14 @@ class Team:
         """
         with self._lock:  # these counts are never dropped: a rank that starts again at 1 would receive old messages
             count = self._gathered[topic] = self._gathered.get(topic, 0) + 1
-        mine, result = f"gather/{topic}/{count}", f"gathered/{topic}/{count}"
+        found = self._gather(f"{topic}/{count}", data, timeout, stop)
+        if self.coordinator:  # all ranks are in this call, so all have received the last result
+            self.forget([_result_key(f"{topic}/{count - 1}")])
+        return found
+
+    def _gather(self, name: str, data: bytes, timeout: float | None = None, stop: Stop = never) -> list[bytes]:
+        """The all-gather with this name. The coordinator's result stays in the store."""
+        mine, result = _given_key(name), _result_key(name)
         if not self.coordinator:
             self.post(mine, data)
             longer = self.timeouts.decision if timeout is None else 2 * timeout + self.timeouts.silence
@@ -403,15 +415,21 @@ class Team:
             return unpack_answers(found)
         try:
             others = self.receive_all({r: mine for r in range(1, self.size)}, timeout=timeout, stop=stop)
-        except Exception as error:  # also of a message that is damaged: the others wait for an answer
+            every = [data, *(others[rank] for rank in range(1, self.size))]
+            self.post(result, pack_answers(every))
+        except BaseException as error:  # also of a damaged message, or an interrupt: the others wait for an answer
             self.post(result, _failed(error))
             raise
-        every = [data, *(others[rank] for rank in range(1, self.size))]
-        self.post(result, pack_answers(every))
-        self.forget(
-            [f"gathered/{topic}/{count - 1}"]
-        )  # all ranks are in this call, so all have received the last result
         return every
+
+    def series(self, topic: str) -> GatherSeries:
+        """Begin an operation of all ranks that consists of several all-gathers. The n-th of a topic on all ranks
+        belong together."""
+        with self._lock:  # as for `gather`, never dropped
+            before = self._series.get(topic)
+            number, left = (1, []) if before is None else (before.number + 1, before.left)
+            found = self._series[topic] = GatherSeries(self, topic, number, left)
+        return found
 
     def has_dead(self) -> bool:
         """Whether the store is lost, or a rank that was found dead has given no sign of life since."""
@@ -433,8 +451,88 @@ class Team:
         return f"<Team rank {self.rank} of {self.size}, {len(set(self.hosts))} hosts>"
 
 
+class GatherSeries:
+    """The all-gathers of one operation of all ranks, such as a restore, numbered in their order.
+
+    By its number a rank that leaves the operation early knows the all-gather in which the others wait for it, and
+    fails that; and it is in step with them again when the next operation begins.
+
+    Args:
+        team: the ranks.
+        topic, number: which series it is; see `Team.series`.
+        left: what the series before it has left in the store.
+
+    Attributes:
+        number: as given.
+        left: keys of messages that this rank has yet to delete.
+    """
+
+    def __init__(self, team: Team, topic: str, number: int, left: Sequence[str]) -> None:
+        self._team, self._name = team, f"{topic}/{number}"
+        self.number, self.left = number, list(left)
+        self._at = (0, False)
+        """Number of the last all-gather, and whether it is under way. One value: an interrupt comes between two."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """As `Team.gather`."""
+        count, before = self._at[0] + 1, self.left
+        self._at = count, True
+        self.left = [*before, self._posted(count)]
+        found = self._team._gather(f"{self._name}/{count}", data)
+        self._at = count, False
+        self._team.forget(before)  # all ranks are in this call, so all have received what was posted before it
+        self.left = self.left[len(before) :] if self._team.coordinator else []
+        return found
+
+    def miss(self, data: bytes, error: BaseException) -> None:
+        """Fail the next all-gather, without waiting for the others.
+
+        Args:
+            data: by which the others know of it, if this is not the coordinator.
+            error: which they get from the coordinator.
+        """
+        count = self._at[0] + 1
+        self._at = count, False
+        self._fail(count, data, error)
+
+    def leave(self, data: bytes, error: BaseException) -> None:
+        """Leave the operation: fail the all-gather that is under way, and the next one.
+
+        Of one that is under way this rank does not know whether it is over for the others.
+
+        Args: as those of `miss`.
+        """
+        count, under_way = self._at
+        if under_way:
+            self._fail(count, data, error)
+        self._fail(count + 1, data, error)
+
+    def _fail(self, count: int, data: bytes, error: BaseException) -> None:
+        key = self._posted(count)
+        self.left = [*self.left, key]
+        try:
+            self._team.post(key, _failed(error) if self._team.coordinator else data)
+        except RankFailed as lost:
+            log.debug("the others could not be told of %r: %s", error, lost)
+
+    def _posted(self, count: int) -> str:
+        """What this rank posts in an all-gather."""
+        key = _result_key if self._team.coordinator else _given_key
+        return key(f"{self._name}/{count}")
+
+
 def _key(rank: int, key: str) -> str:
     return f"said/{rank}/{key}"
+
+
+def _given_key(name: str) -> str:
+    """Under which a rank posts what it gives to an all-gather."""
+    return f"gather/{name}"
+
+
+def _result_key(name: str) -> str:
+    """Under which the coordinator posts what all have given."""
+    return f"gathered/{name}"
 
 
 def pack_answers(parts: Sequence[bytes]) -> bytes:
@@ -447,8 +545,16 @@ def pack_answers(parts: Sequence[bytes]) -> bytes:
     return kind + len(head).to_bytes(4, "little") + head + (body if kind == b"\0" else pressed)
 
 
-def _failed(error: Exception) -> bytes:
-    return b"\1" + json.dumps({"text": str(error)[:4096], "ranks": getattr(error, "ranks", ())}).encode()
+def name_error(error: BaseException) -> str:
+    """An error in words for another rank: its class and its text, if it has one."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _failed(error: BaseException) -> bytes:
+    # One that is none of ours has happened on rank 0, and may say nothing without its kind.
+    text, ranks = (str(error), ()) if isinstance(error, TierstateError) else (name_error(error), (0,))
+    return b"\1" + json.dumps({"text": text[:4096], "ranks": getattr(error, "ranks", ranks)}).encode()
 
 
 def unpack_answers(data: bytes) -> list[bytes]:
