@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -217,12 +217,18 @@ class Guard:
     def _wait(self, until: Callable[[Watched], object]) -> None:
         if os.getpid() != self._pid:
             return  # a forked child: the threads that capture are the parent's
-        save_states, start = self._save_states, time.monotonic()
-        with span("wait of a step") if save_states else nullcontext():
-            for save_state in save_states:
-                until(save_state)
-        # After an interrupt above, the state is still being read: the next call must wait for those saves too.
-        self._save_states = [save_state for save_state in self._save_states if not save_state.captured.done()]
+        save_states, start = list[Watched](), time.monotonic()
+        with span("wait of a step") if self._save_states else nullcontext():
+            while new := [one for one in self._save_states.copy() if one not in save_states]:
+                for save_state in new:
+                    until(save_state)
+                save_states += new
+        # After an interrupt above, the state is still being read: the next call must wait for those saves too. Taken
+        # out one by one, as `watch` may bring another one at any moment: of another thread, or of a signal handler.
+        for save_state in save_states:
+            if save_state.captured.done():
+                with suppress(ValueError):  # another thread's wait has taken it out
+                    self._save_states.remove(save_state)
         if save_states:
             seconds = time.monotonic() - start
             self.waited += seconds
