@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tierstate as ts
 from tierstate.engine.cadence import Level
+from tierstate.planning import simulation
 from tierstate.planning.lanes import TICK
 from tierstate.planning.model import Failure, Outcome, TierModel, Workload
 from tierstate.planning.simulation import simulate
@@ -290,3 +291,32 @@ def test_weeks_are_counted(disk: str) -> None:
     assert found.seconds == pytest.approx(steps + found.blocking)
     assert len(found.blocked) < steps / 100, "so many were simulated"
     assert sum(told) == steps
+
+
+@pytest.mark.slow
+@settings(max_examples=4)
+@given(st.floats(1.3, 5.0), st.sampled_from(["", ", on_lag: skip", ", keep: {last: 3}"]), st.floats(0.9, 1.1))
+def test_what_nearly_repeats_is_counted_as_if_it_were_simulated(write: float, keys: str, step: float) -> None:
+    """A tier that lags behind is hardly ever at the same place of a write again when a save comes."""
+    said = policy(", keep: {last: 2}", keys, host="")
+    there = [TierModel(HOST, 7 * GIB, 7 * GIB), *models(GIB * 3, GIB / write)]
+    job = workload(step=step, capture=7 * GIB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "DRIFT", 1e-5)  # so that fewer saves are enough
+        counted = simulate(said, job, there, 1500)
+    simulated = simulate(said, job, there, 1500, leaps=False)
+    assert figures(counted) == pytest.approx(figures(simulated), rel=4e-3, abs=3.0)
+
+
+@pytest.mark.slow
+def test_weeks_are_counted_where_a_tier_lags_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four weeks with a save after each second, and a tier that takes longer than that for each."""
+    said = policy(", keep: {last: 2}", host="")
+    there = [TierModel(HOST, 7 * GIB, 7 * GIB), *models(GIB * 3, GIB / 2.3717)]
+    steps = 28 * 86_400
+    monkeypatch.setattr(simulation, "DRIFT", 1e-5)  # so that fewer saves are enough
+    found = simulate(said, workload(step=1.01, capture=7 * GIB), there, steps)
+    assert found.saves == steps
+    assert found.tiers["site"].versions == pytest.approx(found.seconds / 2.3717, rel=1e-4)
+    assert found.tiers["site"].versions + found.tiers["site"].left_out == steps
+    assert len(found.blocked) < steps / 100, "so many were simulated"

@@ -31,6 +31,21 @@ def ticks(seconds: float) -> float:
     return round(seconds / TICK) * TICK if math.isfinite(seconds) else seconds
 
 
+DRIFT = 1e-7
+"""By how much of a stretch of time its end may differ from its beginning, for a repetition: a tier that lags behind is
+hardly ever at exactly the same place of a write again when a save comes. All that is counted is off by so much at most;
+in four weeks that is a quarter of a second."""
+
+
+def alike(one: Any, other: Any, drift: float) -> bool:
+    """Whether two shapes of a tier are the same, but for times that differ by so many seconds at most."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(alike(a, b, drift) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or abs(one - other) <= drift  # infinite ones are equal
+    return bool(one == other)
+
+
 class Moment(NamedTuple):
     """A moment of a job, or a length of time: the number of a save, a step, and seconds."""
 

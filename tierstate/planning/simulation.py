@@ -35,7 +35,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.history.retention import RetentionEntry, decide_retention
 from tierstate.tiers.policy.policy import Policy
 
-from .lanes import OFTEN, TICK, Copy, Lane, Moment, Queue, ticks
+from .lanes import DRIFT, OFTEN, TICK, Copy, Lane, Moment, Queue, alike, ticks
 from .model import Arrival, Failure, Outcome, Recovery, TierModel, TierOutcome, Workload, restore_seconds
 
 TOLD = 1000
@@ -464,7 +464,7 @@ class _Job:
         for name in ("", *names):  # with tiers of rare saves, long repetitions are found; with none, short ones
             seen = self._seen.setdefault(name, _Seen())
             seen.count += 1
-            if seen.mark is not None and seen.mark.ends == self._ends():
+            if seen.mark is not None and alike(seen.mark.ends, self._ends(), self._drift(seen.mark)):
                 mark = mark or self._mark()
                 times = self._times(seen.mark, mark, steps)
                 if times:
@@ -474,6 +474,10 @@ class _Job:
             if seen.count >= seen.next:
                 mark = seen.mark = mark or self._mark()
                 seen.next *= 2
+
+    def _drift(self, then: _Mark) -> float:
+        """By how many seconds what is as it was then may differ."""
+        return DRIFT * (self._now - then.at.time)
 
     def _ends(self) -> tuple[float, ...]:
         return tuple(lane.ends - self._now for lane in self._lanes)
@@ -517,14 +521,15 @@ class _Job:
         return least
 
     def _repeats(self, then: _Mark, now: _Mark, resting: Sequence[Lane]) -> bool:
+        length, drift = now.at.since(then.at), self._drift(then)
         for i, lane in enumerate(self._lanes):
             grew, more = now.settled[i] > then.settled[i], now.held[i] > then.held[i]
-            if lane not in resting and (then.shapes[i] is None or then.shapes[i] != now.shapes[i] or grew > more):
+            same = then.shapes[i] is not None and alike(then.shapes[i], now.shapes[i], drift)
+            if lane not in resting and (not same or grew > more):
                 return False
-        length = now.at.since(then.at)
         for lost, (changes, (step, time)) in now.newest.items():
             before, (old_step, old_time) = then.newest[lost]
-            moves = (step - old_step, time - old_time) == (length.step, length.time)
+            moves = alike((step - old_step, time - old_time), (length.step, length.time), drift)
             if not moves and (changes != before or self._may_survive(lost, resting, then.at)):
                 return False
         return True
