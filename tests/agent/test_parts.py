@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,14 +27,14 @@ from hypothesis import strategies as st
 from support.agents import load, policy, same, state_of, statuses, steps_in, wait_until
 
 import tierstate as ts
-from tierstate.agent import handover
+from tierstate.agent import handover, server
 from tierstate.agent.handover import AgentLink, HandOver
 from tierstate.agent.launch import agent_name, greet, policy_text, socket_path, start_agent
 from tierstate.agent.memory_tier import AgentMemory, HandedMemory, serve_memory
 from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
 from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.received import encode_keep
-from tierstate.agent.server import LOG, Agent, cpu_numbers, listen
+from tierstate.agent.server import LOG, Agent, Door, cpu_numbers, listen
 from tierstate.agent.shared_slabs import SharedSlabs
 from tierstate.agent.store import VersionsInMemory
 from tierstate.cli import app
@@ -532,26 +533,81 @@ def test_a_look_at_an_agent_that_hangs_leaves_it_its_socket(
     hung.unlink()
 
 
+def bare(monkeypatch: pytest.MonkeyPatch, path: Path, listener: object, looks: int) -> Agent:
+    """An agent without tiers, which ends after so many looks whether it may."""
+    agent, ends = Agent.__new__(Agent), iter([*[False] * looks, True])
+    parts = {
+        "_path": path, "_listener": listener, "_keepers": SimpleNamespace(hand_over=lambda: None), "_full": False,
+        "holder": SimpleNamespace(found={}, retire=lambda: None), "_retired": False, "_stopping": False,
+        "_may_end": lambda: next(ends),
+    }  # fmt: skip
+    for name, part in parts.items():
+        monkeypatch.setattr(agent, name, part, raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return agent
+
+
 def test_what_cleans_temporary_files_sees_that_an_agent_uses_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     path = runtime_folder() / "agent-old"
     path.with_suffix(LOG).touch()
     with closing(listening(path)) as listener:
         for file in (path, path.with_suffix(LOG)):
             os.utime(file, (0.0, 0.0))
-        agent, ends = Agent.__new__(Agent), iter([False, False, True])
-        monkeypatch.setattr(agent, "_path", path, raising=False)
-        monkeypatch.setattr(agent, "_listener", listener, raising=False)
-        monkeypatch.setattr(agent, "_keepers", SimpleNamespace(hand_over=lambda: None), raising=False)
-        monkeypatch.setattr(agent, "holder", SimpleNamespace(found={}), raising=False)
-        monkeypatch.setattr(agent, "_retired", False, raising=False)
-        monkeypatch.setattr(agent, "_stopping", False, raising=False)
-        monkeypatch.setattr(agent, "_may_end", lambda: next(ends))
-        monkeypatch.setattr(signal, "signal", lambda *_: None)
         monkeypatch.setattr("tierstate.agent.server.TOUCH_EVERY", -1.0)
-        agent.run()
+        bare(monkeypatch, path, listener, 2).run()
     for file in (path, path.with_suffix(LOG)):
         assert time.time() - os.stat(file).st_mtime < 60
     path.unlink()
+
+
+def test_an_agent_without_descriptors_waits_before_it_accepts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that waits makes `poll` return at once: the agent took all of a core until a file was closed."""
+    path, done = runtime_folder() / "agent-full", list[str]()
+
+    def accept() -> None:
+        done.append("accept")
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: done.append("wait")))
+    with closing(listening(path)) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trainer:
+        with short_path(path) as short:
+            trainer.connect(short)
+        bare(monkeypatch, path, SimpleNamespace(accept=accept, fileno=listener.fileno), 5).run()
+    assert done == ["accept", "wait"] * 5
+    path.unlink()
+
+
+@given(st.lists(st.sampled_from(["cleaned", "bound", "removed"]), max_size=8), st.booleans())
+def test_an_agent_removes_its_own_socket_alone(events: list[str], retires: bool) -> None:
+    """The folder is cleaned, or another agent ends, and one more binds the path: it must still be found there."""
+    path = runtime_folder() / "agent-twice"
+    with pytest.MonkeyPatch.context() as monkeypatch, ExitStack() as listeners:
+
+        def bind() -> Door:
+            door = listen(path)
+            assert door is not None
+            listeners.callback(os.close, door.file)
+            listeners.enter_context(door.listener)
+            return door
+
+        def remove(door: Door) -> None:
+            agent = bare(monkeypatch, path, door.listener, 0)
+            monkeypatch.setattr(agent, "_door", door, raising=False)
+            agent._retire("2") if retires else door.remove()
+
+        first, there = bind(), "first"
+        for event in events:
+            if event == "cleaned":
+                path.unlink(missing_ok=True)
+                there = ""
+            elif event == "bound" and not there:
+                bind()
+                there = "another"
+            elif event == "removed":
+                remove(first)
+                there = "" if there == "first" else there
+            assert path.exists() == bool(there)
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tierstate.manifest.errors import TierstateError, TierUnavailable
 from tierstate.tiers.connections.distribution import short_path, user_of
@@ -43,6 +43,10 @@ LOG, LOCK = ".log", ".lock"
 
 DYING = 5.0
 """Seconds that a trainer may take to die that was killed together with its agent."""
+
+
+LOOK_EVERY = 0.2
+"""Seconds between two looks whether the agent may end, and until the next try to accept a connection."""
 
 
 TOUCH_EVERY = 3600.0
@@ -91,15 +95,14 @@ class Agent:
 
     Args:
         text: the policy.
-        path: of the socket.
-        listener: the listening socket.
+        door: where it listens.
         holder: the parent of this process.
 
     Attributes:
         policy, memory, stores, holder: as `SessionOwner` has them.
     """
 
-    def __init__(self, text: str, path: Path, listener: socket.socket, holder: Holder) -> None:
+    def __init__(self, text: str, door: Door, holder: Holder) -> None:
         # Imported after the fork, which is then quick; and they are most of the time that a start takes.
         from tierstate.tiers.memory.arena import PAGE
         from tierstate.tiers.peer.host import HostMemory
@@ -116,11 +119,12 @@ class Agent:
         self.stores = TeamStores()
         self._keepers = HostMemory.keepers = KeeperThreads()
         self.holder = holder
-        self._path, self._listener = path, listener
+        self._door, self._path, self._listener = door, door.path, door.listener
         self._begun = self._used = time.monotonic()
         self._lock = threading.Lock()
         self._sessions: list[TrainerSession] = []
         self._replays = 0
+        self._full = False
         self._stopping, self._retired = holder.stopping, holder.retired
 
     def stop(self) -> None:
@@ -138,18 +142,29 @@ class Agent:
         ready.register(self._listener, select.POLLIN)
         touched = time.monotonic()
         while not self._may_end():
-            if not self._retired and ready.poll(200):
-                with suppress(OSError):
-                    wire, _ = self._listener.accept()
-                    self._welcome(wire)
-            elif self._retired:
-                time.sleep(0.2)
+            if self._retired:
+                time.sleep(LOOK_EVERY)
+            elif ready.poll(1000 * LOOK_EVERY):
+                self._accept()
             if self._stopping:
                 self._end_sessions()
             if time.monotonic() - touched > TOUCH_EVERY:
                 self._touch()
                 touched = time.monotonic()
         self._keepers.hand_over()
+
+    def _accept(self) -> None:
+        try:
+            wire, _ = self._listener.accept()
+        except OSError as error:
+            # No file descriptor is left, say. The connection waits on, so that `poll` would return at once for ever.
+            if not self._full:
+                log.warning("no connection can be accepted for now: %s", error)
+            self._full = True
+            time.sleep(LOOK_EVERY)
+            return
+        self._full = False
+        self._welcome(wire)
 
     def _touch(self) -> None:
         for path in (self._path, self._path.with_suffix(LOG)):
@@ -333,8 +348,7 @@ class Agent:
         self._retired = True
         self.holder.retire()
         self._listener.close()
-        with suppress(OSError):
-            os.unlink(self._path)
+        self._door.remove()
 
     def _status(self) -> dict[str, Any]:
         with self._lock:
@@ -354,8 +368,31 @@ class Agent:
         }
 
 
-def listen(path: Path) -> socket.socket | None:
-    """The listening socket at a path; None if an agent listens there already."""
+class Door(NamedTuple):
+    """Where an agent listens.
+
+    Attributes:
+        path: of the socket.
+        listener: the listening socket.
+        file: the socket at the path, opened to be known again: as long as it is open, no other file has its number.
+    """
+
+    path: Path
+    listener: socket.socket
+    file: int
+
+    def remove(self) -> None:
+        """Remove the socket from its path, unless it was removed already and another agent has bound the path since.
+
+        That happens where the folder is cleaned while an agent runs, as at the end of a user's last session.
+        """
+        with suppress(OSError), _locked(self.path):
+            if os.path.samestat(os.fstat(self.file), os.lstat(self.path)):
+                os.unlink(self.path)
+
+
+def listen(path: Path) -> Door | None:
+    """Listen at a path; None if an agent listens there already."""
     with _locked(path):
         if not _removed(path):
             return None
@@ -364,7 +401,7 @@ def listen(path: Path) -> socket.socket | None:
             listener.bind(short)
         os.chmod(path, 0o600)
         listener.listen(64)
-        return listener
+        return Door(path, listener, os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
 
 
 def remove_leftover(path: Path) -> bool:
@@ -413,12 +450,12 @@ def allow_all_files() -> None:
 def main() -> None:
     """Start an agent. Returns, with status 0, when it listens; errors before that are printed, with status 1."""
     path, text = Path(sys.argv[1]), sys.stdin.read()
-    listener = listen(path)
-    if listener is None:
+    door = listen(path)
+    if door is None:
         return
     told, tell = os.pipe()
     if os.fork():
-        listener.close()
+        door.listener.close()
         os.close(tell)
         _wait_for(told)
         return
@@ -426,29 +463,27 @@ def main() -> None:
     _become_daemon(path)
     allow_all_files()
     starter = os.fdopen(tell, "wb", 0)
-    Supervisor().run(lambda holder: _run_agent(text, path, listener, holder, starter), starter.close)
+    Supervisor().run(lambda holder: _run_agent(text, door, holder, starter), starter.close)
 
 
-def _run_agent(text: str, path: Path, listener: socket.socket, holder: Holder, starter: RawIOBase) -> None:
+def _run_agent(text: str, door: Door, holder: Holder, starter: RawIOBase) -> None:
     """What the agent's process does.
 
     Args:
         starter: whom to tell that it listens; closed where it was told by the process before.
     """
     try:
-        agent = Agent(text, path, listener, holder)
+        agent = Agent(text, door, holder)
     except BaseException as error:
         if not starter.closed:
             starter.write(f"{type(error).__name__}: {error}".encode()[:4000])
-            os.unlink(path)
+            door.remove()
         raise
     if not starter.closed:
         starter.write(b"+")
         starter.close()
     agent.run()
-    with suppress(OSError):
-        if not agent._retired:
-            os.unlink(path)
+    door.remove()
 
 
 def _wait_for(told: int) -> None:
