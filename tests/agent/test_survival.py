@@ -202,6 +202,43 @@ def test_a_child_that_ends_or_holds_nothing_is_not_started_again() -> None:
     assert supervised(f"{HOLDS}; holder.drop('one'); os._exit(3)") == ["runs 0", "ends"]
 
 
+FAILS = """
+import errno
+fork, forks = os.fork, []
+def fork_or_fail():
+    forks.append(None)
+    if 1 < len(forks) <= 1 + {times}:
+        raise OSError(errno.EAGAIN, "no process is left")
+    return fork()
+os.fork = fork_or_fail
+"""
+
+
+@pytest.mark.parametrize("times", [1, 3, 99])
+def test_a_fork_that_fails_is_tried_again_with_what_is_held(times: int) -> None:
+    """Where processes or memory are short: the agent was killed, and its parent has what it had taken in."""
+    fails = WAITS + FAILS.format(times=times)
+    said = supervised(f"{HOLDS}; holder.found or os.kill(os.getpid(), signal.SIGKILL)", fails)
+    waits = [f"waits {2**n - 1}" for n in range(min(times + 1, 7))]
+    assert said == ["runs 0", *waits, *(["runs 1"] if times < 7 else []), "ends"]
+
+
+def test_a_parent_that_has_no_descriptor_left_goes_on() -> None:
+    """It takes in nothing more then, and ends as ever: the agent's process is not left alone."""
+    few = """
+import resource, socket
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+def attend(self, wire, attend=supervisor.Supervisor._attend):
+    top = os.dup(wire.fileno())
+    os.close(top)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (top + 1, before[1]))
+    attend(self, wire)
+    print("held", len(self._held), flush=True)
+supervisor.Supervisor._attend = attend
+"""
+    assert supervised(HOLDS, few) == ["runs 0", "held 0", "ends"]
+
+
 # The journal by itself
 
 

@@ -110,9 +110,15 @@ class Supervisor:
         quick = 0
         while quick <= RESTARTS and (self._held or not self._ending.is_set()):
             began, stopping = time.monotonic(), self._ending.is_set()
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                self._child, ours, theirs = self._fork()
+            except OSError as error:
+                if not self._held:
+                    raise
+                log.warning("the agent could not be started again: %s", error)
+                quick = self._pause(quick, stopping=stopping)
+                continue
             with ours:
-                self._child = os.fork()
                 if self._child == 0:
                     ours.close()
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -130,10 +136,29 @@ class Supervisor:
             log.warning("the agent has ended (status %d) and held saves of %d trainers", status, len(self._held))
             if time.monotonic() - began > STABLE:
                 quick = 0
-            pause = time.sleep if stopping else self._ending.wait  # SIGTERM cuts the pause that it falls into
-            pause(2**quick - 1)
-            quick += 1
+            quick = self._pause(quick, stopping=stopping)
         log.error("the agent is not started again, and saves of %d trainers are lost", len(self._held))
+
+    @staticmethod
+    def _fork() -> tuple[int, socket.socket, socket.socket]:
+        """Fork. Returns the child's number, which is 0 in the child, and a connection: this process's end, the child's.
+
+        Raises:
+            OSError: processes, memory or descriptors are short.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            return os.fork(), ours, theirs
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
+
+    def _pause(self, quick: int, *, stopping: bool) -> int:
+        """Wait before the next try. Returns the number of those that were quick to end, with one more."""
+        pause = time.sleep if stopping else self._ending.wait  # SIGTERM cuts the pause that it falls into
+        pause(2**quick - 1)
+        return quick + 1
 
     def _pass_on(self) -> None:
         self._ending.set()
@@ -155,5 +180,13 @@ class Supervisor:
             before = self._held.pop(said.get("hold") or said.get("drop", ""), None)
             if before is not None:
                 before.close()
-            if "hold" in said:
+            if "hold" not in said:
+                continue
+            if len(descriptors) == len(HeldFiles._fields):
                 self._held[said["hold"]] = HeldFiles(*descriptors)
+                continue
+            log.warning(
+                "what a trainer hands over would be lost with the agent: no file descriptor is left for it here"
+            )
+            for descriptor in descriptors:
+                os.close(descriptor)
