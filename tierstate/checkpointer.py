@@ -246,11 +246,12 @@ class Checkpointer(Run):
         self._pid = os.getpid()
         self._telemetry: Telemetry | None = None
         try:
-            self._begin(policy, run, allowed_pickles(policy, check_globs(allow_pickle)))
+            with ExitStack() as undo:
+                self._begin(policy, run, allowed_pickles(policy, check_globs(allow_pickle)), undo)
+                undo.pop_all()
         except BaseException:
             if self._together is not None:
                 self._together.close()  # the other ranks wait for this rank
-            self._end_telemetry()
             raise
         try:
             self._preemption = None if signals is None else self._watch(signals)
@@ -281,19 +282,26 @@ class Checkpointer(Run):
         finally:
             end_trace()
 
-    def _begin(self, policy: Policy, run: str, pickles: Callable[[Path], bool]) -> None:
-        for tier in policy.tiers:
+    def _begin(self, policy: Policy, run: str, pickles: Callable[[Path], bool], undo: ExitStack) -> None:
+        """Open all. ``undo``: gets what closes it again, in the order of `_release`."""
+        for spec in policy.tiers:
             # Before `_at_exit` is registered: it then runs before h5py undoes its own set-up at exit, without which the
             # saves that are finished there would fail, or crash the interpreter.
-            format_of(tier.format)
+            format_of(spec.format)
         check_packages(policy.metrics)
         together = self._together
         arena = Arena(policy.arena.size, policy.chunk, shared=policy.agent.mode != "off")
+        undo.callback(arena.close)
         tier_run = TierRun if together is None else together.tier_run
         open_tier = open_policy_tier if policy.agent.mode == "off" else open_handed_tier
-        opening = [(open_tier(tier, arena), tier) for tier in policy.tiers]
+        opening = []
+        for spec in policy.tiers:
+            opening.append((tier := open_tier(spec, arena), spec))
+            undo.callback(tier.close)
         tier_runs = [tier_run(tier, run, retention_of(spec), rule_retention_of(policy, spec)) for tier, spec in opening]
         super().__init__(policy, run, tier_runs, arena)
+        undo.callback(self._end_telemetry)
+        undo.callback(self._events.close)
         self._pickles, self._guard, sharing = pickles, Guard(), None
         self._guard.when_waited = lambda seconds: self._events.emit("waited", seconds=seconds)
         if together is None:
@@ -301,6 +309,7 @@ class Checkpointer(Run):
         else:
             make = partial(shared_pipeline_of, run=run)
             self._pipeline, sharing = together.begin(policy, tier_runs, arena, make)
+        undo.callback(self._pipeline.stop)
         rank, hosts = 0, hosts_of_job()
         if together is not None:
             rank, hosts = together.team.rank, len(set(together.team.hosts))

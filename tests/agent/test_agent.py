@@ -34,6 +34,9 @@ import tierstate as ts
 from tierstate.agent import handover
 from tierstate.agent.messages import PROTOCOL
 from tierstate.agent.pipeline import AgentPipeline
+from tierstate.agent.shared_pipeline import SharedAgentPipeline
+from tierstate.engine.ranks.save.save import SharedPipeline
+from tierstate.manifest.errors import PolicyError, RankFailed
 
 pytestmark = pytest.mark.slow
 
@@ -400,6 +403,33 @@ def test_a_trainer_from_before_an_upgrade_does_not_replace_the_new_agent(
             ckpt.save(state_of(2), step=2).wait("slow")
             assert pipeline(ckpt).agent is None
     assert [one["pid"] for one in statuses()] == [agent]
+
+
+def test_a_checkpointer_that_could_not_be_made_leaves_the_agent(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the agent had a trainer that never saves, as long as the process lives."""
+
+    def fail(*_: object) -> None:
+        raise PolicyError("not now")
+
+    monkeypatch.setattr("tierstate.checkpointer.Telemetry", fail)
+    with pytest.raises(PolicyError, match="not now"):
+        ts.Checkpointer(policy(place), "run")
+    wait_until(lambda: not statuses()[0]["sessions"], "the session ends")
+
+
+def test_ranks_that_could_not_meet_leave_their_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that waits for another one in vain has begun a session by then."""
+    left = []
+
+    def find(_: object) -> None:
+        raise RankFailed("rank 1 does not answer")
+
+    monkeypatch.setattr(SharedPipeline, "__init__", lambda *_: None)
+    monkeypatch.setattr(SharedAgentPipeline, "_find_agents", find)
+    monkeypatch.setattr(SharedAgentPipeline, "_leave_agent", lambda one: left.append(one))
+    with pytest.raises(RankFailed, match="does not answer"):
+        SharedAgentPipeline(None, run="run")  # type: ignore[arg-type]
+    assert len(left) == 1
 
 
 def test_an_idle_agent_ends(place: Path) -> None:

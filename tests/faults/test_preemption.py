@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -153,3 +154,20 @@ def test_handlers_are_given_back(place: Path) -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     assert steps(place, "nvme") == []
+
+
+def test_a_checkpointer_that_could_not_be_made_leaves_signals_alone(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process at its limit of threads: a handler that is left would have SIGTERM do nothing from then on."""
+    before, start = signal.getsignal(signal.SIGTERM), threading.Thread.start
+
+    def none(thread: threading.Thread) -> None:
+        if thread.name == "tierstate-preemption":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        ts.Checkpointer(policy(place), "run")
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,20 +149,32 @@ def test_a_tier_whose_close_raises_leaves_the_others_closed(place: Path, monkeyp
             ckpt.close()
 
 
+def none(thread: threading.Thread) -> None:
+    """In place of `Thread.start`, in a process at its limit of threads."""
+    raise RuntimeError("can't start new thread")
+
+
 def test_no_thread_can_be_had(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process at its limit of threads: the save says so, and the next one works."""
-    import threading
-
     spec = policy({"nvme": {"type": "nvme", "path": str(place / "x")}}, chunk="256KiB", arena={"size": "2MiB"})
     with nothing_left(place), ts.Checkpointer(spec, "run") as ckpt:
         with monkeypatch.context() as patch:
-
-            def none(thread: threading.Thread) -> None:
-                raise RuntimeError("can't start new thread")
-
             patch.setattr(threading.Thread, "start", none)
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 ckpt.save(tensors(3 * UNIT), step=1)
         ckpt.save(tensors(3 * UNIT), step=2).wait(timeout=PATIENCE)
         assert alike(ckpt.load(), tensors(3 * UNIT))
         assert at_rest(ckpt)
+
+
+def test_a_checkpointer_is_closed_though_no_thread_can_be_had(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is saved by then: the error said that it was not, and the events were in no tier."""
+    keys = {"chunk": "256KiB", "arena": {"size": "2MiB"}, "metrics": {"events": True}}
+    with nothing_left(place):
+        ckpt = ts.Checkpointer(policy({"nvme": {"type": "nvme", "path": str(place / "x")}}, **keys), "run")
+        ckpt.save(tensors(UNIT), step=1).wait(timeout=PATIENCE)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none)
+            ckpt.close()
+    with ts.Checkpointer(policy({"nvme": {"type": "nvme", "path": str(place / "x")}}), "run") as ckpt:
+        assert "committed" in [event.kind for event in ckpt.events()]

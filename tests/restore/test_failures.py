@@ -8,8 +8,10 @@ import pytest
 import torch
 from support.checkpointer_worlds import arena_of, faulty, names, opened, policy, tensors, tier, unreferenced, wrapped
 from support.equality import difference
+from support.leaks import nothing_left
 
 import tierstate as ts
+from tierstate import checkpointer
 from tierstate.engine.publish import backlog
 from tierstate.manifest.format.marker import MARKER_KEY
 from tierstate.tiers.backoff import Backoff
@@ -159,3 +161,33 @@ def test_a_conflict_while_a_later_save_is_under_way(place):
             second.wait()
             third.wait()
             assert third.seq == 3
+
+
+BEGINNING = ("open_policy_tier", "pipeline_of", "auto_cadence", "FlattenCache", "Planner", "AlarmTags", "Telemetry")
+"""What the constructor of a `Checkpointer` calls, in this order."""
+
+
+@pytest.mark.parametrize("fails", BEGINNING)
+def test_a_checkpointer_that_could_not_be_made_leaves_nothing_open(place, monkeypatch, fails):
+    """A tier that is not mounted yet, say, and a program that tries again."""
+    keys = {"statistics": True, "alarms": {"action": "tag"}, "metrics": {"events": True}}
+    spec = policy({"nvme": tier("nvme", place), "file": tier("file", place)}, **keys)
+    found, closed = [], []
+
+    def fail(*_args, **_more):
+        raise ts.TierUnavailable("not now")
+
+    def open_one(*args, usual=checkpointer.open_policy_tier):
+        if fails == "open_policy_tier" and found:
+            fail()
+        one = usual(*args)
+        found.append(one.name)
+        monkeypatch.setattr(one, "close", lambda close=one.close: [closed.append(one.name), close()])
+        return one
+
+    monkeypatch.setattr(checkpointer, fails, fail)
+    monkeypatch.setattr(checkpointer, "open_policy_tier", open_one)
+    with nothing_left(place):
+        with pytest.raises(ts.TierUnavailable, match="not now"):
+            ts.Checkpointer(spec, "run")
+        assert closed == found[::-1] == (["nvme"] if fails == "open_policy_tier" else ["file", "nvme"])

@@ -127,6 +127,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             self._run_name = run
             self._find_agents()
         except RankFailed:
+            self._leave_agent()
             raise
         except TierstateError as error:
             self._leave_agent()

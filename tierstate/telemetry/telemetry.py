@@ -112,7 +112,11 @@ class Telemetry:
         A tier that hangs is waited for a bounded time: what was to be logged there is lost, and no save is.
         """
         closing = threading.Thread(target=self._closing.close, name="tierstate-metrics-close", daemon=True)
-        start_thread(closing)
+        try:
+            start_thread(closing)
+        except RuntimeError:  # no more threads (`ulimit -u`): this one waits, as all that was saved is saved by now
+            self._closing.close()
+            return
         closing.join(CLOSE_WAIT)
         if closing.is_alive():
             log.warning("the last events and metrics are not written: a tier or a file system does not answer")

@@ -85,7 +85,11 @@ class Preemption:
         self._wake.acquire()
         self._thread = threading.Thread(target=self._run, name="tierstate-preemption", daemon=True)
         _watch(self._numbers, self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # `ulimit -u`: a handler that wakes nobody would have the signal do nothing
+            _forget(self._numbers, self)
+            raise
 
     def preempted(self) -> bool:
         """Whether a signal has come. A program that asks is expected to end by itself."""
