@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -32,9 +33,11 @@ from support.agents import (
 
 import tierstate as ts
 from tierstate.agent import handover
-from tierstate.agent.messages import PROTOCOL
+from tierstate.agent.handing import BackgroundStart
+from tierstate.agent.messages import PROTOCOL, ConnectionLost
 from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.shared_pipeline import SharedAgentPipeline
+from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.engine.ranks.save.save import SharedPipeline
 from tierstate.manifest.errors import PolicyError, RankFailed
 
@@ -242,6 +245,44 @@ def test_a_new_agent_is_used_later(place: Path, monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.1)
         ckpt.save(state_of(step + 1), step=step + 1).wait("slow")
     assert steps_in(place, "slow") == list(range(1, step + 2))
+
+
+@pytest.mark.parametrize("busy", ["_look_back", "retire"])
+def test_a_save_does_not_wait_for_a_slow_tier_so_that_an_agent_can_be_used(
+    place: Path, monkeypatch: pytest.MonkeyPatch, busy: str
+) -> None:
+    """The threads of this process end before an agent takes over: not while one looks a slow tier through."""
+    every = "10" if busy == "_look_back" else "1"
+    with ts.Checkpointer(policy(place, agent="mode: 'off'", every=every), "run") as ckpt:
+        ckpt.save(state_of(10), step=10).wait("slow")
+    looks, go_on, usual = list[int](), threading.Event(), getattr(TierQueue, busy)
+
+    def wait(queue: TierQueue, **more: bool) -> None:
+        if queue.tier_run.name == "slow":
+            go_on.wait(PATIENCE)
+        usual(queue, **more)
+
+    def connect(_: AgentPipeline) -> None:
+        looks.append(1)
+        raise ConnectionLost("not there yet")
+
+    monkeypatch.setattr(TierQueue, busy, wait)
+    monkeypatch.setattr(AgentPipeline, "_connect", connect)
+    monkeypatch.setattr(BackgroundStart, "begin", lambda _: None)
+    monkeypatch.setattr(BackgroundStart, "has_started", lambda _: True)
+    spec = policy(place, agent="mode: auto, idle: 60s", every=every)
+    with ts.Checkpointer(spec, "run") as ckpt, ExitStack() as end:
+        end.callback(go_on.set)
+        save = ckpt.save(state_of(11), step=11)
+        for name in save.tiers:
+            save.wait(name)
+        looks.clear()
+        ckpt.save(state_of(12), step=12)
+        assert not looks
+        go_on.set()
+        wait_until(lambda: pipeline(ckpt)._is_quiet(), "nothing is under way")
+        ckpt.save(state_of(13), step=13)
+        assert looks
 
 
 def test_a_policy_with_an_agent_begins_without_one(place: Path) -> None:

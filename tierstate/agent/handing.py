@@ -250,9 +250,9 @@ class HandingPipeline(SavePipeline):
         self._cascade.queues = {}
 
     def _is_quiet(self) -> bool:
-        """Whether nothing is under way in this process."""
-        return all(state.settled() for state in self._saves.save_states()) and not any(
-            queue.outstanding() for queue in self.queues.values()
+        """Whether nothing is under way in this process, so that its queues end without a wait."""
+        return all(state.settled() for state in self._saves.save_states()) and all(
+            queue.at_rest for queue in self.queues.values()
         )
 
     def _capture_job(

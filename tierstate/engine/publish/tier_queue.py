@@ -181,6 +181,12 @@ class TierQueue:
         with self._lock:
             return sorted([*(job.due for job in self._begun()), *self._backlog.dues()], key=lambda due: due.seq)
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is to be written, and the thread neither drops old versions nor looks for missing ones."""
+        with self._lock:
+            return self.looked and not self._busy and not self.outstanding()
+
     def owed(self) -> list[PendingVersion]:
         """The missing versions, which are copied when that is possible, oldest first."""
         with self._lock:
