@@ -23,6 +23,7 @@ from support.agents import (
     agent_logs,
     load,
     policy,
+    policy_text,
     same,
     state_of,
     statuses,
@@ -37,9 +38,10 @@ from tierstate.agent.handing import BackgroundStart
 from tierstate.agent.messages import PROTOCOL, ConnectionLost
 from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.shared_pipeline import SharedAgentPipeline
+from tierstate.cli import app
 from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.engine.ranks.save.save import SharedPipeline
-from tierstate.manifest.errors import PolicyError, RankFailed
+from tierstate.manifest.errors import PolicyError, RankFailed, WrongTier
 
 pytestmark = pytest.mark.slow
 
@@ -88,6 +90,30 @@ def test_memory_that_is_short_of_one_more_version_keeps_the_newest_of_those_befo
             memory.look_again()
             assert len(memory.log.seqs()) == min(step, 2)
         assert torch.equal(ckpt.load()["w"], state_of(4, 2.0)["w"])
+
+
+def test_memory_that_is_full_of_what_no_tier_has_drops_the_oldest(place: Path) -> None:
+    """All persistent tiers are away: what is in memory is nowhere else."""
+    text = policy_text(place, agent="mode: required, idle: 60s, memory: 9MiB")
+    text = text.replace("type: nvme,", "type: nvme, initialized: true,")
+    file = place / "policy.yaml"
+    file.write_text(f"on_failure: {{action: warn, unprotected: 1h}}\n{text}")
+    app(["init", "--policy", str(file)], standalone_mode=False)
+    ckpt = ts.Checkpointer(file, "run")
+
+    def in_memory() -> list[int]:
+        memory = pipeline(ckpt).memory
+        assert memory is not None
+        memory.look_again()
+        return [memory.record(seq).version.head.step for seq in memory.log.seqs()]
+
+    for name in ("fast", "slow"):
+        (place / name).rename(place / f"{name}-away")
+    for step in range(1, 8):
+        ckpt.save({"w": state_of(step, 2.0)["w"]}, step=step)
+        wait_until(lambda step=step: in_memory() == list(range(max(1, step - 3), step + 1)), "it is in memory")  # type: ignore[misc]
+    with pytest.raises(WrongTier):
+        ckpt.close()
 
 
 def test_what_has_not_changed_is_neither_copied_nor_written_again(place: Path) -> None:

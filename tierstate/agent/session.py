@@ -440,8 +440,19 @@ class TrainerSession:
             return True
         if self._member is not None:
             return False
+        if self._drop_oldest(nbytes):
+            return True
         drop_run(memory.tier, self.run)
         self._tier_runs[MEMORY].look_again()
+        return memory.make_room(nbytes)
+
+    def _drop_oldest(self, nbytes: int) -> bool:
+        """Drop, one after the other, versions that no persistent tier has taken yet, as long as there is no room."""
+        memory, tier_run = self._agent.memory, self._tier_runs[MEMORY]
+        pinned = dict(self._pipeline.pinned(MEMORY))
+        while pinned and not memory.make_room(nbytes):
+            del pinned[min(pinned)]
+            tier_run.retire(pinned, room_for_one=True)
         return memory.make_room(nbytes)
 
     def _save(self, message: Message) -> IncomingSave:
