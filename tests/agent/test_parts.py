@@ -6,11 +6,13 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -166,6 +168,21 @@ def test_whatever_comes_is_a_message_or_the_end_of_the_connection(data: bytes) -
         while True:
             assert isinstance(other.receive().head, dict)
     other.close()
+
+
+def test_a_message_whose_descriptors_do_not_fit_into_this_process_is_not_taken() -> None:
+    """The kernel leaves out those for which there is no number: a restore goes on with the next tier then."""
+    one, other = pair()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(one), closing(other), tempfile.TemporaryFile() as file:
+        one.send({"kind": "answer"}, (), [file.fileno()])
+        os.close(lowest := os.dup(file.fileno()))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+            with pytest.raises(ConnectionLost, match="no file descriptor left"):
+                other.receive()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_message_of_impossible_length_takes_no_memory() -> None:

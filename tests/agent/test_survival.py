@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.agents import load, same, state_of, statuses, steps_in, wait_until, without_agent
+from support.leaks import open_files
 from support.processes import Gang
 from support.rank_jobs import check
 from support.rank_jobs import state_of as rank_state
@@ -313,6 +315,49 @@ def test_a_journal_has_what_is_not_durable_in_its_order(notes: list[Any], slack:
         journals.SLACK = before
         made.close()
     assert not told.held
+
+
+@pytest.mark.parametrize("call", ["write", "memfd_create"])
+def test_a_journal_that_cannot_be_written_keeps_what_is_needed(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Where memory or descriptors are short. The thread that has committed a version must go on with the next one."""
+    told, usual = Told(), getattr(os, call)
+    monkeypatch.setattr(journals, "SLACK", -(1 << 30))
+    made = begun(told)
+
+    def fail(first: Any, second: Any) -> None:
+        if call == "write":
+            usual(first, second[:5])
+        raise OSError(errno.ENOSPC, "no room")
+
+    for seq in (1, 2):
+        made.note(seq, {"kind": "slab", "seq": seq}, [b"abc"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        made.durable(1)
+    made.note(3, {"kind": "slab", "seq": 3}, [])
+    found = messages_of(found_in(told))
+    assert [(head["seq"], blobs) for head, blobs in found if head["seq"] != 1] == [(2, [b"abc"]), (3, [])]
+    made.close()
+
+
+@pytest.mark.parametrize("fails", ["dup", "memfd_create", "write"])
+def test_a_journal_that_cannot_be_begun_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """The file of slabs above all, which is all the memory of a trainer."""
+    other, usual, calls = os.open(os.devnull, os.O_RDONLY), getattr(os, fails), []
+
+    def fail(*args: Any) -> Any:
+        calls.append(args)
+        if fails == "dup" and len(calls) == 1:
+            return usual(*args)
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, fails, fail)
+        with pytest.raises(OSError, match="no descriptor is left"):
+            Journal.begun(Told(), Message({"kind": "save", "run": "run", "pid": 7}), other, other)  # type: ignore[arg-type]
+    assert open_files() == before
+    os.close(other)
 
 
 @given(data=st.data())

@@ -8,15 +8,20 @@ at again, and what the slabs hold by then is compared with the digests.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 from .messages import ConnectionLost, Message, encode_message, split_messages
 from .supervisor import HeldFiles, Holder
+
+log = logging.getLogger("tierstate")
+
 
 HELLO, DURABLE = "hello", "durable"
 
@@ -56,7 +61,13 @@ class Journal:
             slabs, trainer: as of `HeldFiles`; duplicated.
         """
         first = encode_message({**hello.head, "kind": HELLO}, ())
-        files = HeldFiles(os.dup(slabs), _new_file(first), os.dup(trainer))
+        with ExitStack() as undo:  # a file of slabs that stays open keeps all of the trainer's memory
+            files = HeldFiles(os.dup(slabs), -1, -1)
+            undo.callback(os.close, files.slabs)
+            files = files._replace(trainer=os.dup(trainer))
+            undo.callback(os.close, files.trainer)
+            files = files._replace(journal=_new_file(first))
+            undo.pop_all()
         made = cls(holder, uuid.uuid4().hex, files, first)
         holder.hold(made._name, files)
         return made
@@ -78,14 +89,25 @@ class Journal:
         """A version need not be published again."""
         with self._lock:
             self._needed.pop(seq, None)
-            self._write(encode_message({"kind": DURABLE, "seq": seq}, ()))
-            if not self.replaying:
-                self._shorten()
+            try:
+                self._write(encode_message({"kind": DURABLE, "seq": seq}, ()))
+                if not self.replaying:
+                    self._shorten()
+            except OSError as error:
+                # Called by the thread that has committed the version, and that other versions wait for.
+                log.warning("a journal stays longer than it need be: %s", error)
 
     def _write(self, data: bytes) -> None:
-        if self._files.journal >= 0:
+        if self._files.journal < 0:
+            return
+        at = os.lseek(self._files.journal, 0, os.SEEK_CUR)
+        try:
             _write_all(self._files.journal, data)
-            self._length += len(data)
+        except OSError:
+            os.ftruncate(self._files.journal, at)  # a part of a message would hide what is written after it
+            os.lseek(self._files.journal, at, os.SEEK_SET)
+            raise
+        self._length += len(data)
 
     def _shorten(self) -> None:
         needed = [self._hello, *self._others, *(data for messages in self._needed.values() for data in messages)]
@@ -168,8 +190,12 @@ def reopened(holder: Holder, name: str, files: HeldFiles, link: JournalLink) -> 
 
 def _new_file(*parts: bytes) -> int:
     descriptor = os.memfd_create("tierstate-journal", os.MFD_CLOEXEC)
-    for part in parts:
-        _write_all(descriptor, part)
+    try:
+        for part in parts:
+            _write_all(descriptor, part)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -166,12 +166,15 @@ class MessageSocket:
         data = bytearray(nbytes)
         view, at = memoryview(data), 0
         while at < nbytes:
-            got, control, _, _ = self._wire.recvmsg_into([view[at:]], socket.CMSG_SPACE(64), socket.MSG_CMSG_CLOEXEC)
+            room, how = socket.CMSG_SPACE(64), socket.MSG_CMSG_CLOEXEC
+            got, control, flags, _ = self._wire.recvmsg_into([view[at:]], room, how)
             for level, kind, body in control:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     some = array.array("i")
                     some.frombytes(body[: len(body) - len(body) % some.itemsize])
                     descriptors += some
+            if flags & socket.MSG_CTRUNC:
+                raise ConnectionLost("this process has no file descriptor left for those that came with a message")
             if not got:
                 raise ConnectionLost("the process at the other end has closed the connection")
             at += got
