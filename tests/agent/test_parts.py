@@ -677,6 +677,25 @@ def test_a_stop_of_the_trainer_is_no_silence_of_its_agent(monkeypatch: pytest.Mo
     there.close()
 
 
+def test_what_comes_of_slabs_after_the_end_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """The agent gives slabs back while its trainer closes, or gives it up."""
+    arena = Arena(4 * PAGE, PAGE, shared=True)
+    here, there = pair()
+    link = AgentLink(here, arena, lambda _: None, lambda: None, os.getpid())
+    slab = arena.acquire()
+    link.lend(slab)
+    for kind in ("kept", "back"):
+        there.send({"kind": kind, "offset": slab.offset})
+    link._end(ConnectionLost("the agent does not answer"))
+    link.start()
+    link._join()
+    assert "cannot be used" not in caplog.text
+    assert slab.leases == 1
+    link.release_orphans()
+    there.close()
+    arena.close()
+
+
 def test_slabs_that_were_given_back_are_not_published_again() -> None:
     """The agent gives a slab back, the trainer uses it for something else, and then the agent is lost."""
     arena = Arena(1 << 20, 1 << 16, shared=True)

@@ -192,14 +192,8 @@ class AgentLink:
 
     def _take(self, message: Message) -> None:
         head = message.head
-        if message.kind == "back":
-            with self._lock:
-                loan = self._lent.pop(int(head["offset"]))
-            loan.slab.release()
-        elif message.kind == "kept":
-            with self._lock:
-                loan = self._lent[int(head["offset"])]
-            self._arena.keep(loan.slab.buffer)
+        if message.kind in ("back", "kept"):
+            self._take_slab(int(head["offset"]), back=message.kind == "back")
         elif message.kind == "answer":
             with self._lock:
                 answer = self._answers.get(int(head["number"]))
@@ -210,6 +204,18 @@ class AgentLink:
             raise ConnectionLost(f"the agent gives up: {decode_error(head['error'])}")
         elif message.kind not in ("pong", "ready"):
             self._event(message)
+
+    def _take_slab(self, offset: int, *, back: bool) -> None:
+        with self._lock:
+            if self.over.is_set():
+                return  # it was sent before the end, after which no slab is lent
+            loan = self._lent[offset]
+            if back:
+                del self._lent[offset]
+        if back:
+            loan.slab.release()
+        else:
+            self._arena.keep(loan.slab.buffer)
 
     def _watch(self) -> None:
         while not self._pause():
