@@ -89,12 +89,12 @@ class Telemetry:
         from .prometheus import TextFile, serve, sink_of_process
 
         sink = sink_of_process()
+        if keys.textfile is not None:  # closed last: the file stays, and what is in it then is told for ever
+            self._closing.callback(TextFile(sink, keys.textfile, keys.interval).close)
         self._closing.callback(sink.forget, self._common)
         self._closing.callback(sink.watch(self._watch(sink).look))
         if keys.port is not None:
             serve(sink, keys.address, keys.port)
-        if keys.textfile is not None:
-            self._closing.callback(TextFile(sink, keys.textfile, keys.interval).close)
 
     def _start_opentelemetry(self) -> None:
         from .opentelemetry import sink_of_process
