@@ -550,6 +550,35 @@ def test_a_look_at_an_agent_that_hangs_leaves_it_its_socket(
     hung.unlink()
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_stop_does_not_wait_for_an_agent_that_is_killed(monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> None:
+    """While it publishes what is left: its socket stays then. The other one ends and removes it."""
+    path, looks = runtime_folder() / "agent-stopped", list[float]()
+    listener = listening(path)
+
+    def serve() -> None:
+        for kind in ("stop", "status", "status"):
+            link = MessageSocket(listener.accept()[0])
+            assert link.receive().kind == kind
+            link.send({"kind": kind, "status": {}})
+            link.close()
+        listener.close()
+        if not killed:
+            path.unlink(missing_ok=True)
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        assert len(looks) < 1000, "it waits for ever"
+        thread.join(0.001)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    monkeypatch.setattr("tierstate.cli.agent.time", SimpleNamespace(sleep=sleep))
+    app(["agent", "stop", "--wait"], standalone_mode=False)
+    thread.join()
+    assert not path.exists()
+
+
 def bare(monkeypatch: pytest.MonkeyPatch, path: Path, listener: object, looks: int) -> Agent:
     """An agent without tiers, which ends after so many looks whether it may."""
     agent, ends = Agent.__new__(Agent), iter([*[False] * looks, True])

@@ -44,8 +44,17 @@ def stop(
     """End this user's agents on this host as soon as everything that was handed over is published."""
     for path, one in list(_asked("stop")):
         say(f"{path.name}: {one.get('error') or 'ends'}")
-        while wait and "error" not in one and path.exists():
+        while wait and "error" not in one and path.exists() and not _was_killed(path):
             time.sleep(0.1)
+
+
+def _was_killed(path: Path) -> bool:
+    """Whether a socket is left by an agent that was killed before it had ended; then it is removed."""
+    try:
+        ask_agent(path, "status")
+    except TierstateError as error:
+        return isinstance(error, ConnectionLost) and remove_leftover(path)
+    return False
 
 
 def _asked(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
