@@ -119,7 +119,8 @@ def _bring(run: Run, entry: VersionCopies, tier_run: TierRun, progress: Progress
     routed: Array = Routes(run.policy).of(entry.version.leaves)[name].leaves[entry.version.chunk_leaf]
     _check_there(entry, np.flatnonzero(routed))
     copy_version(entry, tier_run.apart(), run.policy, run._arena, progress)
-    tier_run.tier.delete(removal_key(run.run, head.seq, entry.version.id))  # it may have been removed there once
+    for id in (entry.version.id, ""):  # it may have been removed there once, perhaps when no record could be read
+        tier_run.tier.delete(removal_key(run.run, head.seq, id))
     tier_run.look_again()
 
 

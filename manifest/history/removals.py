@@ -2,8 +2,8 @@
 
 A removed version may still have all of its chunks in packs that other versions share, and a copy of its tables in one
 of them. Without a mark ``rebuild``, ``doctor`` and the cascade would take it for lost. A mark is the key
-``removed/<run>/<seq>-<id>``; numbers are never used again, so it never means another version. The object says what
-retention knew of the version, because older versions were dropped on account of it (`removed_entries`).
+``removed/<run>/<seq>-<id>``. The object says what retention knew of the version, because older versions were dropped on
+account of it, and because the number may mean another one by now (`Removal.is_of`): every fork begins with number 1.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 from tierstate.manifest.chunk import as_buffer, to_bytes
-from tierstate.manifest.errors import AlreadyExists, NotFound
+from tierstate.manifest.errors import AlreadyExists, MediaError, NotFound
 from tierstate.manifest.format.version import Head
 
 from .log import KeyValueStore, check_run
@@ -65,15 +66,6 @@ def is_removed(tier: KeyValueStore, run: str, seq: int) -> bool:
     return bool(marks)
 
 
-def removed_seqs(tier: KeyValueStore, run: str) -> set[int]:
-    """Numbers of the versions that were removed from a tier.
-
-    Raises:
-        TierError: the tier could not be listed.
-    """
-    return {seq for _, seq in _marks(tier, run)}
-
-
 def _marks(tier: KeyValueStore, run: str) -> Iterator[tuple[str, int]]:
     """The key of each mark, and the number of the version that it is about."""
     prefix = f"removed/{check_run(run)}/"
@@ -82,10 +74,36 @@ def _marks(tier: KeyValueStore, run: str) -> Iterator[tuple[str, int]]:
             yield key, int(m[1])
 
 
-def removed_entries(tier: KeyValueStore, run: str) -> list[RetentionEntry]:
-    """What retention knew of the versions that were removed from a tier.
+class Removal(NamedTuple):
+    """The removal of one version from a tier.
 
-    Of a version whose record could not be read, only the number is known: it counts for ``last`` and for no other rule.
+    Attributes:
+        entry: what retention knew of the version. If its record could not be read, only the number is known: it counts
+            for ``last`` and for no other rule.
+        known: whether more than the number is known.
+        time: of the removal, in seconds since 1970; infinite if the mark does not say it.
+    """
+
+    entry: RetentionEntry
+    known: bool = False
+    time: float = inf
+
+    def is_of(self, seq: int, step: int, saved: float) -> bool:
+        """Whether this version was removed, and not an earlier one of its number.
+
+        Args:
+            seq, step, saved: its number, its step, and the time of its save.
+        """
+        if seq != self.entry.seq:
+            return False
+        return (step, saved) == (self.entry.step, self.entry.time) if self.known else saved <= self.time
+
+
+def removals(tier: KeyValueStore, run: str, seqs: Collection[int] | None = None) -> list[Removal]:
+    """The versions that were removed from a tier.
+
+    Args:
+        seqs: only those with these numbers.
 
     Raises:
         Unauthentic: the tier's objects are sealed, and a mark is not.
@@ -93,19 +111,30 @@ def removed_entries(tier: KeyValueStore, run: str) -> list[RetentionEntry]:
     """
     found = []
     for key, seq in _marks(tier, run):
-        with suppress(NotFound):  # copied back meanwhile
-            data = to_bytes(tier.get(key)) if tier.size(key) <= MAX_MARK_BYTES else b""
-            found.append(_entry(seq, data))
+        if seqs is None or seq in seqs:
+            with suppress(NotFound):  # copied back meanwhile
+                found.append(_removal(seq, _contents(tier, key)))
     return found
 
 
-def _entry(seq: int, mark: bytes) -> RetentionEntry:
-    # A negative step is in no window of ``every`` that a version is in.
-    unknown = RetentionEntry(seq, -1 - seq)
+def _contents(tier: KeyValueStore, key: str) -> bytes:
     try:
-        match json.loads(mark):
-            case {"version": {"step": int(step), "time": int() | float() as saved, "metadata": dict(metadata)}}:
-                return RetentionEntry(seq, step, float(saved), metadata)
+        return to_bytes(tier.get(key)) if tier.size(key) <= MAX_MARK_BYTES else b""
+    except MediaError:
+        return b""  # in bad sectors; what its key says counts
+
+
+def _removal(seq: int, mark: bytes) -> Removal:
+    # A negative step is in no window of ``every`` that a version is in.
+    unknown, when = RetentionEntry(seq, -1 - seq), inf
+    try:
+        said = json.loads(mark)
     except (ValueError, RecursionError):
-        return unknown
-    return unknown
+        return Removal(unknown)
+    match said:
+        case {"time": int() | float() as at}:
+            when = float(at)
+    match said:
+        case {"version": {"step": int(step), "time": int() | float() as saved, "metadata": dict(metadata)}}:
+            return Removal(RetentionEntry(seq, step, float(saved), metadata), True, when)
+    return Removal(unknown, time=when)

@@ -143,3 +143,20 @@ def test_all_others_are_as_they_were(shape: Shape, number: int, forced: bool) ->
                 assert {version.id for version in ckpt.versions()} == there
                 assert ckpt.verify(deep=True).ok
                 assert ckpt.prune(grace=0).ok
+
+
+def test_a_version_that_was_removed_unread_and_copied_back_is_as_any_other(tmp_path: Path) -> None:
+    tiers = "".join(f"  {name}: {{type: nvme, path: {tmp_path / name}}}\n" for name in "ab")
+    with ts.Checkpointer(ts.Policy.parse(f"version: 1\ntiers:\n{tiers}"), "gpt") as ckpt:
+        for step in (1, 2):
+            ckpt.save({"a": torch.full((3 << 10,), step)}, step=step).wait("b")
+        seq = ckpt.info(step=1).seq
+        for name in "ab":
+            record = tmp_path / name / f"versions/gpt/{seq:012d}"
+            record.write_bytes(b"?")
+        assert ckpt.remove(seq=seq, tier="b", force=True).ok
+        assert [(repair.kind, repair.tier) for repair in ckpt.doctor(apply=True).repairs] == [("rebuild", "a")]
+        assert ckpt.copy(step=1, to="b").tiers == ("b",)
+        record.unlink()
+        assert [repair.kind for repair in ckpt.doctor(apply=True).repairs] == ["rebuild"]
+        assert ckpt.info(step=1).tiers == ("a", "b")

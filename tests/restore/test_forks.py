@@ -538,3 +538,64 @@ def test_a_pin_that_was_lost_is_told_and_made_again(place: Path) -> None:
         ckpt.prune(grace=0)
     with ts.Checkpointer(spec, "run-b") as ckpt:
         assert alike(ckpt.load(), tensors(9000, 4096, seed=1))
+
+
+def remove_all(spec: ts.Policy, run: str) -> None:
+    with ts.Checkpointer(spec, run) as ckpt:
+        for version in ckpt.versions():
+            assert ckpt.remove(version=version.id, force=True).ok
+
+
+@pytest.mark.parametrize("legible", [True, False])
+def test_a_fork_of_a_name_that_was_removed_goes_to_every_tier(place: Path, legible: bool) -> None:
+    """The first version of every fork has the number 1, as the one that was removed had."""
+    late = {"nvme": tier("nvme", place), "lustre": tier("lustre", place, every=2)}
+    with ts.Checkpointer(policy(late), "run") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(tensors(9000, 4096, seed=step), step=step)
+    with ts.Checkpointer(policy(late), "run") as ckpt:
+        assert ckpt.fork("run-b", 2).tiers == ("nvme", "lustre")
+    if legible:
+        remove_all(policy(late), "run-b")
+    else:
+        for name in late:
+            (place / name / "versions/run-b/000000000001").write_bytes(b"?")
+        with ts.Checkpointer(policy(late), "run-b") as ckpt:
+            assert ckpt.remove(seq=1, force=True).ok
+    with ts.Checkpointer(policy(late), "run") as ckpt:
+        assert ckpt.fork("run-b", 3).tiers == ("nvme",), "the other tier has not got it"
+    every = policy({"nvme": late["nvme"], "lustre": tier("lustre", place)})
+    with ts.Checkpointer(every, "run-b") as ckpt:
+        assert [version.late for version in ckpt.versions()] == [("lustre",)]
+        assert [(repair.kind, repair.tier) for repair in ckpt.doctor().repairs] == [("copy", "lustre")]
+        ckpt.save(ckpt.load(), step=4).wait("lustre")
+    with ts.Checkpointer(every, "run-b") as ckpt:
+        assert [(version.step, version.tiers) for version in ckpt.versions()] == [
+            (3, ("nvme", "lustre")),
+            (4, ("nvme", "lustre")),
+        ]
+        (place / "lustre/versions/run-b/000000000001").unlink()
+        assert [(repair.kind, repair.tier) for repair in ckpt.doctor(apply=True).repairs] == [("rebuild", "lustre")]
+
+
+@pytest.mark.clock_numbers
+def test_a_fork_of_a_name_that_was_removed_is_not_listed_as_what_was_removed(place: Path) -> None:
+    """An index that a prune has left says what the number was."""
+    spec = one_tier(place)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1, 2)
+        ckpt.fork("run-b", 1)
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        saved(ckpt, *range(10, 16))
+    with ts.Checkpointer(one_tier(place, keep={"last": 3, "every": 1000}), "run-b") as ckpt:
+        (report,) = ckpt.prune().tiers
+        assert report.drop
+    assert names(opened(spec, "nvme"), "index/run-b/")
+    remove_all(spec, "run-b")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        made = ckpt.fork("run-b", 2)
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        saved(ckpt, *range(20, 26))
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        first, *_ = ckpt.versions()
+        assert (first.id, first.step) == (made.id, 2)

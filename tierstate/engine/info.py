@@ -20,7 +20,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.manifest.format.leaf import stored_lossy_methods
 from tierstate.manifest.format.record import Summary
-from tierstate.manifest.history.removals import removed_seqs
+from tierstate.manifest.history.removals import Removal, removals
 from tierstate.tiers.base import Tier
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.wrappers.measure import OperationStats, operations_of
@@ -304,15 +304,15 @@ class _Late:
         newer = [copies for copies in self._versions if last is None or _any(copies).seq > last.seq]
         going = [_any(copies) for copies in newer if self._goes(copies, tier.name)]
         dues = [PendingVersion(one.seq, one.step, one.time, one.nbytes) for one in going]
-        late = [due.seq for due in missed_versions(tier.every, (last.step, last.time) if last else None, dues)]
-        gone = self._removed(tier.name) if late else ()
-        return [seq for seq in late if seq not in gone]
+        late = missed_versions(tier.every, (last.step, last.time) if last else None, dues)
+        gone = self._removed(tier.name, late) if late else ()
+        return [due.seq for due in late if not any(removal.is_of(due.seq, due.step, due.time) for removal in gone)]
 
-    def _removed(self, name: str) -> Collection[int]:
-        """Numbers of the versions that were removed from a tier by hand."""
+    def _removed(self, name: str, late: Sequence[PendingVersion]) -> Collection[Removal]:
+        """Those of the versions, or others of their numbers, that were removed from a tier by hand."""
         tier_run = self._tier_runs[name]
         try:
-            return removed_seqs(tier_run.tier, tier_run.run)
+            return removals(tier_run.tier, tier_run.run, {due.seq for due in late})
         except TierstateError as error:
             log.warning("%s: what was removed from it cannot be listed: %s", name, error)
             return ()

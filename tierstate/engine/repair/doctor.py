@@ -44,7 +44,7 @@ from tierstate.manifest.format.record import Record, surviving_parts
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.leases import FORK, Leases, pinned_runs
 from tierstate.manifest.history.log import Log
-from tierstate.manifest.history.removals import removed_seqs
+from tierstate.manifest.history.removals import removals
 from tierstate.manifest.history.retention import RetentionEntry
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
@@ -173,7 +173,8 @@ class _TierView:
         self._sectors: set[tuple[int, int]] = set()
         self.legible: list[Version] = []
         self.layouts: list[tuple[Version, Layout]] = []
-        self.removed = removed_seqs(tier_run.tier, tier_run.run)
+        self._removals = removals(tier_run.tier, tier_run.run)
+        self.removed = {removal.entry.seq for removal in self._removals}
         for seq, generations in tier_run.log.generations().items():
             for generation in generations:
                 self._read(seq, generation)
@@ -257,6 +258,11 @@ class _TierView:
     def generations(self, seq: int) -> tuple[int, ...]:
         """All generations of a number, legible or not."""
         return tuple(sorted({*self.records.get(seq, ()), *self.damaged.get(seq, ())}))
+
+    def was_removed(self, version: Version) -> bool:
+        """Whether somebody has removed this version by hand, and not an earlier one of its number."""
+        head = version.head
+        return any(removal.is_of(head.seq, head.step, head.time) for removal in self._removals)
 
     def taken(self, seq: int) -> bool:
         """Whether the number has any record, so that no other may be written beside it."""
@@ -428,7 +434,7 @@ class _Diagnosis:
             has_record = any(
                 view.has(version)
                 or seq in view.away
-                or (seq in view.damaged and seq not in view.removed and self._is_of(view, version, versions))
+                or (seq in view.damaged and not view.was_removed(version) and self._is_of(view, version, versions))
                 for view in self._views
             )
             if has_record or any(seq in these for these in wanted.values()):
@@ -502,7 +508,7 @@ class _Diagnosis:
     ) -> str:
         """What happened to the record of a version in a tier that is to get it again; empty if it is not."""
         seq = version.head.seq
-        if view.current(seq) is not None or seq in view.away or seq in view.foreign or seq in view.removed:
+        if view.current(seq) is not None or seq in view.away or seq in view.foreign or view.was_removed(version):
             return ""
         if seq in view.damaged:
             return "record damaged" if self._is_of(view, version, versions) else ""
@@ -602,7 +608,7 @@ class _Diagnosis:
     def _place_anywhere(self, case: _Case) -> Array:
         """Give chunks that no record leads to, and none will, to the first tier that can have a record of them."""
         version, seq, rows = case.version, case.version.head.seq, case.left
-        lasting = [view for view in self._lasting if seq not in view.removed]
+        lasting = [view for view in self._lasting if not view.was_removed(version)]
         for view in sorted(lasting, key=lambda view: not (rows & self._route(view, version)).any()):
             if view.has(version):
                 self._add("mend", view, version, "chunks that no record leads to", rows, view.current(seq))

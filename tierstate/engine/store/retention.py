@@ -258,7 +258,7 @@ class Retention:
         if self._terms:
             with self._lock:
                 self._learn()
-                beside = [mark for mark in gone if mark.seq not in self._known]
+                beside = [mark for mark in gone if mark.seq not in self._known and mark.seq not in seqs]
                 coming = [mark._replace(groups=self._groups.names) for mark in (*marks, *beside)]
                 seqs -= set(self._decide([*self._marks(), *coming], (), None, self._keep, self._rules).drop)
         return seqs

@@ -26,7 +26,7 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.log import Log, commit_id
-from tierstate.manifest.history.removals import is_removed, removed_entries, removed_seqs
+from tierstate.manifest.history.removals import Removal, is_removed, removals
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.gpu import gpu_in
@@ -455,8 +455,8 @@ class TierRun:
     def worth_bringing(self, marks: Collection[RetentionEntry]) -> set[int]:
         """The numbers, of versions that are not in the tier yet, that the policy would keep there; not those that were
         removed by hand."""
-        gone = removed_seqs(self.tier, self.run) if marks else ()
-        return self.retention.worth_bringing([mark for mark in marks if mark.seq not in gone])
+        gone = removals(self.tier, self.run, {mark.seq for mark in marks}) if marks else ()
+        return self.retention.worth_bringing(_not_removed(marks, gone))
 
     def worth_repairing(self, marks: Collection[RetentionEntry]) -> set[int]:
         """The numbers, of versions that were in the tier, that the policy has not dropped there.
@@ -464,6 +464,9 @@ class TierRun:
         Versions that were removed by hand count beside those that are there: what was dropped on account of them must
         not come back because they were removed later.
         """
-        gone = removed_entries(self.tier, self.run) if marks else ()
-        lost = {mark.seq for mark in gone}
-        return self.retention.worth_bringing([mark for mark in marks if mark.seq not in lost], gone)
+        gone = removals(self.tier, self.run) if marks else ()
+        return self.retention.worth_bringing(_not_removed(marks, gone), [removal.entry for removal in gone])
+
+
+def _not_removed(marks: Collection[RetentionEntry], gone: Collection[Removal]) -> list[RetentionEntry]:
+    return [mark for mark in marks if not any(removal.is_of(*mark[:3]) for removal in gone)]

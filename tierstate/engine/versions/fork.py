@@ -12,6 +12,7 @@ import numpy as np
 
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.store.catalog import Holding, VersionCopies
+from tierstate.engine.store.index import Summaries
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import AlreadyExists, CommitUnknown, NotFound, TierError, TierstateError
 from tierstate.manifest.format.layout import Layout
@@ -174,6 +175,8 @@ def _commit(tier_run: TierRun, old: Version, new: Version, into: Log) -> Record:
         gone = dropped_groups(source.commit)
         said = tier_run.signature() | ({"thinned": list(gone)} if gone else {})
         record = Record(new, _layout(tier_run, old, source), said)
+        # A run of this name may have been removed, version by version, and have left an index with this number.
+        Summaries(tier_run.tier, into.run).expect(new.head.seq)
         into.commit(record)
         try:
             if tier_run.log.holds(source):
