@@ -433,7 +433,8 @@ class Run:
             found = self._find(step, version)
         else:
             entries = RunCatalog.look(seq, self._tier_runs).entries
-            found = entries[0] if entries else seq
+            # Two tiers that did not see each other may have two versions of that number.
+            found = next((entry for entry in entries if tier in entry.tiers), entries[0] if entries else seq)
         tags: tuple[str, ...] = ()
         if not isinstance(found, int):
             tags = self._tags.by_version().get((found.version.head.seq, found.version.id), ())

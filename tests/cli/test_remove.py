@@ -8,12 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checkpointer_worlds import alike, scratch
+from support.checkpointer_worlds import alike, names, scratch, tier, wrapped
+from support.checkpointer_worlds import policy as tiers_of
 from support.cli_calls import Call, state
 from support.damaged_runs import Shape, make_world, whole_shapes
 from support.equality import difference
 
 import tierstate as ts
+from tierstate.cli.output import show_removed
+from tierstate.engine.packs.keys import PACKS
+from tierstate.manifest.chunk import Buffer
+from tierstate.tiers.memory.host import Memory
 
 ARGUMENTS = ("-r", "gpt")
 
@@ -160,3 +165,58 @@ def test_a_version_that_was_removed_unread_and_copied_back_is_as_any_other(tmp_p
         record.unlink()
         assert [repair.kind for repair in ckpt.doctor(apply=True).repairs] == ["rebuild"]
         assert ckpt.info(step=1).tiers == ("a", "b")
+
+
+def saved(ckpt: ts.Checkpointer, *steps: int) -> None:
+    for step in steps:
+        ckpt.save({"a": torch.full((3 << 10,), step)}, step=step).wait()
+
+
+def test_another_version_of_its_number_stays(tmp_path: Path) -> None:
+    """Each process saw one of the tiers alone."""
+    a, b = ({name: tier("nvme", tmp_path / name)} for name in "ab")
+    for keys, steps in ((a, (1, 2)), (b, (11, 12))):
+        with ts.Checkpointer(tiers_of(keys), "gpt") as ckpt:
+            saved(ckpt, *steps)
+    with ts.Checkpointer(tiers_of(a | b), "gpt") as ckpt:
+        first, other, *_ = sorted(ckpt.versions(), key=lambda version: version.step)[::2]
+        assert first.seq == other.seq
+        assert [found.tier for found in ckpt.remove(step=1, force=True).tiers] == ["a"]
+        assert sorted(version.step for version in ckpt.versions()) == [2, 11, 12]
+        second = ckpt.info(step=2)
+        assert ckpt.info(step=12).seq == second.seq
+        with pytest.raises(ts.NotFound, match="is not in b"):
+            ckpt.remove(step=2, tier="b", force=True)
+        assert ckpt.remove(seq=second.seq, tier="a", force=True).id == second.id, "the one that this tier has"
+        assert sorted(version.step for version in ckpt.versions()) == [11, 12]
+
+
+class Full(Memory):
+    """A tier that takes no objects but while it has at most so many packs or records."""
+
+    packs = records = 1 << 20
+
+    def put(self, key: str, data: Buffer) -> None:
+        if len(names(self, PACKS)) > self.packs or len(names(self, "versions/")) > self.records:
+            raise ts.TierFull(f"{self.name}: no room for {key}", tier=self.name)
+        super().put(key, data)
+
+
+@pytest.mark.parametrize(("packs", "records", "enough"), [(9, 2, True), (2, 9, True), (1, 9, False)])
+def test_no_room_is_needed_to_make_some(
+    packs: int, records: int, enough: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner = Full()
+    with wrapped(inner) as keys, ts.Checkpointer(tiers_of({"only": keys}), "gpt") as ckpt:
+        saved(ckpt, 1, 2, 3)
+        inner.packs, inner.records = packs, records
+        report = ckpt.remove(step=1)
+        (found,) = report.tiers
+        assert (found.removed, len(found.packs), not found.error) == (True, 1, enough)
+        assert len(names(inner, PACKS)) == 2
+        assert len(names(inner, "removed/")) == enough
+        show_removed(report, False, False)
+        said = capsys.readouterr().out
+        assert "only: version 1 (step 1) was removed, with 1 pack" in said
+        assert ("but there is still no room for the mark" in said) == (not enough)
+        assert "stays" not in said

@@ -593,14 +593,14 @@ def show_removed(found: RemoveReport, forced: bool, as_json: bool) -> None:
         return
     name = f"version {found.seq}" + ("" if found.step is None else f" (step {found.step})")
     for t in found.tiers:
-        stays = [*t.reasons, *(() if forced else t.forced)]
+        stays = [*t.reasons, *(() if forced else t.forced)] if found.dry_run else []
         packs = f"{_count(len(t.packs), 'pack')}, {rough_size(sum(t.packs.values()))}"
         if t.removed:
             say(f"{t.tier}: {name} was removed, with {packs}")
         elif found.dry_run and not stays:
             say(f"{t.tier}: {name} would be removed, with {packs}")
-        if t.error or (stays and found.dry_run):
-            say(f"{t.tier}: {name} stays: {t.error or '; '.join(stays)}")
+        if t.error or stays:
+            say(t.error if t.removed else f"{t.tier}: {name} stays: {t.error or '; '.join(stays)}")
         if found.dry_run and not t.reasons and t.forced and not forced:
             say(f"{t.tier}: --force removes it all the same")
     for tier, why in found.unreachable.items():

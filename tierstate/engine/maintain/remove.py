@@ -2,7 +2,7 @@
 
 First a mark says that the version was removed, so that nothing takes it for lost; then its records are deleted, then
 the packs that no other record and no fork names. An interruption leaves a version that can be removed again, or packs
-for the next `prune`.
+for the next `prune`. In a full tier the mark comes last, as the version itself makes the room for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tierstate.engine.store.catalog import RunCatalog, VersionCopies
 from tierstate.engine.store.retention import UnusedPacks
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import NotFound, TierstateError
+from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierFull, TierstateError
 from tierstate.manifest.history.removals import mark_removed
 
 from .sweep import sweep
@@ -122,7 +122,7 @@ class _Removal:
                 continue
             try:
                 tier_run.identity.ensure(create=False)  # a file system that is not mounted may have it
-                if self._seq in tier_run.log.seqs():
+                if self._seq in tier_run.log.seqs() and not self._is_another(tier_run):
                     going.append(tier_run)
             except TierstateError as error:
                 report.unreachable[tier_run.name] = str(error)
@@ -133,6 +133,15 @@ class _Removal:
         newest = max(RunCatalog(self._tier_runs).seqs())
         for tier_run in going:
             report.tiers.append(self._look(tier_run, going, newest))
+
+    def _is_another(self, tier_run: TierRun) -> bool:
+        """Whether a tier has another version of this number, made where neither saw the other: that one stays."""
+        if self._one is None or tier_run.name in self._one.tiers:
+            return False
+        try:
+            return tier_run.log.read(self._seq).version.id != self._one.version.id
+        except (FormatError, MediaError, NotFound):
+            return False  # it cannot be read, and is told as that
 
     def _look(self, tier_run: TierRun, going: Sequence[TierRun], newest: int) -> TierRemoval:
         found = TierRemoval(tier_run.name)
@@ -167,19 +176,37 @@ class _Removal:
         tier_run = next(tier_run for tier_run in self._tier_runs if tier_run.name == found.tier)
         found.packs, log = {}, tier_run.log
         try:
-            id, head = (self._one.version.id, self._one.version.head) if self._one else ("", None)
-            mark_removed(tier_run.tier, tier_run.run, self._seq, id, head)
+            marked = self._mark(tier_run)
             generations = log.generations().get(self._seq, [])
             packs = self._packs(tier_run, generations)
             log.forget(self._seq, generations)
             found.removed = True
+            marked = marked or self._mark(tier_run)  # at once, in the room of the record
             tier_run.look_again()
             unused = UnusedPacks(tier_run.tier, tier_run.run, tier_run.summaries).among(packs) or []
             sizes = {key: packs[key] for key in unused}
             tier_run.tier.discard(unused)
             found.packs = sizes
+            if not marked:
+                self._mark(tier_run, last=True)
         except TierstateError as error:
             found.error = str(error)
+
+    def _mark(self, tier_run: TierRun, *, last: bool = False) -> bool:
+        """Write the mark; False if there is no room for it before the version has gone.
+
+        Args:
+            last: the version has gone, and nothing else will make room.
+        """
+        id, head = (self._one.version.id, self._one.version.head) if self._one else ("", None)
+        try:
+            mark_removed(tier_run.tier, tier_run.run, self._seq, id, head)
+            return True
+        except TierFull as error:
+            if last:
+                what = f"there is still no room for the mark that says so, and a repair may bring it back: {error}"
+                raise TierFull(f"{tier_run.name}: it was removed, but {what}", tier=tier_run.name) from error
+            return False
 
     def _packs(self, tier_run: TierRun, generations: Sequence[int]) -> dict[str, int]:
         """The packs that its records name, with their lengths; a record that cannot be read names none."""
