@@ -15,18 +15,19 @@ from tierstate.engine.capture.plan import CapturePlan, CaptureSource
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.placement import Routes
 from tierstate.engine.progress import Progress, no_progress
-from tierstate.engine.restore.fetch import Fetch
+from tierstate.engine.restore.fetch import Fetch, RepairWriter
 from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_version, reading, restarting
-from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
+from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies, VersionMoved
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.copy import copy_version
 from tierstate.manifest.arrays import Array, starts_of
 from tierstate.manifest.chunk import Buffer, Chunk, empty_buffer, spans
 from tierstate.manifest.digest import DIGEST_SIZE, digest_function
-from tierstate.manifest.errors import AlreadyExists, NotFound, StateMismatch, TierFull
+from tierstate.manifest.errors import AlreadyExists, NotFound, StateMismatch, TierError, TierFull
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.removals import removal_key
 from tierstate.manifest.history.retention import RetentionEntry
+from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
@@ -64,6 +65,8 @@ def copy(
     progress: Progress = no_progress,
 ) -> CopyResult:
     """Copy a version and verify every chunk. Give either ``to`` or ``into``.
+
+    A tier that has it already gets what was in packs of it that are missing or cut off.
 
     Args:
         open_run: opens the run of the other policy.
@@ -104,11 +107,50 @@ def _copy_to(run: Run, entry: VersionCopies, name: str, progress: Progress) -> C
     if tier_run is None:
         names = ", ".join(s.name for s in run._tier_runs)
         raise NotFound(f"the policy has no tier {name!r}; it has {names}", tier=name)
-    done: tuple[str, ...] = ()
     if name not in entry.tiers:
         _bring(run, entry, tier_run, progress)
-        done = (name,)
-    return _result(run, entry, done)
+    elif not _mend(run, entry, tier_run, progress):
+        return _result(run, entry, ())
+    return _result(run, entry, (name,))
+
+
+def _mend(run: Run, entry: VersionCopies, tier_run: TierRun, progress: Progress) -> bool:
+    """Write what a tier lacks of a version, although it has a record of it: chunks in packs that are missing or cut
+    off. Whether there were any.
+
+    Raises:
+        VersionMoved: the version was dropped or moved meanwhile.
+        Damaged: no tier has a chunk.
+        TierError: they could not be written.
+    """
+    # Not by its name, which a tier of the policy that is copied from may have too.
+    at = next(at for at, holding in enumerate(entry.holdings) if holding.tier_run is tier_run)
+    layout, record = entry.holdings[at].layout, entry.records[at]
+    sizes = zip(layout.objects, layout.object_sizes.tolist(), strict=True)
+    lacking = [number for number, pack in enumerate(sizes) if not _is_there(tier_run.tier, *pack)]
+    rows = np.flatnonzero(np.isin(layout.object, lacking) | np.isin(layout.base_object, lacking))
+    if not len(rows):
+        return False
+    if not tier_run.log.stands(record):
+        raise VersionMoved(f"{tier_run.name}: step {entry.version.head.step} was dropped or moved just now")
+    holdings = [entry.holdings[at], *entry.holdings[:at], *entry.holdings[at + 1 :]]
+    repairs = RepairWriter(entry.version, holdings)
+    fetch = Fetch(entry.version, holdings, run._arena, workers=READ_WORKERS, mended=repairs, progress=progress)
+    fetch.run(rows.tolist(), lambda _row, _raw, _slab: None)
+    written = repairs.close().get(tier_run.name, 0)
+    digests = {row: entry.version.digests[row].tobytes() for name, row, _ in fetch.troubles if name == tier_run.name}
+    if any(tier_run.mended(digest) is None for digest in digests.values()):
+        why = next(trouble.error for trouble in fetch.troubles if trouble.tier == tier_run.name)
+        what = f"has not all of step {entry.version.head.step}, and it could not be written there"
+        raise TierError(f"{tier_run.name} {what}: {why}", tier=tier_run.name)
+    return bool(written)
+
+
+def _is_there(tier: Tier, key: str, nbytes: int) -> bool:
+    try:
+        return tier.size(key) == nbytes
+    except NotFound:
+        return False
 
 
 def _bring(run: Run, entry: VersionCopies, tier_run: TierRun, progress: Progress) -> None:
@@ -165,7 +207,10 @@ def _complete(there: Run, known: VersionCopies, entry: VersionCopies, progress: 
     for tier_run in there._tier_runs:
         due = tier_run.tier.traits.persistent and routes[tier_run.name].leaves.any()
         # One that retention has dropped there, or somebody by hand, does not come back.
-        if due and tier_run.name not in known.tiers and tier_run.worth_bringing([mark]):
+        if tier_run.name in known.tiers:
+            if _mend(there, copies, tier_run, progress):
+                done.append(tier_run.name)
+        elif due and tier_run.worth_bringing([mark]):
             _bring(there, copies, tier_run, progress)
             done.append(tier_run.name)
     return _result(there, known, tuple(done))

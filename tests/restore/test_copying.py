@@ -17,6 +17,8 @@ from support.equality import difference
 from support.state_strategies import states
 
 import tierstate as ts
+from tierstate.engine.packs.pack import PackWriter
+from tierstate.manifest.errors import TierError
 from tierstate.manifest.history.log import Log
 
 
@@ -232,3 +234,52 @@ def test_a_copy_that_was_dropped_or_removed_there_does_not_come_back_by_the_same
             other.remove(step=1, tier="z")
         again = ckpt.copy(step=1, into=there)
         assert (again.version.tiers, again.tiers) == (("x",), ())
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("into", [False, True])
+def test_a_tier_that_has_a_record_and_not_the_packs_gets_what_was_in_them(place: Path, into: bool, cut: bool) -> None:
+    """Both policies have tiers of the same names."""
+    spec = two(place)
+    truth = saved(spec, 3)
+    other = two(place / "other") if into else spec
+    where = {"into": other} if into else {"to": "file"}
+    root = place / "other" if into else place
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(3) if into else ():
+            ckpt.copy(step=step, **where)
+        assert ckpt.copy(step=1, **where).tiers == ()
+        pack = objects(root, "file", "packs")[0]  # the first version's, which the others use
+        data = pack.read_bytes()
+        pack.unlink()
+        if cut:
+            pack.write_bytes(data[:9000])
+        assert ckpt.copy(step=1, **where).tiers == ("file",)
+    (root / "nvme").rename(root / "away")
+    with ts.Checkpointer(policy({"file": tier("file", root)}), "run") as ckpt:
+        assert alike(truth[1], ckpt.load(step=1))
+    (root / "away").rename(root / "nvme")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert ckpt.copy(step=1, **where).tiers == (), "now it is there"
+
+
+def test_what_cannot_be_written_to_such_a_tier_is_told(place: Path) -> None:
+    spec = two(place)
+    saved(spec, 1)
+    (pack,) = objects(place, "file", "packs")
+    pack.unlink()
+    with ts.Checkpointer(spec, "run") as ckpt, pytest.MonkeyPatch.context() as patch:
+        real = PackWriter.add
+
+        def add(writer: PackWriter, *about: Any) -> Any:
+            if writer._tier.name == "file":
+                raise ts.TierFull("no room", tier="file")
+            return real(writer, *about)
+
+        patch.setattr(PackWriter, "add", add)
+        with pytest.raises(TierError, match=r"file has not all of step 0, and it could not be written there: .*packs/"):
+            ckpt.copy(to="file")
+        for pack in objects(place, "nvme", "packs"):
+            pack.unlink()
+        with pytest.raises(ts.Damaged, match="whole in no tier"):
+            ckpt.copy(to="file")
