@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,10 @@ from tierstate.tiers.memory.host import Memory
 
 
 class Busy(Memory):
-    """A tier of the site, where something happens at the first read of a pack."""
+    """A tier of the site, where something happens at the first read of a pack, or after so many (``before``)."""
 
     meanwhile: Callable[[], None] | None = None
+    before = 0
     leases: list[str]
 
     @property
@@ -35,8 +37,10 @@ class Busy(Memory):
         return replace(super().traits, shared="site")
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
-        call, self.meanwhile = self.meanwhile, None if key.startswith("packs/") else self.meanwhile
-        if key.startswith("packs/") and call is not None:
+        self.before -= key.startswith("packs/")
+        now = key.startswith("packs/") and self.before < 0
+        call, self.meanwhile = self.meanwhile, None if now else self.meanwhile
+        if now and call is not None:
             self.leases = names(self, "leases/")
             call()
         super().read(key, ranges)
@@ -46,14 +50,15 @@ STATES = [{"w": torch.full((2_000,), float(step))} for step in range(3)]
 
 
 @contextmanager
-def saved() -> Iterator[tuple[Busy, ts.Policy]]:
+def saved(keep: dict[str, int] | None = None) -> Iterator[tuple[Busy, ts.Policy]]:
+    """A run of three versions, and a policy with this ``keep``, which was not applied yet."""
     tier = Busy()
     with scratch(), wrapped(tier) as keys:
         spec = policy({"only": keys})
         with ts.Checkpointer(spec, "run") as ckpt:
             for step, state in enumerate(STATES):
                 ckpt.save(state, step=step)
-        yield tier, spec
+        yield tier, policy({"only": {**keys, **({"keep": keep} if keep else {})}})
 
 
 def move(tier: Tier, seq: int) -> None:
@@ -210,3 +215,50 @@ def test_a_verification_beside_a_job_still_tells_what_is_damaged() -> None:
         tier.meanwhile = loses
         report = ckpt.verify(data=True)
         assert {problem.seq for problem in report.problems} == {3} == {bad.seq for bad in report.lost}
+
+
+def commits(tier: Tier, seq: int) -> Callable[[], None]:
+    """Take the record of a version away, and return what puts it there, as a save does at its end."""
+    key = Log(tier, "run").key(seq)
+    record = tier.get(key).clone()
+    tier.delete(key)
+    return lambda: tier.put(key, record)
+
+
+@pytest.mark.parametrize("change", ["drop", "move", "commit"])
+def test_a_doctor_beside_a_job_takes_nothing_that_the_job_drops_or_moves_or_saves_for_damaged_or_lost(
+    change: str,
+) -> None:
+    """Whenever that happens while packs are read."""
+    before, happened = 0, True
+    while happened:
+        with saved({"last": 2}) as (tier, spec), ts.Checkpointer(spec, "run") as ckpt:
+            if change == "commit":
+                tier.meanwhile = commits(tier, 3)
+            else:
+                tier.meanwhile = partial(drop if change == "drop" else move, tier, 1)
+            tier.before = before
+            report = ckpt.doctor()
+            happened = tier.meanwhile is None
+            assert not happened or (report.ok, report.repairs, report.unknown) == (True, [], [])
+        before += 1
+    assert before > 3
+
+
+def test_a_doctor_beside_a_job_still_tells_what_is_damaged() -> None:
+    with saved({"last": 2}) as (tier, spec), ts.Checkpointer(spec, "run") as ckpt:
+        packs = Log(tier, "run").read(3).layout.objects
+
+        def loses() -> None:
+            drop(tier, 1)
+            tier.discard(packs)
+
+        tier.meanwhile = loses
+        assert [(one.seq, one.state) for one in ckpt.doctor().versions] == [(3, "lost"), (2, "whole")]
+
+
+def test_what_a_job_saves_meanwhile_is_not_rebuilt() -> None:
+    with saved() as (tier, spec), ts.Checkpointer(spec, "run") as ckpt:
+        tier.meanwhile = commits(tier, 3)
+        assert ckpt.rebuild("only", dry_run=True).versions == []
+        assert tier.meanwhile is None

@@ -91,6 +91,7 @@ class ChunkSearch:
         self._places: dict[bytes, dict[Found, None]] = {}
         self._good: dict[ChunkId, list[Found]] = {}
         self._asked: dict[tuple[ChunkId, Found], bool | None] = {}
+        self._filed = False
         self.unasked: dict[str, str] = {}
         for tier in self._tiers.values():
             for row in tier.scan.rows:
@@ -120,7 +121,7 @@ class ChunkSearch:
     # Reading
 
     def run(self, cuts: Iterable[tuple[int, str]]) -> None:
-        """Read every place of what is wanted.
+        """Read every place of what is wanted. Called again, it reads those that were added since.
 
         Args:
             cuts: lengths of chunks and digest functions of the versions, by which files of other formats, whose
@@ -136,9 +137,10 @@ class ChunkSearch:
                     plain += [(base, there) for there in self._places.get(base.digest, ()) if not there.base]
                 else:
                     plain.append((one, found))
-        self._read_all(dict.fromkeys(plain))
-        for tier in self._tiers.values():
+        self._read_all(place for place in dict.fromkeys(plain) if place not in self._asked)
+        for tier in () if self._filed else self._tiers.values():
             self._read_files(tier, set(cuts))
+        self._filed = True
         run_concurrently(self._undo, list(deltas))
 
     def _read_all(self, places: Iterable[tuple[ChunkId, Found]]) -> None:
@@ -242,7 +244,7 @@ class ChunkSearch:
 
     def _undo(self, one: ChunkId) -> None:
         """Read the deltas of a chunk, each against its base, wherever that is undamaged."""
-        for found in [found for found in self._places[one.digest] if found.base]:
+        for found in [found for found in self._places[one.digest] if found.base and (one, found) not in self._asked]:
             good: bool | None = False
             if self._fits(one, found):
                 base = self._standalone(ChunkId(found.base, one.nbytes, one.function))

@@ -43,7 +43,7 @@ from tierstate.manifest.format.layout import RAW, Layout, LayoutBuilder
 from tierstate.manifest.format.record import Record, surviving_parts
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.leases import FORK, Leases, pinned_runs
-from tierstate.manifest.history.log import Log
+from tierstate.manifest.history.log import RACE_RETRIES, Log
 from tierstate.manifest.history.removals import removals
 from tierstate.manifest.history.retention import RetentionEntry
 from tierstate.tiers.memory.arena import Arena
@@ -174,7 +174,6 @@ class _TierView:
         self.legible: list[Version] = []
         self.layouts: list[tuple[Version, Layout]] = []
         self._removals = removals(tier_run.tier, tier_run.run)
-        self.removed = {removal.entry.seq for removal in self._removals}
         for seq, generations in tier_run.log.generations().items():
             for generation in generations:
                 self._read(seq, generation)
@@ -201,6 +200,37 @@ class _TierView:
         else:
             self.records.setdefault(seq, {})[generation] = record
             self.layouts.append((record.version, record.layout))
+
+    def look_again(self, seqs: Collection[int]) -> bool:
+        """Forget records that are gone, and read those that have come: beside a running job, what it has dropped or
+        moved since is not damaged, and what it was just saving is not lost. Returns whether there were any.
+
+        Args:
+            seqs: numbers of the versions that are known; others, which were saved since, are not looked at.
+        """
+        try:
+            listed = self.tier_run.log.generations()
+            there = {(seq, generation) for seq, these in listed.items() for generation in these}
+            known = {(seq, g) for found in (self.records, self.damaged) for seq, these in found.items() for g in these}
+            gone = known - there
+            new = [one for one in there - known if one[0] in seqs and not {one[0]} & {*self.away, *self.foreign}]
+            if gone:
+                self._removals = removals(self.tier_run.tier, self.tier_run.run)
+        except TierstateError:
+            return False  # what was read before is what is known
+        for seq, generation in gone:
+            for found in (self.records, self.damaged):
+                found.get(seq, {}).pop(generation, None)
+        self.records = {seq: these for seq, these in self.records.items() if these}
+        self.damaged = {seq: these for seq, these in self.damaged.items() if these}
+        for seq, generation in sorted(new):
+            self._read(seq, generation)
+        return bool(gone or new)
+
+    @property
+    def removed(self) -> set[int]:
+        """Numbers of versions that were removed by hand."""
+        return {removal.entry.seq for removal in self._removals}
 
     def _salvage(self, seq: int, generation: int, error: FormatError) -> None:
         """Take what is legible of a damaged record, but leave the record of a newer program alone."""
@@ -392,14 +422,14 @@ class _Diagnosis:
 
     def run(self) -> list[_Step]:
         """Fill in the report, but for the repairs, which are returned in their order."""
-        versions = self._versions()
-        for version in versions:
-            self.search.want(version)
-            self._ids[version.id] = chunk_ids(version)
-        for view in self._views:
-            for version, layout in view.layouts:
-                self.search.add_layout(view.name, version, layout)
-        self.search.run({(version.head.chunk, version.head.digest) for version in versions})
+        versions, known = self._versions(), set[int]()
+        self._examine(versions)
+        for _ in range(RACE_RETRIES):
+            known |= {version.head.seq for version in versions}
+            if not sum(view.look_again(known) for view in self._views):
+                break
+            versions = self._versions()
+            self._examine(versions)
         for version in versions:
             self._has[version.id] = np.array([self.search.exists(one) for one in self._ids[version.id]], bool)
         for view in self._views:
@@ -407,12 +437,22 @@ class _Diagnosis:
             for key, why in (*view.scan.away.items(), *((f"version {seq}", why) for seq, why in view.away.items())):
                 self._report.unreachable.setdefault(view.name, f"{key}: {why}")
         self._decide(versions)
-        self._unexplained({version.head.seq for version in versions})
+        self._unexplained(known)
         self._tags()
         self._steps += self._copies(versions)
         self._report.unreachable = {**self.search.unasked, **self._report.unreachable}
         self._report.versions.sort(key=lambda one: -one.seq)
         return self._steps
+
+    def _examine(self, versions: Sequence[Version]) -> None:
+        """Read every place of the chunks of these versions that was not read yet."""
+        for version in versions:
+            self.search.want(version)
+            self._ids[version.id] = chunk_ids(version)
+        for view in self._views:
+            for version, layout in view.layouts:
+                self.search.add_layout(view.name, version, layout)
+        self.search.run({(version.head.chunk, version.head.digest) for version in versions})
 
     def _versions(self) -> list[Version]:
         """All versions of which a record, or a copy in a pack, is legible anywhere; newest first."""

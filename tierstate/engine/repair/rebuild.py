@@ -131,8 +131,8 @@ class _Rebuilder:
 
     def run(self) -> RebuildReport:
         """Find the lost records, and rebuild those that can be rebuilt."""
-        readable, damaged = self._own()
         contents = PackScan(self._tier_run.tier, self._tier_run.run)
+        readable, damaged = self._own()  # after the packs: a save that was under way has its record by now
         self._report.packs, self._report.unread = contents.packs, contents.unread
         versions = self._versions(contents, readable)
         heads = [these[0].head for these in versions.values()]
