@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.checkpointer_worlds import alike, opened, policy, scratch, tensors, tier
+from support.checkpointer_worlds import alike, names, opened, policy, scratch, tensors, tier
 from support.damage import FOLDER, STATE, objects, saved, two
 
 import tierstate as ts
@@ -200,3 +200,40 @@ def test_what_was_repacked_can_be_rebuilt(monkeypatch: pytest.MonkeyPatch) -> No
             assert [(v.seq, v.rebuilt) for v in ckpt.rebuild("nvme", partial=True).versions] == [(2, True), (1, True)]
             for step in (1, 2):
                 assert torch.equal(ckpt.load(step=step, only=["w"])["w"], torch.full((5_000,), float(step)))
+
+
+def test_what_a_fork_of_a_fork_is_rebuilt_from_stays(place: Path) -> None:
+    """The first run has saved the same later, in packs that no pin keeps for the last one."""
+
+    def spec(**keys: Any) -> ts.Policy:
+        return policy({name: {"type": "nvme", "path": str(place / name), **keys} for name in ("a", "b")})
+
+    states = [{**tensors(9000, seed=step), "frozen": tensors(5000)["a"]} for step in range(6)]
+
+    def saves(run: str, *steps: int, **keys: Any) -> None:
+        with ts.Checkpointer(spec(**keys), run) as ckpt:
+            for step in steps:
+                ckpt.save(states[step], step=step).wait("b")
+
+    saves("one", 1)
+    for run, new in (("one", "two"), ("two", "three")):
+        with ts.Checkpointer(spec(), run) as ckpt:
+            ckpt.fork(new, 1)
+    saves("one", 2)
+    saves("three", 2)
+    tier = opened(spec(), "a")
+    tier.discard(names(tier, "packs/three/"))
+    Log(tier, "three").forget(Log(tier, "three").seqs()[-1])
+    with ts.Checkpointer(spec(), "three") as ckpt:
+        assert ckpt.rebuild("a").versions == []
+        assert ckpt.info(step=2).tiers == ("b",)
+        assert [(repair.kind, repair.tier) for repair in ckpt.doctor(apply=True).repairs] == [("copy", "a")]
+    Log(tier, "three").forget(1)
+    with ts.Checkpointer(spec(), "three") as ckpt:
+        assert [version.rebuilt for version in ckpt.rebuild("a").versions] == [True], "of what its pin keeps"
+    saves("one", 4, 5, keep={"last": 1})
+    with ts.Checkpointer(spec(keep={"last": 1}), "one") as ckpt:
+        ckpt.prune(grace=0)
+    with ts.Checkpointer(spec(), "three") as ckpt:
+        assert ckpt.verify(data=True).problems == []
+        assert alike(ckpt.load(step=2), states[2])

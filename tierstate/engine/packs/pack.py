@@ -345,6 +345,7 @@ class PackScan:
         run: the run.
         related: other runs whose packs are read; None: those that it was forked from, as the pins in the tier say.
         go_on: list packs that cannot be asked now as ``away`` instead of raising.
+        usable: says of the key of a pack whether `place` may return places in it.
 
     Attributes:
         runs: the runs whose packs were read; the run itself is the last one.
@@ -356,8 +357,16 @@ class PackScan:
         away: packs that cannot be asked now, and why.
     """
 
-    def __init__(self, tier: Tier, run: str, related: Sequence[str] | None = None, *, go_on: bool = False) -> None:
-        self._tier, self._go_on = tier, go_on
+    def __init__(
+        self,
+        tier: Tier,
+        run: str,
+        related: Sequence[str] | None = None,
+        *,
+        go_on: bool = False,
+        usable: Callable[[str], bool] = lambda _key: True,
+    ) -> None:
+        self._tier, self._go_on, self._usable = tier, go_on, usable
         self.away: dict[str, str] = {}
         found = related_runs([pinned_runs(tier)], check_run(run)) if related is None else related
         self.runs = [*reversed(found), run]
@@ -411,6 +420,8 @@ class PackScan:
         self.packs += 1
         self.sizes[key] = size
         self.rows += rows
+        if not self._usable(key):
+            return []
         self._places |= {row.digest: (row.nbytes, row.place) for row in rows if not row.base}
         return [row for row in rows if row.base]
 

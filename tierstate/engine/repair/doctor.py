@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tierstate.engine.packs.keys import run_of
 from tierstate.engine.packs.pack import PackScan, PackWriter, related_runs
 from tierstate.engine.placement import Cadence, LastSave, Routes, is_due
 from tierstate.engine.progress import Progress, no_progress
@@ -42,7 +41,7 @@ from tierstate.manifest.errors import (
 from tierstate.manifest.format.layout import RAW, Layout, LayoutBuilder
 from tierstate.manifest.format.record import Record, surviving_parts
 from tierstate.manifest.format.version import Head, Version
-from tierstate.manifest.history.leases import FORK, Leases, pinned_runs
+from tierstate.manifest.history.leases import Leases, pinned_runs
 from tierstate.manifest.history.log import RACE_RETRIES, Log
 from tierstate.manifest.history.removals import removals
 from tierstate.manifest.history.retention import RetentionEntry
@@ -50,7 +49,7 @@ from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
 from .chunk_search import ChunkId, ChunkSearch, chunk_ids
-from .rebuild import commit_rebuilt, is_intact
+from .rebuild import LastingPacks, commit_rebuilt, is_intact
 
 Kind = Literal["rebuild", "mend", "clean", "copy", "tag"]
 
@@ -182,8 +181,7 @@ class _TierView:
             found = (entry.record for entry in Log(tier_run.tier, run).newest_first())
             self.layouts += [(record.version, record.layout) for record in found if record is not None]
         self.copies = list(self.scan.versions(tier_run.run))
-        self._sources = pinned_runs(tier_run.tier).get(tier_run.run, set())
-        self._kept = {key for run in self._sources for key in self._pinned(run)}
+        self.lasting = LastingPacks(tier_run.tier, tier_run.run)
 
     def _read(self, seq: int, generation: int) -> None:
         try:
@@ -248,21 +246,6 @@ class _TierView:
             self.legible.append(version)
             if layout is not None:
                 self.layouts.append((version, layout))
-
-    def _pinned(self, run: str) -> Iterator[str]:
-        """The packs of all runs that the pinned versions of a run consist of, from which this one was forked."""
-        tier, me = self.tier_run.tier, self.tier_run.run
-        for lease in Leases(tier, run).look(tier.age).live:
-            if (lease.kind, lease.by) == (FORK, me) and (record := Log(tier, run).look(lease.seq).record) is not None:
-                yield from record.layout.objects
-
-    def stays(self, key: str) -> bool:
-        """Whether a pack stays for a new record that names it: it is of this run, or pins keep it for this run.
-
-        Another run deletes its packs when it needs them no more: their chunks can be read, and are written again.
-        """
-        run = run_of(key)
-        return run == self.tier_run.run or run in self._sources or key in self._kept
 
     def current(self, seq: int) -> Record | None:
         """The record that a restore reads (`Log.read`): it passes over damaged ones, but not over bad sectors."""
@@ -415,7 +398,7 @@ class _Diagnosis:
         self._lasting = [view for view in views if view.lasts]
         self._routes = Routes(policy)
         self._steps: list[_Step] = []
-        self.search = ChunkSearch([(view.tier_run, view.scan, view.stays) for view in views], progress)
+        self.search = ChunkSearch([(view.tier_run, view.scan, view.lasting.has) for view in views], progress)
         self._ids: dict[str, list[ChunkId]] = {}
         self._has: dict[str, Array] = {}
         self._missing: dict[str, set[int]] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierstate.engine.packs.keys import run_of
 from tierstate.engine.packs.pack import PackScan
 from tierstate.engine.placement import Routes
 from tierstate.engine.store.catalog import release_lease
@@ -20,9 +21,10 @@ from tierstate.manifest.errors import FormatError, MediaError, NotFound, Tiersta
 from tierstate.manifest.format.layout import Layout, LayoutBuilder
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
-from tierstate.manifest.history.leases import Leases
-from tierstate.manifest.history.log import commit_id
+from tierstate.manifest.history.leases import FORK, Leases, pinned_runs
+from tierstate.manifest.history.log import Log, commit_id
 from tierstate.manifest.history.retention import RetentionEntry
+from tierstate.tiers.base import Tier
 from tierstate.tiers.policy.policy import Policy
 
 
@@ -72,6 +74,30 @@ class RebuildReport:
     def ok(self) -> bool:
         """Whether every lost record was rebuilt."""
         return all(version.rebuilt for version in self.versions)
+
+
+class LastingPacks:
+    """The packs of a tier that stay for a new record of a run which names them: its own, and those that pins keep.
+
+    Another run deletes its packs when it needs them no more: their chunks can be read, and may be written again.
+    """
+
+    def __init__(self, tier: Tier, run: str) -> None:
+        self._tier, self._run = tier, run
+        self._sources = pinned_runs(tier).get(run, set())
+        self._kept = {key for source in self._sources for key in self._pinned(source)}
+
+    def _pinned(self, run: str) -> Iterator[str]:
+        """The packs of all runs that the pinned versions of a run consist of, from which this one was forked."""
+        for lease in Leases(self._tier, run).look(self._tier.age).live:
+            mine = (lease.kind, lease.by) == (FORK, self._run)
+            if mine and (record := Log(self._tier, run).look(lease.seq).record) is not None:
+                yield from record.layout.objects
+
+    def has(self, key: str) -> bool:
+        """Whether a pack stays."""
+        run = run_of(key)
+        return run == self._run or run in self._sources or key in self._kept
 
 
 class _Lost(NamedTuple):
@@ -131,7 +157,8 @@ class _Rebuilder:
 
     def run(self) -> RebuildReport:
         """Find the lost records, and rebuild those that can be rebuilt."""
-        contents = PackScan(self._tier_run.tier, self._tier_run.run)
+        tier, run = self._tier_run.tier, self._tier_run.run
+        contents = PackScan(tier, run, usable=LastingPacks(tier, run).has)
         readable, damaged = self._own()  # after the packs: a save that was under way has its record by now
         self._report.packs, self._report.unread = contents.packs, contents.unread
         versions = self._versions(contents, readable)
