@@ -82,6 +82,30 @@ def test_messages_name_options(call: Call, policy: Path) -> None:
     assert ("say --older to go back" in told, "on_damage" in told) == (True, False)
 
 
+OF_THE_NEWEST = {
+    "copy": ["--to", "store"],
+    "export": ["out.safetensors"],
+    "fork": ["other"],
+    "restore": ["out.pt"],
+    "show": [],
+    "tag": ["good"],
+}
+
+
+@pytest.mark.parametrize("command", OF_THE_NEWEST)
+def test_messages_name_options_that_the_command_has(call: Call, policy: Path, command: str) -> None:
+    """The newest version's record is damaged wherever there is one."""
+    for tier in ("nvme", "object"):
+        for record in sorted((policy.parent / tier / "versions/gpt").iterdir()):
+            record.write_bytes(record.read_bytes()[:-1])
+    told = call(command, "-p", policy, "-r", "gpt", *OF_THE_NEWEST[command])
+    assert told.status == 2
+    assert "name a step" in told.err
+    named = set(re.findall(r"--[a-z][a-z-]*", re.sub("`tierstate [^`]*`", "", told.err)))
+    assert named <= set(re.findall(r"--[a-z][a-z-]*", call(command, "--help").out))
+    assert ("--older" in named) == (command == "restore")
+
+
 def arguments_of_python() -> set[str]:
     """Keyword arguments of the public API."""
     kinds: list[Any] = [ts.Checkpointer, Run, ts.Policy]

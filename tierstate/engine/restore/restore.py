@@ -444,20 +444,26 @@ def find_version(catalog: RunCatalog, run: str, wanted: RestoreSpec) -> VersionC
     """
     wanted = check_wanted(wanted)
     passed: list[str] = []
-    for entry in _candidates(catalog, wanted, passed):
+    for entry in _candidates(catalog, wanted, passed, goes_back=False):
         return entry
     check_missing(catalog, wanted, passed)
     raise no_such_version(run, wanted, catalog, passed)
 
 
-def _candidates(catalog: RunCatalog, wanted: RestoreSpec, passed: list[str]) -> Iterator[VersionCopies]:
-    """Versions to try, newest first. After the wanted one, older ones only with ``on_damage="older"``."""
+def _candidates(
+    catalog: RunCatalog, wanted: RestoreSpec, passed: list[str], *, goes_back: bool = True
+) -> Iterator[VersionCopies]:
+    """Versions to try, newest first. After the wanted one, older ones only with ``on_damage="older"``.
+
+    Args:
+        goes_back: whether the caller can be told to go back to older ones, as an error then says.
+    """
     reached = wanted.newest
     if wanted.version is not None:
         catalog.check_unique(wanted.version)
     for place in catalog.newest_first(wanted.tag.seq if wanted.tag else None):
         if not place.entries:
-            _unreadable(place, wanted, reached, passed)
+            _unreadable(place, wanted, reached, passed, goes_back)
         for entry in place.entries:
             if reached or _fits(entry, wanted):
                 yield entry
@@ -474,7 +480,7 @@ def _fits(entry: VersionCopies, wanted: RestoreSpec) -> bool:
     return entry.version.head.step == wanted.step
 
 
-def _unreadable(place: SeqVersions, wanted: RestoreSpec, reached: bool, passed: list[str]) -> None:
+def _unreadable(place: SeqVersions, wanted: RestoreSpec, reached: bool, passed: list[str], goes_back: bool) -> None:
     """Handle a version whose record cannot be read, and which may be the wanted one: raise, or note and skip it."""
     if not place.problems:
         if reached:
@@ -487,9 +493,9 @@ def _unreadable(place: SeqVersions, wanted: RestoreSpec, reached: bool, passed: 
     if away and (reached or (wanted.tag is not None and wanted.tag.seq == place.seq)):
         raise unreadable_now(place.seq, told, newest=wanted.newest)
     if reached and wanted.on_damage == "raise":
+        back = ", or say on_damage='older' to go back to the newest version that is whole" if goes_back else ""
         raise _as_refused(place.problems)(
-            f"version {place.seq} is the newest, and its record cannot be read ({told}); "
-            "name a step, or say on_damage='older' to go back to the newest version that is whole; "
+            f"version {place.seq} is the newest, and its record cannot be read ({told}); name a step{back}; "
             f"{LOOK_FURTHER}"
         )
     _pass_over(passed, f"version {place.seq}", told)
