@@ -213,3 +213,31 @@ def test_errors_say_what_does_not_fit(tmp_path: Path, policy: str) -> None:
         other.accelerator.save_state(folder)
     versions.close()
     assert "save_state" not in vars(other.accelerator)
+
+
+def test_a_folder_whose_new_reference_was_not_written_stands_for_what_it_was_given_last(
+    tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process was killed when `keep` had dropped the version before, or the folder's disk was full."""
+    Path(policy).write_text(Path(policy).read_text().replace("tier'}", "tier', keep: {last: 1}}"))
+    folder = tmp_path / "last"
+    file = folder / "tierstate.json"
+    job = new_job(tmp_path, policy)
+    job.accelerator.save_state(str(folder), step=7)
+    job.accelerator.end_training()
+    written = file.read_text()
+    job = new_job(tmp_path, policy)
+    trained(job, save=[])
+    job.accelerator.save_state(str(folder), step=3)
+    job.accelerator.end_training()
+    file.write_text(written)
+    again = new_job(tmp_path, policy)
+    again.accelerator.load_state(str(folder))
+    assert again.seen.samples == 4 * STEPS
+    assert "names a version that is gone; step 3 was saved to it later" in caplog.text
+    # What is older than what the folder names is another matter, and so is a folder of which that is not known.
+    for change in ({"seq": 10**12 - 1}, {"seq": 0}):
+        file.write_text(json.dumps(json.loads(written) | change))
+        with pytest.raises(ts.NotFound, match="no version with id"):
+            again.accelerator.load_state(str(folder))
+    again.accelerator.end_training()

@@ -18,7 +18,7 @@ from tierstate.integrations.version_folders import (
     write_reference,
 )
 
-INFO: Any = SimpleNamespace(run="gpt", id="abc", step=3)
+INFO: Any = SimpleNamespace(run="gpt", id="abc", step=3, seq=3)
 
 
 def test_every_beginning_of_a_reference_is_torn(tmp_path: Path) -> None:

@@ -29,11 +29,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.manifest.errors import NotFound, TierstateError
+from tierstate.manifest.format.version import MAX_SEQ
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
 
 from .generators import ResumedRng
-from .version_folders import numbered_folders, restoring, saved_version, wait_ended, write_reference
+from .version_folders import (
+    VersionReference,
+    numbered_folders,
+    restoring,
+    saved_version,
+    wait_ended,
+    write_reference,
+)
 
 __all__ = ["AcceleratorVersions", "use"]
 
@@ -234,14 +242,29 @@ class AcceleratorVersions:
             return self._restore(None)
         folder = Path(input_dir).expanduser()
         with restoring(folder, self._run) as reference:
-            if reference is not None:
-                return self._restore(reference.version)
-            for version in reversed(self.ckpt.versions()):
-                if version.tiers and version.metadata.get("folder") == folder.name and not _holds_files(folder):
-                    return self._restore(version.id)
+            version = self._of_folder(folder, reference)
+            if version is not None:
+                return self._restore(version)
         if not folder.is_dir():
             raise NotFound(f"{folder} does not exist, and run {self._run!r} has no version that was saved by that name")
         self._load_files(input_dir, *args, **kwargs)
+
+    def _of_folder(self, folder: Path, reference: VersionReference | None) -> str | None:
+        """The id of the version that a folder stands for; None if it may have accelerate's own files.
+
+        A folder that was given to several saves may name a version that `keep` has dropped for the last of them: the
+        process was killed before the folder named that, or its disk was full.
+        """
+        versions = [version for version in reversed(self.ckpt.versions()) if version.tiers]
+        if reference is not None and any(version.id == reference.version for version in versions):
+            return reference.version
+        after = -1 if reference is None else reference.seq or MAX_SEQ
+        for version in versions:
+            if version.seq > after and version.metadata.get("folder") == folder.name and not _holds_files(folder):
+                if reference is not None:
+                    log.warning("%s names a version that is gone; step %d was saved to it later", folder, version.step)
+                return version.id
+        return None if reference is None else reference.version
 
     def _restore(self, version: str | None) -> None:
         accelerator = self._accelerator

@@ -73,7 +73,7 @@ def _write(save: Save, storage: Any, name: str) -> Checkpoint:
         log.warning("%s stands for no version of its own: the save of step %d failed: %s", name, save.step, error)
     path, files = storage.build_checkpoint_path_from_name(name), storage.storage_filesystem
     files.create_dir(path)
-    reference = VersionReference(save.run, "" if error is not None else save.version, save.step)
+    reference = VersionReference(save.run, "" if error is not None else save.version, save.step, save.seq)
     with files.open_output_stream(str(PurePosixPath(path, REFERENCE))) as out:
         out.write(reference.text().encode())
     return Checkpoint(path, files)

@@ -27,11 +27,13 @@ class VersionReference(NamedTuple):
         run: the name of the run.
         version: the version's id; empty in the folder of a save that failed, which Ray Train keeps all the same.
         step: its step.
+        seq: its number in the run; 0 where an earlier tierstate has written the file, or it is not known.
     """
 
     run: str
     version: str
     step: int
+    seq: int = 0
 
     def text(self) -> str:
         """The content of the file."""
@@ -51,10 +53,11 @@ def read_reference(folder: str | os.PathLike[str]) -> VersionReference | None:
         if _is_cut_short(text):
             return None
         found = json.loads(text)
-        return VersionReference(str(found["run"]), str(found["version"]), int(found["step"]))
+        seq = int(found.get("seq", 0))
+        return VersionReference(str(found["run"]), str(found["version"]), int(found["step"]), seq)
     except OSError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StateMismatch(
             f"{file} should name a version of a run, and does not ({error!r}); delete {folder}, and resume from another"
         ) from error
@@ -123,7 +126,7 @@ def write_reference(folder: str | os.PathLike[str], info: VersionInfo) -> None:
     """Write or replace the file in a folder; a reader sees all of it or nothing, also of a folder that is new, and
     after a crash of the machine.
     """
-    text = VersionReference(info.run, info.id, info.step).text()
+    text = VersionReference(info.run, info.id, info.step, info.seq).text()
     folder = Path(folder)
     if not folder.exists():
         parts = folder.with_name(f".{folder.name}.part")
