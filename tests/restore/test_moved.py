@@ -245,6 +245,22 @@ def test_a_doctor_beside_a_job_takes_nothing_that_the_job_drops_or_moves_or_save
     assert before > 3
 
 
+def test_a_doctor_finds_the_record_of_what_is_moved_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with saved() as (tier, spec), ts.Checkpointer(spec, "run") as ckpt:
+        sized, moved = tier.size, list[str]()
+
+        def size(key: str) -> int:
+            if key == Log(tier, "run").key(1) and not moved:
+                moved.append(key)
+                move(tier, 1)
+            return sized(key)
+
+        monkeypatch.setattr(tier, "size", size)
+        report = ckpt.doctor()
+        assert [(one.seq, one.state) for one in report.versions] == [(3, "whole"), (2, "whole"), (1, "whole")]
+        assert (report.ok, report.unknown, len(moved)) == (True, [], 1)
+
+
 def test_a_doctor_beside_a_job_still_tells_what_is_damaged() -> None:
     with saved({"last": 2}) as (tier, spec), ts.Checkpointer(spec, "run") as ckpt:
         packs = Log(tier, "run").read(3).layout.objects

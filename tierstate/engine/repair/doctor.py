@@ -406,10 +406,11 @@ class _Diagnosis:
     def run(self) -> list[_Step]:
         """Fill in the report, but for the repairs, which are returned in their order."""
         versions, known = self._versions(), set[int]()
+        packs = {seq for view in self._views for seq in view.scan.seqs}
         self._examine(versions)
         for _ in range(RACE_RETRIES):
             known |= {version.head.seq for version in versions}
-            if not sum(view.look_again(known) for view in self._views):
+            if not sum(view.look_again(known | packs) for view in self._views):
                 break
             versions = self._versions()
             self._examine(versions)
@@ -420,7 +421,7 @@ class _Diagnosis:
             for key, why in (*view.scan.away.items(), *((f"version {seq}", why) for seq, why in view.away.items())):
                 self._report.unreachable.setdefault(view.name, f"{key}: {why}")
         self._decide(versions)
-        self._unexplained(known)
+        self._unexplained(known | {version.head.seq for version in versions})
         self._tags()
         self._steps += self._copies(versions)
         self._report.unreachable = {**self.search.unasked, **self._report.unreachable}
