@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checkpointer_worlds import alike, names, scratch, tier, wrapped
+from support.checkpointer_worlds import alike, faulty, names, scratch, tier, wrapped
 from support.checkpointer_worlds import policy as tiers_of
 from support.cli_calls import Call, state
 from support.damaged_runs import Shape, make_world, whole_shapes
@@ -18,7 +18,9 @@ import tierstate as ts
 from tierstate.cli.output import show_removed
 from tierstate.engine.packs.keys import PACKS
 from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.history.log import Log
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.testing import Fault
 
 ARGUMENTS = ("-r", "gpt")
 
@@ -220,3 +222,19 @@ def test_no_room_is_needed_to_make_some(
         assert "only: version 1 (step 1) was removed, with 1 pack" in said
         assert ("but there is still no room for the mark" in said) == (not enough)
         assert "stays" not in said
+
+
+@pytest.mark.parametrize("nth", range(10))
+def test_a_tier_that_does_not_answer_for_a_moment_is_told(nth: int) -> None:
+    inner = Memory()
+    with wrapped(inner) as keys, ts.Checkpointer(tiers_of({"only": keys}), "gpt") as ckpt:
+        saved(ckpt, 1, 2, 3)
+        faulty(keys).add(Fault("list", nth, ts.TierUnavailable("no answer")))
+        try:
+            report = ckpt.remove(step=1)
+        except ts.TierstateError as error:
+            assert "no answer" in str(error)
+            return
+        (found,) = report.tiers
+        assert (found.removed, found.error) in [(True, ""), (False, "no answer"), (True, "no answer")]
+        assert found.removed == (Log(inner, "gpt").seqs() == [2, 3])

@@ -130,7 +130,7 @@ class _Removal:
             where = self._tier or ", ".join(tier_run.name for tier_run in self._tier_runs)
             lost = "".join(f"; {name} cannot be asked: {why}" for name, why in report.unreachable.items())
             raise NotFound(f"version {self._seq} is not in {where}{lost}")
-        newest = max(RunCatalog(self._tier_runs).seqs())
+        newest = max(RunCatalog(self._tier_runs).seqs(), default=self._seq)  # without a tier that does not answer
         for tier_run in going:
             report.tiers.append(self._look(tier_run, going, newest))
 
