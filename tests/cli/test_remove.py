@@ -13,11 +13,14 @@ from support.checkpointer_worlds import policy as tiers_of
 from support.cli_calls import Call, state
 from support.damaged_runs import Shape, make_world, whole_shapes
 from support.equality import difference
+from support.outcomes import tried
 
 import tierstate as ts
 from tierstate.cli.output import show_removed
+from tierstate.engine.maintain.remove import RemoveReport
 from tierstate.engine.packs.keys import PACKS
 from tierstate.manifest.chunk import Buffer
+from tierstate.manifest.errors import TierError
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
@@ -194,12 +197,13 @@ def test_another_version_of_its_number_stays(tmp_path: Path) -> None:
 
 
 class Full(Memory):
-    """A tier that takes no objects but while it has at most so many packs or records."""
+    """A tier that takes no objects but while it has at most so many packs, records or tags."""
 
-    packs = records = 1 << 20
+    packs = records = tags = 1 << 20
 
     def put(self, key: str, data: Buffer) -> None:
-        if len(names(self, PACKS)) > self.packs or len(names(self, "versions/")) > self.records:
+        has = {PACKS: self.packs, "versions/": self.records, "tags/": self.tags}
+        if any(len(names(self, prefix)) > most for prefix, most in has.items()):
             raise ts.TierFull(f"{self.name}: no room for {key}", tier=self.name)
         super().put(key, data)
 
@@ -230,11 +234,27 @@ def test_a_tier_that_does_not_answer_for_a_moment_is_told(nth: int) -> None:
     with wrapped(inner) as keys, ts.Checkpointer(tiers_of({"only": keys}), "gpt") as ckpt:
         saved(ckpt, 1, 2, 3)
         faulty(keys).add(Fault("list", nth, ts.TierUnavailable("no answer")))
-        try:
-            report = ckpt.remove(step=1)
-        except ts.TierstateError as error:
+        done: list[RemoveReport] = []
+        if (error := tried(lambda: done.append(ckpt.remove(step=1)))) is not None:
             assert "no answer" in str(error)
             return
-        (found,) = report.tiers
+        (found,) = done[0].tiers
         assert (found.removed, found.error) in [(True, ""), (False, "no answer"), (True, "no answer")]
         assert found.removed == (Log(inner, "gpt").seqs() == [2, 3])
+
+
+def test_no_room_is_needed_to_take_a_tag_back() -> None:
+    """It keeps its version, so that a full tier would keep both."""
+    inner = Full()
+    with wrapped(inner) as keys, ts.Checkpointer(tiers_of({"only": keys}), "gpt") as ckpt:
+        saved(ckpt, 1, 2, 3)
+        for name in ("best", "other"):
+            ckpt.tag(name, 1)
+        inner.tags = 1
+        with pytest.raises(TierError, match="no room for tags/"):
+            ckpt.tag("best", 2)
+        assert ckpt.tags()["best"].seq == ckpt.info(step=1).seq, "what is moved stays where it was"
+        ckpt.untag("best")
+        ckpt.untag("other")
+        assert ckpt.tags() == {}
+        assert ckpt.remove(step=1).ok

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tierstate.engine.store.catalog import VersionCopies
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierstateError
+from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierFull, TierstateError
 from tierstate.manifest.history.log import RACE_RETRIES
 from tierstate.manifest.history.tags import (
     MAX_TAG_NUMBER,
@@ -185,11 +185,9 @@ class Tags:
                 continue
             try:
                 tier_run.identity.ensure(create=False)  # not into the mount point of a file system that is not mounted
-                if not self._put(tier_run, name, number, tag):
+                if not self._replace(tier_run, name, number, tag, look.there[tier_run.name].get(name, ())):
                     return False
                 taken += 1
-                for old in look.there[tier_run.name].get(name, ()):
-                    drop_tag(tier_run.tier, self._run, name, old)
             except TierstateError as error:
                 look.failed[tier_run.name] = error
         if not taken:
@@ -197,6 +195,23 @@ class Tags:
             raise TierError(f"no tier took the tag {name!r} of run {self._run!r}: {told}")
         self._tell(look.failed, f"tag {name!r} is not up to date there")
         return True
+
+    def _replace(self, tier_run: TierRun, name: str, number: int, tag: TagTarget | None, before: Sequence[int]) -> bool:
+        """Write the tag to a tier, and delete what it had before; False if another writer has used the number."""
+        try:
+            written = self._put(tier_run, name, number, tag)
+        except TierFull:
+            if tag is not None:
+                raise
+            self._drop(tier_run, name, before)  # it is to go in any case, and makes room
+            return self._put(tier_run, name, number, tag)
+        if written:
+            self._drop(tier_run, name, before)
+        return written
+
+    def _drop(self, tier_run: TierRun, name: str, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            drop_tag(tier_run.tier, self._run, name, number)
 
     def _put(self, tier_run: TierRun, name: str, number: int, tag: TagTarget | None) -> bool:
         try:
@@ -215,8 +230,7 @@ class Tags:
                     continue
                 try:
                     write_tag(tier_run.tier, self._run, name, number, self._read(name, look))
-                    for old in look.there[tier_run.name].get(name, ()):
-                        drop_tag(tier_run.tier, self._run, name, old)
+                    self._drop(tier_run, name, look.there[tier_run.name].get(name, ()))
                 except TierstateError as error:
                     log.info("%s: tag %r is still to come there: %s", tier_run.name, name, error)
 
