@@ -26,7 +26,7 @@ from tierstate.engine.publish import publish
 from tierstate.engine.publish.publish import TierWrite
 from tierstate.engine.store import catalog
 from tierstate.manifest.chunk import as_buffer
-from tierstate.manifest.errors import TierUnavailable
+from tierstate.manifest.errors import AccessDenied, TierUnavailable
 from tierstate.manifest.history.leases import Leases, pin_version
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
@@ -147,6 +147,24 @@ def test_a_tier_that_fails_does_not_stop_the_others() -> None:
             assert [v.step for v in ckpt.versions()] == [2]
             assert ckpt.verify(deep=True).ok
     assert unreferenced(inner, "run") == set()
+
+
+@pytest.mark.parametrize(("nth", "dropped", "packs"), [(0, (), 0), (2, (1,), 0), (5, (1, 2, 3), 1)])
+def test_what_could_not_be_deleted_is_not_told_as_gone(nth: int, dropped: tuple[int, ...], packs: int) -> None:
+    """The tier is read-only, or fails on the way: first go three records, then three packs."""
+    inner = Memory()
+    with wrapped(inner) as keys:
+        with ts.Checkpointer(policy({"only": keys}), "run") as ckpt:
+            for step in range(5):
+                ckpt.save(tensors(9000, seed=step), step=step).wait()
+        with ts.Checkpointer(policy({"only": {**keys, "keep": {"last": 2}}}), "run") as ckpt:
+            faulty(keys).add(Fault("delete", nth, AccessDenied("read-only")))
+            (report,) = ckpt.prune(grace=0).tiers
+            assert report.problems == ["read-only"]
+            assert (report.drop, len(report.packs)) == (dropped, packs)
+            faulty(keys).heal()
+            (report,) = ckpt.prune(grace=0).tiers
+            assert (len(report.packs), report.problems) == (3 - packs, [])
 
 
 def test_a_pin_that_no_fork_needs_is_taken_away_once_and_the_version_the_next_time() -> None:

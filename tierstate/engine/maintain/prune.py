@@ -188,7 +188,11 @@ class PruneRun:
         if self._dry:
             found.repacked = repack(tier_run, dry_run=True, in_use=in_use, dropped=decision.drop)
         else:
-            self._carry_out(tier_run, in_use, found, busy)
+            try:
+                self._carry_out(tier_run, in_use, found, busy)
+            except TierstateError:
+                _tell_what_went(tier_run, found)
+                raise
         if found.repacked.reason:
             found.problems.append(f"{name}: nothing was repacked: {found.repacked.reason}")
         pins = unneeded_fork_pins(tier_run, self._grace)
@@ -238,3 +242,15 @@ def _tell(found: TierPrune, swept: Swept) -> None:
     found.packs, found.leases = dict(swept.packs), len(swept.leases)
     found.young, found.ageless = len(swept.young), len(swept.ageless)
     found.problems = [f"{found.tier}: no pack was deleted: {swept.reason}"] if swept.reason else []
+
+
+def _tell_what_went(tier_run: TierRun, found: TierPrune) -> None:
+    """After a failure: of what was to go, report only what has gone, and nothing where that cannot be asked."""
+    found.thin, found.leases = {}, 0
+    try:
+        seqs, packs = set(tier_run.log.seqs()), set(tier_run.tier.list(pack_prefix(tier_run.run)))
+    except TierstateError:
+        found.drop, found.packs = (), {}
+        return
+    found.drop = tuple(seq for seq in found.drop if seq not in seqs)
+    found.packs = {key: nbytes for key, nbytes in found.packs.items() if key not in packs}
