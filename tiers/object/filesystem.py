@@ -128,6 +128,10 @@ _NAMES: dict[str, type[TierError]] = {
 }
 
 
+_CREDENTIALS = frozenset({"RefreshError", "ClientAuthenticationError"})
+"""What Google's and Azure's libraries raise when they have no credentials: denied for good, or not to be had now."""
+
+
 _STATUS_NAMES = ("status_code", "status", "code")
 """Names under which errors of Azure's library, aiohttp and gcsfs have the HTTP status."""
 
@@ -159,8 +163,8 @@ _CODE_REMEDIES: dict[str, str] = {
     "('keep')",
     "CredentialRetrievalError": _NO_CREDENTIALS,
     "MetadataRetrievalError": _NO_CREDENTIALS,
-    "SSLCertVerificationError": "give the authority that signed the store's certificate: 'client_kwargs: {verify: "
-    "/path/to/ca.pem}' in the tier's 'options'",
+    "SSLCertVerificationError": "give the authority that signed the store's certificate: for s3:// by 'client_kwargs: "
+    "{verify: /path/to/ca.pem}' in the tier's 'options', else by the environment variable SSL_CERT_FILE",
 }
 
 
@@ -198,14 +202,33 @@ def store_error_class(error: BaseException) -> type[TierError]:
         status = error_status(error)
         found = _CODES.get(store_error_code(error)) or _STATUS.get(status)
         return found or (TierUnavailable if status >= 500 else TierError)
-    return next(filter(None, map(_class_of, _causes(error))), TierError)
+    causes = list(_causes(error))
+    # aiohttp and Azure's library raise an error of the connection from it.
+    if any("SSLCertVerificationError" in _names(one) for one in causes):
+        return AccessDenied
+    if _credentials_pending(causes):
+        return TierUnavailable
+    return next(filter(None, map(_class_of, causes)), TierError)
+
+
+def _credentials_pending(causes: Sequence[BaseException]) -> bool:
+    """Whether what gives the credentials (a metadata server) could not be asked; gcsfs makes a status 401 of that."""
+    said = [one for one in causes if not _CREDENTIALS.isdisjoint(_names(one))]
+    # Set by google-auth where the server that gives tokens had trouble.
+    retryable = any(getattr(one, "retryable", False) is True for one in said)
+    return retryable or (bool(said) and TierUnavailable in map(_class_of, causes))
+
+
+def _names(error: BaseException) -> list[str]:
+    """Of the class of an error, and of those that it is derived from, nearest first."""
+    return [base.__name__ for base in type(error).__mro__]
 
 
 def _class_of(error: BaseException) -> type[TierError] | None:
     """By the name of its class, its errno or its HTTP status; None if none of them says anything."""
-    for base in type(error).__mro__:
-        if base.__name__ in _NAMES:
-            return _NAMES[base.__name__]
+    for name in _names(error):
+        if name in _NAMES:
+            return _NAMES[name]
     if isinstance(error, OSError) and error.errno is not None:
         return errno_class(error.errno)
     if status := _status_of(error):
@@ -245,13 +268,16 @@ def is_beyond_end(error: BaseException) -> bool:
 
 def remedy(error: BaseException) -> str:
     """Advice for the user about an error."""
-    code, response = store_error_code(error), _response(error) or {}
-    if code in _WRONG_REGION:
+    code, response = store_error_code(error), _response(error)
+    if response is not None and code in _WRONG_REGION:
         headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         region = str(response.get("Error", {}).get("Region") or headers.get("x-amz-bucket-region") or "")
         if _REGION.fullmatch(region):
             return f"the bucket is in region {region}: write 'client_kwargs: {{region_name: {region}}}' in 'options'"
-    named = (_CODE_REMEDIES.get(name) for name in (code, *(type(one).__name__ for one in _causes(error))))
+    causes = list(_causes(error))
+    if response is None and _credentials_pending(causes):
+        return _NO_CREDENTIALS
+    named = (_CODE_REMEDIES.get(name) for name in (code, *(name for one in causes for name in _names(one))))
     return next(filter(None, named), _REMEDIES[store_error_class(error)])
 
 

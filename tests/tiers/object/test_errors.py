@@ -1,9 +1,12 @@
 """What a client library says becomes an error of ours, of the right class and without secrets."""
 
 import errno
+import ssl
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp.client_reqrep import ConnectionKey
 from botocore.exceptions import (
     ClientError,
     ConnectTimeoutError,
@@ -106,6 +109,57 @@ def test_credentials_that_cannot_be_looked_up_have_a_remedy_of_their_own() -> No
         store_errors_translated("read", "s3", "a", "s3://b/a", frozenset()),
     ):
         raise given_up
+
+
+def raised_from(name: str, cause: Exception | None = None, **attributes: object) -> Exception:
+    """An error of a library that is not installed here, with the cause that it has."""
+    error: Exception = type(name, (Exception,), attributes)("told so")
+    error.__cause__ = cause
+    return error
+
+
+NOT_TRUSTED = ssl.SSLCertVerificationError("self-signed certificate")
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted", "told"),
+    [
+        # google-auth, when the metadata server does not answer, and what gcsfs makes of it.
+        (raised_from("RefreshError", raised_from("TransportError")), TierUnavailable, "what gives the credentials"),
+        (
+            raised_from("HttpError", raised_from("RefreshError", raised_from("TransportError")), code=401),
+            TierUnavailable,
+            "what gives the credentials",
+        ),
+        (raised_from("RefreshError", retryable=True), TierUnavailable, "what gives the credentials"),
+        (raised_from("RefreshError", retryable=False), AccessDenied, "check the credentials"),
+        (raised_from("HttpError", raised_from("RefreshError"), code=401), AccessDenied, "check the credentials"),
+        (raised_from("HttpError", code=401), AccessDenied, "check the credentials"),
+        # azure-identity wraps whatever its request has met.
+        (
+            raised_from("ClientAuthenticationError", raised_from("ServiceRequestError")),
+            TierUnavailable,
+            "what gives the credentials",
+        ),
+        (raised_from("ClientAuthenticationError"), AccessDenied, "check the credentials"),
+        # A certificate that is not trusted stays so, though it is an error of the connection.
+        (
+            aiohttp.ClientConnectorCertificateError(ConnectionKey("h", 443, True, True, None, None, None), NOT_TRUSTED),
+            AccessDenied,
+            "SSL_CERT_FILE",
+        ),
+        (raised_from("ServiceRequestError", NOT_TRUSTED), AccessDenied, "SSL_CERT_FILE"),
+    ],
+)
+def test_not_now_is_no_denial_and_a_denial_is_not_tried_again(
+    error: Exception, wanted: type[TierError], told: str
+) -> None:
+    with (
+        pytest.raises(wanted, match=told) as found,
+        store_errors_translated("read", "store", "a", "gs://b/a", frozenset()),
+    ):
+        raise error
+    assert type(found.value) is wanted
 
 
 def test_a_range_that_the_store_refuses() -> None:
