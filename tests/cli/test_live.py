@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tierstate.manifest.errors import AccessDenied, TierFull
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.memory.limits import MemoryLimits
+from tierstate.tiers.object.s3.bucket import S3Bucket
 from tierstate.tiers.registry import _registered
 from tierstate.tiers.testing import PROMISES, Fault, Faulty
 
@@ -280,6 +281,31 @@ def test_what_could_not_be_tried_is_no_loss() -> None:
 def test_a_place_that_cannot_be_used_is_told_once(operation: Any) -> None:
     found = looked(Memory(), Fault(operation, 1, AccessDenied("not for you")))
     assert (found.reached, found.error, found.kept, found.broken) == (False, "not for you", [], {})
+
+
+@pytest.mark.parametrize(("given", "waited"), [({}, 0.5), ({"deadline": "5min"}, 0.5), ({"deadline": "0.2s"}, 0.2)])
+def test_a_store_that_does_not_answer_is_told_soon(
+    given: dict[str, str], waited: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves have the tier's deadline, a minute if none is given, which is long for somebody who waits for a check."""
+    monkeypatch.setattr(check, "FIRST_ANSWER", 0.5)
+    options = {"key": "a", "secret": "b", "endpoint_url": "http://127.0.0.1:9"}
+    policy = parse({"s3": {"type": "object", "url": "s3://bucket/ckpt", "options": options, **given}})
+    used, asked = {}, S3Bucket.list
+
+    def listed(bucket: S3Bucket, prefix: str) -> Iterator[str]:
+        used["deadline"] = bucket._s3._deadline
+        return asked(bucket, prefix)
+
+    monkeypatch.setattr(S3Bucket, "list", listed)
+    steps: list[str] = []
+    found = check_tier(policy.tiers[0], steps.append)
+    assert (found.reached, found.kept, found.ok) == (False, [], False)
+    assert used == {"deadline": waited}
+    assert "see whether the store can be reached from this host" in found.error
+    assert ("(this check waits 0.5 s at most, saves " in found.error) == (waited == 0.5)
+    assert found.traits["failure_domain"] == "s3:127.0.0.1:9:bucket"
+    assert steps == ["open", "reach"]
 
 
 @pytest.mark.usefixtures("quick")

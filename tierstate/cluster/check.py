@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
@@ -20,11 +20,13 @@ from tierstate.manifest.errors import AccessDenied, PolicyError, TierError, Tier
 from tierstate.manifest.history.log import list_runs
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.arena import map_pages
+from tierstate.tiers.object.tier import REQUEST_DEADLINE
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.secrets import scrub, secrets_of
 from tierstate.tiers.testing import PROMISES
+from tierstate.tiers.units import parse_seconds
 from tierstate.tiers.wrappers.limit import Limited
 
 FIRST, MOST = 4 << 20, 256 << 20
@@ -36,6 +38,11 @@ ENOUGH = 1.0
 
 
 SLAB = 16 << 20
+
+
+FIRST_ANSWER = 15.0
+"""Seconds to wait for the first answer of an object store. Somebody waits for the check, while a save has the tier's
+deadline to outlast an outage; a store that answers does so in far less, after name look-up, TLS and credentials."""
 
 
 SMALL = 4096
@@ -225,8 +232,12 @@ def _look(spec: TierPolicy, told: OnStep) -> TierFinding:
         finding.error = f"{type(error).__name__}: {error}"
         return finding
     prefix = f"scratch/{uuid.uuid4().hex[:12]}"
+    told("reach")
+    if spec.type == "object" and (why := _no_answer(spec, prefix)):
+        finding.error, finding.traits = why, asdict(tier.traits)
+        tier.close()
+        return finding
     try:
-        told("reach")
         _reach(tier, prefix)
         finding.reached = True
         _try_promises(tier, prefix, finding, told)
@@ -241,6 +252,20 @@ def _look(spec: TierPolicy, told: OnStep) -> TierFinding:
         finding.traits = asdict(tier.traits)
         tier.close()
     return finding
+
+
+def _no_answer(spec: TierPolicy, prefix: str) -> str:
+    """Why an object store does not answer a first request soon; empty if it does, be it with a refusal."""
+    given = parse_seconds(spec.options.get("deadline", REQUEST_DEADLINE))
+    soon = min(given, FIRST_ANSWER)
+    try:
+        with closing(open_tier(spec.name, spec.type, {**spec.options, "deadline": soon})) as tier:
+            list(tier.list(prefix))
+    except TierUnavailable as error:
+        return f"{error}" + (f" (this check waits {soon:g} s at most, saves {given:g} s)" if soon < given else "")
+    except TierError:
+        return ""  # what comes next says so too
+    return ""
 
 
 def _scrubbed(finding: TierFinding, secrets: frozenset[str]) -> TierFinding:
