@@ -17,6 +17,10 @@ _NO_GLOB = "{!r} is not a pattern of leaf paths; write keys with dots between, a
 _SEGMENT = re.compile(r'"(?:[^"\\]|\\.)*"|\([^"()]*\)(?=\.|\Z)|[^."]+')
 
 
+_TOKEN = re.compile(r"""b?'(?:[^'\\]|\\.)*'|b?"(?:[^"\\]|\\.)*"|[()]|[^"'()]""")
+"""Of a printed key that is bytes, a float or a tuple: a text in quotes, a parenthesis, or one of the other letters."""
+
+
 @lru_cache(maxsize=4096)
 def split_glob(pattern: str) -> tuple[str, ...]:
     """The segments of a glob; raises ValueError as `check_glob`."""
@@ -25,14 +29,35 @@ def split_glob(pattern: str) -> tuple[str, ...]:
     parts, at = [], 0
     # Also at the end of an empty pattern or after a last dot: an empty segment, which is an error.
     while at <= len(pattern):
-        found = _SEGMENT.match(pattern, at)
-        if not found or (found.end() < len(pattern) and pattern[found.end()] != "."):
+        part = _printed_key(pattern, at)
+        if not part:
+            found = _SEGMENT.match(pattern, at)
+            part = found.group() if found else ""
+        end = at + len(part)
+        if not part or (end < len(pattern) and pattern[end] != "."):
             raise ValueError(_NO_GLOB.format(pattern))
-        if found.group().startswith('"'):
-            _unquote(found.group(), pattern)
-        parts.append(found.group())
-        at = found.end() + 1
+        if part.startswith('"'):
+            _unquote(part, pattern)
+        parts.append(part)
+        at = end + 1
     return tuple(parts)
+
+
+def _printed_key(pattern: str, at: int) -> str:
+    """The segment that begins there, if it is like a printed key that is bytes, a float or a tuple; else no text.
+
+    Dots, quotes and the signs of globs mean nothing in its quotes.
+    """
+    if not pattern.startswith(("(", "b'", 'b"'), at):
+        return ""
+    depth, end = 0, at
+    while (token := _TOKEN.match(pattern, end)) is not None:
+        end = token.end()
+        depth += {"(": 1, ")": -1}.get(token.group(), 0)
+        if depth <= 0:
+            break
+    whole = depth == 0 and end > at and pattern[end - 1] in ")'\""
+    return pattern[at:end] if whole and (end == len(pattern) or pattern[end] == ".") else ""
 
 
 def _unquote(part: str, pattern: str) -> Any:
@@ -196,6 +221,13 @@ def _step(positions: frozenset[_Position], key: Any) -> frozenset[_Position]:
     return found
 
 
+def _outside_quotes(part: str) -> str:
+    """A segment without what is in the quotes of a printed key."""
+    if _printed_key(part, 0) != part:
+        return part
+    return "".join(token for token in _TOKEN.findall(part) if token[-1] not in "'\"")
+
+
 def match_key(part: str, key: Any) -> bool:
     """Whether one segment of a glob matches a key."""
     return _segment(part)(key)
@@ -209,7 +241,9 @@ def _segment(part: str) -> Callable[[Any], bool]:
         return lambda key: isinstance(key, str) and key == text
     if part == "*":
         return lambda key: True
-    if not any(sign in part for sign in "*?["):
+    if not any(sign in _outside_quotes(part) for sign in "*?["):
+        if part.startswith("(b"):  # may be a string that JSON cannot have, which is printed as its bytes
+            return lambda key: part in (key, format_key(key))
         return lambda key: part == (key if isinstance(key, str) else format_key(key))
     fits = re.compile(translate(part)).match
     return lambda key: fits(key if isinstance(key, str) else format_key(key)) is not None

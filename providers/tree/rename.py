@@ -106,7 +106,12 @@ class _Rule(NamedTuple):
 
     def __call__(self, path: Path) -> Path | None:
         """The new path; None if the pattern does not match."""
-        parts = [(part, at) for at, key in enumerate(path) for part in _parts(key)]
+        # A key with dots is the keys between them, or else one key: so it is printed, in quotes.
+        cut = [(part, at) for at, key in enumerate(path) for part in _parts(key)]
+        new = self._renamed(path, cut)
+        return self._renamed(path, [(key, at) for at, key in enumerate(path)]) if new is None else new
+
+    def _renamed(self, path: Path, parts: Sequence[tuple[Any, int]]) -> Path | None:
         found = _capture(self.pattern, [part for part, _ in parts])
         if found is None:
             return None

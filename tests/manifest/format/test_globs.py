@@ -8,10 +8,10 @@ import json
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.manifest_strategies import any_text, keys, tricky_text
+from support.manifest_strategies import any_text, keys, paths, tricky_text
 
 from tierstate.manifest.format.globs import GlobWalk, check_glob, matches, matches_any
-from tierstate.manifest.format.leaf_path import format_path
+from tierstate.manifest.format.leaf_path import format_key, format_path
 
 # Globs against an oracle that tries every length of every ``**``.
 
@@ -55,12 +55,39 @@ def test_keys_of_a_state_dict_match_as_if_they_were_nested():
 unicode_text = (any_text | tricky_text).filter(lambda s: not any("\ud800" <= c <= "\udfff" for c in s))
 
 
-@given(st.lists(unicode_text | st.integers() | st.booleans() | st.none() | st.floats(), max_size=4).map(tuple))
-@example(("a.b", '"', "**", "[x]", "\\", "\x9b", 1.5))
-def test_a_printed_path_is_a_pattern_that_matches_it(path):
+def readings(path):
+    """A path as patterns without quotes see it: 0 is the text "0" too, and a key with dots is also those between."""
+    whole = [key if isinstance(key, str) else format_key(key) for key in path]
+    cut = [part for key, text in zip(path, whole, strict=True) for part in (text.split(".") if key == text else [text])]
+    return whole, cut
+
+
+@given(paths, paths)
+@example(("a.b", '"', "**", "[x]", "\\", "\x9b", 1.5), ())
+@example((b"a.b",), (b"a",))
+@example((b"a*",), (b"ab",))
+@example((b"it's",), ())
+@example((b'a"b',), ())
+@example((("a.b", 1), "w"), ())
+@example((("a*",),), (("ab",),))
+@example((("[x]", ((), (1.5,))),), ())
+@example((("it's", 'a"b', b"'\"", ")", "("),), ())
+@example(("\ud800.*",), ())
+@example((b"x",), ("\ud800",))
+@example(((),), ())
+def test_a_printed_path_is_a_pattern_that_matches_it_and_no_other(path, other):
     pattern = check_glob(format_path(path))
     assert matches(pattern, path)
     assert not matches(pattern, (*path, "more"))
+    if all(one != two for one, two in zip(readings(path), readings(other), strict=True)):
+        assert not matches(pattern, other)
+
+
+def test_signs_outside_of_quotes_are_those_of_globs():
+    assert matches("(*, 1)", ((2, 1),))
+    assert matches("('a.*', *)", (("a.*", 3),))
+    assert matches("(*", ("(x",))
+    assert matches("b'*", ("b'x",))
 
 
 @given(unicode_text, keys)

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.equality import bits, difference
+from support.manifest_strategies import keys, paths
 from support.transfer import restore, transfer
 from torch import nn
 
 from tierstate.manifest.errors import StateMismatch
-from tierstate.manifest.format.leaf_path import Path
+from tierstate.manifest.format.leaf_path import Path, format_path
 from tierstate.providers.tree.flatten import flatten
 from tierstate.providers.tree.rename import WRAPPERS, compile_rename, unwrapped
 
@@ -51,6 +52,10 @@ def renamed(rename: Any, *path: Any) -> Path:
         ({"l.*.inner": "l.*"}, ("l.3.inner.w",), ("l.3.w",)),
         ({"a": "0"}, ("a", "x"), (0, "x")),
         ({"a": '"0.x"'}, ("a", "x"), ("0.x", "x")),
+        ({'m."a.w"': 'm."b.v"'}, ("m", "a.w"), ("m", "b.v")),
+        ({'m."a.w"': "m.v"}, ("m", "a.w", 0), ("m", "v", 0)),
+        ({'m."a"': "m.b"}, ("m", "a.w"), ("m", "b.w")),
+        ({'m."a.w"': "m.v"}, ("m", "a", "w"), ("m", "a", "w")),
         (lambda path: path[1:], ("a", "x"), ("x",)),
         ([unwrapped, {"m": "n"}], ("m", "module.w"), ("n", "w")),
         (unwrapped, ("m", "_orig_mod.module.a._checkpoint_wrapped_module.w"), ("m", "a.w")),
@@ -62,6 +67,12 @@ def renamed(rename: Any, *path: Any) -> Path:
 )
 def test_a_rule_changes_a_path(rename: Any, path: Path, new: Path) -> None:
     assert renamed(rename, *path) == new
+
+
+@given(paths.filter(bool), keys)
+def test_a_printed_path_is_a_rule_for_it(path: Path, more: Any) -> None:
+    """Messages and listings name leaves in this way."""
+    assert renamed({format_path(path): "new"}, *path, more) == ("new", more)
 
 
 @pytest.mark.parametrize(
