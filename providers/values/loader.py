@@ -29,6 +29,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from .samplers import check_samplers, has_state, load_sampler, sampler_state, samplers_of
 from .stateful import Rng
 
 _ORDERED_AT_FIRST = (
@@ -204,7 +205,7 @@ class _Source:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.samplers = list(_samplers_of(loader))
+        self.samplers = list(samplers_of(loader))
 
     def begin(self, stream: _Stream, skip: int, position: Mapping[str, Any]) -> Iterator[Any]:
         """The batches of an epoch.
@@ -218,7 +219,7 @@ class _Source:
 
     def state(self) -> list[dict[str, Any]]:
         """The states of the samplers."""
-        return [_sampler_state(sampler) for sampler in self.samplers]
+        return [sampler_state(sampler) for sampler in self.samplers]
 
     def used_since(self, samplers: list[dict[str, Any]]) -> list[tuple[torch.Generator, torch.Tensor]]:
         """Generators of samplers that the loop has restored or drawn from since these states were set, as they are now.
@@ -238,58 +239,12 @@ class _Source:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless this is a state of such a loader."""
-        saved, present = state["samplers"], self.state()
-        if [sorted(one) for one in saved] != [sorted(one) for one in present]:
-            raise ValueError(
-                f"was saved with other samplers: they had {_told(saved)}, those here have {_told(present)}"
-            )
+        check_samplers(state["samplers"], self.state())
 
     def load(self, samplers: list[dict[str, Any]]) -> None:
         """Set the states of the samplers."""
         for sampler, state in zip(self.samplers, samplers, strict=True):
-            _load_sampler(sampler, state)
-
-
-def _told(samplers: list[dict[str, Any]]) -> str:
-    return "; ".join(", ".join(sorted(one)) or "nothing" for one in samplers) or "none"
-
-
-def _samplers_of(loader: Any) -> Iterator[Any]:
-    """The samplers of a loader, and those that they wrap, each once."""
-    found: list[Any] = []
-    pending = [loader]
-    while pending:
-        thing = pending.pop()
-        for name in ("sampler", "batch_sampler"):
-            inner = getattr(thing, name, None)
-            if inner is not None and not any(inner is known for known in found):
-                found.append(inner)
-                pending.append(inner)
-                yield inner
-
-
-def _is_stateful(thing: Any) -> bool:
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _sampler_state(sampler: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-        found["generator"] = generator.get_state()
-    if type(epoch := getattr(sampler, "epoch", None)) is int and callable(getattr(sampler, "set_epoch", None)):
-        found["epoch"] = epoch
-    if _is_stateful(sampler):
-        found["state"] = sampler.state_dict()
-    return found
-
-
-def _load_sampler(sampler: Any, state: Mapping[str, Any]) -> None:
-    if "generator" in state:
-        sampler.generator.set_state(state["generator"].cpu())
-    if "epoch" in state:
-        sampler.set_epoch(state["epoch"])
-    if "state" in state:
-        sampler.load_state_dict(state["state"])
+            load_sampler(sampler, state)
 
 
 class _Indexed(_Source):
@@ -483,7 +438,7 @@ def _source_of(loader: Any) -> _Source:
             "DataLoader that you give to prepare() in its place, and move its batches to the device yourself; where "
             "there are several processes, with a DistributedSampler"
         )
-    if _is_stateful(loader):
+    if has_state(loader):
         return _Stateful(loader, loader)
     if not isinstance(loader, DataLoader):
         raise ValueError(f"a {kind} has no state_dict and load_state_dict, and is no DataLoader: {_USE}")
@@ -493,7 +448,7 @@ def _source_of(loader: Any) -> _Source:
         raise ValueError("with in_order=False batches come in no order that can be restored: leave it out")
     if not isinstance(loader.dataset, IterableDataset):
         return _Indexed(loader)
-    if _is_stateful(loader.dataset) and not loader.num_workers:
+    if has_state(loader.dataset) and not loader.num_workers:
         return _Stateful(loader, loader.dataset)
     why = "in worker processes its position cannot be seen" if loader.num_workers else "it has no state_dict"
     raise ValueError(f"the dataset {type(loader.dataset).__qualname__} gives no indices, and {why}: {_USE}")

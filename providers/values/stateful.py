@@ -21,6 +21,7 @@ from tierstate.manifest.format.leaf_path import Path
 from .copies import HostCopy
 from .modules import assign_meta_tensors, back_up_module, back_up_tensors, fills_in_place, load_module
 from .optimizers import back_up_references, keeps_given_tensors, load_optimizer, new_moments, optimizer_state
+from .samplers import is_of_torchdata, load_torchdata, torchdata_state
 
 
 class InPlace(NamedTuple):
@@ -80,7 +81,9 @@ def stateful(value: Any) -> Stateful | None:
             return found
     of = type(value) if isinstance(value, dict) else value  # a dict's attributes may be its items
     has_both = callable(getattr(of, "state_dict", None)) and callable(getattr(of, "load_state_dict", None))
-    return _STATE_DICT if has_both and not isinstance(value, type) else None
+    if not has_both or isinstance(value, type):
+        return None
+    return _TORCHDATA if is_of_torchdata(value) else _STATE_DICT
 
 
 def register_stateful(kind: type, how: Stateful) -> None:
@@ -119,6 +122,9 @@ def _set_bits(bits: np.random.BitGenerator, state: Any) -> None:
 
 
 _STATE_DICT = Stateful(lambda thing: thing.state_dict(), lambda thing, state: thing.load_state_dict(state))
+
+
+_TORCHDATA = Stateful(torchdata_state, load_torchdata)
 
 
 _TABLE: dict[type, Stateful] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,30 @@ def test_torchdata(before: list[str], after: list[str], shuffle: bool, workers: 
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     data = [torch.tensor(number) for number in range(23)]
     goes_on(lambda: stateful.StatefulDataLoader(data, 4, shuffle, num_workers=workers), before, after)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_save_before_the_first_iteration_changes_nothing(shuffle: bool, workers: int, place: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    policy = ts.Policy.parse(f"tiers: {{n: {{type: nvme, path: {place}}}}}")
+
+    def made(number: int) -> Any:
+        seed(number)
+        return stateful.StatefulDataLoader(list(range(23)), 4, shuffle, num_workers=workers)
+
+    def trained(loader: Any) -> list[Any]:
+        drawn = [torch.rand(()).item()]
+        return drawn + [(batch.tolist(), torch.rand(()).item()) for _ in range(2) for batch in loader]
+
+    truth = trained(made(1))
+    with ts.Checkpointer(policy, run="r") as ckpt:
+        loader = made(1)
+        ckpt.save({"rng": ts.Rng(), "loader": loader}, step=0).wait()
+        assert trained(loader) == truth
+        loader = made(2)
+        ckpt.restore(into={"rng": ts.Rng(), "loader": loader})
+        assert trained(loader) == truth
 
 
 @pytest.mark.parametrize("workers", [0, 2])
