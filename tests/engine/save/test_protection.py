@@ -241,6 +241,16 @@ def test_what_of_a_policy_does_nothing_is_told_once(place, caplog):
     assert "'every: 100'" in warnings_of(caplog)[1]
 
 
+def test_a_save_that_is_due_before_the_first_one_has_arrived_counts(place, caplog, monkeypatch):
+    """As where saves follow each other fast."""
+    monkeypatch.setattr(SaveHistory, "newest", lambda history, tier: None)  # nothing has arrived yet
+    tiers = {"near": tier("nvme", place), "far": {**tier("file", place), "every": 2}}
+    with ts.Checkpointer(policy(tiers), "run") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save({"w": tensors(100)}, step=step)
+    assert warnings_of(caplog) == []
+
+
 def test_ranks_look_at_the_leaves_of_all_of_them(place, caplog):
     """A rule that matches a leaf of another rank is none that does nothing; the coordinator tells of the other one."""
     rules = [{"match": "of_1"}, {"match": "of_nobody"}]

@@ -165,9 +165,11 @@ class SavePipeline:
         self.on_failure.began()
         self._tell_lost(head.seq)
         routes = self._routes.of(plan.leaves)
+        # Not by what is there alone: the first save may be under way when the next one is due.
+        new = {name for name in self._cadences if self._last.get(name) is None and self._history.newest(name) is None}
         names, elsewhere = self._due(head, routes)
         for name, cadence in self._cadences.items():
-            cadence.add(head.step, head.time, due=name in names, first=self._history.newest(name) is None)
+            cadence.add(head.step, head.time, due=name in names, first=name in new)
         self._check_rules(plan.leaves)
         if self.auto is not None:
             self.auto.goes(head.seq, names, {name: route.leaves for name, route in routes.items()})
