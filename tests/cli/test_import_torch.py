@@ -288,6 +288,18 @@ def test_memory_is_not_taken_for_what_dcp_says(tmp_path: Path, name: str) -> Non
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
+def test_what_of_a_file_is_no_plain_value_is_told_in_one_line(tmp_path: Path) -> None:
+    """Without what torch says first: in bold letters, how to load it nevertheless."""
+    torch.save({"at": Path("x")}, tmp_path / "some.pt")
+    with pytest.raises(ts.Unsafe) as caught, open_source(tmp_path / "some.pt"):
+        raise AssertionError("it was believed")
+    told = str(caught.value)
+    assert "save it anew with those alone (Unsupported " in told
+    assert "pathlib" in told
+    assert told.isprintable()
+    assert "weights_only" not in told
+
+
 @pytest.mark.parametrize("data", [b"\x80\x02.", b"\x80\x02]a.", b"\x80\x02K\x01K\x02\x85s.", b"\x80"])
 def test_bytes_that_torch_stumbles_over_are_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "some.pt").write_bytes(data)

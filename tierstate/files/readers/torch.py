@@ -27,13 +27,19 @@ def open_torch(path: Path) -> Iterator[ImportSource]:
         # The mapping uses a descriptor that is open for reading only; nothing is written to the file.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()
         raise Unsafe(
             f"{path} holds more than tensors and plain values, and to load that would run its code; save it anew with "
-            f"those alone ({reason[0] if reason else 'no reason given'})"
+            f"those alone ({_reason(str(error))})"
         ) from error
     except OSError:
         raise
     except Exception as error:  # torch may raise anything for bytes that it did not write
         raise FormatError(f"{path} cannot be read as a file of torch.save: {error}") from error
     yield ImportSource(state)
+
+
+def _reason(text: str) -> str:
+    """What torch found, without its advice, which comes first in bold letters and is to load the file as it is."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = next((line for line in lines if "Unsupported " in line), lines[0] if lines else "no reason given")
+    return found.partition("WeightsUnpickler error: ")[2].partition(" was not an allowed global")[0] or found
