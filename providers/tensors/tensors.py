@@ -309,16 +309,25 @@ def with_autograd_flags(tensor: torch.Tensor, attrs: Mapping[str, Any]) -> torch
     return tensor.requires_grad_() if grad else tensor
 
 
+FLAT_PARAMETER = (
+    "a flat parameter of FSDP1 is one rank's piece of many parameters; save the wrapped module itself, under "
+    "FSDP.set_state_dict_type(module, StateDictType.SHARDED_STATE_DICT)"
+)
+"""Why such a parameter cannot be saved."""
+
+
+def is_flat_parameter(value: torch.Tensor) -> bool:
+    """Whether this is a flat parameter of FSDP1 itself; a detached one has lost the mark."""
+    return getattr(value, "_is_flat_param", False) is True
+
+
 def _refusal(value: torch.Tensor) -> str:
     """Why a tensor cannot be saved; empty where it can."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         return f"a tensor subclass {kind} is not known; register a provider for it, or save a plain tensor"
-    if getattr(value, "_is_flat_param", False):
-        return (
-            "a flat parameter of FSDP1 is one rank's piece of many parameters; save the wrapped module itself, under "
-            "FSDP.set_state_dict_type(module, StateDictType.SHARDED_STATE_DICT)"
-        )
+    if is_flat_parameter(value):
+        return FLAT_PARAMETER
     if value.is_nested:
         return "a nested tensor has no strides; save its parts, as from unbind()"
     if value.layout is not torch.strided:

@@ -396,6 +396,18 @@ def test_what_a_scheduler_has_is_the_same_after_an_asynchronous_save(place: Path
         assert ckpt.load()["scheduler"]["milestones"] == {"30": 1, "80": 1}  # DCP makes texts of keys
 
 
+def flat_parameter() -> torch.nn.Parameter:
+    """As FSDP1 has them: one rank's piece of many parameters, which only the module itself can tell apart."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter._is_flat_param = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def test_a_raw_flat_parameter_is_refused(place: Path) -> None:
+    with pytest.raises(CheckpointException, match=r"CaptureError: model\.w: a flat parameter of FSDP1"):
+        dcp.save({"model": {"w": flat_parameter()}}, checkpoint_id=1, storage_writer=TierWriter(text(place), "run"))
+
+
 class Marked(torch.Tensor):
     """A tensor that is more than its elements."""
 
@@ -408,6 +420,7 @@ class Marked(torch.Tensor):
         (lambda: nested_tensor([torch.ones(2)], layout=torch.jagged), "a tensor subclass .*NestedTensor is not known"),
         (lambda: torch.eye(3).to_sparse(), "a tensor of layout torch.sparse_coo has no strides"),
         (lambda: torch.ones(3, device="meta"), "a meta tensor has no bytes"),
+        (flat_parameter, "a flat parameter of FSDP1"),
     ],
 )
 def test_a_stager_refuses_what_is_more_than_its_memory(make: Any, why: str) -> None:

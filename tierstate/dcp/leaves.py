@@ -22,7 +22,7 @@ from tierstate.manifest.sharded.state_order import StateOrder, new_numbers, orde
 from tierstate.providers.base import Provider, memory_of
 from tierstate.providers.registry import REGISTRY
 from tierstate.providers.tensors.devices import copies_beside, wait_for
-from tierstate.providers.tensors.tensors import TensorProvider
+from tierstate.providers.tensors.tensors import FLAT_PARAMETER, TensorProvider, is_flat_parameter
 from tierstate.providers.tree.walk import StateWalk
 from tierstate.providers.values.encoding import encode_value
 from tierstate.tiers.memory.cuda import stream_fences
@@ -245,6 +245,8 @@ def _tensor(item: WriteItem, planner: SavePlanner, path: Path) -> RankLeaf:
     data, told = planner.resolve_data(item), item.tensor_data
     if not isinstance(data, torch.Tensor) or told is None:
         raise CaptureError(f"{format_path(path)}: the planner gave a {type(data).__qualname__} where a tensor is right")
+    if is_flat_parameter(data):
+        raise CaptureError(f"{format_path(path)}: {FLAT_PARAMETER}")
     tensor, box = data.detach(), Box(tuple(told.chunk.offsets), tuple(told.chunk.sizes))
     if tuple(tensor.shape) != box.shape:
         raise CaptureError(f"{format_path(path)}: the planner gave {tuple(tensor.shape)} where {box.shape} is planned")

@@ -30,7 +30,13 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf_path import Path, format_path
 from tierstate.providers.tensors.devices import CPU, copies_beside
-from tierstate.providers.tensors.tensors import PLAIN_TENSORS, TensorProvider, local_of
+from tierstate.providers.tensors.tensors import (
+    FLAT_PARAMETER,
+    PLAIN_TENSORS,
+    TensorProvider,
+    is_flat_parameter,
+    local_of,
+)
 from tierstate.providers.values.copies import with_values
 from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.latch import Completion
@@ -377,6 +383,8 @@ def _checked(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         CaptureError: its elements are not at its address, or are not all that it is. A tensor subclass that wraps other
             tensors (of torchao, or a jagged one) has the address 0, from which a copy would end the process.
     """
+    if is_flat_parameter(tensor):
+        raise CaptureError(f"{format_path(path)}: {FLAT_PARAMETER}")
     local = _local(tensor)
     plain = type(local) in PLAIN_TENSORS and local.layout is torch.strided
     if not plain or local.is_nested or local.is_quantized or local.is_meta:
