@@ -20,7 +20,8 @@ demo: $(VENV)/ready
 demo-ranks: $(VENV)/ready
 	$(BIN)/python examples/demo_ranks.py
 
-# After each edit: what needs neither root nor a server and is not slow.
+# After each edit: what needs neither root nor a server and is not slow, and so waits for little.
+quick: WORKERS = $(shell expr $(CORES) + 1)
 quick: $(VENV)/ready
 	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -q $(BESIDE) -m "not (soak or slow or server or root)"
 

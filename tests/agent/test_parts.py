@@ -672,6 +672,7 @@ def test_a_trainer_goes_on_without_an_agent(place: Path, monkeypatch: pytest.Mon
     assert same(load(place, "slow", 2), state_of(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_stop_of_the_trainer_is_no_silence_of_its_agent(monkeypatch: pytest.MonkeyPatch, *, hangs: bool) -> None:
     """The trainer is stopped for an hour. Its agent answers again, or has hung meanwhile."""

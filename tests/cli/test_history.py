@@ -118,6 +118,7 @@ def test_leaves_that_are_nowhere_are_not_taken_for_finite(call: Call, poisoned: 
         assert found.out == ""
 
 
+@pytest.mark.slow
 def test_what_is_asked_wrongly_is_refused(call: Call, poisoned: Path) -> None:
     for wrong in ([], ["--when", "nonfinite(a)", "--cmd", "true"], ["--when", "norm(a)"], ["--when", "nonfinite()"]):
         found = call("bisect", "-p", poisoned, *ARGUMENTS, *wrong)

@@ -221,6 +221,7 @@ def test_a_module_of_any_mesh_restores_it(policy: Path, tmp_path: Path) -> None:
     assert torch.equal(part, values()["in.weight"]["fp32"][18:38])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slices", "stage 3"])
 def test_a_version_of_several_ranks_by_its_address(kind: str, call: Call, policy: Path, tmp_path: Path) -> None:
     files = checkpoint(kind, 3)

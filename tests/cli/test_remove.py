@@ -66,6 +66,7 @@ def test_what_must_stay_stays(call: Call, policy: Path) -> None:
     assert call("rm", "-p", policy, *ARGUMENTS, "--step", "3", "--force").status == 0
 
 
+@pytest.mark.slow
 def test_from_one_tier_only(call: Call, policy: Path) -> None:
     assert call("rm", "-p", policy, *ARGUMENTS, "--step", "1", "--tier", "nvme").status == 0
     alone = call("rm", "-p", policy, *ARGUMENTS, "--step", "1", "--tier", "store")

@@ -267,6 +267,7 @@ def test_memory_of_the_process_serves_loads_of_that_process(place: Path) -> None
         assert ckpt.info().tiers == ("nvme", "far")
 
 
+@pytest.mark.slow
 def test_slower_tiers_get_a_save_after_it_has_returned(place: Path) -> None:
     """It returns when the durable tier has it; the engine brings what is owed, at the latest when it is closed."""
     far, begin = open_tier("far", "nvme", {"path": str(place / "far")}), threading.Event()

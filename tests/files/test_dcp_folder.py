@@ -80,6 +80,7 @@ TIED = [Point(NINES, NINES), Point(NINES, NINES[1:]), deque([NINES.view(3, 1), N
 """Containers that DCP does not look into, with tensors that share memory."""
 
 
+@pytest.mark.slow
 @example(TIED[0])
 @example(TIED[1])
 @example(TIED[2])

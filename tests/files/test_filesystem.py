@@ -164,6 +164,7 @@ def has_model(tree: dict[str, Any]) -> bool:
     return bool(names) and "" not in names
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(trees(), st.data())
 def test_any_range_is_that_of_the_exported_file(tree: dict[str, Any], data: st.DataObject) -> None:

@@ -44,10 +44,9 @@ def check(at: Any) -> None:
 
 
 @pytest.fixture(params=["plain", "tls"])
-def either(request: pytest.FixtureRequest) -> Rclone:
+def either(request: pytest.FixtureRequest, rclone: Rclone, rclone_tls: Rclone) -> Rclone:
     """rclone's server, with and without TLS."""
-    found: Rclone = request.getfixturevalue({"plain": "rclone", "tls": "rclone_tls"}[request.param])
-    return found
+    return {"plain": rclone, "tls": rclone_tls}[request.param]
 
 
 def test_an_endpoint_may_be_an_address_of_ipv6(either: Rclone) -> None:

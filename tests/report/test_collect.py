@@ -32,6 +32,7 @@ def tier_of(run: RunReport, name: str) -> TierReport:
     return next(tier for tier in run.tiers if tier.name == name)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_versions_and_events(world: Path, data: ReportData) -> None:
     for run in data.runs:
         with open_quietly(world, run.run) as ckpt:
@@ -77,6 +78,7 @@ def test_reasons_of_retention_failures_and_layers(data: ReportData) -> None:
     assert {count for row in gpt.layers.nonfinite for count in row} <= {0, None}
 
 
+@pytest.mark.slow
 def test_what_each_line_of_the_policy_did(data: ReportData) -> None:
     did = {line.text.strip(): line.did for line in data.runs[0].policy}
     assert did["last: 4"] == "4 versions: last 4"
@@ -85,6 +87,7 @@ def test_what_each_line_of_the_policy_did(data: ReportData) -> None:
     assert did["host:"] == "in the memory of the training: not seen from here"
 
 
+@pytest.mark.slow
 def test_a_report_changes_nothing_and_is_json(world: Path) -> None:
     before = files_of(world.parent)
     found = collect_runs(world, ["gpt", "nobody"])

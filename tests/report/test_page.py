@@ -89,6 +89,7 @@ def with_texts(data: ReportData, text: str) -> ReportData:
     return dataclasses.replace(data, runs=[hostile])
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(text=st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)))
 def test_no_text_becomes_markup(data: ReportData, text: str) -> None:
@@ -109,6 +110,7 @@ def test_every_number_stands_in_the_data(data: ReportData) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_from_elsewhere(data: ReportData) -> None:
     page = Page(render_page(data))
     sources = [(tag, names) for tag, names in page.elements if {"src", "srcset", "action", "ping"} & set(names)]

@@ -45,6 +45,7 @@ healths = st.lists(st.lists(st.tuples(health, health), min_size=2, max_size=2), 
 SOUND: list[tuple[Health, Health]] = [("sound", "sound")] * 2
 
 
+@pytest.mark.slow
 @given(healths, st.sampled_from(["raise", "older"]))
 @example([SOUND, SOUND, [("away", "sound")] * 2], "older")
 @example([SOUND, SOUND, [("away", "sound"), ("damaged", "sound")]], "older")

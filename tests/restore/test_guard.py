@@ -129,6 +129,7 @@ def test_memory_for_what_the_optimizer_has_is_ready_before_the_first_save(place:
         assert len(arena._free) * arena.slab_size < needed + 2 * arena.slab_size
 
 
+@pytest.mark.slow
 def test_steps_and_saves_do_not_fail_of_sparse_state(place: Path) -> None:
     model = torch.nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # its momentum is sparse
@@ -141,6 +142,7 @@ def test_steps_and_saves_do_not_fail_of_sparse_state(place: Path) -> None:
         assert torch.equal(ckpt.load()["model"]["weight"], model.weight)
 
 
+@pytest.mark.slow
 def test_save_returns_before_the_parameters_are_captured_and_the_step_waits(
     job: Job, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +186,7 @@ def test_a_guarded_capture_that_fails_is_told_and_does_not_stop_the_step(
         assert arena_of(ckpt).in_flight == 0
 
 
+@pytest.mark.slow
 def test_a_restore_waits_and_close_lets_the_optimizer_go(
     job: Job, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +211,7 @@ def test_a_restore_waits_and_close_lets_the_optimizer_go(
         assert difference(second, ckpt.load(step=2)) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is .*")
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch")
 @pytest.mark.parametrize("by", ["another Checkpointer", "DCP"])

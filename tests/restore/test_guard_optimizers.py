@@ -211,6 +211,7 @@ def test_wrappers_of_torch_wait(kind: str, place: Path) -> None:
         must_wait(ckpt, job, gates, job.optimizer.step)
 
 
+@pytest.mark.slow
 def test_the_step_waits_before_every_hook(place: Path) -> None:
     """Hooks that change parameters, global ones and the optimizer's, registered before the guard and after it."""
     job = Job()
@@ -228,6 +229,7 @@ def test_the_step_waits_before_every_hook(place: Path) -> None:
             hook.remove()
 
 
+@pytest.mark.slow
 def test_the_step_of_another_optimizer_of_the_same_parameters_waits(place: Path) -> None:
     job = Job()
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt, gated() as gates:
@@ -257,6 +259,7 @@ def test_what_is_no_optimizer_is_refused(what: object, place: Path) -> None:
         ckpt.unguard(what)
 
 
+@pytest.mark.slow
 def test_unguard_waits_for_the_capture(place: Path) -> None:
     job = Job()
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt, gated() as gates:

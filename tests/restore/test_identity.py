@@ -126,6 +126,7 @@ def test_a_mount_that_goes_away_under_a_running_job(place):
         assert ckpt.resume(into=tensors(9000)) is not None
 
 
+@pytest.mark.slow
 def test_what_went_away_before_a_record_named_it_stays_expected(place, monkeypatch):
     """The tier was slow, so that the first record did not wait for it; the next ones are written when it is away."""
 

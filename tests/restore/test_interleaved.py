@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, policy, scratch, tensors, unreferenced
@@ -21,6 +22,8 @@ from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import ActorResults, Interleaved, Turns, random_bytes
+
+pytestmark = pytest.mark.slow
 
 STRETCHES = st.lists(st.integers(0, 12), max_size=25)
 KINDS = st.sampled_from(["memory", "nvme"])

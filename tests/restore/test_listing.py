@@ -186,6 +186,7 @@ def test_versions_of_hosts_that_never_saw_each_other_are_in_the_order_of_their_s
         assert ckpt.versions()[-1].step == 5
 
 
+@pytest.mark.slow
 def test_the_beginning_of_an_id_that_several_versions_have_names_none(place: Path) -> None:
     spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place, every=2)})
     with ts.Checkpointer(spec, "run") as ckpt:

@@ -187,6 +187,7 @@ def broken_digest(_name):
     return digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_a_save_that_is_done_keeps_nothing_of_the_state_in_memory(place, lazy):
     memory = np.ones(100_000, "f4")

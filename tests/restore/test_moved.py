@@ -225,6 +225,7 @@ def commits(tier: Tier, seq: int) -> Callable[[], None]:
     return lambda: tier.put(key, record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["drop", "move", "commit"])
 def test_a_doctor_beside_a_job_takes_nothing_that_the_job_drops_or_moves_or_saves_for_damaged_or_lost(
     change: str,

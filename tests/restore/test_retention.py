@@ -142,6 +142,7 @@ def test_a_host_tier_lets_go_of_its_slabs(place):
     assert arena.kept == 0
 
 
+@pytest.mark.slow
 def test_what_a_lagging_tier_held_back_is_dropped_at_close(place):
     with wrapped(Memory()) as slow:
         spec = policy({"nvme": tier("nvme", place, keep={"last": 1}), "slow": slow})

@@ -46,6 +46,7 @@ def cluster(place: Path, encrypt: bool) -> Cluster:
     return Cluster(place, [0, 0, 1, 1], site, seal={"file": key})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_ranks_save_and_restore_together(encrypt: bool, tmp_path: Path) -> None:
     ranks = cluster(tmp_path, encrypt)
@@ -54,6 +55,7 @@ def test_ranks_save_and_restore_together(encrypt: bool, tmp_path: Path) -> None:
     assert ranks.together(load(step=1)) == [1.0] * SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_a_record_that_is_not_authentic_is_refused_by_all_ranks(encrypt: bool, tmp_path: Path) -> None:
     ranks = cluster(tmp_path, encrypt)

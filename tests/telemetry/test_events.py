@@ -184,6 +184,7 @@ def test_a_slow_hook_delays_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert "events were dropped, since those who take them are too slow" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_slow_hook_takes_nothing_from_the_log(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "CLOSE_WAIT", 1.0)
     over = threading.Event()

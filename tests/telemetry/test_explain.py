@@ -65,6 +65,7 @@ def test_a_step_that_nobody_saved() -> None:
         explain(SAVED, 8)
 
 
+@pytest.mark.slow
 def test_of_a_real_run(place: Path) -> None:
     spec = policy(
         {"nvme": tier("nvme", place), "lustre": tier("lustre", place, bandwidth="1MiB/s")}, metrics={"events": True}

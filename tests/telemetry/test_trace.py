@@ -123,6 +123,7 @@ with ts.Checkpointer(ts.Policy.default("{place}/tier"), "run") as ckpt:
     assert {event["pid"] for event in found} == {found[0]["pid"]}
 
 
+@pytest.mark.slow
 def test_a_slow_tier_is_found(place: Path) -> None:
     state = {"w": torch.randn(50_000)}  # so little that also on a busy machine the limit is what takes time
     spec = policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place, bandwidth="100KiB/s")})
@@ -164,6 +165,7 @@ def held(found: list[Event]) -> list[Event]:
     return [event for event in wanted if event["args"]["cpu"] > event["dur"] / 1e7]
 
 
+@pytest.mark.slow
 def test_a_thread_that_holds_the_interpreter_is_found(place: Path) -> None:
     """As a call of C does that does not let go: here the sum of numbers."""
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt, ckpt.trace(place / "trace.json"):

@@ -54,6 +54,7 @@ def test_the_first_error_is_raised_and_nothing_goes_on(count: int, data: st.Data
     assert not names("of-this-test")
 
 
+@pytest.mark.slow
 @in_a_thread_of_its_own
 def test_nothing_runs_after_an_interrupt_at_any_step() -> None:
     """Also one in the middle of the start of a thread, which then runs without having been seen to start."""

@@ -192,6 +192,7 @@ def test_the_error_names_a_few_leaves_and_the_remedy() -> None:
     assert " more" not in str(reads.refuse(leaves[:3]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("changes", [False, True])
 def test_where_an_operation_stays_under_way_the_bytes_decide(changes: bool, place: Path) -> None:

@@ -247,6 +247,7 @@ def test_a_tier_that_fails_after_the_commit_does_not_stop_its_queue(error: BaseE
         assert engine_threads() == []
 
 
+@pytest.mark.slow
 @given(dropped=st.sets(st.sampled_from(["a", "b", "c"]), max_size=2), more=st.booleans())
 def test_a_copy_is_made_from_any_tier_in_which_no_other_process_has_dropped_the_version(
     dropped: set[str], more: bool

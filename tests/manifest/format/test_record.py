@@ -78,6 +78,7 @@ def test_which_keys_are_packs():
         assert not is_pack_key(key)
 
 
+@pytest.mark.slow
 @given(records())
 def test_a_record_comes_back(record):
     data = record.encode()

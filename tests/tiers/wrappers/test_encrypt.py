@@ -93,6 +93,7 @@ def test_every_range_is_what_was_written(
         assert torch.equal(found.out, data[a:b])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", LENGTHS)
 def test_any_changed_byte_and_any_other_length_is_noticed(nbytes: int) -> None:
     tier = Encrypted(Memory(), KEYS)

@@ -417,6 +417,7 @@ def ailing(world: World, ill: dict[int, Callable[[relay.VersionRelay], None]], s
         world.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=5).map(sorted), st.data())
 def test_parts_that_cannot_be_fetched_go_through_the_tier_and_no_others(hosts: list[int], data: st.DataObject) -> None:

@@ -167,6 +167,7 @@ def test_a_leader_that_passes_nothing_on_costs_time_and_no_version(
     assert is_whole(world, found), found
 
 
+@pytest.mark.slow
 def test_a_leader_that_never_gets_it_is_not_waited_for_for_ever(narrow: None) -> None:
     """It goes on to give signs of life, and the coordinator is dead, so that no decision ends the wait."""
     ended = threading.Event()
@@ -193,6 +194,7 @@ def test_a_leader_that_never_gets_it_is_not_waited_for_for_ever(narrow: None) ->
     assert found[3] == b"the version", found
 
 
+@pytest.mark.slow
 def test_a_leader_that_is_slow_is_waited_for(narrow: None) -> None:
     world, began = World("process", list(range(LEADERS)), relay=True), time.monotonic()
 

@@ -185,6 +185,7 @@ def test_ranges_come_in_every_dialect(server: Server, store: S3Client, status: i
     assert len(server.seen) == 2
 
 
+@pytest.mark.slow
 def test_a_create_of_unknown_fate_is_never_called_denied(server: Server) -> None:
     """Who may not read cannot tell what became of it; that is not the same as that it was not done."""
     tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=20)
