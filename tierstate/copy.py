@@ -136,8 +136,10 @@ def _mend(run: Run, entry: VersionCopies, tier_run: TierRun, progress: Progress)
     holdings = [entry.holdings[at], *entry.holdings[:at], *entry.holdings[at + 1 :]]
     repairs = RepairWriter(entry.version, holdings)
     fetch = Fetch(entry.version, holdings, run._arena, workers=READ_WORKERS, mended=repairs, progress=progress)
-    fetch.run(rows.tolist(), lambda _row, _raw, _slab: None)
-    written = repairs.close().get(tier_run.name, 0)
+    try:
+        fetch.run(rows.tolist(), lambda _row, _raw, _slab: None)
+    finally:  # a chunk that no tier has ends it, and what was found by then is good
+        written = repairs.close().get(tier_run.name, 0)
     digests = {row: entry.version.digests[row].tobytes() for name, row, _ in fetch.troubles if name == tier_run.name}
     if any(tier_run.mended(digest) is None for digest in digests.values()):
         why = next(trouble.error for trouble in fetch.troubles if trouble.tier == tier_run.name)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, opened, policy, scratch, tensors, tier
 from support.damage import objects, saved, two
 from support.equality import difference
+from support.leaks import temporary
 from support.state_strategies import states
 
 import tierstate as ts
@@ -283,3 +284,19 @@ def test_what_cannot_be_written_to_such_a_tier_is_told(place: Path) -> None:
             pack.unlink()
         with pytest.raises(ts.Damaged, match="whole in no tier"):
             ckpt.copy(to="file")
+
+
+def test_a_copy_that_cannot_have_all_leaves_no_file_half_written(place: Path) -> None:
+    """The first chunks of a pack are whole elsewhere, the others are in no tier."""
+    spec = two(place)
+    saved(spec, 1)
+    (pack,) = objects(place, "file", "packs")
+    pack.unlink()
+    (pack,) = objects(place, "nvme", "packs")
+    data = pack.read_bytes()
+    pack.write_bytes(data[: len(data) // 2])
+    with ts.Checkpointer(spec, "run") as ckpt:
+        with pytest.raises(ts.Damaged, match="whole in no tier"):
+            ckpt.copy(to="file")
+        assert temporary(place) == []
+        assert objects(place, "file", "packs"), "what was found is kept"
