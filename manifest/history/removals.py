@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple
@@ -97,6 +97,11 @@ class Removal(NamedTuple):
         if seq != self.entry.seq:
             return False
         return (step, saved) == (self.entry.step, self.entry.time) if self.known else saved <= self.time
+
+
+def was_removed(gone: Iterable[Removal], seq: int, step: int, saved: float) -> bool:
+    """Whether one of these removals is that of this version; see `Removal.is_of`."""
+    return any(removal.is_of(seq, step, saved) for removal in gone)
 
 
 def removals(tier: KeyValueStore, run: str, seqs: Collection[int] | None = None) -> list[Removal]:

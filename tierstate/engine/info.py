@@ -20,7 +20,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.manifest.format.leaf import stored_lossy_methods
 from tierstate.manifest.format.record import Summary
-from tierstate.manifest.history.removals import Removal, removals
+from tierstate.manifest.history.removals import Removal, removals, was_removed
 from tierstate.tiers.base import Tier
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.wrappers.measure import OperationStats, operations_of
@@ -306,7 +306,7 @@ class _Late:
         dues = [PendingVersion(one.seq, one.step, one.time, one.nbytes) for one in going]
         late = missed_versions(tier.every, (last.step, last.time) if last else None, dues)
         gone = self._removed(tier.name, late) if late else ()
-        return [due.seq for due in late if not any(removal.is_of(due.seq, due.step, due.time) for removal in gone)]
+        return [due.seq for due in late if not was_removed(gone, due.seq, due.step, due.time)]
 
     def _removed(self, name: str, late: Sequence[PendingVersion]) -> Collection[Removal]:
         """Those of the versions, or others of their numbers, that were removed from a tier by hand."""

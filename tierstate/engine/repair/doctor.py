@@ -43,7 +43,7 @@ from tierstate.manifest.format.record import Record, surviving_parts
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.leases import Leases, pinned_runs
 from tierstate.manifest.history.log import RACE_RETRIES, Log
-from tierstate.manifest.history.removals import removals
+from tierstate.manifest.history.removals import removals, was_removed
 from tierstate.manifest.history.retention import RetentionEntry
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
@@ -275,7 +275,7 @@ class _TierView:
     def was_removed(self, version: Version) -> bool:
         """Whether somebody has removed this version by hand, and not an earlier one of its number."""
         head = version.head
-        return any(removal.is_of(head.seq, head.step, head.time) for removal in self._removals)
+        return was_removed(self._removals, head.seq, head.step, head.time)
 
     def taken(self, seq: int) -> bool:
         """Whether the number has any record, so that no other may be written beside it."""

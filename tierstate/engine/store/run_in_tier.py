@@ -26,7 +26,7 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.log import Log, commit_id
-from tierstate.manifest.history.removals import Removal, is_removed, removals
+from tierstate.manifest.history.removals import Removal, is_removed, removals, was_removed
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.gpu import gpu_in
@@ -469,4 +469,4 @@ class TierRun:
 
 
 def _not_removed(marks: Collection[RetentionEntry], gone: Collection[Removal]) -> list[RetentionEntry]:
-    return [mark for mark in marks if not any(removal.is_of(*mark[:3]) for removal in gone)]
+    return [mark for mark in marks if not was_removed(gone, *mark[:3])]
