@@ -21,7 +21,7 @@ import tierstate as ts
 from tierstate.engine.capture import capture, device_digests
 from tierstate.manifest.digest import digest_function
 from tierstate.tiers.memory import kernels as kernels_room
-from tierstate.tiers.memory.kernels import ALIGN, kernels_of, xxh3_digests
+from tierstate.tiers.memory.kernels import ALIGN, fits_kernel, kernels_of, xxh3_digests
 from tierstate.tiers.testing import random_bytes
 
 pytestmark = [
@@ -245,10 +245,10 @@ def test_what_changes_on_the_way_to_the_host_is_found(ckpt: ts.Checkpointer, mon
 
 def test_only_what_fits_the_kernel_is_given_to_it() -> None:
     memory = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda")
-    assert device_digests._fits(memory[ALIGN : 2 * ALIGN])
-    assert not device_digests._fits(memory[1 : 1 + ALIGN])
-    assert not device_digests._fits(memory[: ALIGN + 1])
-    assert not device_digests._fits(on_the_host(memory))
+    assert fits_kernel(memory[ALIGN : 2 * ALIGN])
+    assert not fits_kernel(memory[1 : 1 + ALIGN])
+    assert not fits_kernel(memory[: ALIGN + 1])
+    assert not fits_kernel(on_the_host(memory))
 
 
 @pytest.mark.parametrize(("count", "on_device"), [(3, False), (4, True)])

@@ -71,6 +71,15 @@ class InMemoryObject:
             yield done, buffer[at : at + n]
             i, done = i + 1, done + n
 
+    def whole(self, offset: int, nbytes: int) -> Buffer | None:
+        """A range where it lies, if that is within the object and in one buffer; else None."""
+        i = bisect_right(self.starts, offset) - 1
+        if not 0 <= i < len(self.pieces):
+            return None
+        at = offset - self.starts[i]
+        found = self.pieces[i].buffer[at : at + nbytes]
+        return found if found.numel() == nbytes else None
+
     def free(self) -> None:
         """Free every buffer."""
         for piece in self.pieces:

@@ -124,11 +124,16 @@ def _check(kernels: Kernels, device: torch.device) -> None:
         raise RuntimeError("a digest that the device computed is not right")
 
 
+def fits_kernel(chunk: Buffer) -> bool:
+    """Whether `xxh3_digests` can digest a chunk of a device's memory, of more than 240 bytes."""
+    return chunk.is_cuda and chunk.data_ptr() % ALIGN == 0 and chunk.numel() % ALIGN == 0
+
+
 def xxh3_digests(kernels: Kernels, chunks: Sequence[Buffer]) -> torch.Tensor:
     """Queue the digests (xxh3-128) of chunks in the device's memory on this thread's current stream.
 
     Args:
-        chunks: one or more, each of more than 240 bytes; addresses and lengths are multiples of `ALIGN`.
+        chunks: one or more, each of more than 240 bytes, for which `fits_kernel`.
 
     Returns:
         ``(n, 2)`` of int64 in pinned host memory: 16 bytes for each chunk, once the stream has come so far. A copy from

@@ -33,8 +33,9 @@ VARIABLE = "TIERSTATE_FAKE_CUDA"
 FOLDER = Path(__file__).parent
 
 
-LATE, EAGER, RANDOM = range(3)
-"""When devices work: only when something waits for it, at once, or at random moments."""
+LATE, EAGER, RANDOM, PACED = range(4)
+"""When devices work: only when something waits for it, at once, at random moments, or, for measurements alone, at the
+rate of a bus: then a copy between host and device takes its time and moves nothing."""
 
 
 MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
@@ -215,6 +216,11 @@ class FakeCuda:
     def timing(self, when: int, seed: int = 0) -> None:
         """Choose when devices work: `LATE`, `EAGER` or `RANDOM`."""
         self.device.set_timing(when, seed)
+
+    def pace(self, rate: float) -> None:
+        """Let copies between the host and each device take as long as a bus takes with this rate, in GB/s each way."""
+        self.device.set_rate(rate)
+        self.timing(PACED)
 
     def fail(self, what: str, after: int = 0) -> None:
         """Make one later call fail: an ``allocation``, a ``launch``, a ``register`` or an ``unregister``."""

@@ -2,7 +2,8 @@
 //
 // Tensors on it are real tensors of device type CUDA; their memory lies at addresses that the host cannot access. All
 // work is put into queues, one for each stream, and is done when something waits for it, at once, or at random times.
-// What is done never depends on real time: a waiting thread does the work that it waits for.
+// What is done never depends on real time: a waiting thread does the work that it waits for. Only for measurements
+// (PACED) copies between host and device take as long as a bus of some rate takes, and move nothing.
 //
 // Sources: CUDA Runtime API (streams, events, stream capture), c10/cuda/CUDACachingAllocator.cpp, ATen/native/cuda/Copy.cu.
 
@@ -47,7 +48,7 @@ constexpr size_t ROUND = 512; // granularity of the allocator
 constexpr int MAX_DEVICES = 8;
 constexpr unsigned char SCRIBBLE = 0xDB; // what freed device memory is overwritten with
 
-enum Timing { LATE, EAGER, RANDOM };
+enum Timing { LATE, EAGER, RANDOM, PACED };
 enum CaptureMode { GLOBAL, THREAD_LOCAL, RELAXED };
 enum Code { // of cudaError_t
   OK = 0,
@@ -66,9 +67,12 @@ enum Code { // of cudaError_t
 
 struct Graph;
 
+using Clock = std::chrono::steady_clock;
+
 // A point in a stream: done when all work before it is.
 struct Ticket {
   bool done = false;
+  Clock::time_point due; // PACED: not before
   int device = 0;
   int64_t stream = 0;
   Graph* graph = nullptr; // set if it was recorded into a graph that is being captured
@@ -82,6 +86,7 @@ struct Op {
   TicketPtr mark; // done with this
   uintptr_t host = 0; // pinned host memory that it reads or writes
   size_t length = 0;
+  bool up = false; // reads it
 };
 
 struct Queue {
@@ -89,6 +94,7 @@ struct Queue {
   int64_t id;
   std::deque<Op> ops;
   Graph* capture = nullptr;
+  Clock::time_point due; // PACED: all of it is done then
 };
 
 struct Graph {
@@ -123,6 +129,7 @@ struct Memory {
   std::multimap<size_t, size_t> holes; // size -> offset of segments that were given back
   std::list<Block*> cached;
   bool context = false;
+  Clock::time_point bus[2]; // PACED: when what is queued so far has crossed, down and up
 };
 
 struct Host {
@@ -147,6 +154,7 @@ struct World {
   std::map<std::string, int64_t> counts;
   int64_t next_stream = 1;
   int timing = LATE;
+  double rate = 0; // PACED: bytes per nanosecond
   std::mt19937_64 random{0};
   int64_t fail_allocation = -1, fail_launch = -1, fail_register = -1, fail_unregister = -1; // calls until one fails
   size_t pin_limit = SIZE_MAX, pinned_bytes = 0;
@@ -262,12 +270,40 @@ void pass_time() {
     run_head(*busy[w.random() % busy.size()]);
 }
 
+// When a real device would have done this work, whose copies take their turns on the bus.
+void pace(Queue& q, Op& op) {
+  q.due = std::max(q.due, Clock::now());
+  if (op.wait)
+    q.due = std::max(q.due, op.wait->due);
+  if (op.length) {
+    auto& bus = world().memory[q.device].bus[op.up];
+    q.due = bus = std::max(bus, q.due) + std::chrono::nanoseconds(int64_t(op.length / world().rate));
+    op.run = nullptr;
+  }
+  if (op.mark)
+    op.mark->due = q.due;
+}
+
+// Sleep as a thread does that waits for a device. The caller holds neither the lock nor the GIL.
+void sleep_until(const std::function<Clock::time_point()>& due) {
+  if (world().timing != PACED)
+    return;
+  Clock::time_point when;
+  {
+    Lock lock;
+    when = due();
+  }
+  std::this_thread::sleep_until(when);
+}
+
 void enqueue(Queue& q, Op op) {
   touch(q.device);
   if (q.capture) {
     q.capture->ops.push_back(std::move(op));
     return;
   }
+  if (world().timing == PACED)
+    pace(q, op);
   q.ops.push_back(std::move(op));
   if (world().timing == EAGER)
     drain(q);
@@ -646,12 +682,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     unsafe("cudaEventQuery");
     auto* found = (Event*)event;
     pass_time();
+    if (world().timing == PACED && found && found->ticket && found->ticket->due <= Clock::now())
+      drive(found->ticket);
     return !found || !found->ticket || found->ticket->done;
   }
   void synchronizeEvent(void* event) const override {
+    auto* found = (Event*)event;
+    sleep_until([&] { return found && found->ticket ? found->ticket->due : Clock::time_point(); });
     Lock lock;
     unsafe("cudaEventSynchronize");
-    auto* found = (Event*)event;
     if (found && found->ticket) {
       if (found->ticket->graph)
         raise(CAPTURE_UNSUPPORTED, "an event of a capture is waited for");
@@ -668,6 +707,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return queue(stream.device_index(), stream.id()).ops.empty();
   }
   void synchronizeStream(const Stream& stream) const override {
+    sleep_until([&] { return queue(stream.device_index(), stream.id()).due; });
     Lock lock;
     unsafe("cudaStreamSynchronize");
     touch(stream.device_index());
@@ -923,7 +963,7 @@ void upload(const Tensor& self, const Tensor& source, bool wait_not) {
     op.run = if_pinned(*host, [to = host_view(self).data_ptr(), from = (void*)host->start, n = host->length] {
       memcpy(to, from, n);
     });
-    op.host = host->start, op.length = host->length;
+    op.host = host->start, op.length = host->length, op.up = true;
   } else {
     // Pageable memory is staged before the call returns; other strides and types go through a temporary.
     op.run = [to = host_view(self), from = source.clone()]() mutable { to.copy_(from); };
@@ -1255,6 +1295,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     world().timing = timing;
     world().random.seed(seed);
   });
+  m.def("set_rate", [](double rate) { world().rate = rate; });
   m.def("fail", [](const std::string& what, int64_t after) {
     Lock lock;
     auto& w = world();

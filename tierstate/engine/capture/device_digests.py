@@ -15,12 +15,12 @@ import torch
 
 from tierstate.engine.packs.slab_layout import BIG
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import Buffer, DeviceChunk
+from tierstate.manifest.chunk import DeviceChunk
 from tierstate.manifest.digest import DEFAULT_DIGEST, DigestFunction, digest_function
 from tierstate.tiers.memory.cuda import CopyStream
 from tierstate.tiers.memory.cudart import relaxed_capture
 from tierstate.tiers.memory.device_room import SMALL, DeviceRoom
-from tierstate.tiers.memory.kernels import ALIGN, kernels_of, xxh3_digests
+from tierstate.tiers.memory.kernels import fits_kernel, kernels_of, xxh3_digests
 from tierstate.tiers.trace import span
 
 from .plan import HOST, CapturePlan
@@ -90,7 +90,7 @@ class DeviceDigests:
         long = sources[(plan.nbytes[sources] >= BIG) & (plan.device[sources] != HOST)]
         for source in long.tolist():
             for i, chunk in enumerate(checked_chunks(plan, source, size)):
-                if isinstance(chunk, DeviceChunk) and chunk.nbytes >= BIG and _fits(chunk.data):
+                if isinstance(chunk, DeviceChunk) and chunk.nbytes >= BIG and fits_kernel(chunk.data):
                     found.setdefault(chunk.data.device, []).append((int(first[source]) + i, chunk))
         for device, chunks in found.items():
             lengths = [chunk.nbytes for _, chunk in chunks]
@@ -160,7 +160,3 @@ class DeviceDigests:
     def rows(self) -> Array:
         """``(n,)``: the rows of the chunks."""
         return np.fromiter(self._places, "i8", len(self._places))
-
-
-def _fits(data: Buffer) -> bool:
-    return data.is_cuda and data.data_ptr() % ALIGN == 0 and data.numel() % ALIGN == 0

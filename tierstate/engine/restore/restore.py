@@ -56,8 +56,8 @@ from tierstate.providers.values.values import ValueProvider
 from tierstate.tiers.memory.arena import Arena
 
 from .fetch import Fetch, RepairWriter
-from .gpu import restore_on_device
 from .scatter import Destination, ScatterTargets
+from .uploads import restore_from_memory
 
 READ_WORKERS = max(4, min(16, os.cpu_count() or 1))
 """Number of reads at once, each with a slab whose pages must be faulted in first. Four keep a disk busy, and more the
@@ -205,7 +205,7 @@ def _reading(
     def read(targets: ScatterTargets) -> None:
         if len(targets.rows):
             fetch = Fetch(version, entry.holdings, arena, workers=READ_WORKERS, mended=repair, progress=progress)
-            fetch.fill(restore_on_device(entry, targets.rows, targets), targets)
+            fetch.fill(restore_from_memory(entry, targets.rows, targets), targets)
 
     try:
         with lease_for_reading(read_sources(entry, rows), int(version.chunk_nbytes[rows].sum(dtype="i8"))):

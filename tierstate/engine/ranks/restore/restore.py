@@ -21,7 +21,6 @@ import numpy as np
 
 from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.restore.fetch import Fetch, RepairWriter
-from tierstate.engine.restore.gpu import restore_on_device
 from tierstate.engine.restore.restore import (
     MAX_RESTARTS,
     PASSED_OVER,
@@ -37,6 +36,7 @@ from tierstate.engine.restore.restore import (
     raise_if_dropped,
 )
 from tierstate.engine.restore.scatter import ScatterTargets
+from tierstate.engine.restore.uploads import restore_from_memory
 from tierstate.engine.store.catalog import (
     LOOK_FURTHER,
     RunCatalog,
@@ -214,7 +214,7 @@ class ChunkRestore:
         try:
             reads.run(rows[for_others])  # first, since other ranks wait for them
             if not passing.relieved.is_set():
-                reads.fetch.fill(restore_on_device(self.entry, alone, self._targets), self._targets)
+                reads.fetch.fill(restore_from_memory(self.entry, alone, self._targets), self._targets)
                 self._got[np.setdiff1d(alone, reads.lost)] = True
         finally:
             reads.close()
