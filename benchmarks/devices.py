@@ -1,7 +1,7 @@
 """The device path: copies between a GPU and the host beside raw copies of pinned memory, and what a save costs a step.
 
 python -m benchmarks.devices [--size 8GiB] [--rounds 7] [--only copies,pin,stalls] [--shapes large,small]
-                             [--tiers host,gpu,nvme] [--out FILE]
+                             [--tiers host,gpu,nvme] [--graph] [--out FILE]
 
 Two states of float32 tensors on the device: ``large`` has tensors of 64 MiB, ``small`` has 20,000 of 40 kB. Everything
 takes turns in each round, and each ratio is made within a round. A first round warms up and does not count, except that
@@ -12,7 +12,8 @@ one version while it gets the next).
 ``copies``: raw copies, saves until they are captured and until they are in the tier, restores.
 ``pin``: what it costs to make memory of the arena ready.
 ``stalls``: a step of training (matrix products, and a step of an optimizer that changes all of the state) without and
-with a save before it, each until the device has done it all.
+with a save before it, each until the device has done it all. With ``--graph`` the products are one replay: what a save
+costs then is not the interpreter that the step waits for.
 """
 
 from __future__ import annotations
@@ -158,18 +159,30 @@ class Work:
     Args:
         seconds: of one call.
         width: of the matrices.
+        graph: whether they are queued by the replay of one CUDA graph, which needs the interpreter for one call.
     """
 
-    def __init__(self, seconds: float, width: int) -> None:
+    def __init__(self, seconds: float, width: int, graph: bool = False) -> None:
         self._one, self._other = (torch.randn(width, width, device="cuda").bfloat16() for _ in range(2))
         self._out = torch.empty_like(self._one)
         self.count = 8
+        self._graph: torch.cuda.CUDAGraph | None = None
         for _ in range(5):  # the first ones also load the library, and let the clock of the device rise
             taken = self._seconds()
             self.count = max(1, round(self.count * seconds / taken))
+        if graph:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._queue()
 
     def run(self) -> None:
         """Queue them."""
+        if self._graph is None:
+            self._queue()
+        else:
+            self._graph.replay()
+
+    def _queue(self) -> None:
         for _ in range(self.count):
             torch.mm(self._one, self._other, out=self._out)
 
@@ -208,7 +221,7 @@ class Bench:
                 for tier in (tier for tier in TIERS[:2] if tier in self.args.tiers):
                     self.copies(shape, params, tier)
             if "stalls" in self.args.only:
-                work = Work(self.args.step, self.args.width)
+                work = Work(self.args.step, self.args.width, self.args.graph)
                 for tier in self.args.tiers:
                     self.stalls(shape, params, tier, work)
             del params
@@ -539,6 +552,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="repetitions, after one that warms up")
     parser.add_argument("--step", type=seconds, default=0.5, help="seconds of a training step")
     parser.add_argument("--width", type=int, default=4096, help="of the matrices that a step multiplies")
+    parser.add_argument("--graph", action="store_true", help="a step replays a CUDA graph: without Python in between")
     parser.add_argument("--chunk", type=parse_size, default=16 << 20, help="the policy's")
     parser.add_argument("--only", type=some_of(PHASES), default=list(PHASES), help=",".join(PHASES))
     parser.add_argument("--shapes", type=some_of(SHAPES), default=list(SHAPES), help=",".join(SHAPES))

@@ -33,6 +33,16 @@ def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_tensors")
+def test_a_step_may_replay_a_graph(place: Path) -> None:
+    out = place / "devices.json"
+    only = ["--graph", "--only", "stalls", "--shapes", "large", "--tiers", "host"]
+    assert devices.main([*TINY, *only, "--path", str(place), "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["samples"]
+    assert len(found) == 4
+    assert all(sample["saving"] > 0 for sample in found)
+
+
+@pytest.mark.usefixtures("small_tensors")
 def test_every_row_is_there_and_has_figures(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = place / "devices.json"
     assert devices.main([*TINY, "--path", str(place), "--out", str(out)]) == 0
