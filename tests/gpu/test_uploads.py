@@ -47,8 +47,9 @@ def read(ckpt: ts.Checkpointer) -> int:
     return 0 if found is None else found.nbytes
 
 
-def values(nbytes: int) -> torch.Tensor:
-    return torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device="cuda")
+def values(nbytes: int, index: int = 0) -> torch.Tensor:
+    device = f"cuda:{index % torch.cuda.device_count()}"
+    return torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
 
 
 def overwritten(state: dict[str, Any]) -> dict[str, Any]:
@@ -61,9 +62,9 @@ def overwritten(state: dict[str, Any]) -> dict[str, Any]:
     st.integers(0, 1 << 30),
     st.sampled_from([LATE, RANDOM]),
 )
-def test_any_lengths_and_offsets_come_back(place: Path, cuts: list[tuple[int, int]], seed: int, when: int) -> None:
+def test_any_lengths_offsets_and_devices_come_back(place: Path, cuts: list[tuple[int, int]], seed: int, when: int) -> None:
     torch.manual_seed(seed)
-    state = {str(i): values(nbytes + skip)[skip:] for i, (nbytes, skip) in enumerate(cuts)}
+    state = {str(i): values(nbytes + skip, i)[skip:] for i, (nbytes, skip) in enumerate(cuts)}
     state |= {"strided": values(6 * MIB).view(torch.int16).view(3, MIB).t(), "host": torch.randn(MIB // 2)}
     spec = policy({"host": {"type": "host"}, "nvme": tier("nvme", place)}, chunk="1MiB", arena={"size": "64MiB"})
     with ts.Checkpointer(spec, "run") as ckpt:
