@@ -62,7 +62,9 @@ def overwritten(state: dict[str, Any]) -> dict[str, Any]:
     st.integers(0, 1 << 30),
     st.sampled_from([LATE, RANDOM]),
 )
-def test_any_lengths_offsets_and_devices_come_back(place: Path, cuts: list[tuple[int, int]], seed: int, when: int) -> None:
+def test_any_lengths_offsets_and_devices_come_back(
+    place: Path, cuts: list[tuple[int, int]], seed: int, when: int
+) -> None:
     torch.manual_seed(seed)
     state = {str(i): values(nbytes + skip, i)[skip:] for i, (nbytes, skip) in enumerate(cuts)}
     state |= {"strided": values(6 * MIB).view(torch.int16).view(3, MIB).t(), "host": torch.randn(MIB // 2)}
