@@ -53,6 +53,7 @@ class ArrayProvider(Provider):
     @cached_property
     def spec(self) -> Spec:
         value, attrs = self._value, {}
+        check_shape(value.shape, value.dtype.itemsize)
         if not isinstance(self._described, str):
             attrs["fields"] = self._described
         if value.flags.f_contiguous and not value.flags.c_contiguous:

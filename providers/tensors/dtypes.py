@@ -15,12 +15,19 @@ import torch
 from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.format.leaf import MAX_LEAF_ITEMSIZE
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
+_NAMED: dict[str, torch.dtype] = {
     name: dtype
     for name, dtype in vars(torch).items()
-    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}" and not name.startswith(("qint", "quint"))
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
 }
-"""Every dtype of the running torch, by name. Quantized dtypes are left out: their bytes mean nothing without scales."""
+
+
+QUANTIZED_DTYPES = {name: dtype for name, dtype in _NAMED.items() if name.startswith(("qint", "quint"))}
+"""Quantized dtypes, by name: a value of a state may be one, and no saved tensor has one."""
+
+
+TORCH_DTYPES = {name: dtype for name, dtype in _NAMED.items() if name not in QUANTIZED_DTYPES}
+"""Every other dtype of the running torch, by name. The bytes of quantized ones mean nothing without scales."""
 
 
 _PLAIN = re.compile(r"[<>|][biufcmMSUV]\d{1,6}(\[\d{0,9}(generic|[a-zA-Zμ]{1,2})\])?")
@@ -37,10 +44,10 @@ def torch_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: object) -> torch.dtype:
-    """The dtype of that name.
+    """The dtype of that name, of a tensor.
 
     Raises:
-        FormatError: this torch has no such dtype.
+        FormatError: this torch has no such dtype, or tensors of it are not saved.
     """
     found = TORCH_DTYPES.get(name) if isinstance(name, str) else None
     if found is None:

@@ -21,7 +21,7 @@ from tierstate.manifest.format.leaf import STRIDES, Spec
 from tierstate.providers.base import Provider
 
 from .devices import CPU, caller_waits_for_uploads, copies_beside, refusal, upload, uploads_wait_for_caller
-from .dtypes import torch_dtype, torch_name
+from .dtypes import QUANTIZED_DTYPES, torch_dtype, torch_name
 from .host_memory import HostAllocator
 from .strided import INT_DTYPES, Strided, copy_box, row_major_strides, storage_elements
 
@@ -232,6 +232,7 @@ def strides_to_save(value: torch.Tensor) -> list[int] | None:
     shape, strides = tuple(value.shape), value.stride()
     if value.is_contiguous() and 1 not in shape and 0 not in shape:
         return None  # the usual case; a dimension of length 1 may have any stride
+    check_shape(shape, value.dtype.itemsize)  # one of another tensor is within the bounds: it has memory
     if storage_elements(shape, strides) > math.prod(shape):
         gaps = torch.empty_strided(shape, strides, dtype=torch.uint8, device="meta")
         strides = torch.empty_like(gaps, memory_format=torch.preserve_format).stride()
@@ -332,7 +333,7 @@ def _refusal(value: torch.Tensor) -> str:
         return "a nested tensor has no strides; save its parts, as from unbind()"
     if value.layout is not torch.strided:
         return f"a tensor of layout {value.layout} has no strides; save its parts, as indices() and values(), or dense"
-    if value.is_quantized:
+    if torch_name(value.dtype) in QUANTIZED_DTYPES:
         return "a quantized tensor also has scales; save int_repr() with its scales and zero points"
     if value.is_meta:
         return "a meta tensor has no bytes; give it memory first, as with to_empty(device=...)"

@@ -235,7 +235,10 @@ def named_type(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
 
 @lru_cache(maxsize=1024)
 def _equivalent(module: str, qualname: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    made = namedtuple(qualname.rpartition(".")[2], fields, module=module)  # type: ignore[misc]
+    # Renamed fields, as `_1`, are those of a type that was made in this way too.
+    made = namedtuple(qualname.rpartition(".")[2], fields, module=module, rename=True)  # type: ignore[misc]
+    if made._fields != fields:
+        raise ValueError(f"{', '.join(fields):.200} are no fields that it can have")
     made.__qualname__ = qualname  # so that a later save writes the same name
     return made
 

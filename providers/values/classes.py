@@ -60,7 +60,7 @@ _OWN_WAYS = (
 """Methods by which a class says that there is more to its values than their items or fields."""
 
 
-_NAME = re.compile(r"[\w.-]{1,500}:[\w.<>]{1,500}")
+_NAME = re.compile(r"[^:\n]{1,500}:[^\n]{1,500}")  # classes that a call makes are named freely: `Cell[int]`
 
 
 _known: WeakValueDictionary[str, type] = WeakValueDictionary()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tierstate.manifest.errors import CaptureError, FormatError
-from tierstate.providers.tensors.dtypes import torch_dtype, torch_name
+from tierstate.providers.tensors.dtypes import QUANTIZED_DTYPES, torch_dtype, torch_name
 
 from .classes import check_attributes, enum_member, trust_class
 from .standard import BUILDERS, PARTS
@@ -368,7 +368,7 @@ _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"u": lambda r, depth: np.str_(r.text()),
     b"a": lambda r, depth: np.bytes_(r.bytes()),
     b"n": lambda r, depth: r.scalar(),
-    b"D": lambda r, depth: torch_dtype(r.text()),
+    b"D": lambda r, depth: QUANTIZED_DTYPES.get(name := r.text()) or torch_dtype(name),
     b"V": lambda r, depth: r.device(),
     b"z": lambda r, depth: torch.Size(r.items(depth)),
     b"P": lambda r, depth: r.standard(depth),

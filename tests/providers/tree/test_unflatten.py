@@ -207,6 +207,11 @@ def test_namedtuples_without_their_module() -> None:
     assert flatten([first]).leaves[1] == leaves[1], "saved again, it is what it was"
     target = [local(0, torch.zeros(1)), local(0, 0)]
     assert type(restore(leaves, data, into=target)[0]) is local
+    renamed = namedtuple("renamed", "class y def", rename=True)
+    (third,) = restore(*transfer(flatten([renamed(1, torch.ones(1), 3)])))
+    assert (type(third).__name__, third._fields, third._0) == ("renamed", ("_0", "y", "_2"), 1)
+    with pytest.raises(ValueError, match="no fields"):
+        named_type("m:P", ("y", "_0"))
     assert named_type("support.state_strategies:Point", ("x", "y")) is Point
     assert named_type("support.state_strategies:Point", ("x", "z")) is not Point
     assert named_type("os:system", ("x",)).__name__ == "system"

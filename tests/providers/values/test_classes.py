@@ -315,6 +315,20 @@ def test_a_registered_class_is_used(forgotten: None) -> None:
     assert restore(leaves, data) == {"f": Fixed(1)}
 
 
+@pytest.mark.parametrize("name", ["Cell[int]", "a cell", "<torch_package_0>.Cell"])
+def test_classes_that_a_call_has_made_are_named_freely(name: str) -> None:
+    cell, kind = dataclasses.make_dataclass("Cell", ["x"]), enum.Enum("Kind", ["A"])
+    cell.__qualname__ = kind.__qualname__ = name
+    kind.__module__ = f"{name}.more"
+    state = {"c": cell(torch.ones(2)), "k": [kind.A]}
+    assert difference(again(state), state) == ""
+    leaves, data = transfer(flatten(state))
+    classes._known.clear()
+    with stand_in_classes():
+        found = restore(leaves, data)
+    assert (type(found["c"]).__qualname__, found["k"][0].name) == (name, "A")
+
+
 def test_nothing_is_touched_where_an_enum_is_not_known() -> None:
     local = enum.Enum("local", ["A"])
     leaves, data = transfer(flatten({"w": torch.ones(1), "e": [local.A]}))

@@ -62,6 +62,13 @@ def test_decimals_do_not_depend_on_the_context_of_the_thread(capitals: int) -> N
     assert data == encode_value(value)
 
 
+def test_every_dtype_of_torch_comes_back() -> None:
+    """A quantized module has its quantized dtype in its state dict, as a value."""
+    dtypes = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
+    assert torch.qint8 in dtypes
+    assert decode_value(encode_value(dtypes)) == dtypes
+
+
 def test_types_are_told_apart() -> None:
     values = [1, True, 1.0, 1 + 0j, "1", b"1", bytearray(b"1"), [1], (1,), {1}, frozenset({1}), {1: 1}, np.int64(1)]
     values += [OrderedDict({1: 1}), Counter({1: 1}), torch.Size([1]), range(1), np.longlong(1), 0.0, -0.0, None, False]
