@@ -353,14 +353,16 @@ def _match_inner(cached: CachedPlace, value: Any, tensors: list[Any], moved: lis
     if type(value) is not cached.kind or _has_more(cached, value):
         raise _Changed
     items: Any = _items_of_own_class(cached, value) if cached.attrs else value
+    # Copied, at one moment: another thread may change it between a look at its keys and one at its values.
     if isinstance(items, dict):
+        items = dict(items)
         keys = list(items)
         if keys != cached.keys or [*map(type, keys)] != cached.key_types or _odd(cached, keys):
             raise _Changed
         if not cached.attrs and getattr(value, "_metadata", None) != cached.metadata:
             raise _Changed
         items = items.values()
-    elif len(items) != len(cached.children):
+    elif len(items := tuple(items)) != len(cached.children):
         raise _Changed
     _match(cached.children, items, tensors, moved)
 

@@ -208,7 +208,7 @@ class StateWalk:
 
     def _container(self, value: Any, path: Path, kind: str) -> StateNode:
         place = StateNode(path, value, value, kind, container_attrs(value))
-        for key, item in container_items(value):
+        for key, item in tuple(container_items(value)):  # at one moment: another thread may change it meanwhile
             mark = typed_key(key)
             if mark in place.children or not _faithful(key):
                 whole = _plain(value)

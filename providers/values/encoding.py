@@ -105,7 +105,7 @@ def _put_count(out: bytearray, n: int) -> None:
     out.append(n)
 
 
-def _put_bytes(out: bytearray, tag: bytes, data: bytes | bytearray) -> None:
+def _put_bytes(out: bytearray, tag: bytes, data: bytes) -> None:
     out += tag
     _put_count(out, len(data))
     out += data
@@ -121,6 +121,7 @@ def _put_text(tag: bytes) -> Callable[[_Output, Any, int], None]:
 
 def _put_items(tag: bytes, packed: bytes = b"") -> Callable[[_Output, Any, int], None]:
     def put(out: _Output, value: Any, depth: int) -> None:
+        value = tuple(value)  # another thread may change a list meanwhile: it is encoded as it is at one moment
         if packed and len(value) >= _PACKED and set(map(type, value)) == {int} and _fits(value):
             _put_bytes(out, packed, np.array(value, "<i8").tobytes())
             return
@@ -139,7 +140,7 @@ def _fits(value: Iterable[int]) -> bool:
 def _put_set(tag: bytes) -> Callable[[_Output, Any, int], None]:
     def put(out: _Output, value: Any, depth: int) -> None:
         items = []
-        for item in value:
+        for item in tuple(value):
             items.append(_Output())
             items[-1].classes = out.classes
             _put(items[-1], item, depth + 1)
@@ -155,9 +156,10 @@ def _put_dict(tag: bytes) -> Callable[[_Output, Any, int], None]:
     def put(out: _Output, value: Any, depth: int) -> None:
         if tag != b"d":  # a dict itself can have no attributes
             check_attributes(value, ())
+        items = tuple(value.items())
         out += tag
-        _put_count(out, len(value))
-        for key, item in value.items():
+        _put_count(out, len(items))
+        for key, item in items:
             _put(out, key, depth + 1)
             _put(out, item, depth + 1)
 
@@ -214,7 +216,7 @@ _WRITERS: dict[type, Callable[[_Output, Any, int], None]] = {
     complex: lambda out, value, depth: out.extend(struct.pack("<cdd", b"c", value.real, value.imag)),
     str: _put_text(b"s"),
     bytes: lambda out, value, depth: _put_bytes(out, b"b", value),
-    bytearray: lambda out, value, depth: _put_bytes(out, b"y", value),
+    bytearray: lambda out, value, depth: _put_bytes(out, b"y", bytes(value)),
     range: _put_range,
     list: _put_items(b"l", b"I"),
     tuple: _put_items(b"t", b"J"),
