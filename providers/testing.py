@@ -187,7 +187,7 @@ class ProviderContract:
             for start, length in ((nbytes, 32), (max(nbytes - 1, 0), 33)):
                 target = self.provider(self.empty(value)).receiver(provider.spec)
                 try:
-                    _wait(target.load(start, torch.zeros(length, dtype=torch.uint8)))
+                    _wait(target.load(start, torch.zeros(length, dtype=torch.uint8, device="cpu")))
                 except Exception as error:
                     _check(bool(str(error)), f"load at {start} raised {error!r}, which says nothing", provider)
                 else:
@@ -258,7 +258,7 @@ def _filled(chunk: Chunk) -> bytes:
 def _filled_between_guards(chunk: Chunk, byte: int, shift: int) -> bytes | None:
     """The bytes of a chunk, filled into the middle of a longer buffer; None if it wrote outside of that part."""
     first, last = _GUARD + shift, _GUARD + shift + chunk.nbytes
-    whole = torch.full((last + _GUARD,), byte, dtype=torch.uint8)
+    whole = torch.full((last + _GUARD,), byte, dtype=torch.uint8, device="cpu")
     _wait(chunk.fill(whole[first:last]))
     beside = bool((whole[:first] == byte).all() and (whole[last:] == byte).all())
     return to_bytes(whole[first:last]) if beside else None

@@ -185,6 +185,21 @@ def test_a_module_imports_only_what_its_package_may(module):
         assert rule_of(other) in may or other == module, f"{file}: may not import {other or 'tierstate'!r}"
 
 
+MAKES_TENSORS = {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randint", "tensor", "zeros"}
+"""Functions of torch that make a tensor on its default device."""
+
+
+@pytest.mark.slow
+def test_no_tensor_is_made_on_the_default_device():
+    """That is the user's to choose: ``torch.set_default_device("cuda")``, ``with torch.device("meta")``."""
+    for file in MODULES.values():
+        for call in ast.walk(ast.parse(file.read_text())):
+            match call:
+                case ast.Call(ast.Attribute(ast.Name("torch"), name), _, given) if name in MAKES_TENSORS:
+                    said = {"device", None} & {one.arg for one in given}
+                    assert said, f"{file}:{call.lineno}: torch.{name} without device="
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [True, False], ids=["when imported", "ever"])
 def test_modules_have_no_circle(at_once):

@@ -158,14 +158,14 @@ class LossyProvider(Provider):
     def load(self, start: int, data: Buffer) -> None:
         if self._gathered is None:
             # Concurrent workers must fill the same memory, and setdefault is atomic.
-            self.__dict__.setdefault("_memory", torch.empty(self.spec.nbytes, dtype=torch.uint8))
+            self.__dict__.setdefault("_memory", torch.empty(self.spec.nbytes, dtype=torch.uint8, device=CPU))
             self._gathered = self.__dict__["_memory"]
         self._gathered[start : start + data.numel()].copy_(data)
 
     def done(self) -> torch.Tensor:
         data, self._gathered = self._gathered, None
         self.__dict__.pop("_memory", None)
-        flat = torch.empty(self._tensor.value.numel(), dtype=self._tensor.value.dtype)
+        flat = torch.empty(self._tensor.value.numel(), dtype=self._tensor.value.dtype, device=CPU)
         if data is not None:
             self._decode(data, flat)
             self._tensor.load(0, flat.view(torch.uint8))

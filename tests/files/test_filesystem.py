@@ -108,6 +108,12 @@ def test_leaves_are_arrays(fs: TierstateFileSystem, policy: Path) -> None:
     assert set(values["optimizer.betas"]) == {"value"}, "JSON has no complex numbers"
 
 
+def test_a_default_device_of_torch_does_not_matter(fs: TierstateFileSystem, policy: Path) -> None:
+    base, right = f"{policy}/gpt@step-3", state(3)["optimizer"]["m"]
+    with torch.device("meta"), fs.open(f"{base}/leaves/optimizer.m.npy") as file:
+        assert np.array_equal(np.load(file), right)
+
+
 def test_folders(fs: TierstateFileSystem, policy: Path) -> None:
     with ts.Checkpointer(policy, "other") as ckpt:
         ckpt.save({}, step=7).wait()

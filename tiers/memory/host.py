@@ -283,7 +283,8 @@ class Host(InMemoryTier):
 
     def _copied(self, buffer: Buffer) -> Buffer:
         # Copies are short, so it costs little that torch rounds pinned memory up to powers of two.
-        return torch.empty(len(buffer), dtype=torch.uint8, pin_memory=current_device() is not None).copy_(buffer)
+        pin = current_device() is not None
+        return torch.empty(len(buffer), dtype=torch.uint8, device="cpu", pin_memory=pin).copy_(buffer)
 
     def _hold(self, key: str, buffer: Buffer, release: Release | None) -> HeldBuffer:
         short = self.copies_short and 2 * buffer.numel() < self._slab_size(buffer)

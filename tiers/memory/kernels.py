@@ -115,7 +115,7 @@ def _compile(library: ctypes.CDLL, device: torch.device) -> bytes:
 
 def _check(kernels: Kernels, device: torch.device) -> None:
     """Raises RuntimeError if a digest is not what the host makes of the same bytes."""
-    data = torch.arange(1 << 16, dtype=torch.int32).view(torch.uint8)[: (1 << 18) - 48]
+    data = torch.arange(1 << 16, dtype=torch.int32, device="cpu").view(torch.uint8)[: (1 << 18) - 48]
     there = data.to(device)
     digests = xxh3_digests(kernels, [there])
     torch.cuda.current_stream(device).synchronize()
@@ -143,9 +143,9 @@ def xxh3_digests(kernels: Kernels, chunks: Sequence[Buffer]) -> torch.Tensor:
         RuntimeError: the device has failed, or has no memory.
     """
     device, n = chunks[0].device, len(chunks)
-    table = torch.tensor([[c.data_ptr() for c in chunks], [c.numel() for c in chunks]]).to(device)
+    table = torch.tensor([[c.data_ptr() for c in chunks], [c.numel() for c in chunks]], device="cpu").to(device)
     lanes = torch.empty((n, LANES), dtype=torch.int64, device=device)
-    digests = torch.empty((n, 2), dtype=torch.int64, pin_memory=True)
+    digests = torch.empty((n, 2), dtype=torch.int64, device="cpu", pin_memory=True)
     kernels.launch("xxh3_lanes", n, WARP, n, table[0], table[1], lanes)
     kernels.launch("xxh3_merge", -(-n // WARP), WARP, n, table[1], lanes, digests)
     return digests

@@ -224,7 +224,7 @@ class Bucket(Tier):
         """The time of the store, from the creation time of a new object; None if not known."""
         name = f".probe-{uuid.uuid4().hex}"
         try:
-            self._send(name, torch.zeros(1, dtype=torch.uint8))
+            self._send(name, torch.zeros(1, dtype=torch.uint8, device="cpu"))
             with self.explained("look at", name):
                 created, _ = self._store.times(name)
             self._remove(name)
@@ -349,7 +349,7 @@ class Bucket(Tier):
     def _stream_fault(self, remove: Callable[[str], None]) -> str:
         """Why long objects cannot be sent while they are written; empty if they can."""
         name = f".probe-{uuid.uuid4().hex}"
-        byte = torch.zeros(1, dtype=torch.uint8)
+        byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
         def first_byte() -> int:
             with self.explained("read", name):
@@ -368,7 +368,7 @@ class Bucket(Tier):
     def _enter(self, name: str, racer: int, start: StartBarrier) -> None:
         """Take part in the probe; no two threads send the same bytes."""
         start()
-        self._send(name, torch.full((8,), racer, dtype=torch.uint8))
+        self._send(name, torch.full((8,), racer, dtype=torch.uint8, device="cpu"))
 
     def room(self) -> int | None:
         return self.gauge.left

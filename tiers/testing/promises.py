@@ -66,7 +66,7 @@ class Lease:
 def random_bytes(nbytes: int, seed: int = 0) -> Buffer:
     """A buffer of random bytes, determined by the seed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
+    return torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8, device="cpu")
 
 
 def must(holds: bool, found: str) -> None:
@@ -275,7 +275,7 @@ def check_range_reads(tier: Tier, prefix: str, other: Tier | None = None) -> Non
         (4095, 4098),
         (60_000, 90_000),
     ]
-    slab = torch.zeros(sum(n for _, n in wanted) + len(wanted), dtype=torch.uint8)
+    slab = torch.zeros(sum(n for _, n in wanted) + len(wanted), dtype=torch.uint8, device="cpu")
     ranges, at = [], 0
     for offset, nbytes in wanted:
         ranges.append(Range(offset, slab[at : at + nbytes]))

@@ -194,7 +194,7 @@ class _Block:
         size = max(nbytes, PAGE)
         if shared:
             storage = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
-            self.buffer: Buffer = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.buffer: Buffer = torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage)
         else:
             self.buffer = map_pages(size)
             fault_in(self.buffer)
@@ -434,7 +434,8 @@ def _with_local(value: DTensor, local: torch.Tensor) -> DTensor:
     """
     # When torch pickles a DTensor that was made from a local part with a storage offset, it takes the part for a tensor
     # with its own memory, and crashes. So the DTensor is made from a part without an offset, which is then replaced.
-    first = torch.empty(1 if local.numel() else 0, dtype=local.dtype).as_strided(local.shape, (0,) * local.dim())
+    first = torch.empty(1 if local.numel() else 0, dtype=local.dtype, device=CPU)
+    first = first.as_strided(local.shape, (0,) * local.dim())
     made: DTensor = DTensor(first, value._spec, requires_grad=False)  # type: ignore[no-untyped-call, unused-ignore]
     made._local_tensor = local
     return made

@@ -181,10 +181,10 @@ def _around(dtype: torch.dtype, shape: tuple[int, ...], view: _View, nbytes: int
     """What `torch.save` writes before and after the storage of a tensor, which has so many bytes; None if it cannot
     save this dtype (those of less than a byte)."""
     with FakeTensorMode():
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if view.strides is not None:
             size = dtype.itemsize
-            memory = torch.empty(nbytes // size * size, dtype=torch.uint8).view(dtype)
+            memory = torch.empty(nbytes // size * size, dtype=torch.uint8, device="cpu").view(dtype)
             tensor = memory.as_strided(shape, view.strides, view.offset // size)
         tensor = tensor.conj() if view.conj else tensor
         tensor = torch._neg_view(tensor) if view.neg else tensor

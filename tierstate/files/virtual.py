@@ -287,4 +287,4 @@ def _numpy_dtype(spec: Spec) -> np.dtype[Any] | None:
     if spec.kind == ArrayProvider.kind:
         return numpy_dtype(spec.attrs.get("fields", spec.dtype))
     name = element_type(Leaf((), spec))
-    return torch.empty(0, dtype=torch_dtype(name)).numpy().dtype if name else None
+    return torch.empty(0, dtype=torch_dtype(name), device="cpu").numpy().dtype if name else None

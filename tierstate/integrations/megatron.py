@@ -73,7 +73,7 @@ class Shards:
     def __state_provider__(self) -> Provider:
         spec = Spec(TensorProvider.kind, torch_name(self.dtype), self.dtype.itemsize, self.shape)
         if 0 in self.shape:
-            nothing = torch.empty(self.shape, dtype=self.dtype)
+            nothing = torch.empty(self.shape, dtype=self.dtype, device="cpu")
             return ShardProvider(nothing, spec, Box.whole(self.shape), holder=self)
         held = [(tensor, box) for tensor, box in self.parts if box.volume]
         if len(held) == 1:

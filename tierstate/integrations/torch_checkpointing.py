@@ -339,7 +339,7 @@ def _mapped(file: Path) -> torch.Tensor:
     """The bytes of a file, of which only those are in memory that are being read."""
     nbytes = file.stat().st_size
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_file(str(file), shared=False, size=nbytes, dtype=torch.uint8)
 
 

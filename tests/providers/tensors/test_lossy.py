@@ -69,6 +69,16 @@ def test_what_comes_back_is_as_near_as_the_leaf_says(value: torch.Tensor, method
 
 
 @pytest.mark.parametrize("method", LOSSY_METHODS)
+def test_a_default_device_of_torch_does_not_matter(method: str) -> None:
+    value = torch.linspace(-1, 1, BLOCK)
+    provider = lossy_provider(TensorProvider(value), method)
+    with torch.device("meta"):
+        back = type(provider).fresh(provider.spec)
+        feed(back, stream(provider))
+        assert torch.allclose(back.done(), value, atol=0.01)
+
+
+@pytest.mark.parametrize("method", LOSSY_METHODS)
 def test_the_bytes_do_not_depend_on_where_chunks_are_cut(method: str) -> None:
     value = torch.linspace(-1, 1, 3 * BLOCK + 5)  # its scales begin at an odd byte, so that chunks cut some in two
     provider = lossy_provider(TensorProvider(value), method)

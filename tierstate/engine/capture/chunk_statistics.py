@@ -103,7 +103,7 @@ def _of_torch(name: str) -> ElementType | None:
         return _FLOATS.get(name)
     if dtype.is_floating_point and dtype.itemsize == 1:
         try:
-            table = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32).numpy()
+            table = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32).numpy()
         except (RuntimeError, TypeError):  # two elements in one byte
             return None
         return _float("<f4", 0x7F7FFFFF)._replace(table=table)

@@ -186,7 +186,8 @@ def _copy(plan: CapturePlan, layout: _Layout, memory: Buffer, line: CopyStream) 
         if near < len(at):
             base = at[near]
             # Pinned memory, so that the copy is asynchronous.
-            staged = torch.empty(layout.nbytes - base, dtype=torch.uint8, pin_memory=line.device.type == "cuda")
+            pin = line.device.type == "cuda"
+            staged = torch.empty(layout.nbytes - base, dtype=torch.uint8, device="cpu", pin_memory=pin)
             for i, to in zip(layout.source[near:].tolist(), at[near:], strict=True):
                 for event in _fill(plan, i, staged[to - base :]):
                     event.synchronize()
