@@ -49,7 +49,7 @@ def with_values(value: dict[Any, Any], change: Callable[[Any], Any]) -> Any:
     value, a defaultdict takes a factory first, and a subclass may take anything.
     """
     made = copy.copy(value)
-    for key, item in value.items():
+    for key, item in tuple(made.items()):  # not of the value, which another thread may change meanwhile
         dict.__setitem__(made, key, change(item))
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
@@ -37,7 +37,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 import tierstate as ts
-from tierstate.dcp import TierReader, TierStager, TierWriter, close
+from tierstate.dcp import TierReader, TierStager, TierWriter, close, staging
 from tierstate.dcp.engine import engine_of
 from tierstate.dcp.read import TensorPart, VersionLoad, choose_version, read_alone
 from tierstate.dcp.step import step_of
@@ -362,6 +362,20 @@ def test_a_stager_copies_each_view_of_the_same_memory_as_it_is() -> None:
     live = {"square": square, "turned": square.t(), "bits": square.view(torch.int32), "row": square[0]}
     staged = TierStager().stage(live)
     same(dict(staged), live)
+
+
+def test_what_another_thread_adds_while_tensors_are_copied_is_not_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = {"w": torch.ones(3), "seen": {"a": torch.ones(1)}, "history": [torch.ones(2)], "n": {"losses": deque([1])}}
+    right, tensors = copy.deepcopy(live), staging._Tensors.copy
+
+    def copied(self: Any, *given: Any) -> None:
+        tensors(self, *given)
+        live["seen"]["b"] = torch.zeros(1)
+        live["history"].append(torch.zeros(2))
+        live["n"]["losses"].append(2)
+
+    monkeypatch.setattr(staging._Tensors, "copy", copied)
+    assert difference(dict(TierStager().stage(live)), right) == ""
 
 
 class Named(dict[str, Any]):

@@ -103,6 +103,7 @@ class TierStager(AsyncStager):
             CaptureError: a tensor is more than its elements, or has none in its memory; or two earlier saves have not
                 ended within `BLOCK_TIMEOUT` seconds.
         """
+        state_dict = _mapped(state_dict, _kept)  # other threads may add to it while its tensors are copied
         with self._lock, torch.no_grad():
             tensors = _Tensors()
             for path, tensor in _walk(state_dict):
@@ -111,7 +112,7 @@ class TierStager(AsyncStager):
             views = tensors.views(block.buffer)
             lazy = self._lazy(tensors)
             tensors.copy({key for key in views if key not in lazy}, views)
-            staged = StagedState(_rebuilt(state_dict, views))
+            staged = StagedState(_mapped(state_dict, lambda leaf: _staged(leaf, views)))
             block.user = weakref.ref(staged)
             if not self._guard.lazy:
                 return staged
@@ -409,21 +410,31 @@ def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
             yield from _walk(item, (*path, i))
 
 
-def _rebuilt(value: Any, views: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-    """The state with the copies in place of its tensors."""
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The state in new containers, each with the items that it has at one moment, and with changed leaves."""
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in tuple(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, change) for item in value))
+    if isinstance(value, dict):
+        return with_values(value, lambda item: _mapped(item, change))
+    return change(value)
+
+
+def _kept(value: Any) -> Any:
+    """A leaf as it is now, but for the bytes of a tensor."""
+    return value if isinstance(value, (torch.Tensor, ShardedTensor)) else copy.deepcopy(value)
+
+
+def _staged(value: Any, views: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+    """The copy of a tensor; every other leaf is one already."""
     if isinstance(value, DTensor):
         return _with_local(value, views[_key(_local(value))])
     if isinstance(value, ShardedTensor):
         return copy.deepcopy(value)  # of FSDP1: torch copies its shards
     if isinstance(value, torch.Tensor):
         return views[_key(_local(value))]
-    if type(value) in (list, tuple):
-        return type(value)(_rebuilt(item, views) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_rebuilt(item, views) for item in value))
-    if isinstance(value, dict):
-        return with_values(value, lambda item: _rebuilt(item, views))
-    return copy.deepcopy(value)
+    return value
 
 
 def _with_local(value: DTensor, local: torch.Tensor) -> DTensor:
