@@ -218,9 +218,10 @@ def plan_restore(
     fresh = NewValues(registry, device, comparison.within, comparison.like)
     ahead: dict[int, Provider] = {}
     wanted: dict[int, Provider] = {}
-    tied = {i: tie for i, tie in ties.items() if i in chosen - given}
+    later = chosen - given
+    tied = {i: tie for i, tie in ties.items() if i in later}
     with uploads_wait_once():
-        for i in sorted(_needed(ties, chosen - given) & classes.keys()):
+        for i in sorted(_needed(ties, later) & classes.keys()):
             at = matched.get(i)
             found = _receiver(at, leaves[i], leaves[i].spec)
             filled = found is not None and at is not None and found is at.provider
