@@ -55,9 +55,9 @@ def _json(value: Any, at: str, depth: int) -> Any:
     if isinstance(value, enum.Enum):
         return _json(value.value, at, depth + 1)
     if isinstance(value, Mapping):
-        return _object(value.items(), at, depth + 1)
+        return _object(tuple(value.items()), at, depth + 1)  # at one moment: another thread may change it meanwhile
     if isinstance(value, (list, tuple, deque)):
-        return [_json(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [_json(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(tuple(value))]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
         return _object(fields, at, depth + 1)

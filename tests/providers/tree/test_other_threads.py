@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from support.equality import difference
 from support.transfer import restore, transfer
 
-from tierstate.providers.tree.flatten import FlatState, flatten
+from tierstate.providers.tree.flatten import flatten
 from tierstate.providers.tree.flatten_cache import FlattenCache
+from tierstate.providers.values.metadata import json_metadata
 
 Change = Callable[[Any], Any]
 
@@ -55,10 +56,8 @@ CASES: dict[str, tuple[Callable[[], Any], Change]] = {
 }
 
 
-def flattened(
-    call: Callable[[Any], FlatState], state: Any, at: int, change: Callable[[], Any]
-) -> tuple[FlatState, int]:
-    """The flattened state, with a change at a step of the interpreter; and the number of steps."""
+def with_change(call: Callable[[Any], Any], state: Any, at: int, change: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of a call, with a change at a step of the interpreter; and the number of steps."""
     steps = 0
 
     def step(*_event: Any) -> None:
@@ -87,8 +86,20 @@ def test_it_is_taken_as_it_was_at_one_moment(name: str, first: bool, at: float) 
         calls = [FlattenCache().flatten, FlattenCache().flatten]
         for call in calls:
             call(state)
-    _, steps = flattened(calls[0], state, -1, lambda: None)
+    _, steps = with_change(calls[0], state, -1, lambda: None)
     before = copy.deepcopy(state)
-    tree, _ = flattened(calls[1], state, int(at * steps), lambda: change(state["x"]))
+    tree, _ = with_change(calls[1], state, int(at * steps), lambda: change(state["x"]))
     found = restore(*transfer(tree))
     assert "" in (difference(found, before), difference(found, state))
+
+
+@pytest.mark.parametrize("make", [list, deque, lambda items: dict(enumerate(items))])
+@given(at=st.floats(0, 1))
+@settings(deadline=None, max_examples=30)
+def test_so_are_metadata(make: Any, at: float) -> None:
+    metadata = {"losses": make([0.5, 0.25])}
+    _, steps = with_change(json_metadata, metadata, -1, lambda: None)
+    before = json_metadata(metadata)
+    changed = metadata["losses"].pop if make is list else metadata["losses"].clear
+    found, _ = with_change(json_metadata, metadata, int(at * steps), changed)
+    assert found in (before, json_metadata(metadata))
