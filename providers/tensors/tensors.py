@@ -325,6 +325,8 @@ def is_flat_parameter(value: torch.Tensor) -> bool:
 def _refusal(value: torch.Tensor) -> str:
     """Why a tensor cannot be saved; empty where it can."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if torch.nn.parameter.is_lazy(value):
+            return "a parameter of a lazy module has no shape yet; run the module once before it is saved"
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         return f"a tensor subclass {kind} is not known; register a provider for it, or save a plain tensor"
     if is_flat_parameter(value):
