@@ -60,7 +60,7 @@ _OWN_WAYS = (
 """Methods by which a class says that there is more to its values than their items or fields."""
 
 
-_NAME = re.compile(r"[^:\n]{1,500}:[^\n]{1,500}")  # classes that a call makes are named freely: `Cell[int]`
+_NAME = re.compile(r"[^:]{1,500}:.{1,500}")  # classes that a call makes are named freely: `Cell[int]`
 
 
 _known: WeakValueDictionary[str, type] = WeakValueDictionary()
@@ -103,7 +103,7 @@ def known_class(name: str) -> type:
         Unsafe: there is none; the message says how to allow it.
         FormatError: it is no name of a class.
     """
-    if not _NAME.fullmatch(name):
+    if not (_NAME.fullmatch(name) and name.isprintable()):
         raise FormatError(f"{name!r:.80} is no name of a class")
     found = _known.get(name)
     if found is None:

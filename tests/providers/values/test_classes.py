@@ -28,7 +28,7 @@ from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.providers.tree.flatten import flatten
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.values import classes
-from tierstate.providers.values.classes import stand_in_classes
+from tierstate.providers.values.classes import known_class, stand_in_classes
 from tierstate.providers.values.encoding import decode_value, encode_value
 
 T = TypeVar("T")
@@ -327,6 +327,13 @@ def test_classes_that_a_call_has_made_are_named_freely(name: str) -> None:
     with stand_in_classes():
         found = restore(leaves, data)
     assert (type(found["c"]).__qualname__, found["k"][0].name) == (name, "A")
+
+
+@pytest.mark.parametrize("name", ["x", ":x", "x:", "m:\x1b[31mx", "m:a\nb", "m:\u202ex"])
+def test_what_is_no_name_of_a_class_is_told_so_in_characters_that_do_nothing(name: str) -> None:
+    with pytest.raises(FormatError, match="is no name of a class") as caught:
+        known_class(name)
+    assert str(caught.value).isprintable()
 
 
 def test_nothing_is_touched_where_an_enum_is_not_known() -> None:
