@@ -222,18 +222,18 @@ class Run:
     @not_reentrant
     def diff(
         self,
-        old: int,
-        new: int,
+        old: int | str,
+        new: int | str,
         *,
         values: bool = False,
         only: Sequence[str] | None = None,
         progress: Progress = no_progress,
     ) -> list[LeafDiff]:
-        """What changed from one step to another, leaf by leaf. Compares digests; with ``values`` also reads the
+        """What changed from one version to another, leaf by leaf. Compares digests; with ``values`` also reads the
         chunks and says by how much the values differ.
 
         Args:
-            old, new: the steps.
+            old, new: the steps, or beginnings of ids.
             values: also read the chunks whose digests differ, and compare them by element.
             only: globs of leaf paths.
             progress: called with the bytes read since the last call.
@@ -244,10 +244,10 @@ class Run:
             Damaged: with ``values``, a chunk is whole in no tier.
         """
         if not values:
-            return compare(self._find(old), self._find(new), self._arena, only=only)
+            return compare(self._named(old), self._named(new), self._arena, only=only)
 
         def compared() -> list[LeafDiff]:
-            one, other = self._find(old), self._find(new)
+            one, other = self._named(old), self._named(new)
             with reading(one), reading(other):
                 return compare(one, other, self._arena, values=True, only=only, progress=progress)
 
@@ -360,6 +360,10 @@ class Run:
 
     def _find(self, step: int | None = None, version: str | None = None, tag: str | None = None) -> VersionCopies:
         return find_version(self._catalog(), self.run, RestoreSpec(step, version, tag=self._tagged(tag, step, version)))
+
+    def _named(self, which: int | str) -> VersionCopies:
+        """The version of a step, or the one whose id begins so."""
+        return self._find(version=which) if isinstance(which, str) else self._find(which)
 
     def _tagged(self, tag: str | None, step: int | None, version: str | None) -> TaggedVersion | None:
         """The version that a tag names, if one is given."""

@@ -80,7 +80,24 @@ def test_of_versions_without_statistics_changes_are_known(call: Call, tmp_path: 
         for step in range(3):
             ckpt.save({"a": torch.full((50,), float(step)), "b": torch.ones(50)}, step=step).wait()
     assert [(row["norm"], row["changed"]) for row in rows(call, path)] == [(None, None), (None, 0.5), (None, 0.5)]
-    assert call("log", "-p", path, "-r", "other").status == 2
+    for more in ((), ("--leaf", "a")):
+        missing = call("log", "-p", path, "-r", "other", "--json", *more)
+        assert (missing.status, missing.out) == (2, "")
+
+
+def test_drift_is_from_the_version_before_whatever_its_step_and_leaves(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY.format(place=tmp_path, statistics="true"))
+    with ts.Checkpointer(ts.Policy.load(path), "gpt") as ckpt:
+        ckpt.save({"other": torch.ones(9)}, step=0).wait()
+        ckpt.save({"other": torch.ones(8)}, step=1).wait()  # as the first, it has no such leaf
+        for step, value in ((1, 1.0), (2, 2.0), (2, 8.0), (2, 8.0)):  # a step that was trained again is saved again
+            ckpt.save({"a": torch.full((50,), value)}, step=step).wait()
+        first, second = ckpt.versions()[-3:-1]
+        assert [leaf.change for leaf in ckpt.diff(first.id, second.id[:12])] == ["changed"]
+        assert [leaf.change for leaf in ckpt.diff(2, second.id)] == ["same"]
+    found = rows(call, path, "--leaf", "a", "--drift")
+    assert [(row["step"], row["drift"]) for row in found] == [(1, None), (2, 1.0), (2, 3.0), (2, 0.0)]
 
 
 @pytest.mark.slow

@@ -65,14 +65,11 @@ def log(
             versions = ckpt.history(leaf, last=last and last + drift)  # the first drift is from the one before
             drifts = _drifts(ckpt, versions, leaf) if drift else None
             if not any(version.statistics or version.changed for version in versions):
-                ckpt.located(only=leaf)  # which says so if there is no such leaf
+                ckpt.located(only=leaf)  # which says so if there is no such leaf, or no version
             output.show_leaf_history(versions[-last:], drifts, as_json)
-            found = bool(versions)
-        else:
-            layers = ckpt.layers(last=last)
+        elif (layers := ckpt.layers(last=last)).seqs:
             output.show_layer_history(layers, as_json)
-            found = bool(layers.seqs)
-        if not found:
+        else:
             raise no_versions(ckpt)
 
 
@@ -80,7 +77,9 @@ def _drifts(ckpt: Checkpointer, versions: list[VersionHistory], leaf: list[str])
     """By number and path: the rms of the differences from the version before, as a part of the rms of the values."""
     found: dict[tuple[int, str], float] = {}
     for old, new in pairwise(versions):
-        for diff in ckpt.diff(old.step, new.step, values=True, only=leaf):
+        if not (new.statistics or new.changed):
+            continue  # the version has no such leaf
+        for diff in ckpt.diff(old.id, new.id, values=True, only=leaf):  # several versions may have one step
             before = old.statistics.get(diff.name)
             if diff.change == "same":
                 found[new.seq, diff.name] = 0.0
