@@ -24,6 +24,7 @@ import typer
 import yaml
 from support.doc_blocks import BLOCKS, GUIDES, PAGES, ROOT, Block
 
+import tierstate as ts
 from tierstate.cli import app, main
 from tierstate.tiers.policy.policy import Policy
 
@@ -227,3 +228,34 @@ def test_the_commands_of_the_readme_run(tmp_path, monkeypatch):
         assert ended.value.code == (1 if words[0] == "diff" else 0), line  # as of diff: 1, there are differences
     assert torch.load("out.pt", weights_only=False)["step"] == 3
     assert Path("model.safetensors").exists()
+
+
+MOVED = """
+metrics: {{events: true}}
+seal: {{file: key}}
+arena: {{size: 32MiB}}
+tiers: {{nvme: {{type: nvme, path: {}, encrypt: true}}}}
+"""
+
+
+@pytest.mark.slow
+def test_a_repository_is_moved_by_the_commands_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("key").write_text("ab" * 32)
+    Path("key").chmod(0o600)
+    with ts.Checkpointer(Policy.parse(MOVED.format("nvme")), "gpt") as ckpt:
+        for step in range(3):
+            ckpt.save({"w": torch.full((9,), step)}, step=step).wait()
+        ckpt.tag("best", 1)
+        ckpt.fork("other", 1)
+        ckpt.remove(step=0)
+    here = {path.name for path in Path("nvme").iterdir()}
+    (block,) = [block for block in BLOCKS if block.page == "docs/how-to/recover.md" and "cp -r" in block.text]
+    commands = "".join(line for line in block.text.splitlines(keepends=True) if not line.startswith("tierstate"))
+    subprocess.run(["bash", "-euc", commands], check=True)
+    assert {path.name for path in Path("new/nvme").iterdir()} == here - {"index"}
+    Path("nvme").rename("gone")
+    with ts.Checkpointer(Policy.parse(MOVED.format("new/nvme")), "gpt") as ckpt:
+        assert ckpt.verify(deep=True).ok
+        assert ckpt.load(tag="best")["w"][0] == 1
+        assert [event for event in ckpt.events() if event.kind == "committed"]
