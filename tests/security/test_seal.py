@@ -320,6 +320,27 @@ def test_keys_are_changed_by_a_list(tmp_path: Path) -> None:
         assert alike(ckpt.load(step=0), before[-1])
 
 
+def test_an_old_key_can_be_taken_off_when_all_is_sealed_anew(tmp_path: Path) -> None:
+    """By the steps of docs/how-to/seal-and-encrypt.md."""
+    old, new = (key_file(tmp_path / "keys", name) for name in ("old", "new"))
+    few: Any = {"keep": {"last": 2}}
+    first, both, last = (sealed(tmp_path, *keys, **few) for keys in ([old], [new, old], [new]))
+    saved(first, versions=1)  # with a tag
+    with ts.Checkpointer(both, "run") as ckpt:
+        ckpt.untag("first")
+        for step in (7, 8):
+            ckpt.save(tensors(*STATE), step=step).wait()
+        ckpt.prune()
+    refused(last, r"tier\.json: is sealed with key [0-9a-f]{16}; trusted are")
+    adopt_tier(both, "disk")
+    with ts.Checkpointer(last, "run") as ckpt:
+        assert ckpt.verify(deep=True).ok
+        assert alike(ckpt.load(), tensors(*STATE))
+        ckpt.save(tensors(*STATE), step=9).wait()
+        assert ckpt.prune().ok
+        assert [version.step for version in ckpt.versions()] == [8, 9]
+
+
 def test_records_are_rebuilt_from_sealed_copies_only(world: Any, tmp_path: Path) -> None:
     """The copy of a version in a pack, from which a lost record is made, is sealed too."""
     spec, truth = world

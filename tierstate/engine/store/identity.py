@@ -188,7 +188,7 @@ class TierIdentity:
         """Check that a sealed record was written to this tier, and not to another one and then copied here.
 
         Raises:
-            Unauthentic: it names another tier as its own, or none.
+            Unauthentic: it names another tier as its own, or none; or the marker needs another key.
             TierError: the marker could not be read.
         """
         marker = self.look()
@@ -196,6 +196,8 @@ class TierIdentity:
             return  # not persistent, or the marker was lost: `initialized: true` makes it a condition
         own = named_tiers(record.commit).get(str(record.commit.get("tier")))
         if own is None or not marker.stands_for(own.id):
+            if marker is UNKNOWN:
+                check_key(self.tier)  # a marker that needs another key is not damaged
             where = f"to tier {own.id[:12]}" if own is not None else "to a tier that it does not name"
             here = f"tier {marker.id[:12]}" if marker.id else "not known to be that one, since its marker is damaged"
             raise Unauthentic(
