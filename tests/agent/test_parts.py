@@ -26,7 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from support.agents import load, policy, same, state_of, statuses, steps_in, wait_until
+from support.agents import load, policy, same, state_of, statuses, steps_in, wait_until, without_agent
 
 import tierstate as ts
 from tierstate.agent import handover, server
@@ -257,7 +257,7 @@ def test_a_file_that_can_shrink_is_refused() -> None:
     SharedSlabs(descriptor, 1 << 16, lambda _: None, lambda _: None).abandon()
 
 
-def test_policies_that_differ_have_agents_of_their_own() -> None:
+def test_policies_that_differ_have_agents_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "tiers: {a: {path: '${PLACE}'}}"
     names = {
         agent_name(text, {"PLACE": "/a"}),
@@ -267,6 +267,8 @@ def test_policies_that_differ_have_agents_of_their_own() -> None:
     }
     assert len(names) == 4
     assert agent_name(text, {"PLACE": "/a", "OTHER": "1"}) in names
+    monkeypatch.chdir(tmp_path)  # to which paths may be relative
+    assert agent_name(text, {"PLACE": "/a"}) not in names
 
 
 def test_shared_memory_without_huge_pages_is_told() -> None:
@@ -300,6 +302,11 @@ def test_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         return capsys.readouterr().out
 
     assert "no agent" in run("agent", "status")
+    unused = place / "unused.yaml"
+    unused.write_text(without_agent(place, "fast").dump())
+    with pytest.raises(ValueError, match="trainers use no agent"):
+        run("agent", "start", "-p", str(unused))
+    assert statuses() == [], "nobody would find it"
     run("agent", "start", "-p", str(file))
     with ts.Checkpointer(str(file), "run") as ckpt:
         ckpt.save(state_of(1), step=1).wait("slow")

@@ -1,8 +1,8 @@
 """Find this host's agent for a policy, or start one: where its socket is, and which policies share an agent.
 
 One agent serves all trainers of a user and a policy on a host. Its socket is in the user's runtime folder, under a name
-that is derived from the policy's text, the variables in it, and the credentials in the environment: what differs in one
-of these gets an agent of its own.
+that is derived from the policy's text, the working directory, the variables in the text, and the credentials in the
+environment: what differs in one of these gets an agent of its own.
 """
 
 from __future__ import annotations

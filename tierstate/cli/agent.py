@@ -34,6 +34,8 @@ def status(as_json: Json = False) -> None:
 def start(policy: PolicyFile) -> None:
     """Start the agent of a policy ahead of the trainers; does nothing if it runs."""
     loaded = Policy.load(str(policy))
+    if loaded.agent.mode == "off":
+        raise ValueError(f"{policy}: its trainers use no agent; write 'agent: {{mode: auto}}' into it")
     start_agent(loaded, socket_path(agent_name(policy_text(loaded), os.environ)))
 
 
