@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,9 @@ def test_of_versions_without_statistics_changes_are_known(call: Call, tmp_path: 
         for step in range(3):
             ckpt.save({"a": torch.full((50,), float(step)), "b": torch.ones(50)}, step=step).wait()
     assert [(row["norm"], row["changed"]) for row in rows(call, path)] == [(None, None), (None, 0.5), (None, 0.5)]
+    shutil.rmtree(tmp_path / "nvme" / "packs")  # no value is read where its size is not known
+    found = rows(call, path, "--leaf", "*", "--drift", "--last", "1")
+    assert [(row["leaf"], row["drift"]) for row in found] == [("a", None), ("b", 0.0)]
     for more in ((), ("--leaf", "a")):
         missing = call("log", "-p", path, "-r", "other", "--json", *more)
         assert (missing.status, missing.out) == (2, "")

@@ -50,7 +50,10 @@ def log(
     last: Annotated[int, typer.Option(min=0, help="Only so many of the newest versions; 0: all.")] = 0,
     drift: Annotated[
         bool,
-        typer.Option("--drift", help="By how much values differ from the version before: reads both. With --leaf."),
+        typer.Option(
+            "--drift",
+            help="By how much values differ from the version before, if that has statistics: reads both. With --leaf.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -79,7 +82,8 @@ def _drifts(ckpt: Checkpointer, versions: list[VersionHistory], leaf: list[str])
     for old, new in pairwise(versions):
         if not (new.statistics or new.changed):
             continue  # the version has no such leaf
-        for diff in ckpt.diff(old.id, new.id, values=True, only=leaf):  # several versions may have one step
+        # By ids, as several versions may have one step. Values are read only where their size before is known.
+        for diff in ckpt.diff(old.id, new.id, values=bool(old.statistics), only=leaf):
             before = old.statistics.get(diff.name)
             if diff.change == "same":
                 found[new.seq, diff.name] = 0.0
