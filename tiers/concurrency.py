@@ -61,14 +61,23 @@ def start_thread(thread: threading.Thread) -> None:
         raise error
 
 
-_STARTING = threading.Lock()
+_starting = threading.Lock()
 """Held only by threads that nothing interrupts."""
 
 
 def _start(thread: threading.Thread) -> None:
-    with _STARTING:
+    with _starting:
         if thread.ident is None:
             thread.start()
+
+
+def _begin_child() -> None:
+    """In a forked child the thread that held the lock at the fork does not go on, and would never release it."""
+    global _starting
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 class Task(Generic[R]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from weakref import WeakSet
 
 from tierstate.engine.events import Event, EventBus
 from tierstate.engine.info import VersionInfo, list_versions
@@ -82,17 +84,27 @@ class Run:
     """
 
     def __init__(self, policy: Policy, run: str, tier_runs: Sequence[TierRun], arena: Arena) -> None:
-        self.policy, self.run = policy, run
-        self._tier_runs, self._arena = list(tier_runs), arena
-        self._tags = Tags(self._tier_runs)
+        self.policy, self.run, self._arena = policy, run, arena
         self._closed = False
-        rank = next((tier_run.rank for tier_run in self._tier_runs if tier_run.together), None)
+        rank = next((tier_run.rank for tier_run in tier_runs if tier_run.together), None)
         self._events = EventBus(run, rank)
+        self._use(tier_runs)
+        _RUNS.add(self)
+
+    def _use(self, tier_runs: Sequence[TierRun]) -> None:
+        self._tier_runs = list(tier_runs)
+        self._tags = Tags(self._tier_runs)
         identities = [tier_run.identity for tier_run in self._tier_runs]
         for tier_run in self._tier_runs:
             tier_run.beside, tier_run.identity.beside = self._tier_runs, identities
-            tier_run.identity.required = policy.tier(tier_run.name).initialized
+            tier_run.identity.required = self.policy.tier(tier_run.name).initialized
             tier_run.events = self._events
+
+    def _begin_child(self) -> None:
+        """In a forked child, which may read: forget what the parent knew of the tiers. A thread of the parent may have
+        been about to change it, with locks that nobody releases here."""
+        if not any(tier_run.together for tier_run in self._tier_runs):  # many ranks read together, and no child does
+            self._use([TierRun(one.tier, one.run, one.keep, one.rules) for one in self._tier_runs])
 
     def on(self, event: str | Iterable[str], call: Callable[[Event], object]) -> Callable[[], None]:
         """Have a function called whenever something happens to a save, a version or a tier.
@@ -455,6 +467,18 @@ class Run:
     def _catalog(self) -> RunCatalog:
         self._check_open()
         return RunCatalog(self._tier_runs)
+
+
+_RUNS: WeakSet[Run] = WeakSet()
+"""All of this process."""
+
+
+def _begin_children() -> None:
+    for run in list(_RUNS):
+        run._begin_child()
+
+
+os.register_at_fork(after_in_child=_begin_children)
 
 
 def _check_last(last: int) -> None:

@@ -163,3 +163,45 @@ def test_a_child_that_reads_harms_no_save_of_its_parent(place: Path, chunk: str)
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", READER, str(place), chunk]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+EARLY_READER = """
+import os, signal, sys, threading
+import torch
+import tierstate as ts
+from tierstate.engine.store import identity
+
+parent, begun, gate, read = os.getpid(), threading.Event(), threading.Event(), identity.read_marker
+
+def slow(tier):
+    if os.getpid() == parent:
+        begun.set()
+        gate.wait()
+    return read(tier)
+
+policy = ts.Policy.default(sys.argv[1])
+state = {"w": torch.arange(1000)}
+with ts.Checkpointer(policy, "run") as ckpt:
+    ckpt.save(state, step=0).wait()
+identity.read_marker = slow
+with ts.Checkpointer(policy, "run") as ckpt:
+    save = ckpt.save(state, step=1)
+    begun.wait()  # a thread looks whether the tier is the expected one, and has a lock meanwhile
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)  # it hangs
+        assert torch.equal(ckpt.load()["w"], state["w"])
+        assert [version.step for version in ckpt.versions()] == [0]
+        os._exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    gate.set()
+    save.wait()
+    assert code == 7, code
+print("done")
+"""
+
+
+def test_a_child_reads_that_was_forked_while_its_parent_began_to_save(place: Path):
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", EARLY_READER, str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.interrupts import Interrupted, in_a_thread_of_its_own, interrupt_at
 
-from tierstate.tiers.concurrency import Cancelled, WorkerPool, run_concurrently
+from tierstate.tiers.concurrency import Cancelled, WorkerPool, run_concurrently, start_thread
 
 
 class Writers:
@@ -111,6 +113,36 @@ def test_where_no_thread_can_be_started_calls_run_in_this_one(monkeypatch: pytes
     monkeypatch.setattr(threading.Thread, "start", refuse)
     here = threading.current_thread()
     assert run_concurrently(lambda _: threading.current_thread(), range(3)) == [here] * 3
+
+
+class Hesitant(threading.Thread):
+    """A thread whose start takes until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.begun, self.gate = threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        self.begun.set()
+        self.gate.wait()
+        super().start()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_was_forked_while_a_thread_was_being_started_can_start_its_own() -> None:
+    thread = Hesitant()
+    starting = threading.Thread(target=start_thread, args=(thread,), daemon=True)
+    starting.start()
+    thread.begun.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)  # it hangs
+        os._exit(7 if run_concurrently(lambda item: item + 1, range(3)) == [1, 2, 3] else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    thread.gate.set()
+    starting.join()
+    assert code == 7
 
 
 def names(prefix: str) -> list[str]:
