@@ -137,20 +137,22 @@ def test_a_save_that_finds_the_arena_full_says_for_how_long(on_full: str) -> Non
         assert told(found, "skipped") == [("", 2)]
 
 
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
 def test_hooks_get_their_kinds_until_they_are_ended_and_what_they_raise_is_logged(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     bus, one, all_of_them = EventBus("run"), list[str](), list[str]()
 
     def fails(event: Event) -> None:
-        raise ValueError(f"planted at {event.kind}")
+        raise kind(f"planted at {event.kind}")
 
     end = bus.subscribe("saved", lambda event: one.append(event.kind))
     bus.subscribe(EVERY, fails)
     bus.subscribe(EVERY, lambda event: all_of_them.append(event.kind))
     bus.emit("saved", step=1)
     bus.emit("restored", step=1)
-    while len(all_of_them) < 2:
+    until = time.monotonic() + 30
+    while len(all_of_them) < 2 and time.monotonic() < until:
         time.sleep(0.01)
     end()
     bus.emit("saved", step=2)
@@ -160,6 +162,22 @@ def test_hooks_get_their_kinds_until_they_are_ended_and_what_they_raise_is_logge
     assert caplog.text.count("a hook for events has failed") == 3
     with pytest.raises(ValueError, match="'commited' is no kind of event; known are saved, captured"):
         bus.subscribe("commited", fails)
+
+
+def test_the_thread_of_a_hook_that_closes_ends() -> None:
+    bus, threads = EventBus("run"), list[threading.Thread]()
+
+    def closes(_event: Event) -> None:
+        bus.close()
+        threads.append(threading.current_thread())
+
+    bus.subscribe("saved", closes)
+    bus.emit("saved", step=1)
+    end = time.monotonic() + 30
+    while not threads and time.monotonic() < end:
+        time.sleep(0.01)
+    threads[0].join(30)
+    assert not threads[0].is_alive()
 
 
 def test_a_slow_hook_delays_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -171,9 +171,11 @@ class _Lane:
     def close(self) -> None:
         """Wait a bounded time until all that has happened is given, and end the thread."""
         thread = self._thread
-        if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
+        if thread is None or os.getpid() != self._pid:
             return
         self._waiting.put(None)
+        if thread is threading.current_thread():  # a hook closes: the thread ends after it
+            return
         thread.join(CLOSE_WAIT)
         if thread.is_alive():
             log.warning("closed while %d events still wait for those who take them", self._waiting.qsize())
@@ -199,7 +201,7 @@ class _Lane:
     def _guarded(call: Callable[..., object], *events: Event) -> None:
         try:
             call(*events)
-        except Exception:
+        except BaseException:  # also `sys.exit`, which would end only this thread, and so all other hooks
             log.exception("a hook for events has failed at %s", json.dumps([event.encode() for event in events]))
 
 
