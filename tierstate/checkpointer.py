@@ -329,6 +329,18 @@ class Checkpointer(Run):
         else:
             self._guard.when_sized = arena.prepare  # so that a first save finds memory that is touched
 
+    def _begin_child(self) -> None:
+        super()._begin_child()
+        if self._together is None:
+            # In place of the parent's, with its locks and its connection to the agent, over which only the parent may
+            # speak. This one saves nothing (`_check_process`).
+            self._pipeline = SavePipeline(self.policy, self._tier_runs, self._arena)
+
+    def _check_process(self) -> None:
+        """Raise CaptureError in a child that was forked: its parent has the threads."""
+        if os.getpid() != self._pid:
+            raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
+
     def _watch(self, keys: PreemptionKeys) -> Preemption:
         if self._together is not None:
             return SharedPreemption(keys, self._pipeline, self._together.team)
@@ -439,7 +451,7 @@ class Checkpointer(Run):
             plan: returns the plan; called with the version's number if several ranks save together, or else with 0.
             planned: the plan says already what this rank saves of what several ranks have.
         """
-        self._pipeline.check_process()  # first: in a forked child, the turn may be another thread's for ever
+        self._check_process()  # first: in a forked child, the turn may be another thread's for ever
         with self._turn, gc_paused():
             self._check_open()  # again: another thread may have closed it meanwhile
             if (together := self._together) is None:
@@ -454,7 +466,7 @@ class Checkpointer(Run):
 
     def _submit(self, plan: CapturePlan, step: int, metadata: Mapping[str, Any] | None = None) -> Save:
         """Save the state of this plan."""
-        self._pipeline.check_process()
+        self._check_process()
         with self._turn:
             self._check_open()
             return self._carry(plan, new_head(self.policy, self.run, self._pipeline.next_seq(), step, metadata))

@@ -188,6 +188,10 @@ def test_the_end_of_a_trainer_is_noticed_though_its_child_has_the_socket(place: 
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_child_that_reads_does_not_speak_to_the_agent_for_its_parent(place: Path) -> None:
+    assert trainers("with_reading_child", place)[-1:] == ["read"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_without_the_agent_the_same_saves_are_published_here(
     place: Path, number: int, monkeypatch: pytest.MonkeyPatch

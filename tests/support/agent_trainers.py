@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.agents import policy, state_of, statuses
+import torch
+from support.agents import policy, same, state_of, statuses
 
 import tierstate as ts
 from tierstate.agent import handover
@@ -102,6 +103,37 @@ def with_child(place: str) -> None:
     child = fork(lambda: time.sleep(60))
     print("child", child, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_reading_child(place: str) -> None:
+    """A trainer and its child read side by side, from memory of the agent too, and then the trainer saves again."""
+    torch.set_num_threads(1)  # a forked child has none of OpenMP's
+    with ts.Checkpointer(policy(Path(place)), "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step=step).wait("slow")
+        newest, agent = ckpt.info(), statuses()[0]["pid"]
+        assert same(ckpt.load(), state_of(2))  # over a connection that the child has, too
+
+        def read() -> None:
+            signal.alarm(60)  # it hangs
+            for step in (1, 2) * 5:
+                assert same(ckpt.load(step=step), state_of(step))
+            assert ckpt.stats().tiers.keys() == {"fast", "slow"}
+            assert same(ckpt.load(step=1), state_of(1))
+
+        child = fork(read)
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            assert same(ckpt.load(), state_of(2))
+            assert ckpt.restored is not None
+            assert "(agent)" in ckpt.restored.tiers
+        assert os.waitstatus_to_exitcode(ended[1]) == 0
+        ckpt.save(state_of(3), step=3).wait("slow")
+        assert ckpt.info().parent == newest.id
+        assert statuses()[0]["pid"] == agent
+        assert same(ckpt.load(), state_of(3))
+        assert ckpt.restored is not None
+        assert "(agent)" in ckpt.restored.tiers
+    print("read", flush=True)
 
 
 def served(place: str, step: str) -> None:

@@ -48,6 +48,10 @@ class AgentMemory(Tier):
 
     def __init__(self, connect: Callable[[], MessageSocket]) -> None:
         self._connect = connect
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
         self._free: list[MemoryConnection] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -107,6 +111,8 @@ class AgentMemory(Tier):
                 connection.close()
 
     def _take(self) -> MemoryConnection:
+        if os.getpid() != self._pid:
+            self._begin()  # a forked child: over the connections its parent speaks
         with self._lock:
             if self._closed:
                 raise TierUnavailable(f"{self.name}: the connection to the agent is closed", tier=self.name)

@@ -38,7 +38,6 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import (
     AlreadyExists,
-    CaptureError,
     NotFound,
     RankFull,
     TierFull,
@@ -148,11 +147,6 @@ class SavePipeline:
         if self._capturing is not None:
             self._capturing.continue_from(version)
 
-    def check_process(self) -> None:
-        """Raise CaptureError in a child that was forked: its parent has the threads."""
-        if os.getpid() != self._pid:
-            raise CaptureError("this Checkpointer was made in another process; make one in the process that saves")
-
     def submit(self, plan: CapturePlan, head: Head) -> SaveState:
         """Start a save. The state must not change until ``captured`` of the returned `SaveState` is done.
 
@@ -160,7 +154,6 @@ class SavePipeline:
             plan: what to capture.
             head: the head of the new version.
         """
-        self.check_process()
         capturing = self._start(head.seq)
         self.on_failure.began()
         self._tell_lost(head.seq)
