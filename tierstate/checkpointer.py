@@ -331,10 +331,9 @@ class Checkpointer(Run):
 
     def _begin_child(self) -> None:
         super()._begin_child()
-        if self._together is None:
-            # In place of the parent's, with its locks and its connection to the agent, over which only the parent may
-            # speak. This one saves nothing (`_check_process`).
-            self._pipeline = SavePipeline(self.policy, self._tier_runs, self._arena)
+        # In place of the parent's, with its locks and its connection to the agent, over which only the parent may
+        # speak. This one saves nothing (`_check_process`).
+        self._pipeline = SavePipeline(self.policy, self._tier_runs, self._arena)
 
     def _check_process(self) -> None:
         """Raise CaptureError in a child that was forked: its parent has the threads."""
@@ -639,6 +638,11 @@ class Checkpointer(Run):
             return self._tagged(name, wanted.step, wanted.version)
 
         if self._together is not None:
+            if os.getpid() != self._pid:
+                raise TierstateError(
+                    "this Checkpointer was made in another process, which restores together with other ranks, and this "
+                    "one is none of them; make one without a process group in the process that reads"
+                )
             return restore_together(self._together.team, self._catalog(), self._arena, wanted, tag, resolve)
         return restore(self._catalog(), self._arena, self.run, wanted._replace(tag=resolve(tag)))
 

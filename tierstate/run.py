@@ -103,8 +103,7 @@ class Run:
     def _begin_child(self) -> None:
         """In a forked child, which may read: forget what the parent knew of the tiers. A thread of the parent may have
         been about to change it, with locks that nobody releases here."""
-        if not any(tier_run.together for tier_run in self._tier_runs):  # many ranks read together, and no child does
-            self._use([TierRun(one.tier, one.run, one.keep, one.rules) for one in self._tier_runs])
+        self._use([TierRun(one.tier, one.run, one.keep, one.rules) for one in self._tier_runs])
 
     def on(self, event: str | Iterable[str], call: Callable[[Event], object]) -> Callable[[], None]:
         """Have a function called whenever something happens to a save, a version or a tier.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+import signal
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +22,7 @@ import tierstate as ts
 from tierstate.engine.ranks.restore import restore as plans
 from tierstate.engine.ranks.restore.exchange import PeerConnection
 from tierstate.engine.ranks.team.heartbeat import Timeouts
-from tierstate.manifest.errors import Damaged, FormatError, NotFound, RankFailed, StateMismatch
+from tierstate.manifest.errors import Damaged, FormatError, NotFound, RankFailed, StateMismatch, TierstateError
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import ShardRow, Version
 
@@ -462,3 +464,28 @@ def test_of_a_version_that_cannot_be_all_go_back_together(place):
     found = cluster.together(lambda ckpt, _rank: ckpt.load())
     assert kinds(found) == [FormatError] * 3
     assert all("dtype 'complex1024' is not known" in str(error) for error in found)
+
+
+def read_in_child(ckpt, rank):
+    """What becomes of the reads of a forked child of rank 1, while all ranks restore."""
+    pid = os.fork() if rank == 1 else None
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)  # it hangs
+        try:
+            seen = [version.step for version in ckpt.versions()]
+            ckpt.load()
+        except TierstateError as error:
+            os._exit(7 if seen == [1] and "this one is none of them" in str(error) else 2)
+        finally:
+            os._exit(1)
+    code = None if pid is None else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return restored(ckpt, rank), code
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_of_a_rank_is_refused_and_disturbs_nobody(place):
+    cluster = Cluster(place, [0, 0], {})
+    cluster.save(STATE)
+    assert cluster.together(read_in_child) == [(1, None), (1, 7)]
