@@ -332,8 +332,9 @@ def test_a_tier_that_cannot_be_asked_is_no_missing_file(fs: TierstateFileSystem,
     for name in ("nvme", "object"):
         (policy.parent / name).rename(policy.parent / f"{name}-away")
         (policy.parent / name).write_text("no folder")
-    with pytest.raises(ts.TierstateError):
-        fs.exists(f"{policy}/gpt/version.json")
+    for version in ("", "@step-3", "@tag:best"):
+        with pytest.raises(ts.TierstateError):
+            fs.exists(f"{policy}/gpt{version}/version.json")
 
 
 def test_latest_stays_until_the_cache_is_invalidated(fs: TierstateFileSystem, policy: Path) -> None:

@@ -14,7 +14,7 @@ from support.checkpointer_worlds import alike, opened, policy, scratch, tensors
 from support.thread_ranks import Cluster
 
 import tierstate as ts
-from tierstate.manifest.errors import AccessDenied, Damaged, TierUnavailable, Unreadable
+from tierstate.manifest.errors import AccessDenied, Damaged, NotFound, TierUnavailable, Unreadable
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.base import Range
 from tierstate.tiers.posix.directory import Directory
@@ -28,7 +28,7 @@ ROWS = 10 + 1 + 3
 RECORD = -1
 """In place of a chunk: the version's record."""
 
-Health: TypeAlias = Literal["damaged", "away", "denied"]
+Health: TypeAlias = Literal["damaged", "away", "denied", "unlisted"]
 World: TypeAlias = Sequence[dict[int, Health]]
 """By rank, the chunks of the newer version that it cannot read, and why."""
 
@@ -50,12 +50,17 @@ class Ailing(Wrapping):
         super().__init__(Directory(Path(path)))
         self._rank = rank
 
+    def list(self, prefix: str) -> Iterator[str]:
+        if prefix.startswith("versions/") and "unlisted" in self.ill.get(self._rank, {}).values():
+            raise TierUnavailable("no answer")
+        return super().list(prefix)
+
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         """Meet the first ailment that does not answer; flip a byte for the others."""
         found = [(at, what) for (pack, at), what in self.ill.get(self._rank, {}).items() if pack == key]
         met = [(one, at, what) for one in ranges for at, what in found if 0 <= at - one.offset < one.out.numel()]
         for _, _, what in met:
-            if what == "away":
+            if what in ("away", "unlisted"):
                 raise TierUnavailable("no answer", key=key)
             if what == "denied":
                 raise AccessDenied("not allowed", key=key)
@@ -177,8 +182,38 @@ def test_ranks_agree_on_what_only_some_cannot_read(world: World, on_damage: str,
         [{RECORD: "damaged"}, {9: "away"}],
         [{RECORD: "damaged"}, {9: "damaged"}],
         [{RECORD: "away"}, {RECORD: "damaged"}],
+        # Nor who cannot list the versions.
+        [{RECORD: "unlisted"}, {}],
+        [{RECORD: "unlisted"}, {9: "damaged"}],
+        [{RECORD: "unlisted"}, {RECORD: "damaged"}],
     ],
     ids=str,
 )
 def test_versions_are_called_damaged_for_damage_alone(world: World, on_damage: str) -> None:
     assert outcomes(world, on_damage, load=False) == [expected(world, on_damage)] * len(world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "wanted"),
+    [
+        ([{RECORD: "unlisted"}, {RECORD: "unlisted"}], Unreadable),
+        ([{RECORD: "away"}, {RECORD: "damaged"}], Unreadable),
+        ([{RECORD: "damaged"}, {RECORD: "damaged"}], NotFound),
+        ([{RECORD: "unlisted"}, {}], 2),
+    ],
+    ids=str,
+)
+def test_a_step_that_no_rank_finds_may_be_where_one_cannot_look(world: World, wanted: Any) -> None:
+    def load(ckpt: ts.Checkpointer, rank: int) -> Any:
+        try:
+            ckpt.load(step=2)
+        except ts.TierError as error:
+            return type(error)
+        assert ckpt.restored is not None
+        return ckpt.restored.step
+
+    with scratch() as place:
+        cluster = Ailed(place, range(len(world)))
+        cluster.fall_ill(world)
+        assert cluster.together(load) == [wanted] * len(world)

@@ -79,6 +79,50 @@ def test_an_older_version_is_taken_for_damage_only(healths: Healths, on_damage: 
                     ckpt.restore(into, on_damage=on_damage)
 
 
+def expected_beside_silence(places: list[tuple[Health, Health]], step: int | None) -> int | type[ts.TierstateError]:
+    """As `expected`, of one tier beside another one that says nothing, also for a step that is asked for."""
+    if step is not None:
+        return step if all(one in ANSWERS for one in places[step]) else ts.Unreadable
+    for newest in reversed(STEPS):
+        record, pack = places[newest]
+        if record in ANSWERS:
+            return newest if pack in ANSWERS else ts.Unreadable
+        if record != "lost":
+            return ts.NewestUnreadable
+    return ts.Unreadable
+
+
+@pytest.mark.slow
+@given(st.lists(st.tuples(health, health), min_size=3, max_size=3), st.sampled_from([None, *STEPS]), st.booleans())
+@example([*[("sound", "sound")] * 2, ("sound", "damaged")], None, True)
+@example([*[("sound", "sound")] * 2, ("damaged", "sound")], None, True)
+@example([*[("sound", "sound")] * 2, ("damaged", "sound")], 2, False)
+@example([*[("sound", "sound")] * 2, ("lost", "lost")], 2, False)
+def test_a_tier_that_lists_nothing_may_have_what_the_others_lack(
+    places: list[tuple[Health, Health]], step: int | None, older: bool
+) -> None:
+    """It is neither damaged nor absent, so that nothing older is taken in its place."""
+    with ExitStack() as stack:
+        tiers = [Ill(), Ill()]
+        keys = [stack.enter_context(wrapped(tier)) for tier in tiers]
+        spec = policy({"one": keys[0], "two": keys[1]}, durable="two")
+        with ts.Checkpointer(spec, "run") as ckpt:
+            for at in STEPS:
+                ckpt.save({"w": torch.full((64,), float(at))}, step=at)
+        for at, (record, pack) in enumerate(places):
+            tiers[0].fall_ill(at, record, pack)
+        tiers[1].silent = True
+        right = expected_beside_silence(places, step)
+        with ts.Checkpointer(spec, "run") as ckpt:
+            into = {"w": torch.full((64,), 9.0)}
+            if isinstance(right, int):
+                ckpt.restore(into, step=step, on_damage="older" if older else "raise")
+                assert into["w"].eq(right).all()
+            else:
+                with pytest.raises(right):
+                    ckpt.restore(into, step=step, on_damage="older" if older else "raise")
+
+
 def test_a_record_in_a_bad_sector_hinders_no_save_and_is_made_again_by_rebuild() -> None:
     tier = Ill()
     with wrapped(tier) as keys:

@@ -20,7 +20,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions import tags as tags_module
 from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.chunk import as_buffer
-from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierUnavailable
+from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierUnavailable, Unreadable
 from tierstate.manifest.history.tags import MAX_TAG_NUMBER, TaggedVersion, TagTarget, tags_by_version, write_tag
 from tierstate.tiers.base import Traits
 from tierstate.tiers.memory.host import Memory
@@ -163,6 +163,8 @@ def test_a_tag_that_cannot_be_read_is_told_and_can_be_given_again(
     assert "tag 'best' of run run cannot be read" in caplog.text
     with pytest.raises(FormatError, match="give or delete the tag again"):
         ours.resolve("best")
+    with away(three[2]), pytest.raises(Unreadable, match=r"has no tag 'last'; .*c cannot be asked: c is away"):
+        ours.resolve("last")
     ours.give("best", TagTarget(2, "ff"))
     assert ours.current() == {"best": TagTarget(2, "ff")}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import tierstate as ts
@@ -22,15 +22,25 @@ SILENT = ("away", "denied", "bad sector")
 
 
 class Ill(Wrapping):
-    """A tier with objects that cannot be read as they should."""
+    """A tier with objects that cannot be read as they should.
+
+    Attributes:
+        silent: whether it answers nothing at all.
+    """
 
     def __init__(self) -> None:
         super().__init__(Memory())
         self.health: dict[str, Health] = {}
+        self.silent = False
+
+    def list(self, prefix: str) -> Iterator[str]:
+        if self.silent:
+            raise ts.TierUnavailable("no answer", key=prefix)
+        return super().list(prefix)
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         health = self.health.get(key, "sound")
-        if health == "away":
+        if self.silent or health == "away":
             raise ts.TierUnavailable("no answer", key=key)
         if health == "denied":
             raise ts.AccessDenied("not allowed", key=key)

@@ -38,7 +38,6 @@ from tierstate.manifest.errors import (
     TierstateError,
     Unauthentic,
     Unreadable,
-    cannot_be_asked,
     untrusted,
 )
 from tierstate.manifest.format.globs import check_globs
@@ -488,9 +487,8 @@ def _unreadable(place: SeqVersions, wanted: RestoreSpec, reached: bool, passed: 
                 f"version {place.seq} was dropped, as `keep` says, before it was read; ask for the newest one"
             )
         return
-    told = "; ".join(f"{name}: {error}" for name, error in place.problems)
-    away = any(cannot_be_asked(error) for _, error in place.problems)
-    if away and (reached or (wanted.tag is not None and wanted.tag.seq == place.seq)):
+    told = place.told
+    if place.away and (reached or (wanted.tag is not None and wanted.tag.seq == place.seq)):
         raise unreadable_now(place.seq, told, newest=wanted.newest)
     if reached and wanted.on_damage == "raise":
         back = ", or say on_damage='older' to go back to the newest version that is whole" if goes_back else ""
@@ -583,9 +581,13 @@ def none_found(run: str, wanted: RestoreSpec, catalog: RunCatalog, passed: list[
 
 
 def no_such_version(run: str, wanted: RestoreSpec, catalog: RunCatalog, passed: list[str]) -> TierstateError:
-    """The error if no version could be restored: Damaged if versions were skipped (``passed``), else NotFound."""
+    """The error if no version could be restored: Damaged if versions were skipped (``passed``), else NotFound; but
+    Unreadable where a tier that cannot be asked now may have it."""
     what = f"step {wanted.step}" if wanted.step is not None else f"id {wanted.version}" if wanted.version else ""
     what = f"tag {wanted.tag.name}" if wanted.tag else what
+    if passed and (catalog.unread or catalog.unlisted):
+        told = "; ".join((*passed, *catalog.unlisted))
+        return Unreadable(f"run {run!r} has no version{' with ' + what if what else ''} that can be read now: {told}")
     if passed:
         told = "; ".join(passed)
         more = "" if LOOK_FURTHER in told else f"; {LOOK_FURTHER}"
@@ -595,7 +597,7 @@ def no_such_version(run: str, wanted: RestoreSpec, catalog: RunCatalog, passed: 
     if tag := wanted.tag:
         what = f"tag {tag.name!r}: it names version {tag.seq} ({tag.id[:12]}), which is not there any more,"
     lost = "".join(f"; {name} cannot be asked: {error}" for name, error in catalog.unreachable.items())
-    return NotFound(
+    return (Unreadable if catalog.unlisted else NotFound)(
         f"run {run!r} has no version{' with ' + what if what else ''} in {where}{_there(wanted, catalog)}{lost}"
     )
 

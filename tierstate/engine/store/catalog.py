@@ -60,8 +60,8 @@ class VersionCopies:
 
     Attributes:
         records: the record of each copy, in the order of `holdings`.
-        away: tiers that list a record of this number and cannot be asked for it now, with the reason. Each may have
-            another copy.
+        away: tiers that cannot be asked now for a record of this number, or which numbers they have, with the reason.
+            Each may have another copy.
     """
 
     version: Version
@@ -92,11 +92,21 @@ class VersionCopies:
 
 @dataclass(frozen=True)
 class SeqVersions:
-    """The versions that the tiers have with one number (`seq`), and the records that cannot be read."""
+    """The versions that the tiers have with one number (`seq`), and the records that cannot be read.
+
+    Attributes:
+        away: as in `VersionCopies`.
+    """
 
     seq: int
     entries: tuple[VersionCopies, ...]
     problems: tuple[tuple[str, TierstateError], ...]
+    away: tuple[str, ...]
+
+    @property
+    def told(self) -> str:
+        """Text for a message: why no record of it can be read."""
+        return "; ".join(dict.fromkeys((*(f"{name}: {error}" for name, error in self.problems), *self.away)))
 
 
 @dataclass
@@ -106,12 +116,19 @@ class RunCatalog:
     Attributes:
         tier_runs: the run in each tier, nearest first.
         unreachable: tiers whose log could not be listed, with the reason; known after the first listing.
-        refused: whether a record was met that is not authentic (`note_refused`).
+        refused: whether a record was met that is not authentic (`note`).
+        unread: whether a number was met of which no record can be read, and one of them only not now (`note`).
     """
 
     tier_runs: Sequence[TierRun]
     unreachable: dict[str, TierstateError] = field(default_factory=dict)
     refused: bool = False
+    unread: bool = False
+
+    @property
+    def unlisted(self) -> tuple[str, ...]:
+        """The tiers that cannot be asked now which versions they have, with the reason."""
+        return tiers_away(self.unreachable.items())
 
     def seqs(self) -> dict[int, list[TierRun]]:
         """For each number, in rising order, the tier runs that have a record of it."""
@@ -171,13 +188,14 @@ class RunCatalog:
         """All numbers from the newest on, or from ``upto`` down; records are read lazily."""
         for seq, tier_runs in reversed(self.seqs().items()):
             if upto is None or seq <= upto:
-                found = self.look(seq, tier_runs)
-                self.note_refused(found)
+                found = self.look(seq, tier_runs, self.unlisted)
+                self.note(found)
                 yield found
 
-    def note_refused(self, found: SeqVersions) -> None:
-        """Remember whether a record is not authentic, for the error if no version can be restored."""
+    def note(self, found: SeqVersions) -> None:
+        """Remember what is wrong with the records of a number, for the error if no version can be restored."""
         self.refused |= any(isinstance(error, Unauthentic) for _, error in found.problems)
+        self.unread |= bool(found.away) and not found.entries
 
     def check_tiers(self) -> None:
         """Check that each tier is the one that the records name that were read so far.
@@ -217,8 +235,8 @@ class RunCatalog:
         check_nothing_missing([tier_run.identity for tier_run in self.tier_runs])
 
     @staticmethod
-    def look(seq: int, tier_runs: Sequence[TierRun]) -> SeqVersions:
-        """The versions that these tiers have with one number."""
+    def look(seq: int, tier_runs: Sequence[TierRun], unlisted: tuple[str, ...] = ()) -> SeqVersions:
+        """The versions that these tiers have with one number. ``unlisted``: others, which may have it too."""
         copies: dict[str, list[tuple[Holding, Record]]] = {}
         problems = []
         for tier_run in tier_runs:
@@ -231,18 +249,18 @@ class RunCatalog:
                 continue
             tier_run.identity.learn(record)
             copies.setdefault(record.version.id, []).append((Holding(tier_run, record.layout), record))
-        away = tiers_away(problems)
+        away = (*tiers_away(problems), *unlisted)
         entries = [
             VersionCopies(found[0][1].version, tuple(h for h, _ in found), tuple(r for _, r in found), away)
             for found in copies.values()
         ]
         # Two writers may have used one number in different tiers: the later one counts as the newer.
         entries.sort(key=lambda e: e.version.head.time, reverse=True)
-        return SeqVersions(seq, tuple(entries), tuple(problems))
+        return SeqVersions(seq, tuple(entries), tuple(problems), away)
 
 
 def tiers_away(problems: Iterable[tuple[str, TierstateError]]) -> tuple[str, ...]:
-    """Those of the tiers whose record cannot be read that cannot be asked for it now, with the reason."""
+    """Those of the tiers with an error that cannot be asked now, with the reason."""
     return tuple(f"{name}: {error}" for name, error in problems if cannot_be_asked(error))
 
 

@@ -11,7 +11,16 @@ from typing import NamedTuple
 
 from tierstate.engine.store.catalog import VersionCopies
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierFull, TierstateError
+from tierstate.manifest.errors import (
+    AlreadyExists,
+    FormatError,
+    NotFound,
+    TierError,
+    TierFull,
+    TierstateError,
+    Unreadable,
+    cannot_be_asked,
+)
 from tierstate.manifest.history.log import RACE_RETRIES
 from tierstate.manifest.history.tags import (
     MAX_TAG_NUMBER,
@@ -92,13 +101,15 @@ class Tags:
         Raises:
             NotFound: no version has it.
             FormatError: the tag exists, but no tier has a readable object of it.
+            Unreadable: a tier that may have it, or a readable object of it, cannot be asked now.
         """
         look = self._look()
         tag = self._read(check_tag(name), look) if name in look.highest else None
         if tag is None:
             known = ", ".join(self.current()) or "there are none"
             lost = "".join(f"; {tier} cannot be asked: {error}" for tier, error in look.failed.items())
-            raise NotFound(f"run {self._run!r} has no tag {name!r}; known tags: {known}{lost}")
+            kind = Unreadable if look.failed else NotFound
+            raise kind(f"run {self._run!r} has no tag {name!r}; known tags: {known}{lost}")
         self._tell(look.failed, f"its tags cannot be listed, and {name!r} may be another version's there")
         return TaggedVersion(name, *tag)
 
@@ -246,7 +257,7 @@ class Tags:
                     return self._again(name, number)
                 except TierstateError as error:
                     errors[tier_run.name] = error
-        kind = FormatError if any(isinstance(e, FormatError) for e in errors.values()) else TierError
+        kind = Unreadable if any(map(cannot_be_asked, errors.values())) else FormatError
         raise kind(f"tag {name!r} of run {self._run!r} cannot be read: " + "; ".join(map(str, errors.values())))
 
     def _again(self, name: str, number: int) -> TagTarget | None:

@@ -23,7 +23,6 @@ from tierstate.engine.store.catalog import (
     SeqVersions,
     VersionCopies,
     VersionMoved,
-    tiers_away,
 )
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import (
@@ -33,6 +32,7 @@ from tierstate.manifest.errors import (
     RankFailed,
     TierstateError,
     Unauthentic,
+    Unreadable,
     cannot_be_asked,
     format_ranks,
 )
@@ -176,6 +176,7 @@ class VersionAgreement:
 
         Raises:
             NotFound: no rank finds the version that was asked for.
+            Unreadable: nor does any; and a tier that may have it cannot be asked now.
             ValueError: the tag names different versions on different ranks.
         """
         every = self._query.ask_json("visible", lambda: {"seqs": _steps(self._seen), **self._found()})
@@ -187,28 +188,34 @@ class VersionAgreement:
             told = _by_value([f"version {seq} ({id[:12]})" for _, (seq, id) in named], [rank for rank, _ in named])
             raise ValueError(f"tag {self._tag!r} is not the same version for all ranks: {told}")
         if not named:
-            raise NotFound(f"no rank has it: {'; '.join(sorted({one['none'] for one in every}))}")
+            kind = Unreadable if any(one["away"] for one in every) else NotFound
+            raise kind(f"no rank has it: {'; '.join(sorted({one['none'] for one in every}))}")
         return VisibleVersions(seqs, max(name for _, name in named))
 
     def _found(self) -> dict[str, Any]:
-        """The version that was asked for, as this rank sees it: its number and id, or why it finds none."""
+        """The version that was asked for, as this rank sees it: its number and id, or why it finds none, and whether a
+        tier that may have it cannot be asked now."""
         what = f"step {self.wanted.step}" if self.wanted.step is not None else f"id {self.wanted.version}"
         if self._tag is not None:
             try:
                 tagged = self._resolve(self._tag)
             except TierstateError as error:
-                return {"named": None, "none": str(error)}
+                return {"named": None, "none": str(error), "away": cannot_be_asked(error)}
             assert tagged is not None
-            return {"named": [tagged.seq, tagged.id], "none": ""}
+            return {"named": [tagged.seq, tagged.id], "none": "", "away": False}
         if self.wanted.version is not None:
             self.catalog.check_unique(self.wanted.version)
+        away = list(self.catalog.unlisted)
         if not self.wanted.newest:
             for seq in reversed(self._seen):
-                for entry in self.catalog.look(seq, self._seen[seq]).entries:
+                place = self.catalog.look(seq, self._seen[seq])
+                for entry in place.entries:
                     if self._fits(entry):
-                        return {"named": [seq, entry.version.id], "none": ""}
+                        return {"named": [seq, entry.version.id], "none": "", "away": False}
+                away += () if place.entries else place.away
         where = ", ".join(tier_run.name for tier_run in self.catalog.tier_runs)
-        return {"named": None, "none": f"there is no version with {what} in {where}"}
+        lost = "".join(f"; it may be where nothing can be read now: {why}" for why in dict.fromkeys(away))
+        return {"named": None, "none": f"there is no version with {what} in {where}{lost}", "away": bool(away)}
 
     def _fits(self, entry: VersionCopies) -> bool:
         if self.wanted.version is not None:
@@ -225,8 +232,8 @@ class VersionAgreement:
         for seq in visible.seqs:
             if visible.named is not None and (seq > visible.named[0] or (seq < visible.named[0] and not self._older)):
                 continue
-            place = self.catalog.look(seq, self._seen.get(seq, []))
-            self.catalog.note_refused(place)
+            place = self.catalog.look(seq, self._seen.get(seq, []), self.catalog.unlisted)
+            self.catalog.note(place)
             every = self._query.ask_json("look", partial(self._said, place))
             there = sorted({(-time, id) for one in every for id, time in one["there"]})
             if not there:
@@ -243,7 +250,8 @@ class VersionAgreement:
             [f"{name}: {error}", cannot_be_asked(error), isinstance(error, Unauthentic)]
             for name, error in place.problems
         ]
-        return {"there": [[e.version.id, e.version.head.time] for e in place.entries], "problems": problems}
+        there = [[e.version.id, e.version.head.time] for e in place.entries]
+        return {"there": there, "problems": problems, "unlisted": self.catalog.unlisted}
 
     def check_missing(self) -> None:
         """Check on all ranks that no tier is missing in which the wanted version may be; all agree on the answer.
@@ -275,6 +283,8 @@ class VersionAgreement:
 
     def _unreadable(self, seq: int, every: Sequence[Any], visible: VisibleVersions) -> None:
         problems = sorted({tuple(problem) for one in every for problem in one["problems"]})
+        if problems:  # a tier that is not listed may have what the others cannot read
+            problems += sorted({(text, True, False) for one in every for text in one["unlisted"]})
         told = "; ".join(text for text, *_ in problems)
         if any(away for _, away, _ in problems) and (visible.named is None or visible.named[0] == seq):
             raise unreadable_now(seq, told, newest=visible.named is None)
@@ -297,7 +307,7 @@ class VersionAgreement:
         giver = have.index(True)
         gives = mine is not None and self._query.team.rank == giver
         said = self._query.ask("version", lambda: zlib.compress(mine.version.data, 1) if mine and gives else b"")
-        return mine or VersionCopies(_version(said[giver], id), (), (), tiers_away(place.problems))
+        return mine or VersionCopies(_version(said[giver], id), (), (), place.away)
 
 
 def _version(data: bytes, id: str) -> Version:
