@@ -159,6 +159,8 @@ _CODE_REMEDIES: dict[str, str] = {
     "429": _THROTTLED,
     "RequestTimeTooSkewed": "the clock of this host and that of the store differ: set it",
     "BadDigest": "the bytes were damaged on their way there",
+    "InvalidObjectState": "the store has archived the object: have it restored there, and let no lifecycle rule move "
+    "what lies under the tier's 'url' to an archive",
     "QuotaExceeded": "the quota of the bucket or of its user is used up: raise it, or let the tier keep fewer versions "
     "('keep')",
     "CredentialRetrievalError": _NO_CREDENTIALS,

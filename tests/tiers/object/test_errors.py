@@ -111,6 +111,15 @@ def test_credentials_that_cannot_be_looked_up_have_a_remedy_of_their_own() -> No
         raise given_up
 
 
+def test_an_archived_object_is_no_matter_of_credentials() -> None:
+    with (
+        pytest.raises(AccessDenied, match=r"; the store has archived the object: have it restored there") as found,
+        store_errors_translated("read", "s3", "a", "s3://b/a", frozenset()),
+    ):
+        raise answer("InvalidObjectState", 403)
+    assert "credentials" not in str(found.value)
+
+
 def raised_from(name: str, cause: Exception | None = None, **attributes: object) -> Exception:
     """An error of a library that is not installed here, with the cause that it has."""
     error: Exception = type(name, (Exception,), attributes)("told so")
