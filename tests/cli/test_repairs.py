@@ -69,6 +69,7 @@ def test_what_is_lost_is_said_by_leaf(call: Call, policy: Path) -> None:
     assert answer.status == 1
     told = " ".join(answer.out.split())
     assert "version 3 is lost: chunks that are undamaged in no pack of any tier: 1; not whole: model.w" in told
+    assert "1 version cannot be had as a whole; `tierstate rm --seq N` removes one for good" in told
     assert call("rm", "-p", policy, *ARGUMENTS, "--seq", "3", "--force").status == 0
     assert call("doctor", "-p", policy, *ARGUMENTS).status == 0
 
@@ -92,6 +93,9 @@ def test_a_tier_that_cannot_be_asked_is_not_called_lost(call: Call, policy: Path
     assert list(found.json["unreachable"]) == ["store"]
     assert {v["state"] for v in found.json["versions"]} == {"unknown"}
     assert found.json["repairs"] == []
+    told = call("doctor", "-p", policy, *ARGUMENTS).out
+    assert "may be had yet: remove none, and look again when every tier answers" in " ".join(told.split())
+    assert "tierstate rm" not in told
 
 
 def test_a_lost_tier_gets_what_is_due_there(call: Call, policy: Path) -> None:

@@ -569,14 +569,16 @@ def _show_repairs(found: DoctorReport) -> None:
             for n, r in enumerate(found.repairs, 1)
         ]  # fmt: skip
         table([">", "tier", "repair", ">seq", ">step", "since", "writes", "state"], rows)
-    lost = sum(v.state in ("lost", "unknown") for v in found.versions)
+    lost, unknown = (sum(v.state == state for v in found.versions) for state in ("lost", "unknown"))
     left = sum(not r.done for r in found.repairs)
-    if not lost and not left:
+    if not lost and not unknown and not left:
         say("all of it has been repaired" if found.repairs else "nothing is lost, and nothing is to be repaired")
     if left and not found.applied:
         say(f"{_count(left, 'repair')} to do, in this order: `tierstate doctor --apply`, while nobody saves this run")
     if lost:
         say(f"{_count(lost, 'version')} cannot be had as a whole; `tierstate rm --seq N` removes one for good")
+    if unknown:
+        say(f"{_count(unknown, 'version')} may be had yet: remove none, and look again when every tier answers")
 
 
 def _written(repair: Repair) -> str:
