@@ -154,9 +154,10 @@ class UploadFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise FileNotFoundError(path)
         return {"name": path, "size": len(self.site.objects[path]), "type": "file"}
 
-    def find(self, path: str, **_: Any) -> list[str]:
-        """All objects below a folder."""
-        return [one for one in list(self.site.objects) if one.startswith(self._strip_protocol(path) + "/")]
+    def find(self, path: str, *, detail: bool = False, **_: Any) -> Any:
+        """All objects below a folder; with ``detail`` what `info` says of each."""
+        found = [one for one in list(self.site.objects) if one.startswith(self._strip_protocol(path) + "/")]
+        return {one: self.info(one) for one in found} if detail else found
 
     def rm_file(self, path: str) -> None:
         """Remove an object."""

@@ -129,7 +129,8 @@ class Bucket(Tier):
     Args:
         url: protocol, bucket and prefix.
         options: arguments of fsspec's file system for that protocol.
-        capacity: total bytes of the objects. Objects that other processes write meanwhile are not counted.
+        capacity: total bytes of the objects. What other processes write and delete meanwhile is counted when it
+            seems to be used up.
         store: the client for that URL, if it is open already.
 
     Attributes:
@@ -149,7 +150,7 @@ class Bucket(Tier):
         self._secrets = secrets_in(url, options)
         self._store = store or open_store(url, options)
         self._volatile = isinstance(self._store, MemoryClient)
-        self.gauge = CapacityCounter(capacity)
+        self.gauge = CapacityCounter(capacity, self._count)
         self._conditional: bool | None = True if self._volatile else None
         self._notes = unsafe_connections(url, options)
         self.streams = False
@@ -253,8 +254,9 @@ class Bucket(Tier):
         try:
             self.create(key, data)
         except BaseException:
-            self.gauge.give_back(data.numel())
+            self.gauge.give_up(data.numel())
             raise
+        self.gauge.made(data.numel())
 
     def create(self, key: str, data: Buffer) -> None:
         """One conditional create. If the probe found several winners, it first checks that the key is free."""
@@ -315,9 +317,13 @@ class Bucket(Tier):
                 return
             if not self._volatile:
                 self._notes += tuple(scrub(note, self._secrets) for note in self._findings())
-            if self.gauge.capacity is not None:
-                self.gauge.used = sum(self.size(key) for key in self.list(""))
+            self.gauge.look()
             self._ready = True
+
+    def _count(self) -> int:
+        """Bytes of all objects, by a listing."""
+        with self.explained("list", ""):
+            return self._store.total()
 
     def _findings(self) -> Iterator[str]:
         """Probe what the store supports. Yields notes for users."""

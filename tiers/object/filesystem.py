@@ -354,6 +354,10 @@ class ObjectClient(ABC):
         """Names of all objects that start with ``prefix``, in no order; never from a cache."""
 
     @abstractmethod
+    def total(self) -> int:
+        """Bytes of all objects together, as the listing has it."""
+
+    @abstractmethod
     def size(self, name: str) -> int:
         """Length of an object in bytes. Raises an error that means `NotFound` if it does not exist."""
 
@@ -416,6 +420,13 @@ class FsspecClient(ObjectClient):
         start = f"{self.root}/"
         return [path[len(start) :] for path in found if path.startswith(start + prefix)]
 
+    def total(self) -> int:
+        try:
+            found: dict[str, Any] = self._fs.find(self.root, detail=True)
+        except FileNotFoundError:
+            return 0
+        return sum(int(info["size"] or 0) for info in found.values())
+
     def size(self, name: str) -> int:
         info = self._fs.info(self.path(name))
         if info["type"] != "file":
@@ -454,6 +465,10 @@ class MemoryClient(FsspecClient):
     def names(self, prefix: str) -> list[str]:
         with self._one_at_a_time:
             return super().names(prefix)
+
+    def total(self) -> int:
+        with self._one_at_a_time:
+            return super().total()
 
     def size(self, name: str) -> int:
         with self._one_at_a_time:

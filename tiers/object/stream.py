@@ -150,10 +150,14 @@ class StreamWriter(AtomicWriter):
         if self._file is None:
             self._tier.create(self._key, as_buffer(self._gathered.getbuffer()))
             self._gathered = io.BytesIO()
-            return
+        else:
+            self._publish_file(self._file)
+        self._tier.gauge.made(self._length)
+
+    def _publish_file(self, file: UploadFile) -> None:
         # Not every store checks the condition when an upload is completed, so also check here, as late as possible.
         self._tier.check_free(self._key)
-        self._complete(self._file)
+        self._complete(file)
         self._file = None
         if (found := self._tier.size(self._key)) != self._length:
             text = f"{self._place}: the store has {found} bytes of the {self._length} that were sent"
@@ -169,7 +173,7 @@ class StreamWriter(AtomicWriter):
             raise
 
     def _discard(self) -> None:
-        self._tier.gauge.give_back(self._length)
+        self._tier.gauge.give_up(self._length)
         self._gathered = io.BytesIO()
         if self._file is not None:
             file, self._file = self._file, None

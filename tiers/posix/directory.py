@@ -139,6 +139,7 @@ class FileWriter(AtomicWriter):
                 # The name is visible but a crash could lose it: the object must not stay.
                 os.unlink(self._path)
                 raise
+        self._tier.gauge.made(self._length)
         self._clear()
 
     def _name(self) -> None:
@@ -153,7 +154,7 @@ class FileWriter(AtomicWriter):
 
     def _discard(self) -> None:
         self._stream.give_up()
-        self._tier.gauge.give_back(self._length)
+        self._tier.gauge.give_up(self._length)
         self._clear()
 
     def _clear(self) -> None:
@@ -181,7 +182,8 @@ class Directory(Tier):
 
     Args:
         path: the folder; a relative one is resolved against the present working directory.
-        capacity: total bytes of the objects. Objects that other processes write meanwhile are not counted.
+        capacity: total bytes of the objects. What other processes write and delete meanwhile is counted when it
+            seems to be used up.
         io: how long objects are moved: by direct I/O with io_uring or threads, or through the page cache.
         part: stripe size in bytes, a multiple of a page, at which long transfers are split; 0 for none.
         permissions: mode and group of files and folders.
@@ -208,7 +210,7 @@ class Directory(Tier):
         self._io = DirectIo(io)
         self._part = part
         self.path = Path(path).expanduser().absolute()
-        self.gauge = CapacityCounter(capacity)
+        self.gauge = CapacityCounter(capacity, self._count)
         self._notes: tuple[str, ...] = ()
         self._ready = False
         self._readying = threading.Lock()
@@ -454,9 +456,17 @@ class Directory(Tier):
                 self._check_path()
                 self._make_root()
                 self._sweep()
-                if self.gauge.capacity is not None:
-                    self.gauge.used = sum(entry.stat(follow_symlinks=False).st_size for entry in walk(self.path))
+            self.gauge.look()
             self._ready = True
+
+    def _count(self) -> int:
+        """Bytes of all objects. What is being written is counted by its writer."""
+        total = 0
+        with os_errors_translated("look at", self.name, "", self.path):
+            for entry in walk(self.path):
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    total += 0 if entry.name.startswith(TEMP) else entry.stat(follow_symlinks=False).st_size
+        return total
 
     def _sweep(self) -> None:
         # Ages are measured with the file system's clock, since the clocks of hosts differ.

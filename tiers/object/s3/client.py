@@ -365,6 +365,10 @@ class S3Client(ObjectClient):
         keys = (entry["Key"] for entry in self._listed(self.where(prefix)["Key"]))
         return [key[len(start) :] for key in keys if key.startswith(start + prefix)]
 
+    def total(self) -> int:
+        # Each once, as in a listing: some servers list a name twice.
+        return sum({entry["Key"]: int(entry["Size"]) for entry in self._listed(self.where("")["Key"])}.values())
+
     def _listed(self, prefix: str) -> Iterator[Mapping[str, Any]]:
         token: dict[str, str] = {}
         for _ in range(MAX_PAGES):

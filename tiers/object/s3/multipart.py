@@ -482,7 +482,11 @@ class S3Writer(AtomicWriter):
         rest = list(self._parts.rest())
         if self._upload is None:
             self._tier.create_whole(self._key, [piece for part in rest for piece in part.views])
-            return
+        else:
+            self._complete(self._upload, rest)
+        self._tier.gauge.made(self._length)
+
+    def _complete(self, upload: Upload, rest: Sequence[UploadPart]) -> None:
         for part in rest:
             self._send(part)
         self._drain()
@@ -491,11 +495,11 @@ class S3Writer(AtomicWriter):
         # Not every store checks the condition when an upload is completed, so also check here, as late as possible.
         self._tier.check_free(self._key)
         with self._tier.explained("create", self._key):
-            self._upload.complete(parts, self._length)
+            upload.complete(parts, self._length)
         self._sent, self._parts = [], PartBuilder()
 
     def _discard(self) -> None:
-        self._tier.gauge.give_back(self._length)
+        self._tier.gauge.give_up(self._length)
         self._stop.set()
         self._drain()
         self._parts = PartBuilder()

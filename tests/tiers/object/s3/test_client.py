@@ -228,6 +228,8 @@ def test_a_listing_may_have_many_pages(server: Server, store: S3Client) -> None:
     server.script = [partial(give, 0), hang_up, partial(give, 1), partial(give, 2)]
     assert store.names("") == ["a", "b", "c"]
     assert ["continuation-token=t1" in path for _, path in server.asked] == [False, False, False, True]
+    server.script = [partial(give, n) for n in range(3)]
+    assert store.total() == 3
 
 
 def listing(*, more: bool, follows: str = "") -> Answer:
