@@ -136,6 +136,9 @@ def test_a_record_in_a_bad_sector_hinders_no_save_and_is_made_again_by_rebuild()
                 ckpt.load()
             with pytest.raises(ts.NewestUnreadable, match="EIO"):
                 ckpt.load(on_damage="older")
+            for on_damage in ("raise", "older"):
+                with pytest.raises(ts.Unreadable, match=r"no version with step 1 that can be read now: .*EIO"):
+                    ckpt.load(step=1, on_damage=on_damage)
             assert ckpt.load(step=0)["w"].eq(0).all()
             assert [version.step for version in ckpt.versions()] == [0, -1]
             assert ["EIO" in problem.what for problem in ckpt.verify().problems] == [True]
