@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.checkpointer_worlds import alone
 
 import tierstate as ts
@@ -50,6 +53,49 @@ def test_a_step_is_an_int(saved: Any, call: str, step: Any) -> None:
 @pytest.mark.parametrize("step", [np.int64(2), torch.tensor(2)], ids=repr)
 def test_any_integer_names_a_step(saved: Any, step: Any) -> None:
     assert saved.load(step=step)["m"] == 2
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=14), st.integers(0, 14), st.booleans())
+def test_any_version_of_any_history_is_found_whatever_an_index_has(
+    place: Any, steps: list[int], indexed: int, older: bool
+) -> None:
+    """Steps come again after a resume from an older one; the newest version of a step is meant."""
+    newest: dict[int, int] = {}
+    policy = alone("nvme", place / uuid.uuid4().hex)
+    with ts.Checkpointer(policy, "run") as ckpt:
+        for number, step in enumerate(steps):
+            ckpt.save({"m": number}, step=step).wait("only")
+            newest[step] = number
+            if number == indexed:
+                ckpt._tier_runs[0].summaries.look()
+                ckpt._tier_runs[0].summaries.write()
+        ids = {version.seq: version.id for version in ckpt.versions()}
+    with ts.Checkpointer(policy, "run") as ckpt:
+        for step in range(10):
+            if step in newest:
+                assert ckpt.load(step=step, on_damage="older" if older else "raise")["m"] == newest[step]
+            else:
+                with pytest.raises(ts.NotFound):
+                    ckpt.load(step=step)
+        for number, seq in enumerate(sorted(ids)):
+            assert ckpt.load(version=ids[seq])["m"] == number
+
+
+def test_an_old_version_is_found_by_the_index(place: Any) -> None:
+    policy = alone("nvme", place)
+    with ts.Checkpointer(policy, "run") as ckpt:
+        for step in range(40):
+            ckpt.save({"m": step}, step=step).wait("only")
+        ckpt._tier_runs[0].summaries.look()
+        ckpt._tier_runs[0].summaries.write()
+    with ts.Checkpointer(policy, "run") as ckpt:
+        assert ckpt.load(step=0)["m"] == 0
+        assert ckpt.stats().tiers["only"].operations["read"].calls < 12
+        with pytest.raises(ts.NotFound, match="no version with step 77"):
+            ckpt.load(step=77)
+        assert ckpt.stats().tiers["only"].operations["read"].calls < 24
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -43,6 +43,7 @@ from tierstate.manifest.errors import (
 from tierstate.manifest.format.globs import check_globs
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.leaf_path import Path
+from tierstate.manifest.format.record import Summary
 from tierstate.manifest.format.version import Version, copy_stages
 from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.manifest.reshard.coverage import check_covered
@@ -460,7 +461,12 @@ def _candidates(
     reached = wanted.newest
     if wanted.version is not None:
         catalog.check_unique(wanted.version)
-    for place in catalog.newest_first(wanted.tag.seq if wanted.tag else None):
+
+    def fits(found: Summary) -> bool:
+        return reached or is_named(found.id, found.step, wanted)
+
+    upto = wanted.tag.seq if wanted.tag else None
+    for place in catalog.newest_first(upto, fits=None if wanted.newest else fits):
         if not place.entries:
             _unreadable(place, wanted, reached, passed, goes_back)
         for entry in place.entries:
@@ -472,11 +478,18 @@ def _candidates(
 
 
 def _fits(entry: VersionCopies, wanted: RestoreSpec) -> bool:
+    version = entry.version
+    right = wanted.tag is None or version.head.seq == wanted.tag.seq
+    return right and is_named(version.id, version.head.step, wanted)
+
+
+def is_named(version: str, step: int, wanted: RestoreSpec) -> bool:
+    """Whether the version with this id and step is the one that is asked for, by a tag, an id or a step."""
     if wanted.tag is not None:
-        return entry.version.id == wanted.tag.id and entry.version.head.seq == wanted.tag.seq
+        return version == wanted.tag.id
     if wanted.version is not None:
-        return entry.version.id.startswith(wanted.version)
-    return entry.version.head.step == wanted.step
+        return version.startswith(wanted.version)
+    return step == wanted.step
 
 
 def _unreadable(place: SeqVersions, wanted: RestoreSpec, reached: bool, passed: list[str], goes_back: bool) -> None:

@@ -7,7 +7,7 @@ another process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeAlias
@@ -18,12 +18,13 @@ from tierstate.engine.packs.keys import pack_prefix
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import NotFound, TierError, TierstateError, Unauthentic, Unreadable, cannot_be_asked
 from tierstate.manifest.format.layout import Layout
-from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.record import Record, Summary
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.retention import dropped_groups
 
 from .identity import check_nothing_missing, check_tiers
+from .index import MAX_READ, READ_WITHOUT_INDEX, SeqSummaries
 from .run_in_tier import TierRun
 
 log = logging.getLogger("tierstate")
@@ -184,13 +185,42 @@ class RunCatalog:
             named = ", ".join(f"{id[:12]} (step {step})" for id, (_, step) in sorted(found.items())[:8])
             raise ValueError(f"{prefix!r} fits the ids of {len(found)} versions: {named}; give more of the id")
 
-    def newest_first(self, upto: int | None = None) -> Iterator[SeqVersions]:
-        """All numbers from the newest on, or from ``upto`` down; records are read lazily."""
-        for seq, tier_runs in reversed(self.seqs().items()):
-            if upto is None or seq <= upto:
-                found = self.look(seq, tier_runs, self.unlisted)
-                self.note(found)
-                yield found
+    def newest_first(
+        self,
+        upto: int | None = None,
+        *,
+        fits: Callable[[Summary], bool] | None = None,
+        listed: dict[int, list[TierRun]] | None = None,
+    ) -> Iterator[SeqVersions]:
+        """All numbers from the newest on, or from ``upto`` down; records are read lazily.
+
+        Args:
+            fits: whether a version may be wanted; None: each is. Of all but the first few numbers those are left out of
+                which it is known that none fits: a record takes a request, and an index has thousands of them.
+            listed: what `seqs` has returned; None to list now.
+        """
+        known: Mapping[str, Mapping[int, SeqSummaries]] | None = None
+        found = self.seqs() if listed is None else listed
+        numbers = [seq for seq in reversed(found) if upto is None or seq <= upto]
+        for count, seq in enumerate(numbers):
+            if fits is not None and count >= READ_WITHOUT_INDEX:
+                known = self._known() if known is None else known
+                if not any(_may_fit(known[tier_run.name].get(seq), fits) for tier_run in found[seq]):
+                    continue
+            place = self.look(seq, found[seq], self.unlisted)
+            self.note(place)
+            yield place
+
+    def _known(self) -> Mapping[str, Mapping[int, SeqSummaries]]:
+        """By tier and number what indexes have, and records that are in none, if these are few."""
+        found: dict[str, Mapping[int, SeqSummaries]] = {}
+        for tier_run in self.tier_runs:
+            try:
+                found[tier_run.name] = tier_run.summaries.look(MAX_READ)
+            except TierstateError as error:
+                found[tier_run.name] = {}
+                log.debug("%s: its index cannot be read: %s", tier_run.name, error)
+        return found
 
     def note(self, found: SeqVersions) -> None:
         """Remember what is wrong with the records of a number, for the error if no version can be restored."""
@@ -257,6 +287,12 @@ class RunCatalog:
         # Two writers may have used one number in different tiers: the later one counts as the newer.
         entries.sort(key=lambda e: e.version.head.time, reverse=True)
         return SeqVersions(seq, tuple(entries), tuple(problems), away)
+
+
+def _may_fit(known: SeqSummaries | None, fits: Callable[[Summary], bool]) -> bool:
+    """Whether a tier's copy of a number may be a version that fits: not if all of its records are known, and none
+    does."""
+    return known is None or len(known.summaries) < len(known.generations) or any(map(fits, known.summaries))
 
 
 def tiers_away(problems: Iterable[tuple[str, TierstateError]]) -> tuple[str, ...]:

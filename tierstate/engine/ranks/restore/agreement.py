@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierstate.engine.ranks.team.team import Team, name_error
-from tierstate.engine.restore.restore import RestoreSpec, check_missing, unreadable_now
+from tierstate.engine.restore.restore import RestoreSpec, check_missing, is_named, unreadable_now
 from tierstate.engine.store.catalog import (
     LOOK_FURTHER,
     RunCatalog,
@@ -36,6 +36,7 @@ from tierstate.manifest.errors import (
     cannot_be_asked,
     format_ranks,
 )
+from tierstate.manifest.format.record import Summary
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.tags import TaggedVersion
 
@@ -206,21 +207,17 @@ class VersionAgreement:
         if self.wanted.version is not None:
             self.catalog.check_unique(self.wanted.version)
         away = list(self.catalog.unlisted)
-        if not self.wanted.newest:
-            for seq in reversed(self._seen):
-                place = self.catalog.look(seq, self._seen[seq])
-                for entry in place.entries:
-                    if self._fits(entry):
-                        return {"named": [seq, entry.version.id], "none": "", "away": False}
-                away += () if place.entries else place.away
+        for place in () if self.wanted.newest else self.catalog.newest_first(fits=self._may_be, listed=self._seen):
+            for entry in place.entries:
+                if is_named(entry.version.id, entry.version.head.step, self.wanted):
+                    return {"named": [place.seq, entry.version.id], "none": "", "away": False}
+            away += () if place.entries else place.away
         where = ", ".join(tier_run.name for tier_run in self.catalog.tier_runs)
         lost = "".join(f"; it may be where nothing can be read now: {why}" for why in dict.fromkeys(away))
         return {"named": None, "none": f"there is no version with {what} in {where}{lost}", "away": bool(away)}
 
-    def _fits(self, entry: VersionCopies) -> bool:
-        if self.wanted.version is not None:
-            return entry.version.id.startswith(self.wanted.version)
-        return entry.version.head.step == self.wanted.step
+    def _may_be(self, found: Summary) -> bool:
+        return is_named(found.id, found.step, self.wanted)
 
     def candidates(self, visible: VisibleVersions) -> Iterator[VersionCopies]:
         """The versions to try, newest first, the same on all ranks; each with this rank's copies, if it has any.
