@@ -41,8 +41,8 @@ from benchmarks.machine import facts
 from benchmarks.results import Results, Sample, Spread, short
 from benchmarks.rounds import HOUSE, say, some_of
 from benchmarks.tables import table
-from tierstate.tiers.memory.arena import PAGE, fault_in, map_pages
 from tierstate.tiers.memory.limits import REMEDY, MemoryLimits
+from tierstate.tiers.memory.pages import PAGE, fault_in, map_pages
 from tierstate.tiers.memory.pinning import pin_memory, unpin_memory
 from tierstate.tiers.units import parse_size, rough_size
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tierstate.tiers.memory.arena import fault_in, map_pages
+from tierstate.tiers.memory.pages import fault_in, map_pages
 
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage")
 

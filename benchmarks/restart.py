@@ -34,7 +34,7 @@ from benchmarks.rounds import say, some_of
 from benchmarks.tables import table
 from tierstate.engine.ranks.restore import stragglers
 from tierstate.engine.ranks.restore.exchange_plan import NO_ROWS, ExchangePlan, plan_exchange
-from tierstate.engine.ranks.restore.restore import decode_offers, encode_offer
+from tierstate.engine.ranks.restore.offers import decode_offers, encode_offer
 from tierstate.engine.ranks.team.team import pack_answers, unpack_answers
 from tierstate.manifest.arrays import Array
 from tierstate.tiers.base import Range

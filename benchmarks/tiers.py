@@ -29,7 +29,7 @@ from benchmarks.rounds import say
 from benchmarks.tables import table
 from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import Range, Tier
-from tierstate.tiers.memory.arena import fault_in, map_pages
+from tierstate.tiers.memory.pages import fault_in, map_pages
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.units import parse_size
 

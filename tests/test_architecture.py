@@ -79,7 +79,8 @@ MAY_IMPORT = {
     "files": ("checkpointer", "dcp", "files.readers"),
     "integrations": ("files", "dcp", ""),
     "cluster": ("tiers.policy", "tiers.testing", "tiers.object", "manifest.history"),
-    "cli": ("files", "cluster", "tiers.peer", "agent", "planning"),
+    "cli.output": ("files", "cluster", "tiers.peer", "report"),
+    "cli": ("cli.output", "agent", "planning"),
     "__main__": ("cli",),
 }
 SPEC = importlib.util.find_spec("tierstate")

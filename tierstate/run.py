@@ -13,7 +13,8 @@ from tierstate.engine.maintain.prune import PendingSaves, PruneReport, PruneRun
 from tierstate.engine.maintain.remove import RemoveReport, remove_version
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.repair.check_chunks import Depth, VerifyReport
-from tierstate.engine.repair.doctor import DoctorReport, doctor
+from tierstate.engine.repair.doctor import doctor
+from tierstate.engine.repair.health import DoctorReport
 from tierstate.engine.repair.rebuild import RebuildReport, rebuild
 from tierstate.engine.repair.verify import verify_run
 from tierstate.engine.restore.restore import RestoreSpec, find_version, reading, restarting

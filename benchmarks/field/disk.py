@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.competitor import Competitor, Pending
 from benchmarks.state import State
 from tierstate.tiers.libc import libc
-from tierstate.tiers.memory.arena import PAGE, fault_in, map_pages
+from tierstate.tiers.memory.pages import PAGE, fault_in, map_pages
 from tierstate.tiers.posix.io_engine import Engine, ThreadEngine, Transfer, UringEngine
 
 DEPTH, LENGTH = 8, 16 << 20

@@ -26,7 +26,7 @@ from benchmarks.tables import table
 from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.concurrency import run_concurrently
-from tierstate.tiers.memory.arena import PAGE, fault_in, map_pages
+from tierstate.tiers.memory.pages import PAGE, fault_in, map_pages
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.units import parse_size
 

@@ -53,8 +53,9 @@ from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.connections.distribution import runtime_folder, short_path
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Host
+from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.testing import TierContract
 

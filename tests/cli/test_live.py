@@ -18,7 +18,7 @@ from support.checkpointer_worlds import names, opened, wrapped
 from support.cli_calls import Answer, Call
 
 import tierstate as ts
-from tierstate.cli.output import show_live
+from tierstate.cli.output.policies import show_live
 from tierstate.cluster import advice, check, process
 from tierstate.cluster.advice import advise, bytes_to_keep
 from tierstate.cluster.check import THROUGHPUT_CHECK, TierFinding, check_tier

@@ -16,7 +16,7 @@ from support.equality import difference
 from support.outcomes import tried
 
 import tierstate as ts
-from tierstate.cli.output import show_removed
+from tierstate.cli.output.repairs import show_removed
 from tierstate.engine.maintain.remove import RemoveReport
 from tierstate.engine.packs.keys import PACKS
 from tierstate.manifest.chunk import Buffer

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from tierstate.cli.table import ELLIPSIS, shortened, table_lines
+from tierstate.cli.output.table import ELLIPSIS, shortened, table_lines
 
 NAMES = st.text(string.ascii_letters + string.digits + "._-/ 検査é", min_size=1, max_size=90)
 NUMBERS = st.integers(0, 10**12).map(str)

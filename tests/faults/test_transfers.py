@@ -20,7 +20,7 @@ from support.checkpointer_worlds import alike, scratch, tensors
 from support.leaks import at_rest, nothing_left, objects
 
 import tierstate as ts
-from tierstate.tiers.memory.arena import PAGE
+from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.posix import io_engine
 from tierstate.tiers.posix import io_engine as engine_room
 

@@ -20,8 +20,9 @@ from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.format.version import Head
 from tierstate.tiers.base import Tier
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.wrappers.measure import Measured, operations_of
 
 SHAPES = st.lists(st.sampled_from([3, 2, 5, 1, 7, 4, 0]), max_size=4).map(tuple)

@@ -30,8 +30,9 @@ from tierstate.manifest.sharded.ownership import ONE_OWNER, SaveCandidates, assi
 from tierstate.manifest.sharded.part import PartReader, encode_part, part_of
 from tierstate.providers.tree.flatten import flatten
 from tierstate.providers.tree.unflatten import NEW, plan_restore
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.memory.pages import PAGE
 
 
 def parts_of(state: Any, rank: int) -> list[tuple[int, Box, bytes, bool]]:

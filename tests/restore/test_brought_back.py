@@ -12,7 +12,7 @@ from support.checkpointer_worlds import alike, opened, policy, scratch, tier
 from support.outcomes import Background
 
 import tierstate as ts
-from tierstate.engine.publish.publish import TierWrite
+from tierstate.engine.publish.tier_write import TierWrite
 
 LAST8, LAST2 = {"last": 8, "tags": True}, {"last": 2}
 

@@ -22,8 +22,8 @@ from support.checkpointer_worlds import (
 )
 
 import tierstate as ts
-from tierstate.engine.publish import publish
-from tierstate.engine.publish.publish import TierWrite
+from tierstate.engine.publish import tier_write
+from tierstate.engine.publish.tier_write import TierWrite
 from tierstate.engine.store import catalog
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AccessDenied, TierUnavailable
@@ -242,7 +242,7 @@ def test_a_save_that_took_longer_than_the_grace_does_not_commit_what_was_swept(m
             return found
 
         monkeypatch.setattr(TierWrite, "_written_sizes", swept)
-        monkeypatch.setattr(publish, "LONG_SAVE", 0.0)
+        monkeypatch.setattr(tier_write, "LONG_SAVE", 0.0)
         with ts.Checkpointer(one, "run") as ckpt:
             handle = ckpt.save(tensors(20_000), step=1)
             with pytest.raises(ts.NotFound, match="which this save wrote, was deleted before its record was created"):

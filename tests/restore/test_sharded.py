@@ -21,7 +21,7 @@ from support.sharded_versions import Cuts, Held, along, keep, merged, meshes, vo
 from support.state_strategies import ARRAY_DTYPES, DTYPES, make
 
 import tierstate as ts
-from tierstate.cli.output import show_leaves
+from tierstate.cli.output.versions import show_leaves
 from tierstate.engine.restore.restore import RestoreSpec, restore
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
@@ -36,8 +36,9 @@ from tierstate.manifest.format.version import Head, ShardRow, Version
 from tierstate.providers.tree.rename import unwrapped
 from tierstate.providers.tree.unflatten import NEW
 from tierstate.tiers.base import Range, Tier
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.wrappers.measure import Measured
 

@@ -14,7 +14,7 @@ import torch
 from support.checkpointer_worlds import policy, tier
 
 import tierstate as ts
-from tierstate.tiers.memory.arena import map_pages
+from tierstate.tiers.memory.pages import map_pages
 
 MIB = 1 << 20
 

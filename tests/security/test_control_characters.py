@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tierstate as ts
 from tierstate.cli import main
-from tierstate.cli.output import say, table
+from tierstate.cli.output.lines import say, table
 from tierstate.manifest.errors import TierError
 from tierstate.manifest.printable import escape_controls, escape_json
 from tierstate.tiers.object.filesystem import store_errors_translated

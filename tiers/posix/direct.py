@@ -25,7 +25,7 @@ from typing import Any, Literal
 from tierstate.manifest.chunk import Buffer
 from tierstate.tiers.base import IoAlignment, Range, Release
 from tierstate.tiers.libc import libc
-from tierstate.tiers.memory.arena import PAGE, map_pages
+from tierstate.tiers.memory.pages import PAGE, map_pages
 
 from .files import BufferedFile, open_file
 from .io_engine import Engine, ThreadEngine, Transfer, UringEngine, transfers_done

@@ -34,7 +34,7 @@ from tierstate.tiers.base import (
 )
 from tierstate.tiers.capacity import CapacityCounter
 from tierstate.tiers.clock import RemoteClock
-from tierstate.tiers.memory.arena import PAGE
+from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.units import Seconds, Size
 from tierstate.tiers.wrappers.deadline import HANG_DEADLINE, Deadline
 

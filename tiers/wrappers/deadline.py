@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.tiers.base import KeepingArena, ObjectWriter, Place, Range, Release, Tier, Traits
-from tierstate.tiers.memory.arena import PAGE, map_pages
 from tierstate.tiers.memory.memcpy import memcpy
+from tierstate.tiers.memory.pages import PAGE, map_pages
 
 from .base import Wrapping
 from .breaker import Hung

@@ -30,7 +30,7 @@ from tierstate.manifest.errors import Unauthentic
 from tierstate.manifest.seal import derive
 from tierstate.tiers.base import AtomicWriter, ObjectWriter, Range, Release, Tier, check_key, check_ranges, layers
 from tierstate.tiers.keys import SecretKey
-from tierstate.tiers.memory.arena import map_pages
+from tierstate.tiers.memory.pages import map_pages
 
 from .base import Wrapping
 from .keyring import RING_PREFIX, DataKeys, create_ring, new_cipher, read_ring, replace_ring

@@ -17,15 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from tierstate.engine.capture.capture import CaptureJob, CaptureThread
+from tierstate.engine.capture.capture_thread import CaptureJob, CaptureThread
 from tierstate.engine.capture.plan import CapturePlan
 from tierstate.engine.events import Event
 from tierstate.engine.info import TierStats
 from tierstate.engine.placement import Route
 from tierstate.engine.publish.backlog import PendingVersion
-from tierstate.engine.publish.publish import DirectJob, Job, Stages
+from tierstate.engine.publish.publish import DirectJob, Job
 from tierstate.engine.publish.save_state import SaveState
 from tierstate.engine.publish.tier_queue import TierQueue
+from tierstate.engine.publish.tier_write import Stages
 from tierstate.engine.save.pipeline import DRAIN_INTERVAL, INTERRUPT_GRACE, OnDrain, SavePipeline
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, TierstateError, TierUnavailable

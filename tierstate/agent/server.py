@@ -104,7 +104,7 @@ class Agent:
 
     def __init__(self, text: str, door: Door, holder: Holder) -> None:
         # Imported after the fork, which is then quick; and they are most of the time that a start takes.
-        from tierstate.tiers.memory.arena import PAGE
+        from tierstate.tiers.memory.pages import PAGE
         from tierstate.tiers.peer.host import HostMemory
         from tierstate.tiers.peer.threads import KeeperThreads
         from tierstate.tiers.policy.policy import Policy

@@ -18,7 +18,7 @@ from contextlib import suppress
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import FormatError
 from tierstate.tiers.libc import libc
-from tierstate.tiers.memory.arena import PAGE, map_shared
+from tierstate.tiers.memory.pages import PAGE, map_shared
 
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _numbers = itertools.count()

@@ -13,11 +13,12 @@ import typer
 from tierstate.agent.launch import agent_name, agents_of_user, ask_agent, policy_text, socket_path, start_agent
 from tierstate.agent.messages import ConnectionLost
 from tierstate.agent.server import remove_leftover
+from tierstate.cli.output.lines import say
+from tierstate.cli.output.status import show_agents
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.policy.policy import Policy
 
 from .options import Json, PolicyFile
-from .output import say, show_agents
 
 app = typer.Typer(help="Agents: processes of this host that publish what trainers have captured.", no_args_is_help=True)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tierstate.checkpointer import Checkpointer, open_quietly
+from tierstate.cli.output.versions import show_exported, show_imported, show_restored
 from tierstate.engine.progress import byte_progress
 from tierstate.engine.restore.restore import OnDamage
 from tierstate.files.atomic_files import AtomicFiles
@@ -19,7 +20,6 @@ from tierstate.files.readers.reader import MAX_STEP
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.units import parse_size
 
-from . import output
 from .options import Force, Id, Json, Only, PolicyFile, Rename, Run, Step, TagName, parse_rename
 
 app = typer.Typer()
@@ -54,7 +54,7 @@ def restore(
             )  # fmt: skip
         _save_whole(state, to)
         assert ckpt.restored is not None
-        output.show_restored(ckpt.restored, to, as_json)
+        show_restored(ckpt.restored, to, as_json)
 
 
 def _nbytes(
@@ -114,7 +114,7 @@ def export(
             force=force,
             progress=progress,
         )
-    output.show_exported(found, as_json)
+    show_exported(found, as_json)
 
 
 @app.command("import")
@@ -139,7 +139,7 @@ def import_file(
 
     with open_quietly(policy, run) as ckpt, byte_progress("importing", shown=not as_json) as progress:
         info = import_version(ckpt, source, step=step, under=under, skip_values=skip_values, progress=progress)
-    output.show_imported(info, source, as_json)
+    show_imported(info, source, as_json)
 
 
 def _save_whole(state: Any, to: Path) -> None:

@@ -17,6 +17,9 @@ import typer
 
 from tierstate.agent.launch import agents_of_user, ask_agent
 from tierstate.checkpointer import Checkpointer, open_quietly
+from tierstate.cli.output.history import show_bisection, show_layer_history, show_leaf_history
+from tierstate.cli.output.lines import print_json, say
+from tierstate.cli.output.status import RunStatus, TierStatus, show_again_and_again, show_status
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.versions.bisect import bisect as find_first
 from tierstate.engine.versions.bisect import has_nonfinite
@@ -25,7 +28,6 @@ from tierstate.manifest.errors import StateMismatch, TierstateError
 from tierstate.telemetry.explain import explain as explain_save
 from tierstate.tiers.units import parse_seconds
 
-from . import output
 from .completion import steps
 from .options import Json, PolicyFile, Run, no_versions
 
@@ -69,9 +71,9 @@ def log(
             drifts = _drifts(ckpt, versions, leaf) if drift else None
             if not any(version.statistics or version.changed for version in versions):
                 ckpt.located(only=leaf)  # which says so if there is no such leaf, or no version
-            output.show_leaf_history(versions[-last:], drifts, as_json)
+            show_leaf_history(versions[-last:], drifts, as_json)
         elif (layers := ckpt.layers(last=last)).seqs:
-            output.show_layer_history(layers, as_json)
+            show_layer_history(layers, as_json)
         else:
             raise no_versions(ckpt)
 
@@ -119,14 +121,14 @@ def bisect(
             raise no_versions(ckpt)
         holds = _held(ckpt, when, versions[-1]) if when is not None else _command(str(policy), run, cmd or "")
         found = find_first(versions, holds if as_json else _told(holds))
-    output.show_bisection(found, as_json)
+    show_bisection(found, as_json)
     raise typer.Exit(0 if found.first is not None else 1)
 
 
 def _told(holds: Holds) -> Holds:
     def told(version: VersionInfo) -> bool | None:
         found = holds(version)
-        output.say(f"step {version.step}: {'cannot be told' if found is None else 'yes' if found else 'no'}")
+        say(f"step {version.step}: {'cannot be told' if found is None else 'yes' if found else 'no'}")
         return found
 
     return told
@@ -191,7 +193,7 @@ def status(policy: PolicyFile, run: Run, as_json: Json = False) -> None:
     """
     with open_quietly(policy, run) as ckpt:
         found, hung = _status(ckpt, run)
-    output.show_status(found, as_json)
+    show_status(found, as_json)
     raise typer.Exit(1 if hung or any(tier.unreadable for tier in found.tiers) else 0)
 
 
@@ -208,10 +210,10 @@ def watch(
     """
     seconds = parse_seconds(interval)
     with suppress(KeyboardInterrupt), open_quietly(policy, run) as ckpt:
-        output.show_again_and_again(run, partial(_looked, ckpt, run), seconds, as_json)
+        show_again_and_again(run, partial(_looked, ckpt, run), seconds, as_json)
 
 
-def _looked(ckpt: Checkpointer, run: str) -> output.RunStatus | str:
+def _looked(ckpt: Checkpointer, run: str) -> RunStatus | str:
     """The status, or why there is none just now."""
     try:
         return _status(ckpt, run)[0]
@@ -219,7 +221,7 @@ def _looked(ckpt: Checkpointer, run: str) -> output.RunStatus | str:
         return str(error)
 
 
-def _status(ckpt: Checkpointer, run: str) -> tuple[output.RunStatus, dict[str, str]]:
+def _status(ckpt: Checkpointer, run: str) -> tuple[RunStatus, dict[str, str]]:
     """How the run stands, and the tiers that hang."""
     versions = ckpt.versions()
     hung = {name: tier.hung for name, tier in ckpt.stats().tiers.items() if tier.hung}
@@ -231,7 +233,7 @@ def _status(ckpt: Checkpointer, run: str) -> tuple[output.RunStatus, dict[str, s
         _tier_status(tier.name, versions, trouble.get(tier.name, ""), speeds.get(tier.name))
         for tier in ckpt.policy.tiers
     ]
-    return output.RunStatus(run, tiers, _under_way(run)), hung
+    return RunStatus(run, tiers, _under_way(run)), hung
 
 
 @app.command()
@@ -249,18 +251,18 @@ def explain(
         events = ckpt.events()
     lines = explain_save(events, step)
     if as_json:
-        output.print_json([event.encode() for event in events if event.step == step])
+        print_json([event.encode() for event in events if event.step == step])
         return
     for line in lines:
-        output.say(line)
+        say(line)
 
 
-def _tier_status(name: str, versions: list[VersionInfo], trouble: str, speed: float | None) -> output.TierStatus:
+def _tier_status(name: str, versions: list[VersionInfo], trouble: str, speed: float | None) -> TierStatus:
     there = [version for version in versions if name in version.tiers]
     newest = max(there, key=lambda version: version.seq, default=None)
     latest = max((version for version in versions if version.id), key=lambda version: version.seq, default=None)
     lag = (latest.step - newest.step, latest.time - newest.time) if latest is not None and newest is not None else None
-    return output.TierStatus(
+    return TierStatus(
         tier=name,
         versions=len(there),
         step=None if newest is None else newest.step,

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from tierstate.cli.output.lines import say
+from tierstate.cli.output.status import PeerStatus, show_peers
 from tierstate.manifest.errors import NotFound, TierError
 from tierstate.tiers.peer.host import memories_of_user
 from tierstate.tiers.peer.host import reap as free_memory
@@ -17,7 +19,6 @@ from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.registry import open_tier
 
 from .options import Json, PolicyFile
-from .output import PeerStatus, say, show_peers
 
 app = typer.Typer(help="Peer memory: what hosts keep for each other.", no_args_is_help=True)
 

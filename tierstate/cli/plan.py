@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tierstate.cli.output.lines import print_json, say, table
 from tierstate.tiers.policy.models import FailuresKeys
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import parse_rate, parse_seconds, rough_duration, rough_size
 
-from . import output
 from .completion import run_names
 from .errors import warn
 from .options import Json, PolicyFile, parse_share
@@ -107,11 +107,11 @@ def plan(
     if to is not None:
         _write(to, encoded, [*_given(made, work, models, alone)])
     if as_json:
-        output.print_json(encoded)
+        print_json(encoded)
         return
     _show(made, [*_given(made, work, models, alone)])
     if to is not None:
-        output.say(f"wrote {to}")
+        say(f"wrote {to}")
 
 
 def _figures(policy: Path, run: str) -> RunFigures:
@@ -192,15 +192,15 @@ def _given(
 
 def _show(made: Plan, given: Sequence[tuple[str, str]]) -> None:
     for name, value in given:
-        output.say(f"{name}: {value}")
-    output.say("")
+        say(f"{name}: {value}")
+    say("")
     _show_tiers(made.now)
-    output.say("")
+    say("")
     _show_forecast(made.now)
     said = ", ".join(f"{name} {f'every {text}' if text else 'every save'}" for name, text in made.every.items())
-    output.say(f"least cost: {said or 'as it is'}: {made.best.goodput:.2%} of the time counts in the end")
+    say(f"least cost: {said or 'as it is'}: {made.best.goodput:.2%} of the time counts in the end")
     for advice in made.advice:
-        output.say(f"TO DO {advice}")
+        say(f"TO DO {advice}")
 
 
 def _show_tiers(now: Forecast) -> None:
@@ -220,11 +220,11 @@ def _show_tiers(now: Forecast) -> None:
         for tier in now.tiers
     ]
     columns = [">versions/day", ">written/day", ">busy", ">there after", ">kept", ">bytes kept", ">read back in"]
-    output.table(["tier", "every", *columns, ">money/day"], rows)
+    table(["tier", "every", *columns, ">money/day"], rows)
 
 
 def _show_forecast(now: Forecast) -> None:
-    output.say(
+    say(
         f"saves: {now.saves:.0f} a day, each blocks {rough_duration(now.blocked)} ({rough_duration(now.longest)} at "
         f"most); they cost {now.saving:.2%} of the time"
     )
@@ -232,5 +232,5 @@ def _show_forecast(now: Forecast) -> None:
         what = "a host is lost" if failure.host_lost else "a process is killed"
         lost = "all is lost" if failure.lost is None else f"{rough_duration(failure.lost)} are lost on average"
         source = f"restored from {failure.tier}, " if failure.tier else ""
-        output.say(f"{what} ({failure.share:.0%}): {lost}; {source}{rough_duration(failure.recovery)} until it goes on")
-    output.say(f"{now.goodput:.2%} of the time counts in the end")
+        say(f"{what} ({failure.share:.0%}): {lost}; {source}{rough_duration(failure.recovery)} until it goes on")
+    say(f"{now.goodput:.2%} of the time counts in the end")

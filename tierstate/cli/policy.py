@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tierstate.cli.output.lines import print_json
+from tierstate.cli.output.policies import show_live, show_made_policy, show_policy, show_policy_errors
 from tierstate.engine.progress import status_line
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import PolicyError
@@ -17,7 +19,7 @@ from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.schema import policy_schema
 from tierstate.tiers.units import parse_seconds, parse_size
 
-from . import errors, output
+from . import errors
 from .options import Force, Json
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def check(
     try:
         policy = Policy.load(file)
     except PolicyError as error:
-        output.show_policy_errors(str(error), as_json)
+        show_policy_errors(str(error), as_json)
         raise typer.Exit(1) from error
     if policy.ranks.trust == "network":
         errors.warn(f"{file}: {NOT_AUTHENTICATED}", as_json=as_json)
@@ -46,15 +48,15 @@ def check(
 
     same, notes = look_at_tiers(policy)
     if same:
-        output.show_policy_errors(f"{file}: {same}", as_json)
+        show_policy_errors(f"{file}: {same}", as_json)
         raise typer.Exit(1)
     if state and not live:
         raise ValueError("--state is what live tiers are compared with; say --live too")
     if not live:
-        output.show_policy(policy, notes, as_json)
+        show_policy(policy, notes, as_json)
         return
     findings = _check_live(policy, file, limit, parse_size(state) if state else None, as_json)
-    output.show_live(findings, as_json)
+    show_live(findings, as_json)
     raise typer.Exit(0 if all(f.ok for f in findings) else 1)
 
 
@@ -64,8 +66,8 @@ def _check_live(policy: Policy, file: Path, limit: str, state: int | None, as_js
 
     from tierstate.cluster.advice import advise, advise_agent, advise_arena
     from tierstate.cluster.process import check_tiers
-    from tierstate.tiers.memory.arena import shares_huge_pages
     from tierstate.tiers.memory.limits import MemoryLimits
+    from tierstate.tiers.memory.pages import shares_huge_pages
 
     seconds = parse_seconds(limit)
     with status_line(shown=not as_json) as on_step:
@@ -112,11 +114,11 @@ def init(
         written.commit()
     for warning in policy_warnings(facts):
         errors.warn(warning, as_json=as_json)
-    output.show_made_policy(to, policy, findings, as_json)
+    show_made_policy(to, policy, findings, as_json)
     raise typer.Exit(0 if all(f.ok for f in findings) else 1)
 
 
 @app.command("schema")
 def print_schema() -> None:
     """Print the JSON schema of policies, with every tier type that is installed; for editors."""
-    output.print_json(policy_schema())
+    print_json(policy_schema())

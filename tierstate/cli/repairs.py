@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from tierstate.checkpointer import open_quietly
+from tierstate.cli.output.repairs import show_doctor, show_rebuilt, show_report
 from tierstate.engine.progress import byte_progress
 from tierstate.engine.repair.check_chunks import Depth
 from tierstate.engine.repair.verify import bytes_to_examine, bytes_to_verify
 from tierstate.manifest.errors import NotFound
 from tierstate.tiers.policy.policy import Policy
 
-from . import output
 from .completion import tier_names
 from .options import Json, PolicyFile, Run, no_versions, parse_share
 
@@ -41,7 +41,7 @@ def doctor(
         names = [tier.name for tier in ckpt.policy.tiers]
         if not (report.versions or report.unknown) and report.ok:
             raise no_versions(ckpt)
-    output.show_doctor(report, names, as_json)
+    show_doctor(report, names, as_json)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -62,7 +62,7 @@ def rebuild(
         found = ckpt.rebuild(tier, partial=partial, dry_run=dry_run)
         if not (found.packs or found.versions or found.unknown or ckpt.versions()):
             raise NotFound(f"run {run!r} has neither records nor packs in {tier}")
-    output.show_rebuilt(found, dry_run, as_json)
+    show_rebuilt(found, dry_run, as_json)
     raise typer.Exit(0 if found.ok else 1)
 
 
@@ -100,5 +100,5 @@ def verify(
         report = ckpt.verify(data=data, sample=share, seed=how.seed, deep=deep, mend=mend, progress=progress)
         if not report.versions and report.ok:
             raise no_versions(ckpt)
-    output.show_report(report, as_json)
+    show_report(report, as_json)
     raise typer.Exit(0 if report.ok else 1)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tierstate.cli.output.lines import print_json, say
 from tierstate.files.atomic_files import AtomicFiles
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import NotFound
@@ -15,7 +16,6 @@ from tierstate.report.collect import collect_runs
 from tierstate.report.page import render_page
 from tierstate.tiers.policy.policy import Policy
 
-from . import output
 from .options import Json, PolicyFile
 
 app = typer.Typer()
@@ -46,13 +46,13 @@ def report(
             names = ", ".join(tier.name for tier in one.tiers)
             raise NotFound(f"run {one.run!r} has no version and no event in {names}")
     if as_json:
-        output.print_json(data.encode())
+        print_json(data.encode())
         return
     page = render_page(data).encode("utf-8", "backslashreplace")
     with AtomicFiles(force=True) as files:
         files.create(to, len(page)).write(0, as_buffer(page))
         files.commit()
-    output.say(f"wrote {to}")
+    say(f"wrote {to}")
 
 
 @app.command()
@@ -71,5 +71,5 @@ def serve(
     collect = partial(collect_runs, Policy.load(policy), run)
     with ReportServer(collect, address, port) as server:
         server.live.get()  # what cannot be read is told here
-        output.say(f"{server.url} (Ctrl-C ends it)")
+        say(f"{server.url} (Ctrl-C ends it)")
         server.serve_forever()

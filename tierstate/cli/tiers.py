@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from tierstate.cli.output.policies import show_markers, show_rekeyed
 from tierstate.engine.maintain.adopt import adopt_tier, init_tiers
 from tierstate.engine.maintain.rekey import rekey_tiers
 from tierstate.tiers.policy.policy import Policy
 
-from . import output
 from .completion import tier_names
 from .options import Json, PolicyFile
 
@@ -27,7 +27,7 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Create the markers of a policy's tiers, ahead of training; those that have one keep it."""
-    output.show_markers(init_tiers(Policy.load(policy), tiers or ()), as_json)
+    show_markers(init_tiers(Policy.load(policy), tiers or ()), as_json)
 
 
 @app.command()
@@ -37,7 +37,7 @@ def adopt(
     as_json: Json = False,
 ) -> None:
     """Use what lies in a tier's place from now on: after a copy of a disk, or when a tier is lost for good."""
-    output.show_markers([adopt_tier(Policy.load(policy), tier)], as_json)
+    show_markers([adopt_tier(Policy.load(policy), tier)], as_json)
 
 
 @app.command()
@@ -53,4 +53,4 @@ def rekey(
     The policy lists the new key first, and then the old one. Jobs that run on, and read the policy before, go on with
     what they have read.
     """
-    output.show_rekeyed(rekey_tiers(Policy.load(policy), tiers or ()), as_json)
+    show_rekeyed(rekey_tiers(Policy.load(policy), tiers or ()), as_json)

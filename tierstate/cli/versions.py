@@ -9,6 +9,18 @@ from typing import Annotated
 import typer
 
 from tierstate.checkpointer import open_quietly
+from tierstate.cli.output.history import show_events
+from tierstate.cli.output.repairs import show_prune, show_removed
+from tierstate.cli.output.versions import (
+    show_copied,
+    show_diff,
+    show_fork,
+    show_leaves,
+    show_runs,
+    show_tag,
+    show_tags,
+    show_versions,
+)
 from tierstate.engine.events import KINDS
 from tierstate.engine.progress import byte_progress, status_line
 from tierstate.manifest.errors import NotFound, TierUnavailable
@@ -16,7 +28,6 @@ from tierstate.run import runs_of
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import parse_seconds
 
-from . import output
 from .completion import steps, tags, tier_names
 from .errors import warn
 from .options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, no_versions
@@ -31,7 +42,7 @@ def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False)
     Without --run all runs are listed. Exit status 1 if a record cannot be read or a tier hangs.
     """
     if run is None:
-        output.show_runs(_runs(Policy.load(policy), as_json), as_json)
+        show_runs(_runs(Policy.load(policy), as_json), as_json)
         return
     with open_quietly(policy, run) as ckpt:
         versions = ckpt.versions()
@@ -44,7 +55,7 @@ def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False)
             )
         if not versions:
             raise no_versions(ckpt)
-        output.show_versions(versions, [t.name for t in ckpt.policy.tiers], as_json)
+        show_versions(versions, [t.name for t in ckpt.policy.tiers], as_json)
     raise typer.Exit(1 if hung or any(version.unreadable for version in versions) else 0)
 
 
@@ -67,7 +78,7 @@ def show(
     """
     with open_quietly(policy, run) as ckpt:
         info = ckpt.info(step=step, version=version, tag=tag)
-        output.show_leaves(info, ckpt.located(version=info.id, only=only), depth, as_json)
+        show_leaves(info, ckpt.located(version=info.id, only=only), depth, as_json)
 
 
 @app.command()
@@ -84,7 +95,7 @@ def events(
         raise ValueError(f"--kind {wrong[0]}: right are {', '.join(KINDS)}")
     with open_quietly(policy, run) as ckpt:
         found = [event for event in ckpt.events(since=start) if not kind or event.kind in kind]
-    output.show_events(found, as_json)
+    show_events(found, as_json)
 
 
 @app.command()
@@ -100,7 +111,7 @@ def diff(
     """Compare two versions leaf by leaf; exit 1 if they differ."""
     with open_quietly(policy, run) as ckpt, byte_progress("comparing", shown=values and not as_json) as progress:
         found = ckpt.diff(old, new, values=values, only=only, progress=progress)
-    output.show_diff(found, values, as_json)
+    show_diff(found, values, as_json)
     raise typer.Exit(0 if all(leaf.change == "same" for leaf in found) else 1)
 
 
@@ -128,7 +139,7 @@ def copy(
         ) as progress,
     ):
         found = ckpt.copy(step=step, version=version, to=to, into=into, run=into_run, progress=progress)
-    output.show_copied(found, to or str(into), as_json)
+    show_copied(found, to or str(into), as_json)
 
 
 @app.command("tag")
@@ -154,9 +165,9 @@ def tag_version(
         if delete is not None:
             ckpt.untag(delete)
         if name is None:
-            output.show_tags(ckpt.tags(), as_json)
+            show_tags(ckpt.tags(), as_json)
         else:
-            output.show_tag(ckpt.tag(name, step, version=version), name, as_json)
+            show_tag(ckpt.tag(name, step, version=version), name, as_json)
 
 
 @app.command("fork")
@@ -171,7 +182,7 @@ def fork_run(
 ) -> None:
     """Begin a new run with a version of this one, whose data it shares."""
     with open_quietly(policy, run) as ckpt:
-        output.show_fork(ckpt.fork(new_run, step, version=version, tag=tag), run, as_json)
+        show_fork(ckpt.fork(new_run, step, version=version, tag=tag), run, as_json)
 
 
 @app.command("rm")
@@ -199,7 +210,7 @@ def remove(
         raise ValueError("say which version to remove: --step, --version or --seq")
     with open_quietly(policy, run) as ckpt:
         report = ckpt.remove(step=step, version=version, seq=seq, tier=tier, force=force, dry_run=dry_run)
-    output.show_removed(report, force, as_json)
+    show_removed(report, force, as_json)
     raise typer.Exit(0 if report.ok or (dry_run and force and not any(t.reasons for t in report.tiers)) else 1)
 
 
@@ -220,7 +231,7 @@ def prune(
         report = ckpt.prune(dry_run=dry_run, grace=seconds, progress=on_step)
     if report.ok and not any(t.keep or t.drop or t.packs or t.young or t.ageless for t in report.tiers):
         raise NotFound(f"run {run!r} has nothing in {', '.join(t.name for t in ckpt.policy.tiers)}")
-    output.show_prune(report, as_json)
+    show_prune(report, as_json)
     raise typer.Exit(0 if report.ok else 1)
 
 

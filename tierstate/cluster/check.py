@@ -19,7 +19,7 @@ from tierstate.manifest.chunk import Buffer, as_buffer, spans
 from tierstate.manifest.errors import AccessDenied, PolicyError, TierError, TierFull, TierstateError, TierUnavailable
 from tierstate.manifest.history.log import list_runs
 from tierstate.tiers.base import Range, Tier
-from tierstate.tiers.memory.arena import map_pages
+from tierstate.tiers.memory.pages import map_pages
 from tierstate.tiers.object.tier import REQUEST_DEADLINE
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy, TierPolicy

@@ -40,8 +40,9 @@ from tierstate.providers.tensors.tensors import (
 from tierstate.providers.values.copies import with_values
 from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.latch import Completion
-from tierstate.tiers.memory.arena import current_device, fault_in, map_pages
+from tierstate.tiers.memory.arena import current_device
 from tierstate.tiers.memory.cuda import CopyStream
+from tierstate.tiers.memory.pages import fault_in, map_pages
 from tierstate.tiers.memory.pinning import Pinning
 from tierstate.tiers.units import rough_size
 

@@ -25,7 +25,8 @@ from tierstate.manifest.chunk import Buffer, Chunk, as_buffer, spans, to_bytes
 from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import CaptureError, Unsafe
 from tierstate.manifest.format.leaf import Leaf, Spec
-from tierstate.tiers.memory.arena import HUGE, PAGE, Arena
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.memory.pages import HUGE, PAGE
 
 DIGEST = digest_function("xxh3-128")
 

@@ -14,8 +14,9 @@ from tierstate.engine.packs.slab_layout import BIG
 from tierstate.engine.publish.leaf_files import ChunkRun, LeafFile
 from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
 from tierstate.manifest.errors import TierFull
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.testing import Fault, Faulty
 
 HEAD = b"head" * 4

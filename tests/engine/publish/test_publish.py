@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tierstate.engine.packs.slab_layout import SlabChunks
 from tierstate.engine.placement import Route
-from tierstate.engine.publish.publish import DirectJob, TierWrite, UnchangedChunks, tier_write_of
+from tierstate.engine.publish.publish import DirectJob, UnchangedChunks
 from tierstate.engine.publish.save_state import SaveState
+from tierstate.engine.publish.tier_write import TierWrite, tier_write_of
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.store.catalog import Holding
 from tierstate.engine.store.run_in_tier import TierRun

@@ -15,7 +15,7 @@ from support.damaged_runs import Blow, Oracle, Shape, World, blows, damage, make
 from support.ill_tiers import ANSWERS, HEALTH, Health, Ill
 
 import tierstate as ts
-from tierstate.engine.repair.doctor import DoctorReport
+from tierstate.engine.repair.health import DoctorReport
 from tierstate.manifest.history.log import Log
 
 

@@ -28,8 +28,9 @@ from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, ShardRow, Version
 from tierstate.tiers.base import Range, Tier
-from tierstate.tiers.memory.arena import PAGE, Arena, map_pages
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.memory.pages import PAGE, map_pages
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import Fault, Faulty, random_bytes
 

@@ -27,8 +27,9 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, ShardRow, Version
 from tierstate.manifest.history.retention import RetentionPolicy
 from tierstate.tiers.base import Tier
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.testing import Fault, Faulty
 
 CHUNK = 4096

@@ -27,8 +27,9 @@ from tierstate.engine.capture import capture
 from tierstate.engine.capture.capture import Capture
 from tierstate.tiers.memory import arena as arena_room
 from tierstate.tiers.memory import pinning
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.numa import NumaNode
+from tierstate.tiers.memory.pages import PAGE
 
 CALLS = {"register": "cudaHostRegister", "unregister": "cudaHostUnregister"}
 

@@ -14,7 +14,8 @@ from support.outcomes import until
 
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import CaptureError, TierstateError
-from tierstate.tiers.memory.arena import PAGE, RESERVED_SLABS, Arena, Slab
+from tierstate.tiers.memory.arena import RESERVED_SLABS, Arena, Slab
+from tierstate.tiers.memory.pages import PAGE
 
 SLOTS = 5
 

@@ -18,10 +18,11 @@ import torch
 from support.outcomes import until
 
 from tierstate.manifest.errors import CaptureError, TierstateError
-from tierstate.tiers.memory import arena as arena_module
 from tierstate.tiers.memory import arena as arena_room
-from tierstate.tiers.memory.arena import PAGE, Arena, Slab
+from tierstate.tiers.memory import pages as pages_room
+from tierstate.tiers.memory.arena import Arena, Slab
 from tierstate.tiers.memory.host import Host
+from tierstate.tiers.memory.pages import PAGE
 
 MIB = 1 << 20
 BIG = 4 * MIB
@@ -30,7 +31,7 @@ BIG = 4 * MIB
 @pytest.fixture(params=[True, False], ids=["shared", "private"])
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether big slabs are shared, whatever this system does."""
-    monkeypatch.setattr(arena_module, "shares_huge_pages", lambda: request.param)
+    monkeypatch.setattr(pages_room, "shares_huge_pages", lambda: request.param)
     return bool(request.param)
 
 
@@ -422,7 +423,7 @@ memory[1] = 99
 
 @pytest.mark.parametrize("slab_size", [PAGE, BIG, BIG + PAGE])
 def test_another_process_sees_the_bytes_by_the_descriptor(slab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "shares_huge_pages", lambda: True)
+    monkeypatch.setattr(pages_room, "shares_huge_pages", lambda: True)
     arena = Arena(4 * slab_size, slab_size)
     first, slab = arena.acquire(), arena.acquire()
     assert arena.shared is not None
@@ -564,7 +565,7 @@ def test_a_forked_child_that_drops_what_it_inherited_keeps_its_own_memory(loaned
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_private_memory_is_not_inherited() -> None:
-    memory = arena_module.map_pages(BIG)
+    memory = pages_room.map_pages(BIG)
     memory.fill_(3)
 
     def look() -> None:

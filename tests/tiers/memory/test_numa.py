@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from tierstate.tiers.memory import arena as arena_room
 from tierstate.tiers.memory import numa
-from tierstate.tiers.memory.arena import PAGE, Arena, SharedPages, fault_in, map_pages
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.numa import NumaNode, node_at, node_of_device, nodes, running_on
+from tierstate.tiers.memory.pages import PAGE, SharedPages, fault_in, map_pages
 
 MIB = 1 << 20
 ALLOWED = frozenset(os.sched_getaffinity(0))

@@ -12,7 +12,8 @@ from support.outcomes import until
 from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.tiers.memory import arena as arena_room
 from tierstate.tiers.memory import pinning
-from tierstate.tiers.memory.arena import PAGE, Arena
+from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.memory.pages import PAGE
 
 MIB = 1 << 20
 BIG = 4 * MIB

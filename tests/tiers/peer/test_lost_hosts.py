@@ -17,8 +17,8 @@ import tierstate as ts
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierFull, TierUnavailable
 from tierstate.tiers.peer import client
+from tierstate.tiers.peer.client_session import ClientSession
 from tierstate.tiers.peer.members import HostReport, Member, Membership, is_stale, merge_memberships
-from tierstate.tiers.peer.server import ClientSession
 from tierstate.tiers.peer.tier import Peer
 from tierstate.tiers.testing import Faulty, random_bytes
 from tierstate.tiers.wrappers.limit import Limited

@@ -12,7 +12,7 @@ import torch
 
 from tierstate.manifest.errors import Damaged
 from tierstate.tiers.base import IoAlignment, Range
-from tierstate.tiers.memory.arena import PAGE, map_pages
+from tierstate.tiers.memory.pages import PAGE, map_pages
 from tierstate.tiers.posix.direct import DIRECT_MIN, SAFE_ALIGNMENT, DirectIo, direct_alignment, parse_statx
 from tierstate.tiers.posix.directory import Directory
 from tierstate.tiers.posix.files import open_file

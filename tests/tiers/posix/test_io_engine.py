@@ -17,7 +17,7 @@ from support.checkpointer_worlds import has_uring
 
 import tierstate as ts
 from tierstate.manifest.chunk import empty_buffer
-from tierstate.tiers.memory.arena import PAGE, fault_in, map_pages
+from tierstate.tiers.memory.pages import PAGE, fault_in, map_pages
 from tierstate.tiers.posix import direct as stream_room
 from tierstate.tiers.posix import io_engine
 from tierstate.tiers.posix import io_engine as engine_room

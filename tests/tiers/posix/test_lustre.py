@@ -17,7 +17,7 @@ import tierstate as ts
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import AccessDenied, TierError, TierFull, TierUnavailable
 from tierstate.tiers.base import Tier
-from tierstate.tiers.memory.arena import map_pages
+from tierstate.tiers.memory.pages import map_pages
 from tierstate.tiers.posix import lustre
 from tierstate.tiers.posix.direct import stripe_cuts
 from tierstate.tiers.posix.io_engine import Engine, Transfer

@@ -15,8 +15,8 @@ from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import TierUnavailable, Unauthentic
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.keys import SecretKey
-from tierstate.tiers.memory.arena import map_pages
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.memory.pages import map_pages
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import Fault, Faulty, TierContract, random_bytes
 from tierstate.tiers.wrappers import encrypt

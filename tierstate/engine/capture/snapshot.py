@@ -30,7 +30,7 @@ from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums, sums_on_hos
 from tierstate.tiers.memory.cuda import CopyStream
 from tierstate.tiers.memory.gpu import Gpu
 
-from .capture import CaptureJob
+from .capture_thread import CaptureJob
 from .plan import HOST, CapturePlan, Chunks
 from .streamed import checked_chunks
 

@@ -38,8 +38,9 @@ from tierstate.manifest.format.layout import DELTA, RAW, ChunkPlace, Layout
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.base import IoAlignment, Range
 from tierstate.tiers.concurrency import run_concurrently
-from tierstate.tiers.memory.arena import Arena, Slab, map_pages
+from tierstate.tiers.memory.arena import Arena, Slab
 from tierstate.tiers.memory.memcpy import SHORT_COPY
+from tierstate.tiers.memory.pages import map_pages
 from tierstate.tiers.trace import span
 
 from .read_plan import Extent, ReadPlan, StoredChunk, plan_reads

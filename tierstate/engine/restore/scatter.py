@@ -20,8 +20,8 @@ from tierstate.manifest.errors import untrusted
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.reshard.overlap import Overlaps, WantedBox, find_overlaps
 from tierstate.providers.tensors.tensors import TensorProvider
-from tierstate.tiers.memory.arena import PAGE, populate
 from tierstate.tiers.memory.memcpy import memcpy
+from tierstate.tiers.memory.pages import PAGE, populate
 
 
 class ScatterPiece(NamedTuple):

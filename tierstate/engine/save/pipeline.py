@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol, TypeAlias
 
 from tierstate.engine.cadence import AutoCadence
-from tierstate.engine.capture.capture import CaptureJob, CaptureThread
+from tierstate.engine.capture.capture_thread import CaptureJob, CaptureThread
 from tierstate.engine.capture.plan import CapturePlan
 from tierstate.engine.capture.snapshot import take_snapshot
 from tierstate.engine.events import EventBus
@@ -31,19 +31,13 @@ from tierstate.engine.placement import (
     rule_warnings,
 )
 from tierstate.engine.publish.backlog import PendingVersion
-from tierstate.engine.publish.publish import DirectJob, Job, Stages, tier_write_of
+from tierstate.engine.publish.publish import DirectJob, Job
 from tierstate.engine.publish.save_state import SaveState, SavesUnderWay
 from tierstate.engine.publish.tier_queue import Cascade, TierQueue
+from tierstate.engine.publish.tier_write import Stages, tier_write_of
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.errors import (
-    AlreadyExists,
-    NotFound,
-    RankFull,
-    TierFull,
-    TierstateError,
-    TierUnavailable,
-)
+from tierstate.manifest.errors import AlreadyExists, NotFound, RankFull, TierFull, TierstateError, TierUnavailable
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import next_seq

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from tierstate.engine.placement import Route, Routes
-from tierstate.engine.publish.publish import tier_write_of
+from tierstate.engine.publish.tier_write import tier_write_of
 from tierstate.engine.restore.fetch import ChunkSink, Fetch
 from tierstate.engine.store.catalog import VersionCopies, VersionMoved, lease_newest
 from tierstate.engine.store.run_in_tier import TierRun

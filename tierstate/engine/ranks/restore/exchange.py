@@ -35,7 +35,7 @@ from tierstate.tiers.connections.channel import Channel, connect
 from tierstate.tiers.connections.listener import Listener
 from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.latch import Latch
-from tierstate.tiers.memory.arena import map_pages
+from tierstate.tiers.memory.pages import map_pages
 
 from .exchange_plan import ExchangePlan
 from .stragglers import Passed
