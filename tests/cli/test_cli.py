@@ -15,7 +15,7 @@ from support.cli_calls import Call, damage, state
 from support.equality import difference
 
 import tierstate as ts
-from tierstate.cli import output
+from tierstate.cli.output import lines as output
 
 # ls, show
 

@@ -140,7 +140,7 @@ def test_a_tier_that_cannot_be_listed_is_told_and_not_said_to_lack_anything(
 
 
 def test_a_plain_table_for_many_rows_has_the_same_cells(capsys: pytest.CaptureFixture[str]) -> None:
-    from tierstate.cli import output as tables
+    from tierstate.cli.output import lines as tables
 
     rows = [(n, "x" * (n % 5), f"{n}:") for n in range(tables.PLAIN_ABOVE + 1)]
     tables.table([">seq", "text", "last"], rows)

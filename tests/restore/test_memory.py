@@ -15,7 +15,7 @@ from support.equality import difference
 from support.outcomes import until
 
 import tierstate as ts
-from tierstate.engine.capture import capture
+from tierstate.engine.capture import capture_thread
 from tierstate.engine.publish.publish import CascadeJob
 from tierstate.manifest.digest import digest_function
 from tierstate.tiers.memory.host import Memory
@@ -146,7 +146,7 @@ def test_save_returns_when_all_is_copied_and_does_not_wait_for_digests(place, mo
     gate, digesting = threading.Event(), threading.Event()
     state = {"w": torch.arange(100_000)}
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}, arena={"size": "4MiB"}), "run") as ckpt:
-        monkeypatch.setattr(capture, "digest_function", waiting_digest(gate, digesting))
+        monkeypatch.setattr(capture_thread, "digest_function", waiting_digest(gate, digesting))
         save = ckpt.save(state, step=1)
         assert digesting.wait(30)
         assert not gate.is_set()
@@ -156,7 +156,7 @@ def test_save_returns_when_all_is_copied_and_does_not_wait_for_digests(place, mo
         gate.set()
         save.wait()
         assert difference({"w": torch.arange(100_000)}, ckpt.load()) == ""
-        monkeypatch.setattr(capture, "digest_function", broken_digest)
+        monkeypatch.setattr(capture_thread, "digest_function", broken_digest)
         late = ckpt.save(state, step=2)
         with pytest.raises(ts.CaptureError, match="planted"):
             late.wait()
@@ -170,7 +170,7 @@ def test_a_restored_version_is_the_parent_of_the_saves_after_it_and_of_none_befo
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}, arena={"size": "4MiB"}), "run") as ckpt:
         for step in (1, 2):
             ckpt.save(state, step=step).wait()
-        monkeypatch.setattr(capture, "digest_function", waiting_digest(gate, threading.Event()))
+        monkeypatch.setattr(capture_thread, "digest_function", waiting_digest(gate, threading.Event()))
         late = ckpt.save(state, step=3)
         ckpt.restore(into=state, step=1)
         assert not late.done()
