@@ -189,13 +189,20 @@ def test_a_pickle_is_loaded_only_where_that_is_said(call: Call, policy: Path, tm
 
 ERRORS = {
     "no such run": (["ls", "-r", "nobody"], "'nobody' has no version in nvme, store"),
+    **{
+        f"no such run, {verb}": ([verb, "-r", "nobody", *rest], "'nobody' has no")
+        for verb, *rest in (["events"], ["explain", "--step", "1"], ["tag"], ["log"], ["status"], ["verify"], ["prune"])
+    },
     "no such step": (["show", "-r", "gpt", "--step", "9"], "no version with step 9"),
     "no such id": (
         ["restore", "-r", "gpt", "/tmp/never-written.pt", "--version", "ff00ff00ff00"],
         "no version with id",
     ),
     "no run's name": (["ls", "-r", "../../etc"], "cannot name a run"),
-    "no folder": (["restore", "-r", "gpt", "/nowhere/at/all.pt"], "No such file or directory"),
+    "no folder": (
+        ["restore", "-r", "gpt", "/nowhere/at/all.pt"],
+        "all.pt has no folder to be in; make it first: '/nowhere/at'",
+    ),
     "no leaf": (["restore", "-r", "gpt", "/tmp/never-written.pt", "--only", "optimizer.**"], "optimizer"),
 }
 

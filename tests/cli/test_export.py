@@ -221,7 +221,7 @@ def test_values_that_are_too_long_are_refused(policy: Path, monkeypatch: pytest.
 
 ERRORS = {
     "no such ending": (["out.bin"], "ends with .safetensors, .h5, .hdf5"),
-    "no such folder": (["nowhere/out.h5"], "No such file or directory"),
+    "no such folder": (["nowhere/out.h5"], "out.h5 has no folder to be in; make it first"),
     "no such step": (["out.h5", "--step", "9"], "no version with step 9"),
     "no size": (["out.safetensors", "--max-shard", "big"], "big"),
 }

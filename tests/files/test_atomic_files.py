@@ -58,7 +58,10 @@ def test_a_pipe_or_a_device_is_not_replaced(call: Call, policy: Path, name: str)
 def test_a_missing_folder_is_named(call: Call, policy: Path, name: str) -> None:
     folder = policy.parent / "none"
     answer = call(*COMMANDS[name](policy, folder / "out.safetensors"))
-    assert (answer.status, answer.err) == (2, f"tierstate: [Errno 2] No such file or directory: '{folder}'\n")
+    assert (answer.status, answer.err) == (
+        2,
+        f"tierstate: [Errno 2] out.safetensors has no folder to be in; make it first: '{folder}'\n",
+    )
 
 
 def test_the_name_of_a_standard_stream_is_none_of_a_file(tmp_path: Path) -> None:

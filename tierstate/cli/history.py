@@ -29,7 +29,7 @@ from tierstate.telemetry.explain import explain as explain_save
 from tierstate.tiers.units import parse_seconds
 
 from .completion import steps
-from .options import Json, PolicyFile, Run, no_versions
+from .options import Json, PolicyFile, Run, check_exists, no_versions
 
 app = typer.Typer()
 
@@ -249,6 +249,8 @@ def explain(
     """
     with open_quietly(policy, run) as ckpt:
         events = ckpt.events()
+        if not events:
+            check_exists(ckpt)
     lines = explain_save(events, step)
     if as_json:
         print_json([event.encode() for event in events if event.step == step])

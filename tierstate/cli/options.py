@@ -50,6 +50,12 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exi
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of a table.")]
 
 
+def check_exists(run: runs.Run) -> None:
+    """Raises NotFound if no tier has a version of the run: its name may be a slip, where there is nothing to show."""
+    if not run.versions():
+        raise no_versions(run)
+
+
 def no_versions(run: runs.Run) -> NotFound:
     """The error for a run of which no tier has a version."""
     catalog = RunCatalog(run._tier_runs)

@@ -30,7 +30,7 @@ from tierstate.tiers.units import parse_seconds
 
 from .completion import steps, tags, tier_names
 from .errors import warn
-from .options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, no_versions
+from .options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, check_exists, no_versions
 
 app = typer.Typer()
 
@@ -94,7 +94,10 @@ def events(
     if wrong := [name for name in kind or () if name not in KINDS]:
         raise ValueError(f"--kind {wrong[0]}: right are {', '.join(KINDS)}")
     with open_quietly(policy, run) as ckpt:
-        found = [event for event in ckpt.events(since=start) if not kind or event.kind in kind]
+        happened = ckpt.events(since=start)
+        if not happened:
+            check_exists(ckpt)
+    found = [event for event in happened if not kind or event.kind in kind]
     show_events(found, as_json)
 
 
@@ -165,7 +168,10 @@ def tag_version(
         if delete is not None:
             ckpt.untag(delete)
         if name is None:
-            show_tags(ckpt.tags(), as_json)
+            named = ckpt.tags()
+            if not named and delete is None:
+                check_exists(ckpt)
+            show_tags(named, as_json)
         else:
             show_tag(ckpt.tag(name, step, version=version), name, as_json)
 

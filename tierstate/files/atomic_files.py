@@ -89,7 +89,9 @@ class AtomicFiles:
         FileNotFoundError: its folder is missing.
         """
         if not path.parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+            raise FileNotFoundError(
+                errno.ENOENT, f"{path.name} has no folder to be in; make it first", str(path.parent)
+            )
         if _is_special(path):
             raise AlreadyExists(f"{path} is a device, a pipe, a socket or a standard stream; name a file")
         if path.is_dir() and not path.is_symlink():
