@@ -88,16 +88,20 @@ class AtomicFiles:
         AlreadyExists: a file of that name must not be created.
         FileNotFoundError: its folder is missing.
         """
-        if not path.parent.is_dir():
-            raise FileNotFoundError(
-                errno.ENOENT, f"{path.name} has no folder to be in; make it first", str(path.parent)
-            )
+        check_folder(path)
         if _is_special(path):
             raise AlreadyExists(f"{path} is a device, a pipe, a socket or a standard stream; name a file")
         if path.is_dir() and not path.is_symlink():
             raise AlreadyExists(f"{path} is a folder; name another file, or move it away")
         if path.exists() and not self._force:
             raise AlreadyExists(f"{path} exists; name another file, or say --force (force=True) to replace it")
+
+
+def check_folder(path: Path) -> None:
+    """Raises FileNotFoundError, which says what to do, if the folder of a file that is to be written is missing."""
+    if not path.parent.is_dir():
+        text = f"{path.name} has no folder to be in; make it first"
+        raise FileNotFoundError(errno.ENOENT, text, str(path.parent))
 
 
 def _is_special(path: Path) -> bool:

@@ -45,7 +45,7 @@ from tierstate.providers.tree.rename import Rename
 from tierstate.providers.values.values import ValueProvider
 from tierstate.tiers.memory.arena import Arena
 
-from .atomic_files import AtomicFiles
+from .atomic_files import AtomicFiles, check_folder
 
 INDEX_SUFFIX = ".index.json"
 """Suffix of the index file of a set of files."""
@@ -118,6 +118,7 @@ def index_file(to: Path) -> Path:
 def existing_files(to: Path) -> list[Path]:
     """The existing files of any export of that name, the index first."""
     shard = re.compile(rf"{re.escape(to.stem)}-[0-9]{{5,}}-of-[0-9]{{5,}}{re.escape(to.suffix)}")
+    check_folder(to)
     there = {path.name: path for path in to.parent.iterdir()}
     names = [index_file(to).name, to.name, *sorted(name for name in there if shard.fullmatch(name))]
     return [there[name] for name in names if name in there]
