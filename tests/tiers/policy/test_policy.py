@@ -73,6 +73,10 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
 PATHS = st.builds("/c/{}{}".format, WORDS, st.sampled_from(["", "${UNSET:-x}", "$$", "$${UNSET}"]))
 
 
+URLS = PATHS.filter(lambda path: "@" not in path).map("s3://b{}".format)
+"""What stands before an "@" may be a password, and is not in a dump."""
+
+
 def _tier(kind: str, given: dict[str, Any], **optional: Any) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"type": st.just(kind), **given}, optional={**COMMON, **optional})
 
@@ -81,7 +85,7 @@ OPTIONS = st.dictionaries(WORDS, WORDS | st.integers() | st.booleans() | st.none
 TIERS = (
     _tier("host", {}, capacity=SIZES)
     | _tier("nvme", {"path": PATHS}, capacity=SIZES)
-    | _tier("object", {"url": PATHS.map("s3://b{}".format)}, options=OPTIONS)
+    | _tier("object", {"url": URLS}, options=OPTIONS)
 )
 
 
