@@ -45,6 +45,17 @@ healths = st.lists(st.lists(st.tuples(health, health), min_size=2, max_size=2), 
 SOUND: list[tuple[Health, Health]] = [("sound", "sound")] * 2
 
 
+def saved_twice(stack: ExitStack) -> tuple[ts.Policy, list[Ill]]:
+    """A run whose versions are in two tiers, which can fall ill; and its policy."""
+    tiers = [Ill(), Ill()]
+    keys = [stack.enter_context(wrapped(tier)) for tier in tiers]
+    spec = policy({"one": keys[0], "two": keys[1]}, durable="two")
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in STEPS:
+            ckpt.save({"w": torch.full((64,), float(step))}, step=step)
+    return spec, tiers
+
+
 @pytest.mark.slow
 @given(healths, st.sampled_from(["raise", "older"]))
 @example([SOUND, SOUND, [("away", "sound")] * 2], "older")
@@ -59,12 +70,7 @@ SOUND: list[tuple[Health, Health]] = [("sound", "sound")] * 2
 @example([SOUND, SOUND, [("damaged", "sound"), ("lost", "lost")]], "raise")
 def test_an_older_version_is_taken_for_damage_only(healths: Healths, on_damage: Any) -> None:
     with ExitStack() as stack:
-        tiers = [Ill(), Ill()]
-        keys = [stack.enter_context(wrapped(tier)) for tier in tiers]
-        spec = policy({"one": keys[0], "two": keys[1]}, durable="two")
-        with ts.Checkpointer(spec, "run") as ckpt:
-            for step in STEPS:
-                ckpt.save({"w": torch.full((64,), float(step))}, step=step)
+        spec, tiers = saved_twice(stack)
         for step, places in enumerate(healths):
             for tier, (record, pack) in zip(tiers, places, strict=True):
                 tier.fall_ill(step, record, pack)
@@ -103,12 +109,7 @@ def test_a_tier_that_lists_nothing_may_have_what_the_others_lack(
 ) -> None:
     """It is neither damaged nor absent, so that nothing older is taken in its place."""
     with ExitStack() as stack:
-        tiers = [Ill(), Ill()]
-        keys = [stack.enter_context(wrapped(tier)) for tier in tiers]
-        spec = policy({"one": keys[0], "two": keys[1]}, durable="two")
-        with ts.Checkpointer(spec, "run") as ckpt:
-            for at in STEPS:
-                ckpt.save({"w": torch.full((64,), float(at))}, step=at)
+        spec, tiers = saved_twice(stack)
         for at, (record, pack) in enumerate(places):
             tiers[0].fall_ill(at, record, pack)
         tiers[1].silent = True

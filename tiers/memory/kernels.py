@@ -19,6 +19,7 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.digest import DEFAULT_DIGEST, digest_function
 
 from .cudart import relaxed_capture
+from .device_room import SMALL, DeviceRoom
 
 log = logging.getLogger("tierstate")
 
@@ -122,6 +123,11 @@ def _check(kernels: Kernels, device: torch.device) -> None:
     [found] = digests.numpy()
     if found.tobytes() != digest_function(DEFAULT_DIGEST)(data):
         raise RuntimeError("a digest that the device computed is not right")
+
+
+def spare_kernels(device: torch.device) -> Kernels | None:
+    """As `kernels_of`; None also where the memory that they need would be taken from training's cache."""
+    return None if DeviceRoom(device).lack(SMALL) else kernels_of(device)
 
 
 def fits_kernel(chunk: Buffer) -> bool:

@@ -19,8 +19,7 @@ from tierstate.manifest.chunk import DeviceChunk
 from tierstate.manifest.digest import DEFAULT_DIGEST, DigestFunction, digest_function
 from tierstate.tiers.memory.cuda import CopyStream
 from tierstate.tiers.memory.cudart import relaxed_capture
-from tierstate.tiers.memory.device_room import SMALL, DeviceRoom
-from tierstate.tiers.memory.kernels import fits_kernel, kernels_of, xxh3_digests
+from tierstate.tiers.memory.kernels import fits_kernel, spare_kernels, xxh3_digests
 from tierstate.tiers.trace import span
 
 from .plan import HOST, CapturePlan
@@ -104,9 +103,7 @@ class DeviceDigests:
         return made
 
     def _add(self, device: torch.device, chunks: list[tuple[int, DeviceChunk]], streams: Streams) -> None:
-        if DeviceRoom(device).lack(SMALL):
-            return  # what the kernel needs would take training's cache
-        kernels = kernels_of(device)
+        kernels = spare_kernels(device)
         if kernels is None:
             return
         if device not in streams:

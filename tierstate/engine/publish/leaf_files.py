@@ -35,7 +35,7 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
 from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import Damaged
-from tierstate.manifest.format.layout import RAW, LayoutBuilder
+from tierstate.manifest.format.layout import RAW, LayoutBuilder, stored_as
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
@@ -103,7 +103,7 @@ class PreviousLeaves:
         mine = [key.endswith(suffix) and self._tier_run.is_sound(key, layout) for key in layout.objects]
         good = np.zeros(len(rows), bool)
         good[here] = np.array(mine, bool)[objects[here]]
-        good[here] &= np.array([codec == RAW for codec in layout.codecs], bool)[layout.codec[there[here]]]
+        good[here] &= stored_as(RAW, layout.codecs)[layout.codec[there[here]]]
         offset = layout.offset[there].astype("i8")
         apart = (np.diff(offset) != layout.stored[there][:-1]) | (np.diff(objects) != 0)
         good[1:] &= ~(apart & (np.diff(rows) == 0))

@@ -34,7 +34,7 @@ from tierstate.manifest.errors import (
     cannot_be_asked,
     untrusted,
 )
-from tierstate.manifest.format.layout import DELTA, RAW, ChunkPlace, Layout
+from tierstate.manifest.format.layout import DELTA, RAW, ChunkPlace, Layout, stored_as
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.base import IoAlignment, Range
 from tierstate.tiers.concurrency import run_concurrently
@@ -179,7 +179,7 @@ class Fetch:
     @staticmethod
     def _direct(layout: Layout, rows: Array, targets: ScatterTargets, grain: IoAlignment) -> Array:
         """``(n,)`` of bool: rows stored raw that can be read directly into their destination, given the alignment."""
-        raw = np.array([codec == RAW for codec in layout.codecs], bool)[layout.codec[rows]]
+        raw = stored_as(RAW, layout.codecs)[layout.codec[rows]]
         address = targets.address[rows]
         aligned = (address % grain.memory == 0) & (layout.offset[rows].astype("i8") % grain.offset == 0)
         chosen: Array = raw & aligned & (address > 0) & (layout.stored[rows] >= IN_PLACE_FROM)

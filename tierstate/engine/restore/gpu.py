@@ -12,7 +12,7 @@ import torch
 from tierstate.engine.store.catalog import Holding, VersionCopies
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, Event
-from tierstate.manifest.format.layout import RAW
+from tierstate.manifest.format.layout import RAW, stored_as
 from tierstate.manifest.format.version import Version
 from tierstate.providers.tensors.tensors import TensorProvider
 from tierstate.tiers.memory.block_sums import unchanged_runs
@@ -70,9 +70,8 @@ def _from_device(version: Version, holding: Holding, tier: Gpu, rows: Array, tar
     layout, done = holding.layout, np.zeros(0, "i8")
     try:
         near = np.isin(targets.only[rows], _near(targets, tier.line.device))
-        raw = np.array([codec == RAW for codec in layout.codecs], bool)
         here = rows[near & layout.present[rows]]
-        here = here[raw[layout.codec[here]]]
+        here = here[stored_as(RAW, layout.codecs)[layout.codec[here]]]
         for number in np.unique(layout.object[here]).tolist():
             mine = here[layout.object[here] == number]
             done = np.concatenate([done, _from_object(version, holding, tier, mine, targets)])

@@ -169,6 +169,7 @@ class ScatterTargets:
         only: ``(chunks,)``: the only destination of a chunk that is whole and contiguous there; else -1.
         start: ``(chunks,)`` of int64: for those chunks the byte offset in the destination.
         address: ``(chunks,)`` of int64: for those chunks the address, if the destination is host memory; else 0.
+        there: ``(chunks,)`` of bool: those of them that can be copied to memory of a CUDA device.
     """
 
     def __init__(
@@ -187,8 +188,8 @@ class ScatterTargets:
         self.only[row], self.start[row] = want, start
         base = np.fromiter((0 if m is None else m.data_ptr() for m in self._memories), "i8", len(destinations))[want]
         self.address[row] = np.where(base > 0, base + start, 0)
-        self._there = np.zeros(len(version.digests), bool)
-        self._there[row] = np.fromiter((m is not None for m in self._on_device), bool, len(destinations))[want]
+        self.there = np.zeros(len(version.digests), bool)
+        self.there[row] = np.fromiter((m is not None for m in self._on_device), bool, len(destinations))[want]
 
     def memory(self, row: int) -> Buffer:
         """The memory to read a chunk into; only for chunks that have an address."""
@@ -210,14 +211,14 @@ class ScatterTargets:
 
     def on_devices(self, rows: Sequence[int]) -> list[Buffer] | None:
         """Memory of CUDA devices to which these chunks, which are equal, can be copied; None if one goes elsewhere."""
-        if not all(map(self._there.__getitem__, rows)):
-            return None
-        nbytes, found = int(self._nbytes[rows[0]]), []
-        for row in rows:
-            memory, start = self._on_device[self.only[row]], int(self.start[row])
-            assert memory is not None
-            found.append(memory if memory.numel() == nbytes else memory[start : start + nbytes])
-        return found
+        return [self.on_device(row) for row in rows] if all(map(self.there.__getitem__, rows)) else None
+
+    def on_device(self, row: int) -> Buffer:
+        """Memory of a CUDA device to which a chunk can be copied; only for chunks that are `there`."""
+        memory, start, nbytes = self._on_device[self.only[row]], int(self.start[row]), int(self._nbytes[row])
+        assert memory is not None
+        part: Buffer = memory if memory.numel() == nbytes else memory[start : start + nbytes]
+        return part
 
     def said(self) -> untrusted | nullcontext[None]:
         """A block in which errors of receivers become errors of what was saved, if they are to."""

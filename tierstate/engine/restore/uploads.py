@@ -19,13 +19,12 @@ from tierstate.engine.store.catalog import Holding, VersionCopies
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.digest import DEFAULT_DIGEST
-from tierstate.manifest.format.layout import RAW
+from tierstate.manifest.format.layout import RAW, stored_as
 from tierstate.providers.tensors.devices import upload_stream
 from tierstate.tiers.base import Tier, layers
 from tierstate.tiers.memory.cudart import relaxed_capture
-from tierstate.tiers.memory.device_room import SMALL, DeviceRoom
 from tierstate.tiers.memory.host import Host, InMemoryObject
-from tierstate.tiers.memory.kernels import Kernels, fits_kernel, kernels_of, xxh3_digests
+from tierstate.tiers.memory.kernels import Kernels, fits_kernel, spare_kernels, xxh3_digests
 from tierstate.tiers.trace import span
 from tierstate.tiers.wrappers.measure import Measured
 from tierstate.tiers.wrappers.retry import Retried
@@ -79,9 +78,10 @@ def host_in(tier: Tier) -> Host | None:
 def _from_host(entry: VersionCopies, holding: Holding, tier: Host, rows: Array, targets: ScatterTargets) -> Array:
     """Copy and verify what of these rows a tier keeps in memory. Returns the rows that are in their destinations."""
     layout, done = holding.layout, np.zeros(0, "i8")
-    here = rows[layout.present[rows] & (entry.version.chunk_nbytes[rows] >= BIG)]
-    raw = np.array([codec == RAW for codec in layout.codecs], bool)
-    here = here[raw[layout.codec[here]]]
+    here = rows[targets.there[rows] & layout.present[rows] & (entry.version.chunk_nbytes[rows] >= BIG)]
+    here = here[stored_as(RAW, layout.codecs)[layout.codec[here]]]
+    if not len(here):
+        return here
     try:
         with relaxed_capture(), ExitStack() as held:
             keys = {number: layout.objects[number] for number in np.unique(layout.object[here]).tolist()}
@@ -89,7 +89,7 @@ def _from_host(entry: VersionCopies, holding: Holding, tier: Host, rows: Array, 
             uploads: dict[torch.device, list[_Upload]] = {}
             for one in _plan(holding, objects, here, targets):
                 uploads.setdefault(one.there.device, []).append(one)
-            able = {device: kernels for device in uploads if (kernels := _kernels(device)) is not None}
+            able = {device: kernels for device in uploads if (kernels := spare_kernels(device)) is not None}
             with (
                 _settled(able),
                 span("upload", bytes=sum(one.stored.numel() for device in able for one in uploads[device])),
@@ -106,11 +106,6 @@ def _from_host(entry: VersionCopies, holding: Holding, tier: Host, rows: Array, 
     return done
 
 
-def _kernels(device: torch.device) -> Kernels | None:
-    """What digests there; None if it cannot be had, or would take memory from training's cache."""
-    return None if DeviceRoom(device).lack(SMALL) else kernels_of(device)
-
-
 def _plan(
     holding: Holding, objects: dict[int, InMemoryObject], rows: Array, targets: ScatterTargets
 ) -> Iterator[_Upload]:
@@ -118,9 +113,9 @@ def _plan(
     layout = holding.layout
     columns = (rows, layout.object[rows], layout.offset[rows], layout.stored[rows])
     for row, number, offset, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        there, stored = targets.on_devices([row]), objects[number].whole(offset, nbytes)
-        if there is not None and stored is not None and there[0].numel() == nbytes and fits_kernel(there[0]):
-            yield _Upload(row, stored, there[0])
+        there, stored = targets.on_device(row), objects[number].whole(offset, nbytes)
+        if stored is not None and there.numel() == nbytes and fits_kernel(there):
+            yield _Upload(row, stored, there)
 
 
 def _digest(kernels: Kernels, uploads: Sequence[_Upload]) -> torch.Tensor:

@@ -145,13 +145,8 @@ class RunCatalog:
 
     def steps(self) -> list[int]:
         """The steps of all versions whose records can be read, ascending; tiers that cannot be listed are left out."""
-        found: set[int] = set()
-        for tier_run in self.tier_runs:
-            try:
-                found |= {s.step for one in tier_run.summaries.look().values() for s in one.summaries}
-            except TierstateError as error:
-                log.debug("%s: its log cannot be listed: %s", tier_run.name, error)
-        return sorted(found)
+        every = (one for known in self._known().values() for one in known.values())
+        return sorted({summary.step for one in every for summary in one.summaries})
 
     def stray_packs(self) -> str:
         """Text for a message about a run without any record: the tiers that have packs of it; empty if none has."""
@@ -204,22 +199,23 @@ class RunCatalog:
         numbers = [seq for seq in reversed(found) if upto is None or seq <= upto]
         for count, seq in enumerate(numbers):
             if fits is not None and count >= READ_WITHOUT_INDEX:
-                known = self._known() if known is None else known
+                known = self._known(MAX_READ) if known is None else known
                 if not any(_may_fit(known[tier_run.name].get(seq), fits) for tier_run in found[seq]):
                     continue
             place = self.look(seq, found[seq], self.unlisted)
             self.note(place)
             yield place
 
-    def _known(self) -> Mapping[str, Mapping[int, SeqSummaries]]:
-        """By tier and number what indexes have, and records that are in none, if these are few."""
+    def _known(self, at_most: int | None = None) -> Mapping[str, Mapping[int, SeqSummaries]]:
+        """By tier and number what indexes have, and so many of the records that are in none; nothing of tiers that
+        cannot be listed."""
         found: dict[str, Mapping[int, SeqSummaries]] = {}
         for tier_run in self.tier_runs:
             try:
-                found[tier_run.name] = tier_run.summaries.look(MAX_READ)
+                found[tier_run.name] = tier_run.summaries.look(at_most)
             except TierstateError as error:
                 found[tier_run.name] = {}
-                log.debug("%s: its index cannot be read: %s", tier_run.name, error)
+                log.debug("%s: its log cannot be listed: %s", tier_run.name, error)
         return found
 
     def note(self, found: SeqVersions) -> None:
