@@ -1,22 +1,17 @@
-"""The parts of an agent by themselves: its memory as a tier, its messages, its slabs, what is refused."""
+"""The other parts of an agent by themselves: slabs, threads, limits, commands, and the ends of trainers and agents."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
-import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,19 +21,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from support.agents import load, policy, same, state_of, statuses, steps_in, wait_until, without_agent
+from support.agents import load, pair, policy, same, state_of, statuses, steps_in, wait_until, without_agent
 
 import tierstate as ts
-from tierstate.agent import handover, server
+from tierstate.agent import handover
 from tierstate.agent.handover import AgentLink, HandOver
-from tierstate.agent.launch import agent_name, greet, policy_text, socket_path, start_agent
-from tierstate.agent.memory_tier import AgentMemory, HandedMemory, serve_memory
-from tierstate.agent.messages import ConnectionLost, MessageSocket, decode_error, encode_error
+from tierstate.agent.launch import agent_name, policy_text, socket_path, start_agent
+from tierstate.agent.messages import ConnectionLost
 from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.received import encode_keep
-from tierstate.agent.server import LOG, Agent, Door, cpu_numbers, listen
+from tierstate.agent.server import Agent, cpu_numbers
 from tierstate.agent.shared_slabs import SharedSlabs
-from tierstate.agent.store import VersionsInMemory
 from tierstate.cli import app
 from tierstate.cluster.advice import advise_agent
 from tierstate.dcp import TierReader, TierWriter
@@ -47,176 +40,14 @@ from tierstate.engine.packs.slab_layout import SlabChunks
 from tierstate.engine.publish.save_state import SaveState
 from tierstate.manifest import errors
 from tierstate.manifest.boxes import Box
-from tierstate.manifest.chunk import as_buffer, empty_buffer
-from tierstate.manifest.errors import FormatError, PolicyError, TierstateError
+from tierstate.manifest.errors import FormatError, PolicyError
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.version import Head
-from tierstate.tiers.base import Range, Tier
-from tierstate.tiers.connections.distribution import runtime_folder, short_path
 from tierstate.tiers.memory.arena import Arena
-from tierstate.tiers.memory.host import Host
 from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.policy.models import KeepKeys
-from tierstate.tiers.testing import TierContract
 
 TESTS = Path(__file__).resolve().parents[1]
-
-
-def pair() -> tuple[MessageSocket, MessageSocket]:
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return MessageSocket(one), MessageSocket(other)
-
-
-@contextmanager
-def agent_memory() -> Iterator[AgentMemory]:
-    """Reads and writes the memory of an agent, which is empty."""
-    memory, threads = VersionsInMemory(64 << 20, 1 << 16), []
-
-    def connect() -> MessageSocket:
-        here, there = pair()
-
-        def serve() -> None:
-            try:
-                serve_memory(memory.tier, memory.slabs, there)
-            except ConnectionLost:
-                there.close()
-
-        threads.append(threading.Thread(target=serve, daemon=True))
-        threads[-1].start()
-        return here
-
-    tier = AgentMemory(connect)
-    yield tier
-    tier.close()
-    for thread in threads:
-        thread.join(10)
-
-
-class TestMemory(TierContract):
-    """What an agent keeps, read and written over sockets, is a tier as any other."""
-
-    @pytest.fixture
-    def tier(self) -> Iterator[Tier]:
-        with agent_memory() as tier:
-            yield tier
-
-
-class TestHandedMemory(TierContract):
-    """A trainer's host tier is a tier as any other, wherever its objects are."""
-
-    @pytest.fixture(params=["without an agent", "with one"])
-    def tier(self, request: pytest.FixtureRequest) -> Iterator[Tier]:
-        with agent_memory() as agent:
-            tier = HandedMemory(Host())
-            tier.agent = agent if request.param == "with one" else None
-            yield tier
-            tier.close()
-
-
-def test_an_agent_that_refuses_to_be_read_is_away() -> None:
-    """So that a restore goes on with the next tier: one of another version may listen by now."""
-
-    def connect() -> MessageSocket:
-        raise errors.TierstateError("this agent is of tierstate 2")
-
-    with closing(AgentMemory(connect)) as tier:
-        tier.name = "(agent)"
-        with pytest.raises(errors.TierUnavailable, match=r"^\(agent\): this agent is of tierstate 2"):
-            tier.read("a/b", [Range(0, empty_buffer(1))])
-
-
-def test_what_a_trainer_has_itself_is_read_until_the_agent_has_something_newer() -> None:
-    with agent_memory() as agent:
-        tier, data = HandedMemory(Host()), as_buffer(b"data")
-        tier.superseded()  # nothing without an agent
-        tier.put("a/own", data)
-        tier.superseded()
-        tier.agent = agent
-        tier.put("a/agents", data)
-        assert list(tier.list("a/")) == ["a/agents", "a/own"]
-        assert list(tier.inner.list("")) == ["a/own"]
-        assert list(agent.list("")) == ["a/agents"]
-        with pytest.raises(errors.AlreadyExists):
-            tier.put("a/own", data)
-        assert bytes(tier.get("a/own").numpy()) == bytes(tier.get("a/agents").numpy()) == b"data"
-        tier.superseded()
-        assert list(tier.list("")) == ["a/agents"]
-        tier.discard(["a/agents"])
-        assert list(agent.list("")) == []
-        tier.agent = None
-        assert list(tier.list("")) == []
-        tier.close()
-
-
-@given(st.lists(st.binary(max_size=3000), max_size=8), st.dictionaries(st.text(max_size=9), st.integers(), max_size=5))
-def test_messages_arrive_as_they_were_sent(blobs: list[bytes], head: dict[str, int]) -> None:
-    one, other = pair()
-    one.send(head, blobs)
-    found = other.receive()
-    assert found.head == head
-    assert [bytes(blob) for blob in found.blobs] == blobs
-    one.close()
-    other.close()
-
-
-@given(st.binary(max_size=400) | st.builds(lambda n, d: struct.pack("<I", n) + d, st.integers(0, 99), st.binary()))
-def test_whatever_comes_is_a_message_or_the_end_of_the_connection(data: bytes) -> None:
-    wire, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    other = MessageSocket(there)
-    wire.sendall(data)
-    wire.close()
-    with suppress(ConnectionLost):
-        while True:
-            assert isinstance(other.receive().head, dict)
-    other.close()
-
-
-def test_a_message_whose_descriptors_do_not_fit_into_this_process_is_not_taken() -> None:
-    """The kernel leaves out those for which there is no number: a restore goes on with the next tier then."""
-    one, other = pair()
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with closing(one), closing(other), tempfile.TemporaryFile() as file:
-        one.send({"kind": "answer"}, (), [file.fileno()])
-        os.close(lowest := os.dup(file.fileno()))
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
-            with pytest.raises(ConnectionLost, match="no file descriptor left"):
-                other.receive()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_a_message_of_impossible_length_takes_no_memory() -> None:
-    wire, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    other = MessageSocket(there)
-    wire.sendall(struct.pack("<IQQ", 2, 10, 1 << 60))
-    with pytest.raises(ConnectionLost, match="bytes"):
-        other.receive()
-    wire.close()
-    other.close()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.TierFull("no room", tier="a", key="k"),
-        errors.Damaged("bytes"),
-        errors.WrongTier("another", tier="b"),
-        errors.CommitUnknown("?"),
-    ],
-)
-def test_errors_come_as_what_they_are(error: errors.TierstateError) -> None:
-    error.add_note("a note")
-    found = decode_error(encode_error(error))
-    assert type(found) is type(error)
-    assert str(found) == str(error)
-    assert found.__notes__ == ["a note"]
-    assert getattr(found, "tier", None) == getattr(error, "tier", None)
-
-
-def test_other_errors_are_told_by_name() -> None:
-    assert str(decode_error(encode_error(ZeroDivisionError("x")))) == "ZeroDivisionError: x"
-    assert type(decode_error({"class": "os", "text": "x"})) is errors.TierstateError
 
 
 def test_slabs_go_back_once_the_last_lease_ends_and_are_freed_when_the_trainer_is_gone() -> None:
@@ -321,18 +152,6 @@ def test_commands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_sealed_versions_in_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHECKPOINT_KEY", "ab" * 32)
-    text = policy(place).dump().replace("version: 1\n", "version: 1\nseal: {key: '${CHECKPOINT_KEY}'}\n")
-    with ts.Checkpointer(ts.Policy.parse(text), "run") as ckpt:
-        for step in (1, 2):
-            ckpt.save(state_of(step), step=step).wait("slow")
-        assert same(ckpt.load(), state_of(2))
-        assert ckpt.restored is not None
-        assert ckpt.restored.tiers[0] == "(agent)"
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_torch_dcp_by_an_agent(place: Path) -> None:
     file = place / "policy.yaml"
@@ -380,23 +199,6 @@ def test_the_agent_ends_well_at_sigterm(place: Path) -> None:
     assert steps_in(place, "slow") == [1, 2]
 
 
-@pytest.mark.root
-@pytest.mark.slow
-def test_a_process_of_another_user_is_refused(place: Path, agents: Path) -> None:
-    with ts.Checkpointer(policy(place), "run") as ckpt:
-        path = next(p for p in (agents / "tierstate").glob("agent-*") if not p.suffix)
-        os.chmod(agents, 0o711)
-        code = (
-            "import os, socket, sys; os.chdir(sys.argv[1]); os.setuid(65534); w = socket.socket(socket.AF_UNIX)\n"
-            "try:\n    w.connect(sys.argv[2])\nexcept OSError as error:\n    print(type(error).__name__)\n"
-        )
-        said = subprocess.run(
-            [sys.executable, "-c", code, str(path.parent), path.name], capture_output=True, text=True, check=True
-        )
-        assert said.stdout.strip() == "PermissionError"
-        ckpt.save(state_of(1), step=1).wait("slow")
-
-
 @given(
     st.builds(
         KeepKeys,
@@ -409,26 +211,6 @@ def test_a_process_of_another_user_is_refused(place: Path, agents: Path) -> None
 )
 def test_what_a_tier_keeps_comes_to_the_agent_as_it_is(keep: KeepKeys) -> None:
     assert KeepKeys.model_validate(json.loads(json.dumps(encode_keep(keep)))) == keep
-
-
-@pytest.mark.slow
-def test_refused_greetings_leave_no_descriptors(place: Path) -> None:
-    with ts.Checkpointer(policy(place), "run") as ckpt:
-        path, pid = ckpt._pipeline._path, statuses()[0]["pid"]  # type: ignore[attr-defined]
-
-        def descriptors() -> int:
-            return len(os.listdir(f"/proc/{pid}/fd"))
-
-        def greeted() -> None:
-            for hello in ({"kind": "save", "run": "x", "slab_size": 1}, {"kind": "status"}, {"kind": "nothing"}):
-                with suppress(TierstateError):
-                    greet(path, hello, (0,))[0].close()
-
-        greeted()
-        before = descriptors()
-        for _ in range(10):
-            greeted()
-        wait_until(lambda: descriptors() <= before + 1, "refused connections are closed", seconds=20)
 
 
 def test_a_slab_that_comes_while_a_save_is_taken_back_is_no_loss() -> None:
@@ -468,9 +250,6 @@ class Told:
         self._into.append(item)
         if isinstance(item, SlabChunks):
             item.slab.release()
-
-
-# Where the system starts no more threads
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -524,144 +303,6 @@ def test_an_agent_that_cannot_see_a_trainer_says_what_to_do(monkeypatch: pytest.
     here, there = pair()
     with closing(there), closing(here), pytest.raises(errors.TierUnavailable, match=r"another PID namespace.*hostPID"):
         here.watch_peer()
-
-
-# Sockets of agents
-
-
-def listening(path: Path, backlog: int = 64) -> socket.socket:
-    """In place of an agent that hangs: whoever connects gets no answer."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with short_path(path) as short:
-        listener.bind(short)
-    listener.listen(backlog)
-    return listener
-
-
-@pytest.mark.slow
-def test_a_look_at_an_agent_that_hangs_leaves_it_its_socket(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without it nobody would find the agent any more, and a second one would be started."""
-    wait = MessageSocket.limit
-    monkeypatch.setattr(MessageSocket, "limit", lambda link, seconds: wait(link, min(seconds, 0.2)))
-    monkeypatch.setattr("tierstate.agent.messages.SEND_TIMEOUT", 1)
-    hung, killed = (runtime_folder() / f"agent-{name}" for name in ("hung", "killed"))
-    with closing(listening(hung, 1)):
-        for answer in ("does not answer", "hangs"):
-            listening(killed).close()
-            assert app(["agent", "status"], standalone_mode=False) == 1
-            assert answer in capsys.readouterr().out
-            assert hung.exists()
-            assert not killed.exists()
-        assert listen(hung) is None
-    hung.unlink()
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_stop_does_not_wait_for_an_agent_that_is_killed(monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> None:
-    """While it publishes what is left: its socket stays then. The other one ends and removes it."""
-    path, looks = runtime_folder() / "agent-stopped", list[float]()
-    listener = listening(path)
-
-    def serve() -> None:
-        for kind in ("stop", "status", "status"):
-            link = MessageSocket(listener.accept()[0])
-            assert link.receive().kind == kind
-            link.send({"kind": kind, "status": {}})
-            link.close()
-        listener.close()
-        if not killed:
-            path.unlink(missing_ok=True)
-
-    def sleep(seconds: float) -> None:
-        looks.append(seconds)
-        assert len(looks) < 1000, "it waits for ever"
-        thread.join(0.001)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    monkeypatch.setattr("tierstate.cli.agent.time", SimpleNamespace(sleep=sleep))
-    app(["agent", "stop", "--wait"], standalone_mode=False)
-    thread.join()
-    assert not path.exists()
-
-
-def bare(monkeypatch: pytest.MonkeyPatch, path: Path, listener: object, looks: int) -> Agent:
-    """An agent without tiers, which ends after so many looks whether it may."""
-    agent, ends = Agent.__new__(Agent), iter([*[False] * looks, True])
-    parts = {
-        "_path": path, "_listener": listener, "_keepers": SimpleNamespace(hand_over=lambda: None), "_full": False,
-        "holder": SimpleNamespace(found={}, retire=lambda: None), "_retired": False, "_stopping": False,
-        "_may_end": lambda: next(ends),
-    }  # fmt: skip
-    for name, part in parts.items():
-        monkeypatch.setattr(agent, name, part, raising=False)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return agent
-
-
-def test_what_cleans_temporary_files_sees_that_an_agent_uses_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = runtime_folder() / "agent-old"
-    path.with_suffix(LOG).touch()
-    with closing(listening(path)) as listener:
-        for file in (path, path.with_suffix(LOG)):
-            os.utime(file, (0.0, 0.0))
-        monkeypatch.setattr("tierstate.agent.server.TOUCH_EVERY", -1.0)
-        bare(monkeypatch, path, listener, 2).run()
-    for file in (path, path.with_suffix(LOG)):
-        assert time.time() - os.stat(file).st_mtime < 60
-    path.unlink()
-
-
-def test_an_agent_without_descriptors_waits_before_it_accepts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection that waits makes `poll` return at once: the agent took all of a core until a file was closed."""
-    path, done = runtime_folder() / "agent-full", list[str]()
-
-    def accept() -> None:
-        done.append("accept")
-        raise OSError(errno.EMFILE, "no descriptor is left")
-
-    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: done.append("wait")))
-    with closing(listening(path)) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trainer:
-        with short_path(path) as short:
-            trainer.connect(short)
-        bare(monkeypatch, path, SimpleNamespace(accept=accept, fileno=listener.fileno), 5).run()
-    assert done == ["accept", "wait"] * 5
-    path.unlink()
-
-
-@given(st.lists(st.sampled_from(["cleaned", "bound", "removed"]), max_size=8), st.booleans())
-def test_an_agent_removes_its_own_socket_alone(events: list[str], retires: bool) -> None:
-    """The folder is cleaned, or another agent ends, and one more binds the path: it must still be found there."""
-    path = runtime_folder() / "agent-twice"
-    with pytest.MonkeyPatch.context() as monkeypatch, ExitStack() as listeners:
-
-        def bind() -> Door:
-            door = listen(path)
-            assert door is not None
-            listeners.callback(os.close, door.file)
-            listeners.enter_context(door.listener)
-            return door
-
-        def remove(door: Door) -> None:
-            agent = bare(monkeypatch, path, door.listener, 0)
-            monkeypatch.setattr(agent, "_door", door, raising=False)
-            agent._retire("2") if retires else door.remove()
-
-        first, there = bind(), "first"
-        for event in events:
-            if event == "cleaned":
-                path.unlink(missing_ok=True)
-                there = ""
-            elif event == "bound" and not there:
-                bind()
-                there = "another"
-            elif event == "removed":
-                remove(first)
-                there = "" if there == "first" else there
-            assert path.exists() == bool(there)
-        path.unlink(missing_ok=True)
 
 
 @pytest.mark.slow
@@ -762,14 +403,3 @@ def test_slabs_that_were_given_back_are_not_published_again() -> None:
     assert [type(item) for item in fed] == [FormatError]
     link.close()
     arena.close()
-
-
-def test_a_socket_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        monkeypatch.chdir(tmp_path)
-        listener.bind("agent")
-        listener.listen()
-        MessageSocket.connect(tmp_path / "agent").close()
-        monkeypatch.setattr("tierstate.agent.messages.user_of", lambda _: os.geteuid() + 1)
-        with pytest.raises(errors.TierstateError, match="a process of user"):
-            MessageSocket.connect(tmp_path / "agent")

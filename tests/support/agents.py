@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from support.rank_jobs import state_of as rank_state
 
 import tierstate as ts
 from tierstate.agent.launch import agents_of_user, ask_agent
+from tierstate.agent.messages import MessageSocket
 from tierstate.agent.server import LOG
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.connections.distribution import runtime_folder
@@ -199,3 +201,9 @@ def whole_on_all_hosts(place: Path, steps: list[int]) -> None:
     for name in ("a", "b"):
         with ts.Checkpointer(without_agent(place, name), "run") as ckpt:
             assert [info.step for info in ckpt.versions()] == steps
+
+
+def pair() -> tuple[MessageSocket, MessageSocket]:
+    """Both ends of a connection between a trainer and an agent."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return MessageSocket(one), MessageSocket(other)
