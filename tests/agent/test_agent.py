@@ -224,7 +224,7 @@ def test_an_agent_that_wakes_up_again_touches_nothing_of_the_trainer(
         begun = ckpt.save(state_of(2), step=2)  # the agent is in the middle of publishing it
         os.kill(agent, signal.SIGSTOP)
         begun.wait("slow", timeout=60)
-        assert pipeline(ckpt).agent is None
+        wait_until(lambda: pipeline(ckpt).agent is None, "the loss is noticed")  # on a slow host it was done already
         saves = [ckpt.save(state_of(step), step=step) for step in (3, 4)]
         os.kill(agent, signal.SIGCONT)
         saves += [ckpt.save(state_of(step), step=step) for step in range(5, 12)]
