@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,17 @@ def test_a_step_may_replay_a_graph(place: Path) -> None:
     found = json.loads(out.read_text())["samples"]
     assert len(found) == 4
     assert all(sample["saving"] > 0 for sample in found)
+
+
+@pytest.mark.slow
+def test_what_python_leaves_of_a_bus_is_measured_both_ways() -> None:
+    command = [sys.executable, "-m", "benchmarks.bus", "--size", "128MiB", "--rate", "10", "--rounds", "2"]
+    said = subprocess.run(command, cwd=DOCS.parent, stdout=subprocess.PIPE, text=True, check=True).stdout
+    row = r"[\d.]+ ms, ([\d.]+) of the rate, \d+ µs of processor time for each chunk"
+    found = re.fullmatch(rf"save to host: captured: {row}\nrestore in place from host: {row}\n", said)
+    assert found, said
+    # Copies that take no time would be a fake that does not keep it.
+    assert all(0 < float(share) <= 1.01 for share in found.groups())
 
 
 @pytest.mark.usefixtures("small_tensors")
