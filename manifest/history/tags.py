@@ -180,26 +180,40 @@ def drop_tag(tier: KeyValueStore, run: str, name: str, number: int) -> None:
     tier.delete(_key(run, name, number))
 
 
-def tags_by_version(tier: KeyValueStore, run: str) -> dict[int, tuple[str, ...]]:
-    """Sequence numbers of the versions that have tags in one tier, each with its tags.
+class TagReader:
+    """Reads the tags of one run in one tier. An object of a tag is never changed, so each is read once."""
 
-    Raises:
-        FormatError: a tag cannot be read, so that its version is not known.
-        TierError: the tier could not be read.
-    """
-    for left in reversed(range(RACE_RETRIES)):
+    def __init__(self, tier: KeyValueStore, run: str) -> None:
+        self._tier, self._run = tier, run
+        self._known: Mapping[tuple[str, int], TagTarget | None] = {}
+
+    def by_version(self) -> dict[int, tuple[str, ...]]:
+        """Sequence numbers of the versions that have tags, each with its tags.
+
+        Raises:
+            FormatError: a tag cannot be read, so that its version is not known.
+            TierError: the tier could not be read.
+        """
         found: dict[int, tuple[str, ...]] = {}
-        try:
-            for name, used in tag_numbers(tier, run).items():
-                tag = read_tag(tier, run, name, used[-1])
-                if tag is not None:
-                    found[tag.seq] = (*found.get(tag.seq, ()), name)
-        except NotFound:  # the tag was moved meanwhile
-            if not left:
-                raise
-        else:
-            break
-    return found
+        for (name, _), tag in self._newest().items():
+            if tag is not None:
+                found[tag.seq] = (*found.get(tag.seq, ()), name)
+        return found
+
+    def _newest(self) -> Mapping[tuple[str, int], TagTarget | None]:
+        """The newest object of each tag, by name and number."""
+        for left in reversed(range(RACE_RETRIES)):
+            known, there = self._known, dict[tuple[str, int], TagTarget | None]()
+            try:
+                for name, used in tag_numbers(self._tier, self._run).items():
+                    one = name, used[-1]
+                    there[one] = known[one] if one in known else read_tag(self._tier, self._run, *one)
+                break
+            except NotFound:  # the tag was moved meanwhile
+                if not left:
+                    raise
+        self._known = there
+        return there
 
 
 def _key(run: str, name: str, number: int) -> str:

@@ -45,8 +45,7 @@ with atheris.instrument_imports(include=["tierstate"]):
     from tierstate.manifest.format.version import Head, ShardRow, Version
     from tierstate.manifest.history.leases import Leases
     from tierstate.manifest.history.log import Log
-    from tierstate.manifest.history.tags import read_tag
-    from tierstate.manifest.history.tags import tags_by_version as tags_of
+    from tierstate.manifest.history.tags import TagReader, read_tag
     from tierstate.manifest.sharded.ownership import Ownership as Sharing
     from tierstate.manifest.sharded.ownership import SaveCandidates as Table
     from tierstate.manifest.sharded.ownership import assign_owners as share_out
@@ -206,7 +205,7 @@ def read_name(data: bytes) -> None:
     """A tag."""
     tier = Memory()
     tier.put("tags/run/best@000001", as_buffer(bytearray(data)))
-    for call in (lambda: read_tag(tier, "run", "best", 1), lambda: tags_of(tier, "run")):
+    for call in (lambda: read_tag(tier, "run", "best", 1), lambda: TagReader(tier, "run").by_version()):
         with contextlib.suppress(TierstateError):
             call()
 

@@ -21,7 +21,7 @@ from tierstate.engine.versions import tags as tags_module
 from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierError, TierUnavailable, Unreadable
-from tierstate.manifest.history.tags import MAX_TAG_NUMBER, TaggedVersion, TagTarget, tags_by_version, write_tag
+from tierstate.manifest.history.tags import MAX_TAG_NUMBER, TaggedVersion, TagReader, TagTarget, write_tag
 from tierstate.tiers.base import Traits
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault, Faulty
@@ -93,7 +93,7 @@ def test_the_last_word_counts(said: list[tuple[str, TagTarget | None, set[int]]]
     # One more word said to all, and every tier knows every name by itself: what retention asks.
     tags(tiers, ticks).give("all", TagTarget(1, "ff"))
     for one in tiers:
-        there = {name: seq for seq, names in tags_by_version(one, "run").items() for name in names}
+        there = {name: seq for seq, names in TagReader(one, "run").by_version().items() for name in names}
         assert there == {**{name: tag.seq for name, tag in model.items()}, "all": 1}
         told = {name for name, _, gone in said if len(gone) < 3}
         assert len(list(one.list("tags/"))) == len(told) + 1, "one object for each name"
@@ -380,7 +380,7 @@ def test_whatever_numbers_are_there_a_tag_that_was_given_counts_or_it_is_told(
         return
     tags([tier]).give("best", tag)
     assert tags([tier]).current() == ({} if tag is None else {"best": tag})
-    assert tags_by_version(tier, "run") == ({} if tag is None else {tag.seq: ("best",)})
+    assert TagReader(tier, "run").by_version() == ({} if tag is None else {tag.seq: ("best",)})
 
 
 def test_a_number_that_is_too_high_is_told(three: list[Lasting], caplog: pytest.LogCaptureFixture) -> None:

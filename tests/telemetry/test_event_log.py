@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.checkpointer_worlds import policy, tier
 
 import tierstate as ts
 from tierstate.engine.events import Event
 from tierstate.telemetry import event_log
 from tierstate.telemetry.event_log import EventLog, read_events
+from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.host import Memory
 
 
@@ -49,17 +54,18 @@ def test_every_tier_has_its_events_and_those_of_the_process(place: Path) -> None
         assert later == [event for event in found if event.time >= found[-1].time]
 
 
+def log_to(**tiers: Tier) -> EventLog:
+    """A log that is written to these tiers."""
+    log = EventLog([], "run")
+    log._tiers, log._waiting, log._try_at = tiers, {name: [] for name in tiers}, dict.fromkeys(tiers, 0.0)
+    return log
+
+
 def test_only_the_newest_pieces_stay_and_what_is_no_event_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store, written = Memory(), []
-    store.name = "store"
-
-    class One:
-        name, tier, leads = "store", store, True
-
     monkeypatch.setattr(event_log, "PIECES", 64)
     for number in range(event_log.PIECES + 5):
-        log = EventLog([], "run")
-        log._tiers, log._waiting, log._try_at = {"store": store}, {"store": []}, {"store": 0.0}
+        log = log_to(store=store)
         event = Event("saved", 1000.0 + number, "run", step=number)
         log.event(event)
         log.close()
@@ -81,9 +87,7 @@ def test_what_fails_in_one_tier_is_logged_in_the_others_and_one_that_cannot_be_r
             raise ts.TierUnavailable("planted")
 
     good, broken = Memory(), Broken()
-    log = EventLog([], "run")
-    log._tiers, log._try_at = {"good": good, "broken": broken}, {"good": 0.0, "broken": 0.0}
-    log._waiting = {"good": [], "broken": []}
+    log = log_to(good=good, broken=broken)
     log.event(Event("failed", 1000.0, "run", "broken", 1, 1, reason="planted"))
     log.close()
     assert [event.tier for event in read_events({"broken": broken, "good": good}, "run")] == ["broken"]
@@ -103,13 +107,91 @@ def test_no_more_is_read_than_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[-1].step == 9
 
 
+def test_what_the_job_deletes_while_it_is_read_is_passed_over() -> None:
+    class Deleting(Memory):
+        """Loses a piece after it was listed, and one after its length was asked."""
+
+        def size(self, key: str) -> int:
+            if key.startswith("events/run/0000001001000"):
+                self.delete(key)
+            return super().size(key)
+
+        def read(self, key: str, ranges: Sequence[Range]) -> None:
+            if key.startswith("events/run/0000001002000"):
+                self.delete(key)
+            super().read(key, ranges)
+
+    store = Deleting()
+    for number in range(5):
+        log = log_to(store=store)
+        log.event(Event("saved", 1000.0 + number, "run", step=number))
+        log.close()
+    assert [event.step for event in read_events({"store": store}, "run")] == [0, 3, 4]
+
+
+@given(st.lists(st.floats(-30_000, 30_000), min_size=1, max_size=20), st.floats(-40_000, 40_000) | st.just(math.inf))
+def test_the_latest_events_are_found_without_the_old_pieces(steps: list[float], since: float) -> None:
+    """Also of a tier that was away while they happened, and of a clock that went back."""
+    store, moment, happened = Memory(), 1e9, []
+    log = log_to(store=store)
+    for number, seconds in enumerate(steps):
+        moment += seconds
+        happened.append(Event("saved", moment, "run", step=number))
+        log._waiting["store"].append(happened[-1])
+    log.close()
+    since += moment
+    found = read_events({"store": store}, "run", since)
+    assert {event.step for event in found} == {event.step for event in happened if event.time >= since}
+    pieces = [json.loads(bytes(store.get(key).numpy()).splitlines()[0])["time"] for key in store.list("events/")]
+    assert len(reads(store, since)) == sum(int(1000 * at) >= 1000 * (since - 3600) for at in pieces)
+
+
+def reads(store: Memory, since: float) -> list[str]:
+    """The pieces that are read for the events since a time."""
+    seen: list[str] = []
+
+    class Noting(Memory):
+        def list(self, prefix: str) -> Iterator[str]:
+            return store.list(prefix)
+
+        def size(self, key: str) -> int:
+            return store.size(key)
+
+        def read(self, key: str, ranges: Sequence[Range]) -> None:
+            seen.append(key)
+            store.read(key, ranges)
+
+    read_events({"store": Noting()}, "run", since)
+    return seen
+
+
+def test_several_pieces_are_read_at_once() -> None:
+    """A tier far away answers after some 20 ms, and a day has 1,440 pieces."""
+    together = threading.Barrier(4, timeout=60)
+
+    class Far(Memory):
+        def size(self, key: str) -> int:
+            together.wait()
+            return super().size(key)
+
+        def read(self, key: str, ranges: Sequence[Range]) -> None:
+            together.wait()
+            super().read(key, ranges)
+
+    store = Far()
+    for number in range(8):
+        log = log_to(store=store)
+        log.event(Event("saved", 1000.0 + number, "run", step=number))
+        log.close()
+    assert len(read_events({"store": store}, "run")) == 8
+
+
 def test_a_tier_that_hangs_is_not_waited_for_and_gets_its_events_later() -> None:
     class Hanging(Memory):
         trouble = "hangs since 10:00:00: put"
 
     store = Hanging()
-    log = EventLog([], "run")
-    log._tiers, log._waiting, log._try_at = {"store": store}, {"store": []}, {"store": 0.0}
+    log = log_to(store=store)
     log.event(Event("saved", 1000.0, "run", step=1))
     log.event(Event("committed", 1000.0, "run", tier="memory of a process", step=1))
     log.close()

@@ -1,7 +1,8 @@
 """The log of a run's events in each of its tiers: JSON lines that another process reads on another day.
 
 A process writes its events in pieces, objects of their own, as no object can be appended to everywhere:
-``events/RUN/TIME-ID.jsonl``, with the milliseconds since 1970 of the first event. The newest `PIECES` stay.
+``events/RUN/TIME-ID.jsonl``, with the milliseconds since 1970 of the first event; the others have happened within an
+hour after it. The newest `PIECES` stay.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from tierstate.engine.events import Event
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
-from tierstate.manifest.errors import FormatError, TierstateError
+from tierstate.manifest.errors import FormatError, NotFound, TierstateError
 from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.concurrency import run_concurrently
 
 log = logging.getLogger("tierstate")
 
@@ -33,6 +38,11 @@ EVERYWHERE = ("failed", "away", "owed", "left_out", "restored")
 
 PIECE_EVENTS, PIECE_SECONDS = 512, 60.0
 """A piece is written when it has so many events, or its first one is so old."""
+
+
+PIECE_SPAN = 3600.0
+"""Seconds from the first event of a piece to the last one, at most. Where a tier was away for longer, its events are
+several pieces, so that whoever wants the latest events need not read old pieces."""
 
 
 MAX_PIECE, MAX_READ = 4 << 20, 64 << 20
@@ -93,23 +103,26 @@ class EventLog:
         tier, events = self._tiers[name], self._waiting[name]
         if tier.trouble:
             return  # it hangs, and `close` is not to wait for it once more
-        text = "".join(json.dumps(event.encode(), separators=(",", ":")) + "\n" for event in events)
-        key = f"events/{self._run}/{int(1000 * events[0].time):013d}-{uuid.uuid4().hex[:8]}.jsonl"
         try:
-            tier.put(key, as_buffer(text.encode()))
+            while events:
+                piece = list(takewhile(lambda event: 0 <= event.time - events[0].time <= PIECE_SPAN, events))
+                text = "".join(json.dumps(event.encode(), separators=(",", ":")) + "\n" for event in piece)
+                key = f"events/{self._run}/{int(1000 * piece[0].time):013d}-{uuid.uuid4().hex[:8]}.jsonl"
+                tier.put(key, as_buffer(text.encode()))
+                del events[: len(piece)]
         except TierstateError as error:
             self._try_at[name] = time.monotonic() + PIECE_SECONDS
             log.debug("%s: events are logged there later: %s", name, error)
             return
-        self._waiting[name] = []
         try:
-            tier.discard(sorted(_pieces(tier, self._run))[:-PIECES])
+            tier.discard([key for key, _ in sorted(_pieces(tier, self._run))[:-PIECES]])
         except TierstateError as error:
             log.debug("%s: old events stay there: %s", name, error)
 
 
-def _pieces(tier: Tier, run: str) -> Iterator[str]:
-    return (key for key in tier.list(f"events/{run}/") if _NAME.fullmatch(key))
+def _pieces(tier: Tier, run: str) -> Iterator[tuple[str, int]]:
+    """The keys of the pieces, each with the milliseconds since 1970 of its first event."""
+    return ((key, int(found[2])) for key in tier.list(f"events/{run}/") if (found := _NAME.fullmatch(key)))
 
 
 def read_events(tiers: Mapping[str, Tier], run: str, since: float = 0.0) -> list[Event]:
@@ -126,7 +139,7 @@ def read_events(tiers: Mapping[str, Tier], run: str, since: float = 0.0) -> list
     failed: list[TierstateError] = []
     for name, tier in tiers.items():
         try:
-            some = [line for piece in _logged(name, tier, run) for line in piece.splitlines()]
+            some = [line for piece in _logged(name, tier, run, since) for line in piece.splitlines()]
         except TierstateError as error:
             log.warning("%s: its log of events cannot be read: %s", name, error)
             failed.append(error)
@@ -137,20 +150,35 @@ def read_events(tiers: Mapping[str, Tier], run: str, since: float = 0.0) -> list
     return sorted((event for event in _decoded(list(found)) if event.time >= since), key=lambda event: event.time)
 
 
-def _logged(name: str, tier: Tier, run: str) -> Iterator[bytes]:
-    left = MAX_READ
-    for key in sorted(_pieces(tier, run), reverse=True)[:PIECES]:
-        nbytes = tier.size(key)
+def _logged(name: str, tier: Tier, run: str, since: float) -> list[bytes]:
+    """The pieces that may have events since a time, newest first."""
+    first = 1000 * (since - PIECE_SPAN)
+    keys = [key for key, began in sorted(_pieces(tier, run), reverse=True)[:PIECES] if began >= first]
+    chosen, left = list[tuple[str, int]](), MAX_READ
+    for key, nbytes in zip(keys, run_concurrently(partial(_size, tier), keys), strict=True):
         left -= nbytes
         if left < 0:
             log.warning("%s: events before %s are left out: there are too many", name, key)
-            return
+            break
         if nbytes > MAX_PIECE:
             log.warning("%s: %s is left out: %d bytes, where at most %d are right", name, key, nbytes, MAX_PIECE)
-            continue
-        out = empty_buffer(nbytes)
+        else:
+            chosen.append((key, nbytes))
+    return run_concurrently(lambda piece: _read(tier, *piece), chosen)
+
+
+def _size(tier: Tier, key: str) -> int:
+    with suppress(NotFound):  # the job goes on, and has deleted its oldest piece meanwhile
+        return tier.size(key)
+    return 0
+
+
+def _read(tier: Tier, key: str, nbytes: int) -> bytes:
+    out = empty_buffer(nbytes)
+    with suppress(NotFound):
         tier.read(key, [Range(0, out)])
-        yield to_bytes(out)
+        return to_bytes(out)
+    return b""
 
 
 def _decoded(lines: Sequence[bytes]) -> Iterator[Event]:

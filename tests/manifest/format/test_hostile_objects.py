@@ -31,7 +31,7 @@ from tierstate.manifest.format.record import (
 )
 from tierstate.manifest.history.leases import MAX_LEASE_BYTES, Leases, this_process
 from tierstate.manifest.history.log import Log
-from tierstate.manifest.history.tags import MAX_TAG_BYTES, read_tag, tags_by_version
+from tierstate.manifest.history.tags import MAX_TAG_BYTES, TagReader, read_tag
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.policy.policy import Policy
 
@@ -124,7 +124,7 @@ def test_a_tag_names_a_version_or_is_refused(data: bytes) -> None:
     tier.put("tags/run/best@000001", as_buffer(data))
     with bounded(data), contextlib.suppress(FormatError):
         found = read_tag(tier, "run", "best", 1)
-        named = tags_by_version(tier, "run")
+        named = TagReader(tier, "run").by_version()
         assert named == ({} if found is None else {found.seq: ("best",)})
 
 

@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import pins
 
-from tierstate.manifest.chunk import as_buffer, to_bytes
+from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
 from tierstate.manifest.errors import AlreadyExists, FormatError
 from tierstate.manifest.format.version import MAX_SEQ
 from tierstate.manifest.history.leases import pin_version
 from tierstate.manifest.history.tags import (
     MAX_TAG_BYTES,
+    TagReader,
     TagTarget,
     check_tag,
     drop_tag,
     read_tag,
     tag_numbers,
-    tags_by_version,
     write_tag,
 )
 from tierstate.tiers.base import check_key
@@ -37,7 +37,7 @@ def test_what_was_written_is_read(tags: dict[str, TagTarget]) -> None:
         name: [5, n] for n, name in sorted(enumerate(tags, 999_990), key=lambda x: x[1])
     }
     assert {name: read_tag(tier, "run", name, used[-1]) for name, used in tag_numbers(tier, "run").items()} == tags
-    found = tags_by_version(tier, "run")
+    found = TagReader(tier, "run").by_version()
     assert {name: seq for seq, named in found.items() for name in named} == {n: tag.seq for n, tag in tags.items()}
     assert all(check_key(key) for key in tier.list(""))
 
@@ -54,12 +54,36 @@ def test_a_name_that_was_taken_back_names_nothing() -> None:
     tier = Memory()
     write_tag(tier, "run", "best", 1, TagTarget(7, "ff"))
     write_tag(tier, "run", "also", 1, TagTarget(7, "ff"))
-    assert tags_by_version(tier, "run") == {7: ("also", "best")}
+    assert TagReader(tier, "run").by_version() == {7: ("also", "best")}
     write_tag(tier, "run", "best", 2, None)
     drop_tag(tier, "run", "best", 1)
-    assert tags_by_version(tier, "run") == {7: ("also",)}
+    assert TagReader(tier, "run").by_version() == {7: ("also",)}
     assert read_tag(tier, "run", "best", 2) is None
-    assert tags_by_version(tier, "run2") == {}
+    assert TagReader(tier, "run2").by_version() == {}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.integers(1, 4)), max_size=20))
+def test_a_tag_is_read_once_and_what_was_said_last_counts(said: list[tuple[str, int | None]]) -> None:
+    """Retention asks at each save that may drop something, and a tier may be far away."""
+    reads: list[str] = []
+
+    class Noting(Memory):
+        def get(self, key: str) -> Buffer:
+            reads.append(key)
+            return super().get(key)
+
+    tier = Noting()
+    always = TagReader(tier, "run")
+    for number, (name, seq) in enumerate(said, 100_000):
+        used = tag_numbers(tier, "run").get(name, [])
+        write_tag(tier, "run", name, number, None if seq is None else TagTarget(seq, "ff"))
+        for before in used:
+            drop_tag(tier, "run", name, before)
+        reads.clear()
+        found = always.by_version()
+        assert reads == [f"tags/run/{name}@{number}"]
+        assert found == TagReader(tier, "run").by_version()
+    assert len(always._known) == len({name for name, _ in said})
 
 
 def test_a_number_is_used_once() -> None:
@@ -74,7 +98,7 @@ def test_foreign_keys_are_passed_over() -> None:
     for key in ("best", "best@1", "best@00000x", "best@000001/x", "@000001", "best@000001.tmp"):
         tier.put(f"tags/run/{key}", as_buffer(b"?"))
     assert tag_numbers(tier, "run") == {}
-    assert tags_by_version(tier, "run") == {}
+    assert TagReader(tier, "run").by_version() == {}
 
 
 @pytest.mark.parametrize(
@@ -91,9 +115,9 @@ def test_bytes_that_are_no_tag_are_refused(data: bytes) -> None:
     with pytest.raises(FormatError, match="tags/run/best@000001"):
         read_tag(tier, "run", "best", 1)
     with pytest.raises(FormatError):
-        tags_by_version(tier, "run")
+        TagReader(tier, "run").by_version()
     write_tag(tier, "run", "best", 2, TagTarget(3, "ff"))
-    assert tags_by_version(tier, "run") == {3: ("best",)}, "given anew, it is whole"
+    assert TagReader(tier, "run").by_version() == {3: ("best",)}, "given anew, it is whole"
 
 
 @given(st.binary(max_size=100))

@@ -27,7 +27,7 @@ from tierstate.manifest.history.retention import (
     RetentionPolicy,
     decide_retention,
 )
-from tierstate.manifest.history.tags import tags_by_version
+from tierstate.manifest.history.tags import TagReader
 from tierstate.tiers.base import Tier
 
 from .index import SeqSummaries, Summaries
@@ -166,6 +166,7 @@ class Retention:
         self._lock = threading.Lock()
         self._known: dict[int, _Known] = {}
         self._doomed: set[str] = set()
+        self._tags = TagReader(tier_run.tier, tier_run.run)
         self._unneeded = UnusedPacks(tier_run.tier, tier_run.run, tier_run.summaries)
 
     @property
@@ -183,7 +184,7 @@ class Retention:
         Args:
             slower: this tier comes after the calling one in the policy, and so does not rely on it in turn.
         """
-        known = not self._terms or seq in tags_by_version(self._tier_run.tier, self._tier_run.run)
+        known = not self._terms or seq in self._tags.by_version()
         return known and (slower or all(keep.tags for keep in self._terms))
 
     def add(self, record: Record) -> None:
@@ -283,7 +284,7 @@ class Retention:
             decision = decide_retention(marks, keep, pins, now, rules)
             if not decision.drop and not decision.thin:
                 return decision
-        tags = tags_by_version(self._tier_run.tier, self._tier_run.run)
+        tags = self._tags.by_version()
         marks = [mark._replace(tags=tags.get(mark.seq, ())) for mark in marks]
         join(pins, self._tier_run.leased())
         decision = decide_retention(marks, keep, pins, now, rules)

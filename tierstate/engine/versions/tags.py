@@ -32,6 +32,7 @@ from tierstate.manifest.history.tags import (
     tag_numbers,
     write_tag,
 )
+from tierstate.tiers.concurrency import run_concurrently
 
 log = logging.getLogger("tierstate")
 
@@ -78,15 +79,18 @@ class Tags:
         found: dict[str, TagTarget] = {}
         look = self._look()
         self._tell(look.failed, "its tags cannot be listed, and may be newer")
-        for name in look.highest:
+
+        def read(name: str) -> None:
             try:
                 tag = self._read(name, look)
             except TierstateError as error:
                 log.warning("tag %r of run %s cannot be read: %s", name, self._run, error)
-                continue
-            if tag is not None:
-                found[name] = tag
-        return found
+            else:
+                if tag is not None:
+                    found[name] = tag
+
+        run_concurrently(read, look.highest)
+        return dict(sorted(found.items()))
 
     def by_version(self) -> dict[tuple[int, str], tuple[str, ...]]:
         """The tags of each version, by its number and id."""
