@@ -1,8 +1,8 @@
 """The log of a run's events in each of its tiers: JSON lines that another process reads on another day.
 
 A process writes its events in pieces, objects of their own, as no object can be appended to everywhere:
-``events/RUN/TIME-ID.jsonl``, with the milliseconds since 1970 of the first event; the others have happened within an
-hour after it. The newest `PIECES` stay.
+``events/RUN/TIME-ID.jsonl``, with the milliseconds since 1970 of the first event, or the next number above those that
+are there; its other events have happened within an hour after the first. The newest `PIECES` stay.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ MAX_PIECE, MAX_READ = 4 << 20, 64 << 20
 """Bytes of a piece, and of all pieces of a tier, that are read, at most: of the newest ones."""
 
 
+LAST_NUMBER = 10**13 - 1
+"""The highest number of a piece that a key has room for."""
+
+
 WAITING = 4096
 """Events that wait for a tier that is away, at most; then the oldest are forgotten."""
 
@@ -69,6 +73,7 @@ class EventLog:
         self._run = run
         self._waiting: dict[str, list[Event]] = {name: [] for name in self._tiers}
         self._try_at: dict[str, float] = dict.fromkeys(self._tiers, 0.0)
+        self._since: dict[str, float] = {}
 
     def event(self, event: Event) -> None:
         """Take an event. One of a tier is logged there, and in every tier if it may be of no use there, as the tier
@@ -78,6 +83,7 @@ class EventLog:
             names = self._tiers
         for name in names:
             self._waiting[name].append(event)
+            self._since.setdefault(name, time.monotonic())  # no time of an event: the clock may be set back
             del self._waiting[name][:-WAITING]
         self.tick()
 
@@ -96,32 +102,42 @@ class EventLog:
         events = self._waiting[name]
         if not events or time.monotonic() < self._try_at[name]:
             return
-        if len(events) >= PIECE_EVENTS or time.time() - events[0].time >= PIECE_SECONDS:
+        if len(events) >= PIECE_EVENTS or time.monotonic() - self._since[name] >= PIECE_SECONDS:
             self._write(name)
 
     def _write(self, name: str) -> None:
         tier, events = self._tiers[name], self._waiting[name]
         if tier.trouble:
             return  # it hangs, and `close` is not to wait for it once more
+        there: list[tuple[str, int]] = []
+        try:
+            there = sorted(_pieces(tier, self._run))
+        except TierstateError as error:
+            log.debug("%s: old events stay there: %s", name, error)
         try:
             while events:
                 piece = list(takewhile(lambda event: 0 <= event.time - events[0].time <= PIECE_SPAN, events))
                 text = "".join(json.dumps(event.encode(), separators=(",", ":")) + "\n" for event in piece)
-                key = f"events/{self._run}/{int(1000 * piece[0].time):013d}-{uuid.uuid4().hex[:8]}.jsonl"
+                # Above all that are there: the clock may have been ahead when they were written, and the lowest go
+                # first.
+                number = min(max([int(1000 * piece[0].time), *(last + 1 for _, last in there[-1:])]), LAST_NUMBER)
+                key = f"events/{self._run}/{number:013d}-{uuid.uuid4().hex[:8]}.jsonl"
                 tier.put(key, as_buffer(text.encode()))
+                there.append((key, number))
                 del events[: len(piece)]
         except TierstateError as error:
             self._try_at[name] = time.monotonic() + PIECE_SECONDS
             log.debug("%s: events are logged there later: %s", name, error)
             return
+        del self._since[name]
         try:
-            tier.discard([key for key, _ in sorted(_pieces(tier, self._run))[:-PIECES]])
+            tier.discard([key for key, _ in there[:-PIECES]])
         except TierstateError as error:
             log.debug("%s: old events stay there: %s", name, error)
 
 
 def _pieces(tier: Tier, run: str) -> Iterator[tuple[str, int]]:
-    """The keys of the pieces, each with the milliseconds since 1970 of its first event."""
+    """The keys of the pieces, each with its number: at least the milliseconds since 1970 of its first event."""
     return ((key, int(found[2])) for key in tier.list(f"events/{run}/") if (found := _NAME.fullmatch(key)))
 
 
@@ -153,7 +169,7 @@ def read_events(tiers: Mapping[str, Tier], run: str, since: float = 0.0) -> list
 def _logged(name: str, tier: Tier, run: str, since: float) -> list[bytes]:
     """The pieces that may have events since a time, newest first."""
     first = 1000 * (since - PIECE_SPAN)
-    keys = [key for key, began in sorted(_pieces(tier, run), reverse=True)[:PIECES] if began >= first]
+    keys = [key for key, number in sorted(_pieces(tier, run), reverse=True)[:PIECES] if number >= first]
     chosen, left = list[tuple[str, int]](), MAX_READ
     for key, nbytes in zip(keys, run_concurrently(partial(_size, tier), keys), strict=True):
         left -= nbytes
