@@ -219,9 +219,15 @@ def end() -> None:
 
 def begin_by_environment() -> None:
     """Trace to the file that ``TIERSTATE_TRACE`` names, until this process ends; ``{rank}`` and ``{pid}`` in the name
-    are replaced. Does nothing without it, and where a trace is under way."""
+    are replaced. Does nothing without it, and where a trace is under way. What cannot be written is a warning: no
+    training ends since nobody can watch it."""
     name = os.environ.get(VARIABLE, "")
     if name and _tracer is None:
         rank = os.environ.get("RANK", "0")
-        begin(name.replace("{rank}", rank).replace("{pid}", str(os.getpid())))
-        atexit.register(end)
+        path = name.replace("{rank}", rank).replace("{pid}", str(os.getpid()))
+        try:
+            begin(path)
+        except OSError as error:
+            log.warning("%s: %s cannot be written, so nothing is traced: %s", VARIABLE, path, error.strerror or error)
+        else:
+            atexit.register(end)

@@ -123,6 +123,15 @@ with ts.Checkpointer(ts.Policy.default("{place}/tier"), "run") as ckpt:
     assert {event["pid"] for event in found} == {found[0]["pid"]}
 
 
+def test_a_trace_that_cannot_be_written_ends_no_training(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TIERSTATE_TRACE", f"{place}/missing/trace.json")
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run"):
+        pass
+    assert f"TIERSTATE_TRACE: {place}/missing/trace.json cannot be written" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_slow_tier_is_found(place: Path) -> None:
     state = {"w": torch.randn(50_000)}  # so little that also on a busy machine the limit is what takes time
