@@ -1,4 +1,5 @@
-"""Threads of our own for blocking calls: `WorkerPool`, and `run_concurrently` for a call of many items.
+"""Threads of our own for blocking calls: `WorkerPool`, and `run_concurrently` and `results_ahead` for a call of many
+items.
 
 Unlike `concurrent.futures` they run until the very end of the interpreter, where saves are finished, and none of their
 calls goes on after the block that made them: not even if that was interrupted while a thread was being started.
@@ -10,7 +11,7 @@ import _thread
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -306,6 +307,36 @@ def run_concurrently(
     # Not a `with` block: an interrupt at the entry of `__exit__` would leave it without having closed the pool.
     try:
         return pool.map(call, given)
+    finally:
+        pool.stopped = True
+        try:
+            pool.close()
+        except BaseException:
+            pool.close()
+            raise
+
+
+def results_ahead(
+    call: Callable[[T], R], items: Iterable[T], threads: int = CALL_THREADS, name: str = "tierstate-ahead"
+) -> Iterator[R]:
+    """The results of a call for each item, in the order of the items. The calls for the next few items are made while
+    a result is used: where a call waits for an answer from far away, they wait together.
+
+    Raises the error of a call in place of its result. Once the iteration has ended, was given up, or has raised, no
+    call runs any more.
+
+    Args:
+        threads: number of calls that run at the same time, and number of results that may wait to be used.
+    """
+    pool, begun = WorkerPool(threads, name), deque[Task[R]]()
+    # As in `run_concurrently`.
+    try:
+        for item in items:
+            begun.append(pool.submit(partial(call, item)))
+            if len(begun) > threads:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
     finally:
         pool.stopped = True
         try:

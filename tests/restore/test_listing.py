@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tierstate.engine.info import VersionInfo
 from tierstate.engine.placement import Routes
 from tierstate.engine.publish.backlog import PendingVersion, missed_versions
 from tierstate.engine.store.catalog import RunCatalog, VersionCopies
+from tierstate.engine.versions import tags as versions
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import TierUnavailable
@@ -200,3 +203,48 @@ def test_the_beginning_of_an_id_that_several_versions_have_names_none(place: Pat
         for step, one in enumerate(ids):
             assert ckpt.load(version=one) == {"w": step}
             assert ckpt.load(version=one[:8]) == {"w": step}
+
+
+READS = {
+    "versions": lambda ckpt: ckpt.versions(),
+    "verify": lambda ckpt: ckpt.verify(),
+    "history": lambda ckpt: ckpt.history(),
+    "prune": lambda ckpt: ckpt.prune(dry_run=True),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_reads_all_records_reads_several_at_once(place: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
+    """A tier far away answers after some 20 ms, and a run has thousands of versions."""
+    spec = policy({"nvme": tier("nvme", place)})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in range(8):
+            ckpt.save({"step": step}, step).wait()
+    together, reading, plain = threading.Condition(), set[int](), Log.read_generation
+
+    def read_generation(self: Log, seq: int, generation: int) -> Record:
+        with together:
+            reading.add(threading.get_ident())
+            together.notify_all()
+            together.wait_for(lambda: len(reading) > 1, timeout=1)
+        return plain(self, seq, generation)
+
+    with ts.Checkpointer(spec, "run") as ckpt:
+        monkeypatch.setattr(Log, "read_generation", read_generation)
+        READS[read](ckpt)
+    assert len(reading) > 1, "each record was waited for by itself"
+
+
+def test_tags_are_read_several_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, plain = threading.Barrier(2, timeout=60), versions.read_tag
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        ckpt.save({"step": 1}, 1).wait()
+        for name in ("a", "b"):
+            ckpt.tag(name)
+
+        def read_tag(*args: Any) -> Any:
+            together.wait()
+            return plain(*args)
+
+        monkeypatch.setattr(versions, "read_tag", read_tag)
+        assert set(ckpt.tags()) == {"a", "b"}

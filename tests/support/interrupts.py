@@ -27,7 +27,7 @@ class Interrupted(BaseException):
 def interrupt_at(step: int) -> Iterator[Callable[[], int]]:
     """Raise `Interrupted` in this thread at a step: before a line of the pool's modules, or where a function of
     `threading` that they call begins, which are moments at which a signal is handled. Between the few lines of
-    `run_concurrently`, which are left out, there is no such moment.
+    `run_concurrently` and `results_ahead`, which are left out, there is no such moment.
 
     Yields a function: the number of steps so far.
     """
@@ -35,7 +35,7 @@ def interrupt_at(step: int) -> Iterator[Callable[[], int]]:
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
         nonlocal seen
-        mine = frame.f_code.co_filename in OURS and frame.f_code.co_name != "run_concurrently"
+        mine = frame.f_code.co_filename in OURS and frame.f_code.co_name not in ("run_concurrently", "results_ahead")
         if (mine and event == "line") or (event == "call" and _of_a_thread(frame)):
             seen += 1
             if seen == step:

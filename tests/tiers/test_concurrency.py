@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.interrupts import Interrupted, in_a_thread_of_its_own, interrupt_at
 
-from tierstate.tiers.concurrency import Cancelled, WorkerPool, run_concurrently, start_thread
+from tierstate.tiers.concurrency import Cancelled, WorkerPool, results_ahead, run_concurrently, start_thread
 
 
 class Writers:
@@ -56,15 +56,56 @@ def test_the_first_error_is_raised_and_nothing_goes_on(count: int, data: st.Data
     assert not names("of-this-test")
 
 
+@given(st.integers(0, 20), st.integers(1, 4), st.integers(0, 21), st.sets(st.integers(0, 19)))
+def test_results_come_in_order_and_few_calls_are_ahead_of_them(
+    count: int, threads: int, taken: int, wrong: set[int]
+) -> None:
+    """Whether all of them are taken, or the iteration is given up, or a call fails."""
+    writers, begun, used = Writers(), [], []
+
+    def call(item: int) -> int:
+        begun.append(item)
+        if item in wrong:
+            raise ValueError(item)
+        writers.write(item)
+        return item
+
+    results = results_ahead(call, range(count), threads, "of-this-test")
+    with suppress(ValueError):
+        for item in itertools.islice(results, taken):
+            used.append(item)
+            assert len(begun) <= len(used) + threads
+    results.close()
+    assert writers.running == 0
+    assert not names("of-this-test")
+    right = min([count, *wrong])
+    assert used == list(range(min(taken, right)))
+    if taken > right and right < count:
+        with pytest.raises(ValueError, match=str(right)):
+            list(results_ahead(call, range(count), threads))
+
+
+def test_calls_wait_together() -> None:
+    together = threading.Barrier(4, timeout=60)
+    assert len(list(results_ahead(lambda _: together.wait(), range(8), 4))) == 8
+
+
+CALLS = {
+    "at-once": lambda writers: run_concurrently(writers.write, range(6), 2, "tierstate-any"),
+    "ahead": lambda writers: list(results_ahead(writers.write, range(6), 2, "tierstate-any")),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("how", CALLS)
 @in_a_thread_of_its_own
-def test_nothing_runs_after_an_interrupt_at_any_step() -> None:
+def test_nothing_runs_after_an_interrupt_at_any_step(how: str) -> None:
     """Also one in the middle of the start of a thread, which then runs without having been seen to start."""
     for step in itertools.count(1):
         writers = Writers()
         with interrupt_at(step) as steps, suppress(Interrupted, RuntimeError):
             # RuntimeError: `Condition.wait` says that its lock is not locked, where it is interrupted as it ends.
-            run_concurrently(writers.write, range(6), 2, "tierstate-any")
+            CALLS[how](writers)
         running, begun = writers.running, writers.begun
         assert running == 0, f"a call runs after an interrupt at step {step}"
         time.sleep(0.002)

@@ -36,7 +36,7 @@ from tierstate.providers.registry import REGISTRY
 from tierstate.providers.tree.structure import version_tree
 from tierstate.providers.tree.ties import read_ties
 from tierstate.providers.values.classes import stand_in_classes
-from tierstate.tiers.concurrency import run_concurrently
+from tierstate.tiers.concurrency import results_ahead, run_concurrently
 from tierstate.tiers.memory.arena import Arena
 
 from .check_chunks import ChunkChecks, Depth, Problem, Unrestorable, VerifyReport
@@ -76,7 +76,7 @@ class Verifier:
 
     def run(self, each: Callable[[VersionCopies], None] = lambda _entry: None) -> VerifyReport:
         """Verify all versions; ``each`` is called with every one that has a record, and may add to the report."""
-        for place in self._catalog.newest_first():
+        for place in results_ahead(self._ask_sizes, self._catalog.every()):
             for left in reversed(range(RACE_RETRIES)):
                 if not self._verify(place, each) or not left or not _has_changed(place):
                     break
@@ -91,6 +91,14 @@ class Verifier:
         self.report.lost.sort(key=lambda bad: -bad.seq)
         self.report.unreachable = {name: str(error) for name, error in self._catalog.unreachable.items()}
         return self.report
+
+    def _ask_sizes(self, place: SeqVersions) -> SeqVersions:
+        """Ask for the lengths of a number's packs while others are verified; not if a repair may change them until then."""
+        for entry in () if self._how.reads else place.entries:
+            for holding in entry.holdings:
+                for key, size in zip(holding.layout.objects, holding.layout.object_sizes.tolist(), strict=True):
+                    self._pack(holding, key, size)
+        return place
 
     def _verify(self, place: SeqVersions, each: Callable[[VersionCopies], None]) -> bool:
         """Verify the versions of one number; whether anything was found wrong with them."""

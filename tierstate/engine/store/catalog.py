@@ -22,6 +22,7 @@ from tierstate.manifest.format.record import Record, Summary
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.retention import dropped_groups
+from tierstate.tiers.concurrency import results_ahead
 
 from .identity import check_nothing_missing, check_tiers
 from .index import MAX_READ, READ_WITHOUT_INDEX, SeqSummaries
@@ -203,6 +204,13 @@ class RunCatalog:
                 if not any(_may_fit(known[tier_run.name].get(seq), fits) for tier_run in found[seq]):
                     continue
             place = self.look(seq, found[seq], self.unlisted)
+            self.note(place)
+            yield place
+
+    def every(self) -> Iterator[SeqVersions]:
+        """All numbers from the newest on, for those who need them all: the next records are read meanwhile."""
+        found = self.seqs()
+        for place in results_ahead(lambda seq: self.look(seq, found[seq], self.unlisted), reversed(found)):
             self.note(place)
             yield place
 

@@ -134,7 +134,7 @@ class TierIdentity:
         self._by_others: dict[str, TierName] = {}
         self._noted: set[str] = set()
         self._place: Place | None = None
-        self._lock = threading.Lock()
+        self._lock, self._learning = threading.Lock(), threading.Lock()
 
     @property
     def name(self) -> str:
@@ -144,9 +144,10 @@ class TierIdentity:
     def learn(self, record: Record) -> None:
         """Remember how a record that was read in this tier names the tiers. Does no I/O."""
         seq = record.version.head.seq
-        for name, one in named_tiers(record.commit).items():
-            if seq >= self.named.get(name, (0, one))[0]:
-                self.named[name] = seq, one
+        with self._learning:  # several records may be read at a time
+            for name, one in named_tiers(record.commit).items():
+                if seq >= self.named.get(name, (0, one))[0]:
+                    self.named[name] = seq, one
         self.learn_own(record)
 
     def learn_own(self, record: Record) -> None:

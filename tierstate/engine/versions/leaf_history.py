@@ -23,6 +23,7 @@ from tierstate.manifest.history.leaf_statistics import (
     leaf_nbytes,
     leaf_statistics,
 )
+from tierstate.tiers.concurrency import results_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,13 @@ def read_versions(catalog: RunCatalog, seqs: Collection[int] | None = None, last
     """
     here = catalog.seqs()
     wanted = [seq for seq in here if seqs is None or seq in seqs][-last:]
-    for seq in wanted:
+
+    def read(seq: int) -> VersionCopies | None:
         found = (catalog.look(seq, [tier_run]).entries for tier_run in here[seq])
-        if (entries := next(filter(None, found), None)) is not None:
-            yield entries[0]
+        entries = next(filter(None, found), None)
+        return None if entries is None else entries[0]
+
+    yield from filter(None, results_ahead(read, wanted))
 
 
 def leaf_history(versions: Iterator[VersionCopies], only: Sequence[str] = ()) -> Iterator[VersionHistory]:
