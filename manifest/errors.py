@@ -16,6 +16,7 @@
     │   └── AccessDenied       credentials or permissions do not allow it
     ├── Damaged            bytes are not what was saved, on every tier that should have them
     ├── FormatError        bytes that tierstate did not write, truncated, or of an unknown format number
+    │   └── Oversized          an object is longer than any that a program writes there; it was not read
     ├── OutOfMemory        what a version says that it holds has no room in this process's memory
     ├── StateMismatch      the given state and the version do not have the same leaves
     ├── CommitUnknown      a commit was sent and it is unknown whether it took effect
@@ -122,6 +123,10 @@ class Damaged(TierstateError):
 
 class FormatError(TierstateError):
     """Bytes that cannot be parsed: not written by tierstate, truncated, or of an unknown format number."""
+
+
+class Oversized(FormatError):
+    """An object is longer than any that a program writes there. Nothing of it was read."""
 
 
 class OutOfMemory(TierstateError, MemoryError):

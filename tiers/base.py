@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
-from tierstate.manifest.errors import Damaged, TierError
+from tierstate.manifest.errors import Damaged, Oversized, TierError
 from tierstate.tiers.connections.secret import JobSecret
 
 Release = Callable[[], None]
@@ -285,6 +285,23 @@ class Tier(ABC):
     def get(self, key: str) -> Buffer:
         """Read a whole object into a new host buffer."""
         out = empty_buffer(self.size(key))
+        self.read(key, [Range(0, out)])
+        return out
+
+    def get_within(self, key: str, most: int, what: str) -> Buffer:
+        """As `get`, for an object that may be anybody's: a longer one than any program writes is not read.
+
+        Args:
+            most: bytes that it may have.
+            what: it should be, as in ``a record``.
+
+        Raises:
+            NotFound: there is no such object.
+            Oversized: it is longer.
+        """
+        if (size := self.size(key)) > most:
+            raise Oversized(f"{self.name}: {key}: {size} bytes are too many for {what}")
+        out = empty_buffer(size)
         self.read(key, [Range(0, out)])
         return out
 

@@ -234,11 +234,8 @@ class Leases:
 
     def _holder(self, key: str) -> dict[str, Any] | None:
         """The process that a lease names; None if the lease cannot be parsed."""
-        size = self.tier.size(key)
-        if not 0 < size <= MAX_LEASE_BYTES:
-            return None
         try:
-            found = json.loads(bytes(view(self.tier.get(key))))
+            found = json.loads(bytes(view(self.tier.get_within(key, MAX_LEASE_BYTES, "a lease"))))
         except (ValueError, RecursionError, FormatError):
             return None
         return found if isinstance(found, dict) else None

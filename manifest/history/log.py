@@ -21,6 +21,7 @@ from tierstate.manifest.errors import (
     CommitUnknown,
     FormatError,
     NotFound,
+    Oversized,
     TierstateError,
     TierUnavailable,
     Unauthentic,
@@ -56,6 +57,7 @@ class KeyValueStore(Protocol):
 
     def put(self, key: str, data: Buffer) -> None: ...
     def get(self, key: str) -> Buffer: ...
+    def get_within(self, key: str, most: int, what: str) -> Buffer: ...
     def list(self, prefix: str) -> Iterator[str]: ...
     def size(self, key: str) -> int: ...
     def delete(self, key: str) -> None: ...
@@ -208,12 +210,9 @@ class Log:
         Raises: as `read`.
         """
         key = self.key(seq, generation)
-        size = self.tier.size(key)
-        if size > MAX_RECORD:
-            raise FormatError(f"{self.tier.name}: {key}: {size} bytes are too many for a record")
         try:
             record = self._decoded(key)
-        except Unauthentic:
+        except (Oversized, Unauthentic):
             raise  # it says where
         except FormatError as error:
             raise FormatError(f"{self.tier.name}: {key}: {error}") from error
@@ -226,9 +225,12 @@ class Log:
     def _decoded(self, key: str) -> Record:
         """The record under a key, which is read twice before it is called damaged: bytes may be damaged on the way."""
         try:
-            return Record.decode(view(self.tier.get(key)).toreadonly())
+            return self._read(key)
         except FormatError:
-            return Record.decode(view(self.tier.get(key)).toreadonly())
+            return self._read(key)
+
+    def _read(self, key: str) -> Record:
+        return Record.decode(view(self.tier.get_within(key, MAX_RECORD, "a record")).toreadonly())
 
     def look(self, seq: int) -> LogEntry:
         """Like `read`, with the error as a value."""

@@ -17,7 +17,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from tierstate.manifest.chunk import as_buffer, to_bytes
-from tierstate.manifest.errors import AlreadyExists, MediaError, NotFound
+from tierstate.manifest.errors import AlreadyExists, MediaError, NotFound, Oversized
 from tierstate.manifest.format.version import Head
 
 from .log import KeyValueStore, check_run
@@ -124,9 +124,9 @@ def removals(tier: KeyValueStore, run: str, seqs: Collection[int] | None = None)
 
 def _contents(tier: KeyValueStore, key: str) -> bytes:
     try:
-        return to_bytes(tier.get(key)) if tier.size(key) <= MAX_MARK_BYTES else b""
-    except MediaError:
-        return b""  # in bad sectors; what its key says counts
+        return to_bytes(tier.get_within(key, MAX_MARK_BYTES, "a mark"))
+    except (Oversized, MediaError):
+        return b""  # what its key says counts
 
 
 def _removal(seq: int, mark: bytes) -> Removal:

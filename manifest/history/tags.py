@@ -123,10 +123,8 @@ def read_tag(tier: KeyValueStore, run: str, name: str, number: int) -> TagTarget
     """
     key = _key(run, name, number)
     what = f"{tier.name}: {key}"
-    if (size := tier.size(key)) > MAX_TAG_BYTES:
-        raise FormatError(f"{what}: {size} bytes are too many for a tag")
     try:
-        found = json.loads(to_bytes(tier.get(key)))
+        found = json.loads(to_bytes(tier.get_within(key, MAX_TAG_BYTES, "a tag")))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: a tag is a JSON object, and this is none; give or delete the tag again") from error
     _check_own(found, run, name, number, what)

@@ -202,6 +202,9 @@ class Breaking(Wrapping):
     def get(self, key: str) -> Buffer:
         return self.call(f"read of {key}", lambda: self.inner.get(key))
 
+    def get_within(self, key: str, most: int, what: str) -> Buffer:
+        return self.call(f"read of {key}", lambda: self.inner.get_within(key, most, what))
+
     def list(self, prefix: str) -> Iterator[str]:
         return iter(self.call(f"list of {prefix!r}", lambda: [*self.inner.list(prefix)]))
 

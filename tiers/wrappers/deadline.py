@@ -221,6 +221,9 @@ class Deadline(Wrapping):
     def get(self, key: str) -> Buffer:
         return self._watch.run(f"read of {key}", partial(self.inner.get, key))
 
+    def get_within(self, key: str, most: int, what: str) -> Buffer:
+        return self._watch.run(f"read of {key}", partial(self.inner.get_within, key, most, what))
+
     def list(self, prefix: str) -> Iterator[str]:
         return iter(self._watch.run(f"list of {prefix!r}", lambda: [*self.inner.list(prefix)]))
 

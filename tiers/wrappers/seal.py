@@ -46,6 +46,13 @@ class Sealed(Wrapping):
         self.unseal(key, view(data))
         return data[SEAL_BYTES:]
 
+    def get_within(self, key: str, most: int, what: str) -> Buffer:
+        if self._bare(key):
+            return self.inner.get_within(key, most, what)
+        data = self.inner.get_within(key, most + SEAL_BYTES, what)
+        self.unseal(key, view(data))
+        return data[SEAL_BYTES:]
+
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         if self._bare(key):
             return self.inner.read(key, ranges)

@@ -15,6 +15,7 @@ from tierstate.manifest.errors import (
     Damaged,
     FormatError,
     NotFound,
+    Oversized,
     TierFull,
     TierUnavailable,
 )
@@ -54,6 +55,11 @@ class Shelf:
         if key not in self.objects:
             raise NotFound(f"no {key}", tier=self.name, key=key)
         return as_buffer(self.objects[key])
+
+    def get_within(self, key, most, what):
+        if self.size(key) > most:
+            raise Oversized(f"{key}: too many for {what}")
+        return self.get(key)
 
     def list(self, prefix):
         return iter(sorted(key for key in self.objects if key.startswith(prefix)))

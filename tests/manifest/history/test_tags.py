@@ -68,9 +68,9 @@ def test_a_tag_is_read_once_and_what_was_said_last_counts(said: list[tuple[str, 
     reads: list[str] = []
 
     class Noting(Memory):
-        def get(self, key: str) -> Buffer:
+        def get_within(self, key: str, most: int, what: str) -> Buffer:
             reads.append(key)
-            return super().get(key)
+            return super().get_within(key, most, what)
 
     tier = Noting()
     always = TagReader(tier, "run")

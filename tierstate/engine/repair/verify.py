@@ -93,7 +93,7 @@ class Verifier:
         return self.report
 
     def _ask_sizes(self, place: SeqVersions) -> SeqVersions:
-        """Ask for the lengths of a number's packs while others are verified; not if a repair may change them until then."""
+        """Ask for the lengths of a number's packs while others are verified; not if a repair may change them."""
         for entry in () if self._how.reads else place.entries:
             for holding in entry.holdings:
                 for key, size in zip(holding.layout.objects, holding.layout.object_sizes.tolist(), strict=True):

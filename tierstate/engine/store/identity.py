@@ -59,9 +59,7 @@ def read_marker(tier: Tier) -> TierMarker | None:
     """
     what = f"{tier.name}: {MARKER_KEY}"
     try:
-        if (size := tier.size(MARKER_KEY)) > MAX_MARKER_BYTES:
-            raise FormatError(f"{what}: {size} bytes are too many for a marker")
-        return TierMarker.decode(to_bytes(tier.get(MARKER_KEY)), what)
+        return TierMarker.decode(to_bytes(tier.get_within(MARKER_KEY, MAX_MARKER_BYTES, "a marker")), what)
     except NotFound:
         return None
     except (FormatError, Damaged, MediaError) as error:

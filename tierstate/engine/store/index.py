@@ -367,7 +367,5 @@ class Summaries:
         return objects
 
     def _decode(self, key: str) -> Collection[Summary]:
-        size = self._tier.size(key)
-        if size > MAX_INDEX_BYTES:
-            raise FormatError(f"{size} bytes are too many for an index")
-        return decode_index(view(self._tier.get(key)).toreadonly(), self._log.run)
+        data = self._tier.get_within(key, MAX_INDEX_BYTES, "an index")
+        return decode_index(view(data).toreadonly(), self._log.run)
