@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
@@ -21,7 +23,7 @@ from tierstate.manifest.format.layout import ChunkPlace, DeltaBase
 from tierstate.manifest.history.leases import Leases, pin_version
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.retention import RetentionPolicy
-from tierstate.tiers.base import Tier
+from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault, Faulty
 from tierstate.tiers.testing.faulty import FaultyCall
@@ -74,6 +76,22 @@ def test_chunks_of_a_pack_that_is_mostly_dead_are_put_elsewhere_and_it_can_be_sw
     assert whole(tier) == versions
     assert repack(tier_run, win=WIN) == type(done)(), "there is nothing left to do"
     assert len(packs(tier)) == 4, "two of their own, the newest, and one for what they share"
+
+
+def test_several_records_are_read_at_once() -> None:
+    """Each is a request, of which a run may need ten thousand."""
+    both = threading.Barrier(2)
+
+    class Slow(Memory):
+        def read(self, key: str, ranges: Sequence[Range]) -> None:
+            if key.startswith("versions/") and asked:
+                both.wait(20)
+            super().read(key, ranges)
+
+    asked, tier = False, Slow()
+    filled(tier, 5)
+    asked = True
+    assert len(repack(TierRun(tier, "run"), dry_run=True, win=WIN).packs) == 1
 
 
 def test_what_retention_drops_afterwards_is_judged_by_the_new_records() -> None:

@@ -8,6 +8,7 @@ interruption, only the copying is repeated.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import REPACK, Leases
 from tierstate.manifest.history.log import commit_id
 from tierstate.tiers.base import Range
+from tierstate.tiers.concurrency import run_concurrently
 
 log = logging.getLogger("tierstate")
 
@@ -65,9 +67,11 @@ class LivePack:
 
 
 class LiveBytes:
-    """Sums the live bytes of each pack over records that are added one by one; a shared chunk counts once."""
+    """Sums the live bytes of each pack over records that are added one by one, by any threads; a shared chunk counts
+    once."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._seqs: dict[str, set[int]] = {}
         self._chunks: dict[str, Array] = {}
@@ -75,6 +79,10 @@ class LiveBytes:
 
     def add(self, record: Record) -> None:
         """Add the packs of a record."""
+        with self._lock:
+            self._add(record)
+
+    def _add(self, record: Record) -> None:
         layout, seq = record.layout, record.version.head.seq
         for number, (key, size) in enumerate(zip(layout.objects, layout.object_sizes.tolist(), strict=True)):
             self._sizes[key] = max(size, self._sizes.get(key, 0))
@@ -118,14 +126,6 @@ def mostly_dead(packs: Mapping[str, LivePack], untouched: Collection[int], run: 
         and pack.size - pack.live > win
         and not pack.seqs & set(untouched)
     }
-
-
-def live_bytes(records: Iterable[Record]) -> dict[str, LivePack]:
-    """All packs that these records name."""
-    found = LiveBytes()
-    for record in records:
-        found.add(record)
-    return found.packs()
 
 
 class _Chunk(NamedTuple):
@@ -209,9 +209,11 @@ class _Repack:
         return Repacked({k: p.size for k, p in dead.items()}, tuple(versions), sum(p.live for p in dead.values()))
 
     def _dead(self, generations: Mapping[int, list[int]], held: Collection[int]) -> dict[str, LivePack]:
-        log_ = self._tier_run.log
-        packs = live_bytes(log_.read_generation(seq, g) for seq, found in generations.items() for g in found)
-        return mostly_dead(packs, {*held, *list(generations)[-1:]}, self._tier_run.run, self._win)
+        log_, live = self._tier_run.log, LiveBytes()
+        # Each record is read, added and let go in one thread, as all of them would be too much for the memory.
+        keys = [(seq, generation) for seq, found in generations.items() for generation in found]
+        run_concurrently(lambda key: live.add(log_.read_generation(*key)), keys)
+        return mostly_dead(live.packs(), {*held, *list(generations)[-1:]}, self._tier_run.run, self._win)
 
     def run(self) -> Repacked:
         """Repack once."""
