@@ -209,6 +209,7 @@ READS = {
     "versions": lambda ckpt: ckpt.versions(),
     "verify": lambda ckpt: ckpt.verify(),
     "history": lambda ckpt: ckpt.history(),
+    "doctor": lambda ckpt: ckpt.doctor(),
     "prune": lambda ckpt: ckpt.prune(dry_run=True),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tierstate.engine.packs.slab_layout import BIG, BLOCK
 from tierstate.manifest.arrays import digest_array
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, to_bytes
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import AlreadyExists, FormatError, NotFound, TierUnavailable
+from tierstate.manifest.errors import AlreadyExists, FormatError, MediaError, NotFound, TierUnavailable
 from tierstate.manifest.format.layout import is_pack_key
 from tierstate.tiers.base import Range, Tier, check_key
 from tierstate.tiers.memory.host import Memory
@@ -77,6 +78,41 @@ def test_footers_say_what_lies_where(chunks: list[tuple[bytes, int, str]], limit
         tier.read(row.place.object, [Range(row.place.offset, out)])
         found.append(to_bytes(out))
     assert b"".join(found) == b"".join(piece * times for piece, times, _ in chunks)
+
+
+class BadSectors(Memory):
+    """Has bad sectors in all but the last bytes of its objects.
+
+    Args:
+        good: by key, where the good bytes of an object begin.
+    """
+
+    def __init__(self, good: dict[str, int]) -> None:
+        super().__init__()
+        self.good, self.reads = good, 0
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        self.reads += 1
+        if any(offset < self.good.get(key, 0) for offset, _ in ranges):
+            raise MediaError(f"{key}: a bad sector")
+        super().read(key, ranges)
+
+
+@given(chunks=CHUNKS.filter(bool), ahead=st.sampled_from([28, 29, 100, 1000, 16 << 10]), bad=st.booleans())
+def test_a_footer_is_read_by_one_request_or_two_and_needs_no_chunk(
+    chunks: list[tuple[bytes, int, str]], ahead: int, bad: bool
+) -> None:
+    tier = BadSectors({})
+    rows = written(tier, chunks)
+    (key,) = tier.list("")
+    table, size = tier.size(key) - max(row.place.offset + row.place.stored for row in rows), tier.size(key)
+    tier.good = {key: size - table if bad else 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "FOOTER_AHEAD", ahead)
+        tier.reads = 0
+        assert read_footer(tier, key) == rows
+    if not bad:
+        assert tier.reads == (1 if min(size, ahead) >= table else 2)
 
 
 @given(sizes=st.lists(st.sampled_from([1, 100, BLOCK, 3 * BLOCK, BIG, BIG + 1, 2 * BIG]), max_size=12))

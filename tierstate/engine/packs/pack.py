@@ -29,6 +29,7 @@ from tierstate.manifest.format.version import Version, check_features
 from tierstate.manifest.history.leases import pinned_runs
 from tierstate.manifest.history.log import check_run
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier
+from tierstate.tiers.concurrency import results_ahead
 from tierstate.tiers.wrappers.seal import seals_of
 
 from .keys import PackKey, has_footer, is_mend, is_part, pack_prefix, seq_of
@@ -43,6 +44,10 @@ this allows: file systems are fastest with one large file per rank."""
 
 
 MAX_FOOTER = 256 << 20
+
+
+FOOTER_AHEAD = 16 << 10
+"""Bytes at the end of a pack that are read at once: a footer of some 400 chunks."""
 
 
 T = TypeVar("T")
@@ -276,14 +281,26 @@ def _footer(tier: Tier, key: str) -> tuple[memoryview, int]:
     size = tier.size(key)
     if size < _TRAILER:
         raise FormatError(f"{tier.name}: {key}: {size} bytes are no pack")
-    trailer = bytes(view(_read(tier, key, size - _TRAILER, _TRAILER)))
+    end = bytes(view(_end(tier, key, size)))
+    trailer = end[-_TRAILER:]
     length = int.from_bytes(trailer[:4], "little")
     if trailer[20:] != MAGIC or length > min(size - _TRAILER, MAX_FOOTER):
         raise FormatError(f"{tier.name}: {key}: does not end like a pack")
-    table = view(_read(tier, key, size - _TRAILER - length, length)).toreadonly()
+    if length + _TRAILER <= len(end):
+        table = memoryview(end[-_TRAILER - length : -_TRAILER])
+    else:
+        table = view(_read(tier, key, size - _TRAILER - length, length)).toreadonly()
     if checksum(table) != trailer[4:20]:
         raise FormatError(f"{tier.name}: {key}: its footer is not what was written")
     return table, size - _TRAILER - length
+
+
+def _end(tier: Tier, key: str, size: int) -> Buffer:
+    """The end of a pack, most often with all of its footer: a second request takes as long, where the tier is far."""
+    try:
+        return _read(tier, key, max(0, size - FOOTER_AHEAD), min(size, FOOTER_AHEAD))
+    except MediaError:  # of a chunk before the footer
+        return _read(tier, key, size - _TRAILER, _TRAILER)
 
 
 def _read(tier: Tier, key: str, offset: int, nbytes: int) -> Buffer:
@@ -368,8 +385,8 @@ class PackScan:
     ) -> None:
         self._tier, self._go_on, self._usable = tier, go_on, usable
         self.away: dict[str, str] = {}
-        found = related_runs([pinned_runs(tier)], check_run(run)) if related is None else related
-        self.runs = [*reversed(found), run]
+        sources = related_runs([pinned_runs(tier)], check_run(run)) if related is None else related
+        self.runs = [*reversed(sources), run]
         self.packs = 0
         self.rows: list[FooterRow] = []
         self.sizes: dict[str, int] = {}
@@ -377,8 +394,10 @@ class PackScan:
         self.unread: dict[str, str] = {}
         self._places: dict[bytes, tuple[int, ChunkPlace]] = {}
         based: list[FooterRow] = []
-        for key in self._keys(run):
-            based += self._look(key)
+        keys = list(self._keys(run))
+        for key, found in zip(keys, results_ahead(self._footer_of, keys), strict=True):
+            based += self._add(key, *found) if found is not None else []
+        self.unread = {key: self.unread[key] for key in keys if key in self.unread}
         for row in based:
             # A delta is of use only if its base is found too.
             place = self._on_base(row)
@@ -392,12 +411,11 @@ class PackScan:
 
     def versions(self, run: str) -> Iterator[Version]:
         """The versions of a run of which its packs have a copy."""
-        for key in self.sizes:
-            if key.startswith(pack_prefix(run)):
-                found = self._asked(key, partial(self._copies, key)) or []
-                here = [version for version in found if version.head.run == run]
-                self.seqs.update(version.head.seq for version in here)
-                yield from (version for version in here if not _may_be_part(version))
+        keys = [key for key in self.sizes if key.startswith(pack_prefix(run))]
+        for found in results_ahead(lambda key: self._asked(key, partial(self._copies, key)), keys):
+            here = [version for version in found or () if version.head.run == run]
+            self.seqs.update(version.head.seq for version in here)
+            yield from (version for version in here if not _may_be_part(version))
 
     def _keys(self, run: str) -> Iterator[str]:
         """Packs of the related runs, then of the run; repair packs last."""
@@ -408,15 +426,20 @@ class PackScan:
                     self.seqs.add(seq)
                 yield key
 
-    def _look(self, key: str) -> list[FooterRow]:
-        """Add the chunks of a pack; returns its deltas, which need a base."""
+    def _footer_of(self, key: str) -> tuple[list[FooterRow], int] | None:
+        """The rows of a pack's footer, and the pack's length; None if they cannot be read, which is noted."""
         if not has_footer(key):
             self.unread[key] = "a file of another kind has no list of its chunks"
-            return []
-        found = self._asked(key, lambda: (read_footer(self._tier, key), self._tier.size(key)))
-        if found is None:
-            return []
-        rows, size = found
+            return None
+
+        def read() -> tuple[list[FooterRow], int]:
+            table, end = _footer(self._tier, key)
+            return list(_rows(table, key, end)), end + len(table) + _TRAILER
+
+        return self._asked(key, read)
+
+    def _add(self, key: str, rows: list[FooterRow], size: int) -> list[FooterRow]:
+        """Add the chunks of a pack; returns its deltas, which need a base."""
         self.packs += 1
         self.sizes[key] = size
         self.rows += rows

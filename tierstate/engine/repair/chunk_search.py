@@ -146,6 +146,8 @@ class ChunkSearch:
     def _read_all(self, places: Iterable[tuple[ChunkId, Found]]) -> None:
         ordered = sorted(places, key=lambda p: (p[1].tier, p[1].place.object, p[1].place.offset))
         self._asked |= dict.fromkeys(ordered, False)
+        packs = dict.fromkeys((found.tier, found.place.object) for _, found in ordered)
+        run_concurrently(lambda pack: self.size(*pack), packs)
         batches: list[list[tuple[ChunkId, Found]]] = []
         filled = 0
         for one, found in ordered:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tierstate.engine.packs.pack import PackScan
 from tierstate.engine.store.run_in_tier import TierRun
@@ -13,6 +13,7 @@ from tierstate.manifest.format.record import Record, surviving_parts
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.removals import removals, was_removed
+from tierstate.tiers.concurrency import results_ahead
 
 from .rebuild import LastingPacks, is_intact
 
@@ -31,9 +32,7 @@ class TierView:
         self.legible: list[Version] = []
         self.layouts: list[tuple[Version, Layout]] = []
         self._removals = removals(tier_run.tier, tier_run.run)
-        for seq, generations in tier_run.log.generations().items():
-            for generation in generations:
-                self._read(seq, generation)
+        self._read((seq, g) for seq, generations in tier_run.log.generations().items() for g in generations)
         self.scan = PackScan(tier_run.tier, tier_run.run, related, go_on=True)
         for run in self.scan.runs[:-1]:
             found = (entry.record for entry in Log(tier_run.tier, run).newest_first())
@@ -41,21 +40,27 @@ class TierView:
         self.copies = list(self.scan.versions(tier_run.run))
         self.lasting = LastingPacks(tier_run.tier, tier_run.run)
 
-    def _read(self, seq: int, generation: int) -> None:
+    def _read(self, keys: Iterable[tuple[int, int]]) -> None:
+        for seq, generation, found in results_ahead(lambda key: (*key, self._outcome(*key)), keys):
+            match found:
+                case NotFound():
+                    continue  # dropped or replaced meanwhile
+                case MediaError():
+                    self.damaged.setdefault(seq, {})[generation] = str(found)
+                    self._sectors.add((seq, generation))
+                case FormatError():
+                    self._salvage(seq, generation, found)
+                case TierstateError():
+                    self.away[seq] = str(found)
+                case _:
+                    self.records.setdefault(seq, {})[generation] = found
+                    self.layouts.append((found.version, found.layout))
+
+    def _outcome(self, seq: int, generation: int) -> Record | TierstateError:
         try:
-            record = self.tier_run.log.read_generation(seq, generation)
-        except NotFound:
-            return  # dropped or replaced meanwhile
-        except MediaError as error:
-            self.damaged.setdefault(seq, {})[generation] = str(error)
-            self._sectors.add((seq, generation))
-        except FormatError as error:
-            self._salvage(seq, generation, error)
+            return self.tier_run.log.read_generation(seq, generation)
         except TierstateError as error:
-            self.away[seq] = str(error)
-        else:
-            self.records.setdefault(seq, {})[generation] = record
-            self.layouts.append((record.version, record.layout))
+            return error
 
     def look_again(self, seqs: Collection[int]) -> bool:
         """Forget records that are gone, and read those that have come: beside a running job, what it has dropped or
@@ -79,8 +84,7 @@ class TierView:
                 found.get(seq, {}).pop(generation, None)
         self.records = {seq: these for seq, these in self.records.items() if these}
         self.damaged = {seq: these for seq, these in self.damaged.items() if these}
-        for seq, generation in sorted(new):
-            self._read(seq, generation)
+        self._read(sorted(new))
         return bool(gone or new)
 
     @property

@@ -155,24 +155,25 @@ class Tags:
 
     def flaws(self) -> dict[str, TagFlaw]:
         """Tags that not all persistent tiers have, or whose object in one of them cannot be read."""
-        look, found = self._look(), {}
-        for name, number in look.highest.items():
-            wrong, target = [], False
-            for tier_run in self._lasting():
-                numbers = look.there.get(tier_run.name, {}).get(name, ())
-                if tier_run.name in look.there and number not in numbers:
-                    wrong.append(f"{tier_run.name} lacks it")
-                elif numbers:
-                    try:
-                        read_tag(tier_run.tier, self._run, name, number)
-                        target = True
-                    except FormatError as error:
-                        wrong.append(str(error))
-                    except TierError as error:
-                        log.warning("%s: tag %r cannot be read now: %s", tier_run.name, name, error)
-            if wrong:
-                found[name] = TagFlaw(target, "; ".join(wrong))
-        return found
+        look = self._look()
+        found = run_concurrently(lambda tag: (tag[0], self._flaw(*tag, look)), look.highest.items())
+        return {name: flaw for name, flaw in found if flaw is not None}
+
+    def _flaw(self, name: str, number: int, look: _Look) -> TagFlaw | None:
+        wrong, target = [], False
+        for tier_run in self._lasting():
+            numbers = look.there.get(tier_run.name, {}).get(name, ())
+            if tier_run.name in look.there and number not in numbers:
+                wrong.append(f"{tier_run.name} lacks it")
+            elif numbers:
+                try:
+                    read_tag(tier_run.tier, self._run, name, number)
+                    target = True
+                except FormatError as error:
+                    wrong.append(str(error))
+                except TierError as error:
+                    log.warning("%s: tag %r cannot be read now: %s", tier_run.name, name, error)
+        return TagFlaw(target, "; ".join(wrong)) if wrong else None
 
     def level(self) -> None:
         """Write each of the `flaws` again, to all persistent tiers.
