@@ -221,7 +221,7 @@ def _complete(there: Run, known: VersionCopies, entry: VersionCopies, progress: 
 def _known(there: Run, entry: VersionCopies, arena: Arena, progress: Progress) -> VersionCopies | None:
     """The version of the other run with the same step, leaves and bytes, if there is one."""
     version = entry.version
-    for place in there._catalog().newest_first():
+    for place in there._catalog().newest_first(fits=lambda one: one.step == version.head.step):
         for found in place.entries:
             other = found.version
             if (
