@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
-from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound, TierUnavailable
+from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound, Oversized, TierUnavailable
 from tierstate.tiers.base import Range, Tier
 
 BAD_KEYS = ("", "/abs", "../up", "a/../b", "a//b", "a/", ".hidden", "a/.hidden", "a b", "a\nb", "\xe4", "k" * 513)
@@ -115,6 +115,10 @@ def check_put(tier: Tier, prefix: str, other: Tier | None = None) -> None:
     given.zero_()
     must_hold(tier, f"{prefix}/a", data)
     must_hold(other or tier, f"{prefix}/a", data)
+    for most in (1000, 4000):
+        must(torch.equal(tier.get_within(f"{prefix}/a", most, "an object"), data), "get_within: other bytes")
+    must_raise(Oversized, lambda: tier.get_within(f"{prefix}/a", 999, "an object"), "get_within of a longer object")
+    must_raise(NotFound, lambda: tier.get_within(f"{prefix}/b", 999, "an object"), "get_within of an absent object")
 
 
 def check_sizes(tier: Tier, prefix: str, other: Tier | None = None) -> None:
