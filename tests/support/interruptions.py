@@ -52,6 +52,7 @@ class Interruption:
 
     def run(self, call: Callable[[], object]) -> None:
         """Make the call; the handler's error leaves it as it would leave an interrupted call."""
+        sys._getframe().f_trace_opcodes = True  # CPython 3.12 has such events only if asked for them before `settrace`
         sys.settrace(self._entered)
         try:
             call()

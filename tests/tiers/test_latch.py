@@ -32,6 +32,7 @@ def interrupted(at: int) -> Iterator[None]:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # CPython 3.12 has such events only if it was asked for before `settrace`
     sys.settrace(trace)
     try:
         yield

@@ -55,6 +55,7 @@ def comes_before(number: int) -> bool:
         return trace
 
     late, before = Watched(), sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # CPython 3.12 has such events only if it was asked for before `settrace`
     sys.settrace(trace)
     try:
         guard.before_step()
