@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from support.cli_calls import Call
 
 import tierstate as ts
+from tierstate.cli.output.status import RunStatus, TierStatus, status_lines
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.versions.bisect import bisect, has_nonfinite
 
@@ -135,6 +137,12 @@ def test_how_a_run_stands(call: Call, policy: Path) -> None:
     assert text.status == 0
     assert "ago" in text.out
     assert call("status", "-p", policy, "-r", "none").status == 2
+
+
+def test_a_version_of_a_clock_that_is_ahead_is_no_negative_time_ago() -> None:
+    ahead = TierStatus("nvme", 1, 3, time.time() + 7250, 0, 0.0, 0, 0, None, "")
+    (line,) = (line for line in status_lines(RunStatus("gpt", [ahead], ()), 200) if "nvme" in line)
+    assert "2 h ahead of this clock" in line
 
 
 def test_a_tier_that_fails_is_told(call: Call, place: Path) -> None:

@@ -46,6 +46,13 @@ def test_a_tier_that_lags() -> None:
     assert "saves come every 1.500 s: a larger `every` of lustre" in text
 
 
+def test_a_clock_that_is_set_back_gives_no_times_below_zero() -> None:
+    late = [event("cascaded", 50.0, tier="lustre", seconds=5.0), event("failed", 60.0, tier="s3", reason="gone")]
+    text = "\n".join(explain([*late, *SAVED], 7))
+    assert "lustre: there after a time that is not known, as the clock was set back; copied in 5.000 s" in text
+    assert "s3: failed after a time that is not known" in text
+
+
 def test_failures_and_what_was_left_out() -> None:
     failed = [
         event("failed", 103.0, tier="s3", reason="TierUnavailable: gone"),

@@ -68,14 +68,18 @@ def _tiers(events: Sequence[Event], about: Sequence[Event]) -> Iterator[str]:
                 took = event.seconds or 0.0
                 waited = max(0.0, event.time - took - ready)
                 how = f"copied in {took:.3f} s" if event.kind == "cascaded" else "brought later"
-                yield f"{event.tier}: there after {after:.3f} s; {how}{_rate(event, took)}"
+                yield f"{event.tier}: there {_after(after)}; {how}{_rate(event, took)}"
                 yield from _lag(events, event, waited, took)
             case "failed":
-                yield f"{event.tier}: failed after {after:.3f} s: {event.reason}"
+                yield f"{event.tier}: failed {_after(after)}: {event.reason}"
             case "owed":
                 yield f"{event.tier}: it is brought when the tier works again"
             case "left_out":
                 yield f"{event.tier}: left out: {event.reason}"
+
+
+def _after(seconds: float) -> str:
+    return f"after {seconds:.3f} s" if seconds >= 0 else "after a time that is not known, as the clock was set back"
 
 
 def _rate(event: Event, seconds: float) -> str:

@@ -151,8 +151,12 @@ def _rough_age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def _ago(seconds: float) -> str:
+    return f"{_rough_age(seconds)} ago" if seconds > -1 else f"{_rough_age(-seconds)} ahead of this clock"
+
+
 def _status_row(tier: TierStatus) -> tuple[object, ...]:
-    saved = "" if tier.saved is None else f"{when(tier.saved)}, {_rough_age(time.time() - tier.saved)} ago"
+    saved = "" if tier.saved is None else f"{when(tier.saved)}, {_ago(time.time() - tier.saved)}"
     behind = "–" if tier.behind is None else f"{plural(tier.behind, 'step')}, {_rough_age(tier.behind_seconds or 0.0)}"
     step, speed = "–" if tier.step is None else tier.step, "" if tier.speed is None else f"{rough_size(tier.speed)}/s"
     return tier.tier, step, saved, behind, tier.versions, tier.missing, tier.unreadable, speed
