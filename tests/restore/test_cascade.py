@@ -112,6 +112,66 @@ def test_what_was_missed_in_an_outage_comes_when_the_tier_is_back(place, slow, c
         assert arena_of(ckpt).in_flight == 0
 
 
+# A full tier
+
+
+def fill(ckpt: ts.Checkpointer, step: int) -> None:
+    """Save until the tier ``nvme`` is full; of the others it is known what became of each save."""
+    while True:
+        save, errors = ckpt.save(state(step), step=step), []
+        for name in save.tiers:
+            try:
+                save.wait(name)
+            except ts.TierstateError as error:
+                errors.append(error)
+        if any(isinstance(error, ts.TierFull) for error in errors):
+            return
+        step += 1
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_tier_that_is_full_of_what_was_held_takes_the_next_save_once_that_has_arrived(place, slow):
+    spec = policy({"nvme": tier("nvme", place, keep={"last": 1}, capacity="64KiB"), "slow": slow})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        ckpt.save(state(0), step=0).wait("slow")
+        faulty(slow).add(Fault("writer", 0, GONE))
+        faulty(slow).add(Fault("list", 0, GONE))
+        fill(ckpt, 1)
+        faulty(slow).heal()
+        until(lambda: not ckpt.stats().tiers["slow"].owed)
+        for step in (20, 21):
+            ckpt.save(state(step), step=step).wait("nvme")
+            assert difference(state(step), ckpt.load(step=step)) == ""
+
+
+def test_a_keep_that_became_shorter_makes_room_in_a_full_tier(place):
+    def spec(keep: int) -> ts.Policy:
+        return policy({"nvme": tier("nvme", place, keep={"last": keep}, capacity="64KiB")})
+
+    with ts.Checkpointer(spec(100), "run") as ckpt:
+        fill(ckpt, 0)
+    with ts.Checkpointer(spec(1), "run") as ckpt:
+        with pytest.raises(ts.TierFull):
+            ckpt.save(state(20), step=20).wait()
+        for step in (21, 22, 23, 24):
+            ckpt.save(state(step), step=step).wait()
+
+
+def test_what_could_not_be_dropped_is_dropped_before_the_next_save():
+    with wrapped(Memory(capacity=84 << 10)) as keys:
+        spec = policy({"only": {**keys, "keep": {"last": 2}}})
+        with ts.Checkpointer(spec, "run") as ckpt:
+            for step in (0, 1):
+                ckpt.save(state(step), step=step).wait()
+            faulty(keys).add(Fault("delete", 0, GONE))
+            for step in (2, 3):
+                ckpt.save(state(step), step=step).wait()
+            until(lambda: ckpt._pipeline.queues["only"].at_rest)
+            faulty(keys).heal()
+            for step in (4, 5, 6):
+                ckpt.save(state(step), step=step).wait()
+
+
 @pytest.mark.usefixtures("late")
 def test_debts_are_brought_after_the_next_save_that_arrives(place, slow):
     spec = policy({"nvme": tier("nvme", place), "slow": slow})

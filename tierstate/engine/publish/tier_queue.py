@@ -103,6 +103,7 @@ class TierQueue:
         self.counters = TierCounters()
         self.healthy, self.looked = True, False
         self.held: dict[int, str] = {}
+        self._retired = True  # the last retention, if there was one, has not failed
         # Entered and left in C: an interrupt at the beginning of `Condition.__exit__` would leave it locked for ever.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -271,6 +272,10 @@ class TierQueue:
         if not self.tier_run.tier.traits.persistent:
             # A tier that is not persistent drops its oldest versions before the next save, to have room for it.
             self.retire(room_for_one=True)
+        elif self.held or not self._retired:
+            # Slower tiers may have got by now what was held for them, and in a full tier no version would arrive after
+            # which it would be dropped.
+            self.retire()
         try:
             if self._ended and isinstance(job, CascadeJob) and job.save_state is not None and self.tier_run.forsaken():
                 # Now, and not after this rank has read and written its part.
@@ -284,6 +289,8 @@ class TierQueue:
                 traced.also(bytes=job.stored)
         except BaseException as error:
             self._fail(job, error)
+            if isinstance(error, TierFull):
+                self.retire()  # for the next save: `keep` may be shorter than it was when the tier became full
         else:
             self._arrived(job, record)
             self.retire()
@@ -413,7 +420,9 @@ class TierQueue:
         except BaseException as error:
             # Any error of a tier: if this thread ended, every later save would wait for ever.
             log.warning("%s: old versions could not be dropped, which is tried again: %r", self.tier_run.name, error)
+            self._retired = False
             return
+        self._retired = True
         for seq in decision.drop:
             self.tier_run.events.emit("dropped", tier=self.tier_run.name, seq=seq)
         longer = (s for s, why in decision.keep.items() if why == (pinned.get(s),) and s not in self.tier_run.held)
