@@ -201,6 +201,23 @@ def test_a_clock_that_is_set_back_and_a_rollback_are_no_measurements() -> None:
     assert timedelta(0) < cadence.intervals()["nvme"] <= timedelta(hours=1)
 
 
+def test_a_clock_that_is_set_ahead_puts_no_saves_off() -> None:
+    """Nor a process that stands still, in a step beside a write: what that step took is no cost of the save."""
+    cadence = AutoCadence({"nvme": AutoEvery(max=1e6)}, lambda _masks: {"nvme": 3600.0}, lambda *_: None)
+    loop = Loop(cadence, 1.0, 0.5, 0.2, 2.0)
+    loop.run(1200)
+    before = cadence.intervals()["nvme"].total_seconds()
+    while not loop.arrives:
+        loop.run(1)
+    loop.now += 7200
+    most = before
+    for _ in range(600):
+        loop.run(1)
+        most = max(most, cadence.intervals()["nvme"].total_seconds())
+    assert most < 2 * before
+    assert cadence.intervals()["nvme"].total_seconds() == pytest.approx(before, rel=0.2)
+
+
 def test_failures_are_found_again_only_where_leaves_go_elsewhere(place: Path) -> None:
     asked: list[int] = []
     spec = policy({"nvme": tier("nvme", place, every="auto"), "lustre": tier("lustre", place)})

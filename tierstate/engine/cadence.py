@@ -60,6 +60,11 @@ _WEIGHT = 0.3
 """Of the newest measurement, in the mean of costs and durations."""
 
 
+_LEAP, _SLACK = 4.0, 1.0
+"""A measurement counts for at most so many times the mean before it and so many seconds more. One in which the clock
+was set ahead, or the process stood still for hours, would put off the next saves for as long as the bounds allow."""
+
+
 class Level(NamedTuple):
     """What a tier survives, as its traits say.
 
@@ -346,7 +351,7 @@ def choose_interval(cost: float, seconds: float, mtbf: float, bounds: AutoEvery)
 
 
 def _mean(before: float | None, now: float) -> float:
-    return now if before is None else (1 - _WEIGHT) * before + _WEIGHT * now
+    return now if before is None else (1 - _WEIGHT) * before + _WEIGHT * min(now, _LEAP * before + _SLACK)
 
 
 def auto_cadence(policy: Policy, levels: Sequence[Level], hosts: int, events: EventBus) -> AutoCadence | None:
