@@ -142,7 +142,8 @@ class ObjectStore(Tier):
         url: protocol, bucket and prefix, as in ``s3://bucket/ckpt``; the bucket must exist.
         options: arguments of fsspec's file system for that protocol, as in ``{endpoint_url: "https://s3.site.org"}``;
             never printed.
-        capacity: total bytes of the objects, as in ``20TiB``; without it, no limit.
+        capacity: total bytes of the objects, as in ``20TiB``; without it, no limit. What other processes write is
+            counted as for `nvme`.
         checksum: ``s3://`` only: what is sent with every body, so that the store refuses one that was damaged on its
             way. ``auto`` tries at opening which of them the store verifies, and takes crc32 (2 GB/s per core), else md5
             (0.6 GB/s), else none, and says so in the tier's notes.

@@ -534,7 +534,9 @@ class Nvme(Deadline):
 
     Args:
         path: the folder, as in ``/local/ckpt``; the first save makes it.
-        capacity: total bytes of its objects, as in ``1TiB``; without it, no limit but the disk.
+        capacity: total bytes of its objects, as in ``1TiB``; without it, no limit but the disk. What other processes
+            write is counted when it seems to be used up, so ranks that fill it at the same time can each add the room
+            that there was.
         io: what moves objects of 1 MiB and more: ``uring`` (io_uring, past the page cache), ``threads`` (past it, too)
             or ``buffered`` (through it). ``auto`` takes the first of them that works there.
         mode: of files, as chmod takes it, whatever the umask is, as in ``"0640"``; folders have ``x`` as well wherever

@@ -128,7 +128,8 @@ class Lustre(Deadline):
 
     Args:
         path: the folder, as in ``/lustre/proj/ckpt``; the first save makes it.
-        capacity: total bytes of its objects, as in ``50TiB``; without it, no limit but the quota.
+        capacity: total bytes of its objects, as in ``50TiB``; without it, no limit but the quota. What other processes
+            write is counted as for `nvme`.
         stripe_count: storage targets per file, as in ``8``; 0 for the site's default, -1 for all of them.
         stripe_size: length of one stripe, a multiple of 64 KiB, as in ``16MiB``; without it, the site's default.
         pool: the pool of targets to use, as in ``flash``; without it, the site's default.
