@@ -107,6 +107,40 @@ def test_resumed_twice_in_one_epoch(done: int, stateful: bool, tmp_path: Path, p
     third.accelerator.end_training()
 
 
+@pytest.mark.parametrize("stateful", [False, True], ids=["skipped", "stateful"])
+@pytest.mark.parametrize("done", [1, 3, 5, 8])
+def test_a_loader_for_evaluation_goes_on_too(done: int, stateful: bool, tmp_path: Path, policy: str) -> None:
+    """Also where it was not used before the save: its first iterator of all draws nothing if it is stateful."""
+    given = {"stateful": stateful, "evaluates": True}
+    whole = trained(new_job(tmp_path / "whole", **given))
+    first = new_job(tmp_path, policy, **given)
+    trained(first, save=[done])
+    first.accelerator.end_training()
+    second = new_job(tmp_path, policy, **given)
+    second.accelerator.load_state(str(tmp_path / f"step_{done}"))
+    assert trained(second, done=done, save=[]) == {step: whole[step] for step in range(done + 1, STEPS + 1)}
+    second.accelerator.end_training()
+
+
+@pytest.mark.parametrize("stateful", [False, True], ids=["skipped", "stateful"])
+@pytest.mark.parametrize("done", [3, 5])
+def test_saved_again_before_the_first_batch_after_a_restore(
+    done: int, stateful: bool, tmp_path: Path, policy: str
+) -> None:
+    whole = trained(new_job(tmp_path / "whole", stateful=stateful))
+    first = new_job(tmp_path, policy, stateful=stateful)
+    trained(first, save=[done])
+    first.accelerator.end_training()
+    second = new_job(tmp_path, policy, stateful=stateful)
+    second.accelerator.load_state(str(tmp_path / f"step_{done}"))
+    second.accelerator.save_state(str(tmp_path / f"again_{done}"))
+    second.accelerator.end_training()
+    third = new_job(tmp_path, policy, stateful=stateful)
+    third.accelerator.load_state(str(tmp_path / f"again_{done}"))
+    assert trained(third, done=done, save=[]) == {step: whole[step] for step in range(done + 1, STEPS + 1)}
+    third.accelerator.end_training()
+
+
 def test_no_file_of_accelerate_itself_is_written(tmp_path: Path, policy: str) -> None:
     job = new_job(tmp_path, policy)
     trained(job, save=[2, 4])

@@ -53,6 +53,7 @@ class Job:
         place: the project's folder.
         policy: None for accelerate without tierstate.
         accumulate, mixed_precision, naming, limit, stateful, sharded: how to train.
+        evaluates: also go through a second loader after each second step.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Job:
         limit: int | None = None,
         stateful: bool = False,
         sharded: bool = False,
+        evaluates: bool = False,
     ) -> None:
         torch.set_num_threads(1)
         set_seed(7)
@@ -93,6 +95,8 @@ class Job:
         self.net, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(
             net, optimizer, loader, schedule
         )
+        held_out = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+        self.held_out = self.accelerator.prepare(held_out) if evaluates else None
         self.seen = Seen()
         self.accelerator.register_for_checkpointing(self.seen)
 
@@ -112,6 +116,9 @@ class Job:
                     self.optimizer.zero_grad()
                 self.seen.samples += len(x)
                 step += 1
+                if self.held_out is not None and step % 2 == 0:
+                    for _ in self.held_out:
+                        pass
                 if (save is None or step in save) and self.versions is not None:
                     naming = accelerator.project_configuration.automatic_checkpoint_naming
                     accelerator.save_state(None if naming else str(self.place / f"step_{step}"))

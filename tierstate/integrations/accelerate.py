@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class AcceleratorVersions:
         self._published: Future[None] | None = None
         self._skipping: tuple[Any, Any] | None = None
         self._resumed: list[Any] = []
-        self._pending: Callable[[], None] | None = None
+        self._pending: tuple[int, dict[str, Any]] | None = None
         self._load_files, self._skip = accelerator.load_state, accelerator.skip_first_batches
         self._end_training = accelerator.end_training
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
@@ -194,15 +194,26 @@ class AcceleratorVersions:
         if (sampler := _seedable(loader)) is not None:
             found["seed"] = sampler.initial_seed
         if getattr(loader, "use_stateful_dataloader", False):
-            # Nothing to go on with at the end of an epoch: torchdata's next iterator then draws a seed, as ever.
-            found["state"] = {} if over else one.state_dict()
+            found["state"] = self._stateful_position(loader)
         return found
 
+    def _stateful_position(self, loader: Any) -> dict[str, Any] | None:
+        """What torchdata's loader goes on with: nothing at the end of an epoch, and where nobody iterates it, as one
+        for evaluation in a step of the training. Its next iterator then draws a seed, as ever. None: the first one is
+        still to come, which `prepare` has made already, so that it draws nothing.
+        """
+        if any(loader is one for one in self._accelerator.gradient_state.dataloader_references):
+            return {} if loader.end_of_dataloader else loader.state_dict()
+        return None if _awaits_first_iterator(loader) else loader.next_iter_state or {}
+
     def _active(self) -> int | None:
-        """The place of the loader in whose middle this is."""
+        """The place of the loader in whose middle this is. Right after a restore that is as at the save."""
+        active = self._accelerator.gradient_state.active_dataloader
+        if active is None and self._pending is not None:
+            return self._pending[0]
         for place, loader in enumerate(self._accelerator._dataloaders):
             one = self._in_use(loader)
-            if one is self._accelerator.gradient_state.active_dataloader and not one.end_of_dataloader:
+            if one is active and not one.end_of_dataloader:
                 return place
         return None
 
@@ -293,7 +304,9 @@ class AcceleratorVersions:
         if "seed" in saved and (sampler := _seedable(loader)) is not None:
             sampler.initial_seed = saved["seed"]
         if "state" in saved and getattr(loader, "use_stateful_dataloader", False):
-            loader.load_state_dict(saved["state"])
+            state = saved["state"]
+            if state is not None or not _awaits_first_iterator(loader):
+                loader.load_state_dict(state or {})
 
     def _set_random_later(self, active: int | None) -> None:
         """A new iterator draws a seed from the random generator, which the one at the save had done before. So in the
@@ -302,8 +315,7 @@ class AcceleratorVersions:
         self._pending = None
         loaders = self._accelerator._dataloaders
         if active is not None and active < len(loaders):
-            state = Rng().state_dict()
-            self._pending = lambda: Rng().load_state_dict(state)
+            self._pending = active, Rng().state_dict()
             self._watch(loaders[active])
 
     def _watch(self, loader: Any) -> None:
@@ -313,7 +325,7 @@ class AcceleratorVersions:
             vars(base).pop("__iter__", None)
             for place, batch in enumerate(base.__iter__()):
                 if place == skipped and self._pending is not None:
-                    self._pending()
+                    Rng().load_state_dict(self._pending[1])
                     self._pending = None
                 yield batch
 
@@ -346,6 +358,11 @@ def _seedable(loader: Any) -> SeedableRandomSampler | None:
     """The sampler whose order follows from a seed and the epoch (``use_seedable_sampler``), if there is one."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     return sampler if isinstance(sampler, SeedableRandomSampler) else None
+
+
+def _awaits_first_iterator(loader: Any) -> bool:
+    """Whether torchdata's loader has the iterator that it made for its first state, and would begin with that."""
+    return bool(loader._initial_iter_for_state_dict)
 
 
 def _holds_files(folder: Path) -> bool:
