@@ -329,6 +329,30 @@ def test_ways_to_switch_on(tmp_path: Path) -> None:
     assert losses.found == {step: whole[step] for step in range(9, 13)}
 
 
+class WithStateOfItsOwn(Own):
+    """A trainer that puts a file beside the Trainer's own, as TRL's do."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        Path(self.args.output_dir, f"checkpoint-{self.state.global_step}", "own.json").write_text("{}")
+
+
+class Below(Mixed):
+    """What comes before ours is called."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+
+
+def test_what_another_trainer_does_beside_saving_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = {"policy": policy_of(tmp_path / "tier")}
+    trainer(tmp_path, kind=Below, tier=tier)
+    use(trainer(tmp_path, kind=Own), **tier)
+    assert not caplog.records
+    use(trainer(tmp_path, kind=WithStateOfItsOwn), **tier)
+    assert "not called with tierstate: WithStateOfItsOwn._save_checkpoint. What they save" in caplog.text
+
+
 def test_what_cannot_be_taken_over_is_refused(tmp_path: Path) -> None:
     job = trainer(tmp_path, kind=Trainer)
     job.args.push_to_hub = True

@@ -75,6 +75,20 @@ RESULT_CHANGING = ("per_device_train_batch_size", "gradient_accumulation_steps",
 """Training arguments that a resumed training needs as they were, to go on bit for bit; they are in the metadata."""
 
 
+NOT_CALLED = (
+    "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+    "_save_rng_state",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_load_best_model",
+)
+"""Methods of a trainer in whose place `TierTrainer` saves and restores."""
+
+
 class TierTrainer(Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose checkpoints are versions of a tierstate run.
 
@@ -171,6 +185,7 @@ def use(trainer: Trainer, policy: Policy | str | os.PathLike[str] | None = None,
 
 def _switch_on(trainer: Any, policy: Policy | str | os.PathLike[str] | None, run: str | None) -> None:
     _refuse(trainer)
+    _tell_what_is_not_called(type(trainer))
     args: TrainingArguments = trainer.args
     if policy is None:
         policy = _default_policy(os.path.join(args.output_dir, "tierstate"))
@@ -194,6 +209,18 @@ def _refuse(trainer: Any) -> None:
     }
     if found := [why for why, is_so in refused.items() if is_so]:
         raise ValueError(f"not with tierstate: {'; '.join(found)}")
+
+
+def _tell_what_is_not_called(kind: type) -> None:
+    """Log what a trainer's class would do beside saving, and does not: some have state of their own there."""
+    order = kind.__mro__
+    between = order[order.index(TierTrainer) + 1 : order.index(Trainer)]
+    if found := [f"{one.__name__}.{name}" for one in between for name in NOT_CALLED if name in vars(one)]:
+        log.warning(
+            "not called with tierstate: %s. What they save beside the Trainer's own state, or do beside saving, is "
+            "left out; put such state into a callback that is an ExportableState",
+            ", ".join(found),
+        )
 
 
 def _default_policy(path: str) -> Policy:
