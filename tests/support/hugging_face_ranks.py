@@ -63,7 +63,13 @@ def run_accelerate(place: Path, **given: bool) -> None:
     first = accelerate_job.Job(place, str(policy), **given)
     assert first.accelerator.num_processes == 2
     check_sharding(first.net, sharded="sharded" in given)
-    first.train(whole.__setitem__, save=[2, 4])
+    buffers: dict[int, list[torch.Tensor]] = {}
+
+    def seen(step: int, loss: str) -> None:
+        whole[step] = loss
+        buffers[step] = [buffer.clone() for buffer in first.net.buffers()]
+
+    first.train(seen, save=[2, 4])
     assert first.versions is not None
     first.versions.wait()
     first.versions.close()
@@ -71,6 +77,10 @@ def run_accelerate(place: Path, **given: bool) -> None:
     losses: dict[int, str] = {}
     again = accelerate_job.Job(place, str(policy), **given)
     again.accelerator.load_state(str(place / "step_2"))
+    for buffer, was in zip(again.net.buffers(), buffers[2], strict=True):
+        expected = was.clone()
+        dist.broadcast(expected, 0)
+        assert torch.equal(buffer, expected)  # the first one's, all of them
     again.train(losses.__setitem__, done=2, save=[])
     assert losses == {step: loss for step, loss in whole.items() if step > 2}
     assert again.versions is not None

@@ -15,17 +15,19 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate import __version__ as accelerate_version
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.manifest.errors import NotFound, TierstateError
@@ -150,7 +152,8 @@ class AcceleratorVersions:
             self.ckpt.guard(optimizer)
         number = step if step is not None else int(numbers[-1]) if numbers else project.iteration
         metadata = {"folder": folder.name, "accelerate": accelerate_version}
-        save = self.ckpt.save(self._state(), step=number, metadata=metadata)
+        with first_ones_buffers(accelerator._models):
+            save = self.ckpt.save(self._state(), step=number, metadata=metadata)
         project.iteration += 1
         if not save.skipped and self._writes_folders():
             self._published = self._publisher.submit(self._publish, save, folder)
@@ -162,8 +165,6 @@ class AcceleratorVersions:
         return bool(accelerator.is_local_main_process if each_node else accelerator.is_main_process)
 
     def _state(self) -> dict[str, Any]:
-        for model in self._accelerator._models:
-            sync_buffers(model)
         loaders = [self._position(loader) for loader in self._accelerator._dataloaders]
         progress = {"step": self._accelerator.step, "active": self._active()}
         return self._objects() | {"loaders": PerRank(loaders), "progress": PerRank(progress)}
@@ -345,13 +346,21 @@ class AcceleratorVersions:
         return found
 
 
-def sync_buffers(model: Any) -> None:
-    """Give all processes the first one's buffers (the means of batch normalization, for example) where the next forward
-    pass of `DistributedDataParallel` would: a version has one copy, which may be of any process.
+@contextmanager
+def first_ones_buffers(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """While this is open, all processes have the first one's buffers (the means of batch normalization, for example): a
+    version has one copy, of which each tensor may be of any process. A save captures buffers before it returns.
     """
-    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    buffers = [one for model in models for one in model.buffers() if several and not isinstance(one, DTensor)]
+    own = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        dist.broadcast(buffer, 0)
+    try:
+        yield
+    finally:
+        for buffer, was in zip(buffers, own, strict=True):
+            buffer.copy_(was)
 
 
 def _seedable(loader: Any) -> SeedableRandomSampler | None:

@@ -42,7 +42,7 @@ from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.yaml import escape_variables
 
-from .accelerate import sync_buffers
+from .accelerate import first_ones_buffers
 from .generators import ResumedRng
 from .version_folders import (
     REFERENCE,
@@ -340,7 +340,8 @@ class TrainerVersions:
             self.wait_published()  # or retention could drop it before it has its tag
         self._note_best()
         text = self._trainer_state()
-        save = self._ckpt.save(self._state(text), step=state.global_step, metadata=self._metadata())
+        with first_ones_buffers([trainer.model]):
+            save = self._ckpt.save(self._state(text), step=state.global_step, metadata=self._metadata())
         if save.skipped:
             log.warning("step %d was not saved: the arena is full, and the policy says on_full: skip", save.step)
             return
@@ -358,7 +359,6 @@ class TrainerVersions:
 
     def _state(self, text: str) -> dict[str, Any]:
         trainer = self._trainer
-        sync_buffers(trainer.model_wrapped)
         # It says whether a process is the first one, so it differs; the first one's is used.
         state: dict[str, Any] = {"model": trainer.model, "trainer": PerRank(text if trainer.args.should_save else "")}
         if trainer.args.save_only_model:
