@@ -152,7 +152,7 @@ class AcceleratorVersions:
             self.ckpt.guard(optimizer)
         number = step if step is not None else int(numbers[-1]) if numbers else project.iteration
         metadata = {"folder": folder.name, "accelerate": accelerate_version}
-        with first_ones_buffers(accelerator._models):
+        with first_ones_buffers(accelerator._models, accelerator.device):
             save = self.ckpt.save(self._state(), step=number, metadata=metadata)
         project.iteration += 1
         if not save.skipped and self._writes_folders():
@@ -347,15 +347,20 @@ class AcceleratorVersions:
 
 
 @contextmanager
-def first_ones_buffers(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+def first_ones_buffers(models: Iterable[torch.nn.Module], device: torch.device) -> Iterator[None]:
     """While this is open, all processes have the first one's buffers (the means of batch normalization, for example): a
     version has one copy, of which each tensor may be of any process. A save captures buffers before it returns.
+
+    Args:
+        device: by which processes talk; NCCL takes no tensors of the host.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
     buffers = [one for model in models for one in model.buffers() if several and not isinstance(one, DTensor)]
     own = [buffer.clone() for buffer in buffers]
     for buffer in buffers:
-        dist.broadcast(buffer, 0)
+        moved = buffer.to(device)
+        dist.broadcast(moved, 0)
+        buffer.copy_(moved)
     try:
         yield
     finally:

@@ -340,7 +340,7 @@ class TrainerVersions:
             self.wait_published()  # or retention could drop it before it has its tag
         self._note_best()
         text = self._trainer_state()
-        with first_ones_buffers([trainer.model]):
+        with first_ones_buffers([trainer.model], trainer.args.device):
             save = self._ckpt.save(self._state(text), step=state.global_step, metadata=self._metadata())
         if save.skipped:
             log.warning("step %d was not saved: the arena is full, and the policy says on_full: skip", save.step)
