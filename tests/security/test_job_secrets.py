@@ -3,11 +3,14 @@
 import json
 import os
 import pickle
+import resource
 import shutil
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from tierstate.engine.ranks.team.secret import agree_on_secret
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import PolicyError
 from tierstate.tiers.connections import distribution
-from tierstate.tiers.connections.distribution import SecretServer, receive_secret, runtime_folder
+from tierstate.tiers.connections.distribution import SecretServer, receive_secret, runtime_folder, short_path
 from tierstate.tiers.connections.secret import (
     FILE_VARIABLE,
     KEY,
@@ -131,6 +134,21 @@ def test_a_secret_goes_over_a_socket_of_this_user() -> None:
     assert list(folder.iterdir()) == []
     with pytest.raises(SecretError, match="no rank gives the secret there"):
         receive_secret(server.path, 5.0)
+
+
+def test_a_secret_is_given_when_there_are_file_descriptors_again(caplog: pytest.LogCaptureFixture) -> None:
+    secret = JobSecret.random()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with SecretServer(secret) as server, socket.socket(socket.AF_UNIX) as wire, short_path(server.path) as path:
+        wire.settimeout(60)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+            wire.connect(path)
+            while not any("no connection can be accepted for now" in one.message for one in caplog.records):
+                time.sleep(0.001)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert wire.recv(KEY) == secret.reveal()
 
 
 def test_the_folder_of_sockets_has_to_be_of_this_user_alone(tmp_path: Path) -> None:

@@ -32,6 +32,10 @@ MUNGE_SECONDS = 10.0
 """Timeout in seconds for a command of MUNGE."""
 
 
+PAUSE = 0.05
+"""Seconds until a connection is accepted again, if one could not be."""
+
+
 _REPLAYED = 17
 """Exit status of ``unmunge`` for a credential that was decoded on this host before, as by another rank; it still gives
 the data, and only to the user for which they are."""
@@ -112,21 +116,30 @@ class SecretServer:
         except OSError as error:
             self._socket.close()
             raise SecretError(f"{self.path}: no socket can be made there: {error.strerror}") from error
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="tierstate-secret", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        with suppress(OSError):  # `close` ends a waiting `accept`
-            while True:
+        told = False
+        while not self._closed:
+            try:
                 wire, _ = self._socket.accept()
-                with wire, suppress(OSError):
-                    if user_of(wire) == os.geteuid():
-                        wire.sendall(self._secret.reveal())
-                    else:
-                        log.warning("%s: a process of user %d was refused", self.path, user_of(wire))
+            except OSError as error:  # `close` has ended it, or no file descriptor is left: the connection waits on
+                if not (told or self._closed):
+                    log.warning("%s: no connection can be accepted for now: %s", self.path, error)
+                    told = True
+                time.sleep(PAUSE)
+                continue
+            with wire, suppress(OSError):
+                if user_of(wire) == os.geteuid():
+                    wire.sendall(self._secret.reveal())
+                else:
+                    log.warning("%s: a process of user %d was refused", self.path, user_of(wire))
 
     def close(self) -> None:
         """Give it to nobody any more, and remove the socket."""
+        self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
