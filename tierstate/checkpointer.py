@@ -59,7 +59,6 @@ from tierstate.manifest.format.leaf_path import Path
 from tierstate.manifest.format.version import Head
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.tags import TaggedVersion
-from tierstate.providers.tensors.devices import refusal
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.tree.rename import Rename
 from tierstate.providers.tree.unflatten import NEW
@@ -416,12 +415,6 @@ class Checkpointer(Run):
         """
         start = time.monotonic()
         self._check_open()
-        if is_capturing():
-            raise CaptureError(
-                "save was called while a CUDA graph is being captured, and a graph cannot save: call it after the "
-                "capture. Nothing was saved, and the capture goes on"
-            )
-        self._pipeline.alarms.tell()
         with span("save", step=step):
             save = self._save_state(state, step, metadata)
             try:
@@ -436,6 +429,13 @@ class Checkpointer(Run):
         return self._save_planned(lambda seq: self._plan(state, seq), step, metadata, planned=False)
 
     def _plan(self, state: Any, seq: int) -> CapturePlan:
+        # What refuses a save on one rank alone is asked here, where the other ranks are told of it.
+        if is_capturing():
+            raise CaptureError(
+                "save was called while a CUDA graph is being captured, and a graph cannot save: call it after the "
+                "capture. Nothing was saved, and the capture goes on"
+            )
+        self._pipeline.alarms.tell()
         with span("plan") as traced:
             plan = self._planner.plan(state, seq)
             traced.also(leaves=len(plan.leaves), bytes=plan.total)
@@ -602,8 +602,6 @@ class Checkpointer(Run):
         Raises: as `restore`; ValueError: tensors cannot be loaded to this kind of device.
         """
         place = torch.device(device) if device is not None else None
-        if place is not None and (refused := refusal(place)):
-            raise ValueError(f"load(device={str(device)!r}): {refused}")
         wanted = RestoreSpec(
             step, version, NEW, only, place, on_damage, self._pickles, allow_lossy, rename=rename, progress=progress
         )
@@ -616,7 +614,6 @@ class Checkpointer(Run):
 
     def _restore(self, wanted: RestoreSpec, tag: str | None) -> Restored | None:
         self._check_open()
-        wanted = check_wanted(wanted)
         wait_for_captures()
         start = time.monotonic()
         with gc_paused(), span("restore"):
@@ -644,6 +641,7 @@ class Checkpointer(Run):
                     "one is none of them; make one without a process group in the process that reads"
                 )
             return restore_together(self._together.team, self._catalog(), self._arena, wanted, tag, resolve)
+        wanted = check_wanted(wanted)
         return restore(self._catalog(), self._arena, self.run, wanted._replace(tag=resolve(tag)))
 
     def _catalog(self) -> RunCatalog:

@@ -352,6 +352,23 @@ def test_ranks_that_ask_for_different_versions_are_told_so(place, one, other):
     assert "on rank 1" in str(found[0])
 
 
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [({"device": "meta"}, ValueError), ({"step": True}, ValueError), ({"only": "a"}, TypeError)]
+)
+def test_what_is_wrong_with_one_ranks_call_is_told_to_all_and_the_next_is_in_step(place, who, wrong, kind):
+    cluster = Cluster(place, [0, 0])
+    cluster.save(STATE)
+
+    def load(ckpt, rank):
+        with pytest.raises(kind if rank == who else RankFailed) as failed:
+            ckpt.load(**(wrong if rank == who else {}))
+        assert kind.__name__ in str(failed.value) or rank == who
+        assert alike(ckpt.load(), STATE)
+
+    assert cluster.together(load) == [None, None]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_tag_is_of_one_version_where_hosts_have_others_of_its_number(place, host):

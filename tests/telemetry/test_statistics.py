@@ -15,6 +15,7 @@ from support.agents import policy_text as agent_policy
 from support.checkpointer_worlds import policy, scratch, tier
 from support.processes import Gang
 from support.slow_values import Fill
+from support.thread_ranks import Cluster
 
 import tierstate as ts
 from tierstate.engine.events import Event
@@ -163,6 +164,23 @@ def test_an_alarm_is_raised_at_the_next_save_or_at_the_end(place: Path) -> None:
         ckpt.close()
     with ts.Checkpointer(world(place), "run") as ckpt:
         assert [version.step for version in ckpt.versions()] == [0, 1, 2, 3]
+
+
+def test_an_alarm_of_one_rank_is_no_save_of_all_and_the_next_ones_are_in_step(place: Path) -> None:
+    def told(ckpt: ts.Checkpointer, rank: int) -> list[str]:
+        found = []
+        for step in range(4):
+            own = torch.full((3,), float("nan") if (rank, step) == (1, 1) else 1.0)
+            try:
+                ckpt.save({"own": ts.PerRank(own)}, step=step).wait()
+                found.append("")
+            except ts.TierstateError as error:
+                found.append(type(error).__name__)
+        return found
+
+    cluster = Cluster(place, [0, 0], statistics=True, alarms={"action": "raise"})
+    failed = ["", "", "RankFailed", ""]
+    assert cluster.together(told) == [failed, ["", "", "StateAlarm", ""]]
 
 
 def test_an_alarming_version_is_tagged(place: Path) -> None:

@@ -24,6 +24,7 @@ from tierstate.engine.restore.restore import (
     RestorePlan,
     RestoreSpec,
     VersionDropped,
+    check_wanted,
     content_of,
     describe_version,
     none_found,
@@ -361,11 +362,13 @@ def restore_together(
 
     Raises:
         ValueError: the ranks ask for different versions.
+        ValueError, TypeError: as `check_wanted`.
         RankFailed: another rank, which is named, failed, is dead or is late.
         NotFound, StateMismatch, Damaged, Unsafe: as for one rank.
     """
     query = GroupQuery(team, "restore")
     try:
+        wanted = check_wanted(wanted)  # in here, so that the other ranks are told what is wrong with it
         for _ in range(MAX_RESTARTS):
             try:
                 return _restore(query, VersionAgreement(query, catalog, wanted, tag, resolve), arena, attempt)
