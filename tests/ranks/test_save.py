@@ -293,6 +293,23 @@ def test_a_rank_that_cannot_plan_fails_that_save_on_all(place: Path) -> None:
     assert Log(at(place), "run").seqs() == [1, 3, 4]
 
 
+def test_where_a_rank_cannot_plan_the_first_save_of_all_the_others_get_its_error(place: Path) -> None:
+    """And do not wait for the marker of a new tier, which it creates."""
+    spec = policy({"nvme": tier("nvme", place)})
+
+    def rank(team: Team) -> list[str]:
+        found = []
+        with ts.Checkpointer(spec, "run", team) as ckpt:
+            for odd in (Odd(), 1):
+                try:
+                    found.append(told(ckpt.save({"odd": odd if team.rank == 0 else 1}, step=0)))
+                except ts.CaptureError:
+                    found.append("not begun")
+        return found
+
+    assert ranks(2, rank) == [["not begun", ""], ["RankFailed", ""]]
+
+
 def test_a_rank_whose_arena_is_full_leaves_the_save_out_for_all(place: Path) -> None:
     spec = policy(
         {"nvme": tier("nvme", place / "host0"), "lustre": tier("lustre", place)},

@@ -428,6 +428,7 @@ class SharedPipeline(SavePipeline):
             except RankFailed as error:
                 log.debug("which tiers save %d goes to is not known: %s", seq, error)
         self.withdraw(seq, why, names)
+        self._start(seq)  # as `submit` does: at the first save others wait for the markers that this rank creates
 
     def _missed(self, seq: int) -> Sequence[str] | None:
         try:
