@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,26 @@ def test_ranks_with_different_steps_are_refused_before_anything_is_written(place
     with pytest.raises(ts.StateMismatch, match="ranks save different steps: 0, 1; give all the same checkpoint_id"):
         save_as_ranks(writers, parts_of({"a": torch.ones(3), "b": torch.ones(3)}))
     assert not (place / "nvme" / "packs").exists()
+
+
+def test_plans_of_earlier_saves_which_dcp_reuses_say_nothing_of_this_one(place: Path) -> None:
+    """Neither of which step, nor by how many ranks: it may be one of another kind of writer."""
+    specs = [policy({"nvme": tier("nvme", place)}, arena={"size": size}) for size in ("256KiB", "512KiB")]
+    teams, first = gangs(2), list[dcp.SavePlan]()
+
+    def save(step: int, reuse: Callable[[list[dcp.SavePlan]], list[dcp.SavePlan]]) -> None:
+        writers = [TierWriter(specs[rank], "run", step=step, process_group=teams[rank]) for rank in (0, 1)]
+        save_as_ranks(writers, parts_of({"a": torch.full((3,), step), "b": torch.full((3,), step)}), reuse)
+
+    save(1, lambda plans: first.extend(plans) or plans)
+    save(2, lambda plans: [plans[0], first[1]])
+    save(3, lambda plans: [replace(plan, storage_data="of another writer") for plan in plans])
+    close()
+    with ts.Checkpointer(specs[0], "run") as ckpt:
+        for step in (1, 2, 3):
+            same(ckpt.load(step=step), {"a": torch.full((3,), step), "b": torch.full((3,), step)})
+    for team in teams:
+        team.close()
 
 
 def test_lists_of_many_ranks_are_one_value_and_the_order_is_the_states(place: Path) -> None:

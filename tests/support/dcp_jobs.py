@@ -136,11 +136,14 @@ def same(one: Any, other: Any, at: str = "") -> None:
         assert one == other, f"{at}: {one!r} and {other!r}"
 
 
-def save_as_ranks(writers: list[TierWriter], states: list[Any]) -> None:
+def save_as_ranks(
+    writers: list[TierWriter], states: list[Any], reuse: Callable[[list[dcp.SavePlan]], list[dcp.SavePlan]] = list
+) -> None:
     """A save of several ranks in this process, as DCP makes it; each has its own part of the state.
 
     Args:
         writers: by rank. With a policy of its own each has the tiers opened for itself, as if in another process.
+        reuse: puts plans of earlier saves in the place of some of the ranks' own.
     """
     planners = [DefaultSavePlanner() for _ in writers]
     plans = []
@@ -148,7 +151,7 @@ def save_as_ranks(writers: list[TierWriter], states: list[Any]) -> None:
         writer.set_up_storage_writer(rank == 0, rank=rank)
         planner.set_up_planner(states[rank], writer.storage_meta(), rank == 0)
         plans.append(writer.prepare_local_plan(planner.create_local_plan()))
-    plans, metadata = planners[0].create_global_plan(plans)
+    plans, metadata = planners[0].create_global_plan(reuse(plans))
     plans = writers[0].prepare_global_plan(plans)
     with ThreadPoolExecutor(len(writers)) as pool:
         made = list(

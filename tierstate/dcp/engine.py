@@ -42,7 +42,7 @@ class DcpEngine:
             newest in the durable tier.
 
     Attributes:
-        saves: whether this process has saved by it.
+        saves: how many saves this process has made by it.
         team: the ranks that save together; None for this process alone.
         told: keys of the messages by which this rank has told the coordinator what it has done after a commit.
     """
@@ -50,7 +50,7 @@ class DcpEngine:
     def __init__(self, policy: Policy, run: str, group: Any = None, restored: str = "") -> None:
         self.policy, self.run, self.group = policy, run, group
         self.checkpointer = Checkpointer(policy, run, group, preemption=False)
-        self.saves, self.restored = False, restored
+        self.saves, self.restored = 0, restored
         together, self._pipeline = self.checkpointer._together, self.checkpointer._pipeline
         self._pipeline.required = (policy.durable,)
         self._plans = PlanMaker(may_pickle(policy), None if together is None else together.team)
@@ -80,8 +80,8 @@ class DcpEngine:
         """
         with self._turn:
             if not self.saves:
-                self.saves = True
                 self._pipeline.continue_from(self.restored or self._newest())
+            self.saves += 1
             if step is None:
                 newest = self._pipeline.newest_step()
                 step = 0 if newest is None else newest + 1
@@ -223,6 +223,15 @@ def saving_engine(policy: Policy, run: str, group: Any) -> DcpEngine:
             if engine.group is group:
                 return engine
         return _open(found.engines, policy, run, group)
+
+
+def saves_before(policy: Policy, run: str, group: Any) -> int:
+    """How many saves these ranks have made by their engine; 0 without one. Each rank counts the same.
+
+    Args:
+        group: as for `DcpEngine`.
+    """
+    return next((engine.saves for engine in [*_engines(policy, run).engines] if engine.group is group), 0)
 
 
 def _open(engines: list[DcpEngine], policy: Policy, run: str, group: Any) -> DcpEngine:

@@ -27,7 +27,7 @@ from tierstate.providers.values.metadata import json_metadata
 from tierstate.tiers.policy.policy import Policy
 
 from .commitment import Commitment
-from .engine import group_of, loading_engine, saving_engine, size_of
+from .engine import group_of, loading_engine, saves_before, saving_engine, size_of
 from .read import VersionLoad, choose_version, read_alone
 from .step import names_step, step_of
 from .together import load_together
@@ -36,16 +36,17 @@ from .write import PeerFailed
 log = logging.getLogger("tierstate")
 
 
-class _Ranks(NamedTuple):
-    """What writers tell each other in DCP's save plans. DCP may reuse a plan for later saves, with what was told then.
+class _Told(NamedTuple):
+    """What a writer tells the coordinator in its DCP save plan. DCP may reuse a plan for later saves, with what was
+    told then, also by a writer of another kind.
 
     Attributes:
-        size: how many ranks save; told by the coordinator.
-        step: the step that a rank saves, or None for the next one; told by each rank.
+        step: the step that this rank saves; None for the next one.
+        before: how many saves these ranks have made before. What was told before an earlier one is passed over.
     """
 
-    size: int = 0
-    step: int | None = None
+    step: int | None
+    before: int
 
 
 def _policy(policy: Policy | str | os.PathLike[str]) -> Policy:
@@ -96,6 +97,8 @@ class TierWriter(StorageWriter):
         self._tag, self._marker = None if tag is None else check_tag(tag), marker
         self._said: int | None = None
         self._where: Any = None
+        self._told = _Told(None, 0)
+        self._planned: int | None = None
         self._committed: Commitment | None = None
         self._failure: PeerFailed | None = None
 
@@ -124,26 +127,30 @@ class TierWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan of this rank, with its step."""
         step = self._step if self._said is None else self._said
-        return dataclasses.replace(plan, storage_data=_Ranks(step=step))
+        self._told = _Told(step, saves_before(self._policy, self._run, group_of(self._group)))
+        self._planned = None
+        return dataclasses.replace(plan, storage_data=self._told)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, each with the number of ranks.
+        """The plans, unchanged, after a check that the ranks save together. Called by DCP on the coordinator, which is
+        each rank if it saves alone.
 
         Raises:
             PolicyError: DCP saves by other ranks than this writer.
             StateMismatch: ranks save different steps.
         """
-        told = [plan.storage_data for plan in plans if isinstance(plan.storage_data, _Ranks)]
+        told = [plan.storage_data for plan in plans if isinstance(plan.storage_data, _Told)]
         size = size_of(group_of(self._group))
         if len(plans) not in (1, size):
             raise PolicyError(
                 f"DCP saves by {len(plans)} ranks, and this writer by {size}: give TierWriter the same process_group"
             )
-        # DCP may have replaced plans that it reuses, and then nothing is told: the commit compares the steps as well.
-        if len(steps := {ranks.step for ranks in told}) > 1:
+        # Of plans that DCP reuses nothing is told now: the commit compares the steps as well.
+        if len(steps := {one.step for one in told if one.before == self._told.before}) > 1:
             given = ", ".join(sorted(map(str, steps)))
             raise StateMismatch(f"ranks save different steps: {given}; give all the same checkpoint_id")
-        return [dataclasses.replace(plan, storage_data=_Ranks(len(plans))) for plan in plans]
+        self._planned = len(plans)
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Capture this rank's part; it is written to the tiers meanwhile. Returns when the state may change.
@@ -156,8 +163,10 @@ class TierWriter(StorageWriter):
         said, self._said = self._said, None  # DCP does not call `reset` for a save without an id
         where, self._where = self._where, None
         self._committed = self._failure = None
-        ranks = plan.storage_data.size if isinstance(plan.storage_data, _Ranks) else 1
-        engine = saving_engine(self._policy, self._run, group_of(self._group) if ranks > 1 else None)
+        group = group_of(self._group)
+        # Not as the plan says, which may be of an earlier save. Only a coordinator can save alone, and it has planned.
+        ranks = size_of(group) if self._planned is None else self._planned
+        engine = saving_engine(self._policy, self._run, group if ranks > 1 else None)
         nbytes = 0
         try:
             save = engine.save(plan, planner, self._step if said is None else said, self._metadata)
