@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from support import accelerate_job, trainer_job
 from torch.distributed.tensor import DTensor
+
+import tierstate as ts
+from tierstate.integrations.accelerate import use
 
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "NO_WRAP"}}
 
@@ -85,6 +89,36 @@ def run_accelerate(place: Path, **given: bool) -> None:
     assert losses == {step: loss for step, loss in whole.items() if step > 2}
     assert again.versions is not None
     again.versions.close()
+
+
+def on_hosts(kind: str, mode: str, to: str) -> None:
+    """Save, or resume, by a policy with a disk of each host (`TIERSTATE_HOST`) alone."""
+    tiers = f"{{nvme: {{type: nvme, path: '{to}/${{TIERSTATE_HOST}}'}}}}"
+    policy = ts.Policy.parse(f"version: 1\narena: {{size: 64MiB}}\ntiers: {tiers}\n")
+    if kind == "trainer":
+        losses, steps = trainer_job.Losses(), 2 if mode == "save" else 4
+        how = {"tier": {"policy": policy}, "max_steps": steps, "ddp_backend": "gloo"}
+        trainer_job.trainer(Path(to) / "job", losses, **how).train(mode == "load")
+        assert sorted(losses.found) == [steps - 1, steps]
+    else:
+        load_or_save(policy, mode, f"{to}/step_1")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def load_or_save(policy: ts.Policy, mode: str, folder: str) -> None:
+    """By accelerate, a state of one weight."""
+    accelerator = Accelerator(cpu=True)
+    net = torch.nn.Linear(3, 3, bias=False)
+    torch.nn.init.constant_(net.weight, 7.0 if mode == "save" else 0.0)
+    net = accelerator.prepare(net)
+    versions = use(accelerator, policy, "run")
+    if mode == "save":
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state()
+    assert bool((accelerator.unwrap_model(net).weight == 7).all())
+    versions.close()
 
 
 def main(kind: str, to: str) -> None:

@@ -283,8 +283,10 @@ class AcceleratorVersions:
         if accelerator._load_model_state_pre_hook:
             raise ValueError("hooks of register_load_state_pre_hook read files of their own; remove them first")
         only = [name for part in OBJECTS for name in (part, f"{part}.**")]
-        info = self.ckpt.info(version=version)
-        plain = self.ckpt.load(version=info.id, only=["loaders.**", "progress.**"])
+        # Not by `info` first: this host may be new to the job, and have no record of the version that others have.
+        plain = self.ckpt.load(version=version, only=["loaders.**", "progress.**"])
+        info = self.ckpt.restored
+        assert info is not None
         self.ckpt.restore(self._objects(), version=info.id, only=only)
         rank = accelerator.process_index
         if rank not in plain["progress"]:

@@ -22,13 +22,13 @@ import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers import __version__ as transformers_version
 from transformers.trainer_callback import ExportableState
@@ -502,18 +502,29 @@ class TrainerVersions:
             if reference is None:
                 raise NotFound(f"{os.fspath(folder)} stands for no version of a tierstate run")
             version = reference.version
-            saved = {leaf.path[0] for leaf in ckpt.leaves(version=version) if leaf.path}
+            saved = self._saved_parts(ckpt, version)
             if lacking := into.keys() - saved:
                 log.warning("%s has no %s (save_only_model): they stay as they are", folder, ", ".join(sorted(lacking)))
             if found := {part: value for part, value in into.items() if part in saved}:
                 ckpt.restore(found, version=version, only=[name for part in found for name in (part, f"{part}.**")])
+
+    @staticmethod
+    def _saved_parts(ckpt: Checkpointer, version: str) -> set[str]:
+        """The parts that a version has. All ranks ask: a host that is new to the job has no record of it itself."""
+        mine = list[str]()
+        with suppress(NotFound):
+            mine = sorted({str(leaf.path[0]) for leaf in ckpt.leaves(version=version) if leaf.path})
+        if not (found := {part for one in gather_object([mine]) for part in one}):
+            raise NotFound(f"version {version} of run {ckpt.run!r} is in no tier any more")
+        return found
 
     def restore_progress(self, folder: str) -> None:
         """Restore optimizer, scheduler, and the sum of the losses that were not logged yet."""
         trainer = self._trainer
         with self.opened() as ckpt, restoring(folder, self._run) as reference:
             if reference is not None:
-                self._compare_arguments(ckpt.info(version=reference.version), folder)
+                with suppress(NotFound):  # here; others may have it, or all are told so by `restore`
+                    self._compare_arguments(ckpt.info(version=reference.version), folder)
         nothing = {"sum": torch.tensor(0.0, device=trainer.args.device), "last_logged": trainer.state.global_step}
         loss = PerRank(nothing, missing="keep")
         parts = {"optimizer": _inner(trainer.optimizer), "scheduler": trainer.lr_scheduler, "loss": loss}
