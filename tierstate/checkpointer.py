@@ -318,9 +318,7 @@ class Checkpointer(Run):
         recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
         self._planner = Planner(recall, self._guard, sharing)
         if policy.statistics and policy.alarms.action == "tag":
-            tagging = AlarmTags(
-                self._tags, [tier_run.name for tier_run in tier_runs if tier_run.tier.traits.persistent]
-            )
+            tagging = AlarmTags(self._tags, [one for one in tier_runs if one.tier.traits.persistent])
             self._events.subscribe(EVERY, tagging.event)
         self._telemetry = Telemetry(policy.metrics, self._events, run, tier_runs, self._statistics)
         if policy.arena.prepare:

@@ -190,6 +190,25 @@ def test_an_alarming_version_is_tagged(place: Path) -> None:
         assert {tag: info.step for tag, info in ckpt.tags().items()} == {"alarm-step-2": 2}
 
 
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
+def test_an_alarming_version_of_many_ranks_is_tagged_whichever_rank_it_alarms(place: Path, hosts: list[int]) -> None:
+    def told(ckpt: ts.Checkpointer, rank: int) -> list[Event]:
+        found: list[Event] = []
+        ckpt.on("committed", found.append)
+        for step in range(3):
+            own = torch.full((3,), float("nan") if (rank, step) == (1, 1) else 1.0)
+            ckpt.save({"own": ts.PerRank(own), "step": step}, step=step).wait("site")
+        ckpt.close()
+        return found
+
+    cluster = Cluster(place, hosts, {}, statistics=True, alarms={"action": "tag"})
+    events = cluster.together(told)
+    with ts.Checkpointer(cluster.policy(hosts[1]), "run") as ckpt:
+        assert ckpt.load(tag="alarm-step-1", only=["step"])["step"] == 1
+        assert ckpt.tags().keys() == {"alarm-step-1"}
+        assert {one.version for rank in events for one in rank} - {""} <= {one.id for one in ckpt.versions()}
+
+
 def test_without_statistics_there_are_none(place: Path) -> None:
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
         ckpt.save({"a": torch.ones(10)}, step=1).wait()

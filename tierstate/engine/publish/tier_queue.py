@@ -306,7 +306,8 @@ class TierQueue:
 
     def _arrived(self, job: Job, record: Record) -> None:
         name, counters = self.tier_run.name, self.counters
-        about: dict[str, Any] = {"version": record.version.id, "saved": job.due.time, "raw": record.version.nbytes}
+        # Of many ranks, the record here is the part of this one.
+        about: dict[str, Any] = {"version": job.committed, "saved": job.due.time, "raw": record.version.nbytes}
         if not self.healthy:
             self._emit("back", job.due, **about)
         self.healthy = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from tierstate.engine.events import Event
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.history.tags import TagTarget
 
 from .tags import Tags
@@ -15,11 +16,11 @@ class AlarmTags:
 
     Args:
         tags: of the run.
-        lasting: names of the persistent tiers.
+        lasting: the run in each persistent tier.
     """
 
-    def __init__(self, tags: Tags, lasting: Collection[str]) -> None:
-        self._tags, self._lasting = tags, lasting
+    def __init__(self, tags: Tags, lasting: Sequence[TierRun]) -> None:
+        self._tags, self._lasting = tags, {tier_run.name: tier_run for tier_run in lasting}
         self._waiting: set[int] = set()
 
     def event(self, event: Event) -> None:
@@ -30,7 +31,9 @@ class AlarmTags:
             self._waiting.add(event.seq)
         elif event.kind in ("committed", "cascaded", "brought") and self._is_due(event):
             self._waiting.discard(event.seq)
-            self._tags.give(f"alarm-step-{event.step}", TagTarget(event.seq, event.version))
+            # Of many ranks, only those that create its record are told the version's id.
+            version = event.version or self._lasting[event.tier].log.read(event.seq).version.id
+            self._tags.give(f"alarm-step-{event.step}", TagTarget(event.seq, version))
 
     def _is_due(self, event: Event) -> bool:
-        return event.tier in self._lasting and event.seq in self._waiting and bool(event.version)
+        return event.tier in self._lasting and event.seq in self._waiting
