@@ -205,6 +205,7 @@ def test_ranks_with_a_host_tier_and_their_agent_are_killed_at_once(place: Path) 
 def test_ranks_with_a_host_tier_go_on_without_an_agent_that_was_killed(place: Path) -> None:
     with Gang(2, "support.agent_ranks:agents_die", place, 5, 0.3, env=RAM) as gang:
         os.kill(int(gang.hear(0, "ready")), signal.SIGKILL)
+        (place / "killed").touch()
         said = gang.wait()
     assert all("by None" in text for text in said)
     whole(place, "fast", [1, 2, 3, 4, 5])

@@ -86,6 +86,7 @@ def test_a_keeper_comes_back_when_its_agent_was_killed(memory: Path) -> None:
         gang.hear(1, "ready")
         wait_until(lambda: steps_of(memory, "b") >= 1, "the first version comes")
         os.kill(pid, signal.SIGKILL)
+        (memory / "killed").touch()
         said = gang.wait()
     assert all("by None" in text for text in said)
     wait_until(lambda: len(keepers(memory)) == 2, "both hosts have a keeper")

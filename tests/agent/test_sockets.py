@@ -64,7 +64,7 @@ def test_refused_greetings_leave_no_descriptors(place: Path) -> None:
         before = descriptors()
         for _ in range(10):
             greeted()
-        wait_until(lambda: descriptors() <= before + 1, "refused connections are closed", seconds=20)
+        wait_until(lambda: descriptors() <= before + 1, "refused connections are closed")
 
 
 def listening(path: Path, backlog: int = 64) -> socket.socket:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from support.agents import hosts_policy, policy
+from support.outcomes import until
 from support.rank_jobs import check, state_of
 
 import tierstate as ts
@@ -188,12 +189,14 @@ def agents_come_back(place: str, losses: str) -> None:
 
 
 def agents_die(place: str, steps: str, pause: str) -> None:
-    """Save so many steps, during which the test kills agents; then say from where the last was committed."""
+    """Save so many steps, before the last of which the test kills agents; then say from where that was committed."""
     ckpt, rank, size = opened(place, slow="10MiB/s")
     saves = []
     with ckpt:
         print("ready", ckpt._pipeline.agent, flush=True)  # type: ignore[attr-defined]
         for step in range(1, int(steps) + 1):
+            if step == int(steps):
+                until((Path(place) / "killed").exists)
             saves.append(ckpt.save(state_of(step, rank, size), step=step))
             time.sleep(float(pause))
         for saved in saves:

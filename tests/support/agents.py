@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,10 +18,12 @@ from support.rank_jobs import check
 from support.rank_jobs import state_of as rank_state
 
 import tierstate as ts
-from tierstate.agent.launch import agents_of_user, ask_agent
+from tierstate.agent.launch import agent_name, agents_of_user, ask_agent, socket_path, start_agent
+from tierstate.agent.launch import policy_text as text_of
 from tierstate.agent.messages import MessageSocket
 from tierstate.agent.server import LOG
 from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.format.marker import MARKER_KEY
 from tierstate.tiers.connections.distribution import runtime_folder
 
 PATIENCE = 90.0
@@ -52,6 +56,36 @@ def pids_below(folder: Path) -> list[int]:
             if b"tierstate.agent.server" in words and any(w.startswith(bytes(folder)) for w in words):
                 found.append(int(process.name))
     return found
+
+
+HOLD = """
+import os, sys, time
+
+def hold(event, args):
+    if event == "os.link" and os.fspath(args[1]).startswith({folders!r}) and not str(args[1]).endswith({marker!r}):
+        while os.path.exists({gate!r}):
+            time.sleep(0.02)
+
+sys.addaudithook(hold)
+"""
+"""Run by an agent as it starts: before a file gets its name in one of these folders, it waits for the gate to go."""
+
+
+@contextmanager
+def held(spec: ts.Policy, place: Path, *tiers: str) -> Iterator[None]:
+    """The agent of a policy is there from now on, and until the end of the block nothing comes to be in these tiers.
+
+    What a test does while saves are under way, it does then on a machine of any speed.
+    """
+    folders = tuple(f"{place}/{tier}/" for tier in tiers)
+    with tempfile.TemporaryDirectory() as site, tempfile.NamedTemporaryFile() as gate:
+        (Path(site) / "sitecustomize.py").write_text(HOLD.format(folders=folders, marker=MARKER_KEY, gate=gate.name))
+        sys.path.insert(0, site)
+        try:
+            start_agent(spec, socket_path(agent_name(text_of(spec), os.environ)))
+        finally:
+            sys.path.remove(site)
+        yield
 
 
 def statuses() -> list[dict[str, Any]]:
