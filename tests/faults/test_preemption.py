@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support import forked, preempted_job
 from support.leaks import temporary
+from support.outcomes import until
 from support.preempted_job import policy, state
 
 import tierstate as ts
@@ -31,7 +33,9 @@ class Job:
         seconds: from the signal to its end.
     """
 
-    def __init__(self, place: Path, kind: str, number: int = signal.SIGTERM, kill_after: float | None = None) -> None:
+    def __init__(
+        self, place: Path, kind: str, number: int = signal.SIGTERM, kill_when: Callable[[], bool] | None = None
+    ) -> None:
         command = [*forked.command(preempted_job.__file__), str(place), kind]
         pipe = subprocess.PIPE
         with subprocess.Popen(command, cwd=TESTS, stdout=pipe, stderr=pipe, text=True) as job:
@@ -40,8 +44,8 @@ class Job:
             job.send_signal(number)
             start = time.monotonic()
             try:
-                if kill_after is not None:
-                    time.sleep(kill_after)
+                if kill_when is not None:
+                    until(kill_when, pause=0.2)
                     job.kill()
                 out, self.errors = job.communicate(timeout=60)
             except subprocess.TimeoutExpired:
@@ -107,7 +111,7 @@ def test_a_tier_that_hangs_costs_the_grace_and_no_more(place: Path) -> None:
 
 def test_killed_at_the_end_of_the_grace(place: Path) -> None:
     """SIGKILL comes while a tier hangs: what was committed before is there."""
-    job = Job(place, "hung", kill_after=2)
+    job = Job(place, "hung-long", kill_when=lambda: steps(place, "nvme") == [0, 1])
     assert job.status == -signal.SIGKILL
     assert steps(place, "nvme") == [0, 1]
 

@@ -39,11 +39,11 @@ if graceful == "exit":
         raise SystemExit(143)
     signal.signal(signal.SIGTERM, handler)
 
-begun, sync = threading.Event(), BufferedFile.sync
+begun, signalled, sync = threading.Event(), threading.Event(), BufferedFile.sync
 
 def slow_sync(file):
     begun.set()
-    time.sleep(0.5)
+    signalled.wait(60)
     sync(file)
 
 def slow_fill(out):
@@ -62,11 +62,14 @@ try:
         if moment == "save":
             ckpt.save({"slow": Fill(300 << 20, slow_fill)}, step=2)
         BufferedFile.sync = slow_sync
-        save = ckpt.save({"w": torch.ones(3 << 18)}, step=2)
-        if moment == "wait":
-            save.wait()
-        while moment == "between":
-            time.sleep(0.01)
+        try:
+            save = ckpt.save({"w": torch.ones(3 << 18)}, step=2)
+            if moment == "wait":
+                save.wait()
+            while moment == "between":
+                time.sleep(0.01)
+        finally:
+            signalled.set()
 finally:
     print("closed", [t.name for t in threading.enumerate() if t.name.startswith("tierstate")], flush=True)
 """

@@ -145,13 +145,14 @@ tiers:
 PARTS = [name for part in state_of(0, 0, 1) for name in (part, f"{part}.**")]
 
 
-def slow_save(ckpt: ts.Checkpointer, state: dict[str, Any], step: int) -> None:
-    """A save whose capture takes a second on each rank, which says ``now`` in it."""
+def slow_save(ckpt: ts.Checkpointer, state: dict[str, Any], step: int, signalled: Path) -> None:
+    """A save whose capture takes a second on each rank, which says ``now`` in it and waits for a file before."""
     begun = threading.Event()
 
     def slow(out: torch.Tensor) -> None:
         if not begun.is_set():
             print("now", flush=True)
+            until(signalled.exists)
         begun.set()
         time.sleep(0.02)
         out.fill_(7)
@@ -180,7 +181,7 @@ def job_in_a_save(folder: str, kind: str) -> None:
         state: dict[str, Any] = state_of(0, rank, size)
         ckpt.save(state, step=0).wait("near")
         advance(state, rank, size)
-        slow_save(ckpt, state, 1)
+        slow_save(ckpt, state, 1, Path(folder) / "signalled")
         while not (kind == "asks" and ckpt.preempted):
             advance(state, rank, size)
             dist.barrier()  # as the collectives of a training; raises once another rank has ended
@@ -213,6 +214,7 @@ def test_a_signal_in_the_middle_of_a_save(place: Path, kind: str, who: str) -> N
         ranks.hear(1, "now")
         assert "saved 1" not in ranks.said(1)
         os.kill(*((pids[1], signal.SIGUSR1) if who == "one rank" else (ranks._agent.pid, signal.SIGTERM)))
+        (place / "signalled").touch()
         last = {ranks.hear(rank, "ended") for rank in range(3)} if kind == "asks" else set[str]()
         code = ranks.code()
     assert len(last) == (kind == "asks")
@@ -229,6 +231,7 @@ def test_ranks_that_are_killed_at_the_end_of_the_grace(place: Path) -> None:
         ranks.hear(1, "now")
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
+        (place / "signalled").touch()
         until(lambda: steps_in(place, "near", "hung") == [0, 1], pause=0.2)
         for rank in reversed(range(3)):
             os.kill(pids[rank], signal.SIGKILL)

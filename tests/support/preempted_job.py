@@ -2,7 +2,8 @@
 
 KIND says how it ends: ``plain`` never asks whether it is preempted; ``asks`` does after each step, saves once more and
 ends by itself. Each may have a handler of its own for SIGTERM before: ``plain-handler``, ``asks-handler``,
-``plain-ignore``. ``hung`` has a slowest tier that never takes anything, ``rare`` only tiers that are seldom due.
+``plain-ignore``. ``hung`` has a slowest tier that never takes anything, ``hung-long`` with more grace, ``rare`` only
+tiers that are seldom due.
 Prints what has been told to be saved, and how it ended.
 """
 
@@ -33,6 +34,9 @@ tiers:
 """
 
 NBYTES = 512 << 10
+
+GRACE = {"hung": 3, "hung-long": 600}
+"""Seconds, where they are not 20."""
 
 
 def policy(place: Path, every: int = 1, grace: float = 20) -> ts.Policy:
@@ -80,29 +84,37 @@ def save_slowly(ckpt: ts.Checkpointer, step: int) -> None:
     say("saved", step)
 
 
+HANDLED = threading.Event()
+
+
+def handle(*_: object) -> None:
+    """The job's own handler."""
+    say("handled")
+    HANDLED.set()
+
+
 def goes_on(ckpt: ts.Checkpointer, kind: str) -> bool:
     """Whether the job makes another step."""
     if kind.startswith("asks"):
         return not ckpt.preempted
     watch = ckpt._preemption
-    return watch is None or not watch.over or kind not in ("plain-ignore", "plain-handler")
+    return watch is None or not (HANDLED.is_set() or (kind == "plain-ignore" and watch.over))
 
 
 def main(folder: str, kind: str) -> None:
     """The job."""
     if kind.endswith("handler"):
-        signal.signal(signal.SIGTERM, lambda *_: say("handled"))
+        signal.signal(signal.SIGTERM, handle)
     if kind.endswith("ignore"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if kind == "hung":
+    if kind.startswith("hung"):
         hang_far_tier()
-    spec = policy(Path(folder), every=1000 if kind == "rare" else 1, grace=3 if kind == "hung" else 20)
+    spec = policy(Path(folder), every=1000 if kind == "rare" else 1, grace=GRACE.get(kind, 20))
     with ts.Checkpointer(spec, "run") as ckpt:
         ckpt.save(state(0), step=0).wait()
         save_slowly(ckpt, 1)
         while goes_on(ckpt, kind):
             time.sleep(0.05)
-        time.sleep(0.1)  # for a handler that is called just now
         if kind.startswith("asks"):
             ckpt.save(state(2), step=2)
             say("saved", 2)
