@@ -58,7 +58,7 @@ def _relays_among_few() -> Iterator[None]:
     """Three leaders are enough for one to pass on to another what it gets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relay, "FANOUT", 1)
-        patch.setattr(relay, "PATIENCE", 0.5)
+        patch.setattr(relay, "PATIENCE", 2.0)
         patch.setattr(commit, "PARTS_IN_STORE", 0)  # more can go wrong
         yield
 
@@ -359,7 +359,7 @@ def has_lost_it(one: relay.VersionRelay) -> None:
 
 
 def hangs(one: relay.VersionRelay) -> None:
-    one._answer = lambda channel: (time.sleep(3), channel.close())  # type: ignore[assignment,method-assign,misc,return-value] # longer than the others wait
+    one._answer = lambda channel: (time.sleep(6), channel.close())  # type: ignore[assignment,method-assign,misc,return-value] # longer than the others wait
 
 
 def closes(one: relay.VersionRelay) -> None:
