@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -130,22 +129,24 @@ def test_a_mount_that_goes_away_under_a_running_job(place):
 def test_what_went_away_before_a_record_named_it_stays_expected(place, monkeypatch):
     """The tier was slow, so that the first record did not wait for it; the next ones are written when it is away."""
 
-    away = threading.Event()
+    saved = threading.Event()
 
     def slow(tier: ts.Tier) -> TierMarker | None:
-        if tier.name == "site" and not away.is_set():
-            time.sleep(0.5)
+        if tier.name == "site":
+            saved.wait(60)
         return read_marker(tier)
 
     monkeypatch.setattr(identity, "OTHERS_WAIT", 0.0)
     monkeypatch.setattr(identity, "read_marker", slow)
     with suppress(ts.WrongTier), ts.Checkpointer(spec(place), "run") as ckpt:
-        ckpt.save(tensors(9000, seed=1), step=1).wait()
-        (place / "site").rename(place / "away")
+        made = ckpt.save(tensors(9000, seed=1), step=1)
+        made.wait("local")
         first = next(iter(Log(opened(spec(place), "local"), "run").newest_first())).record
         assert first is not None
         assert "site" not in named_tiers(first.commit)
-        away.set()
+        saved.set()
+        made.wait("site")
+        (place / "site").rename(place / "away")
         with pytest.raises(ts.WrongTier):
             ckpt.resume(into=tensors(9000))
         for step in (2, 3):
