@@ -114,7 +114,7 @@ def test_errors_that_no_tier_should_raise_are_told_and_stop_nothing(place, error
                 with pytest.raises(type(error)):
                     save.wait("bad")
             with contextlib.suppress(type(error)):
-                save.wait("bad", timeout=10)
+                save.wait("bad", timeout=60)
             bad.heal()
             ckpt.save(tensors(9000, seed=3), step=3).wait("bad")
             assert difference(tensors(9000, seed=3), ckpt.load()) == ""

@@ -32,11 +32,11 @@ def test_a_state_longer_than_the_arena_goes_through_it(place):
         assert ckpt.verify(deep=True).ok
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_cascade_goes_on_behind_which_a_later_save_waits(place, monkeypatch):
     """One tier queue copies an old save, and the slabs of a new one, which fill the arena, wait behind it."""
     gate, found = threading.Event(), CascadeJob._found
-    monkeypatch.setattr(CascadeJob, "_found", lambda self, *coming: gate.wait(30) and found(self, *coming))
+    monkeypatch.setattr(CascadeJob, "_found", lambda self, *coming: gate.wait(60) and found(self, *coming))
     tiers = {"nvme": tier("nvme", place, every=2), "file": tier("file", place)}
     spec = policy(tiers, arena={"size": "16KiB"})
     ckpt = ts.Checkpointer(spec, "run")
@@ -47,8 +47,8 @@ def test_a_cascade_goes_on_behind_which_a_later_save_waits(place, monkeypatch):
     while not arena_of(ckpt).lacks(1):
         time.sleep(0.01)
     gate.set()
-    copied.wait("file", timeout=20)
-    saver.join(20)
+    copied.wait("file", timeout=60)
+    saver.join(60)
     assert not saver.is_alive()
     ckpt.close()
     with ts.Checkpointer(spec, "run") as ckpt:
@@ -98,7 +98,7 @@ def test_no_thread_is_left_of_one_that_could_not_be_made(place):
 
     thread = threading.Thread(target=make)
     thread.start()
-    thread.join(30)
+    thread.join(60)
     assert "by the main thread only" in refused[0]
     assert engine_threads() == []
 
@@ -107,7 +107,7 @@ def prepared(ckpt: ts.Checkpointer) -> int:
     """Bytes that a first save need not wait for."""
     arena = arena_of(ckpt)
     for thread in arena._preparers:
-        thread.join(10)
+        thread.join(60)
     return len(arena._free) * arena.slab_size
 
 
@@ -134,7 +134,7 @@ def waiting_digest(gate, digesting):
 
         def digest(data):
             digesting.set()
-            assert gate.wait(30)
+            assert gate.wait(60)
             return own(data)
 
         return digest
@@ -148,7 +148,7 @@ def test_save_returns_when_all_is_copied_and_does_not_wait_for_digests(place, mo
     with ts.Checkpointer(policy({"nvme": tier("nvme", place)}, arena={"size": "4MiB"}), "run") as ckpt:
         monkeypatch.setattr(capture_thread, "digest_function", waiting_digest(gate, digesting))
         save = ckpt.save(state, step=1)
-        assert digesting.wait(30)
+        assert digesting.wait(60)
         assert not gate.is_set()
         save.wait_captured(timeout=30)
         state["w"].add_(1)
@@ -200,5 +200,5 @@ def test_a_save_that_is_done_keeps_nothing_of_the_state_in_memory(place, lazy):
         save.wait()
         ckpt.unguard(optimizer)
         del memory, weight, optimizer
-        until(lambda: gc.collect() >= 0 and gone() is None, within=20)
+        until(lambda: gc.collect() >= 0 and gone() is None, within=60)
         assert save.done()

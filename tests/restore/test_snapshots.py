@@ -322,7 +322,7 @@ def test_what_is_not_copied_is_captured_first_and_the_copy_when_save_has_returne
     live = range(state["b"].data_ptr(), state["b"].data_ptr() + 20_000)
 
     def gated(target: int, source: int, nbytes: int) -> Any:
-        assert source in live or opened.wait(10)
+        assert source in live or opened.wait(60)
         return memmove(target, source, nbytes)
 
     monkeypatch.setattr(capture, "memmove", gated)

@@ -126,7 +126,7 @@ def test_damage_that_nobody_heals_is_told_with_what_it_means_for_the_given_state
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("shift", [0, 64])
 def test_the_smallest_arena_and_chunks_of_an_earlier_policy(tmp_path: Path, shift: int) -> None:
     state = saved(two(tmp_path))

@@ -66,7 +66,7 @@ class Keeper:
             time.sleep(0.01)
         self.member: Member = found
 
-    def memory(self, secret: JobSecret = KEEPERS, seconds: float = 5.0) -> RemoteMemory:
+    def memory(self, secret: JobSecret = KEEPERS, seconds: float = 20.0) -> RemoteMemory:
         """Its memory, for a process that knows a secret; with no connection yet."""
         return RemoteMemory(self.member, lambda: secret, seconds, lambda: "test")
 
@@ -136,7 +136,7 @@ def test_it_survives_without_file_descriptors_and_threads_and_is_small(place: Pa
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")), hard))
         with ExitStack() as opened:
             for _ in range(50):
-                opened.enter_context(socket.create_connection(("127.0.0.1", keeper.member.port), 5))
+                opened.enter_context(socket.create_connection(("127.0.0.1", keeper.member.port), 20))
             keeper.answers()
             assert keeper.process.poll() is None
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
@@ -187,7 +187,7 @@ def test_strangers_do_not_keep_it_alive(place: Path) -> None:
         end = time.monotonic() + 60
         while keeper.process.poll() is None and time.monotonic() < end:
             with suppress(OSError):
-                opened.enter_context(socket.create_connection(("127.0.0.1", keeper.member.port), 5))
+                opened.enter_context(socket.create_connection(("127.0.0.1", keeper.member.port), 20))
             with suppress(TierUnavailable):
                 keeper.memory(JobSecret.random(), 1.0).connect()
             time.sleep(0.05)
@@ -272,7 +272,7 @@ def test_who_reads_all_of_the_store_gets_nowhere(place: Path) -> None:
             for key in keys:
                 for secret in (JobSecret(key), JobSecret(key).child("peer memory")):
                     with pytest.raises(ChannelError, match="refuses this process"):
-                        connect(host, port, secret, name, seconds=5.0)
+                        connect(host, port, secret, name, seconds=20.0)
         tiers[0].put("still", random_bytes(10))
 
 
@@ -327,7 +327,7 @@ def test_a_secret_in_the_folder_that_others_can_read_lets_nobody_in(place: Path)
         (hosts.path(0) / "secret").chmod(0o644)
         os.utime(hosts.path(0) / "secret")
         with pytest.raises(ChannelError, match="refuses"):
-            connect(member.address, member.port, KEEPERS, member.service, seconds=5.0)
+            connect(member.address, member.port, KEEPERS, member.service, seconds=20.0)
 
 
 # What is left

@@ -269,7 +269,7 @@ def test_a_chunk_that_is_said_to_be_longer_than_what_is_stored_is_damaged(longer
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("shift", [0, 64])
 def test_two_slabs_of_which_a_capture_has_one_are_enough(tier: Tier, shift: int) -> None:
     leaves = contents()

@@ -166,7 +166,7 @@ def test_a_waiter_gets_the_slab_that_is_released_or_gives_up() -> None:
     time.sleep(0.05)
     assert not got
     held.release()
-    waiter.join(5)
+    waiter.join(60)
     assert len(got) == 1
 
     def give_up() -> None:
@@ -179,7 +179,7 @@ def test_a_waiter_gets_the_slab_that_is_released_or_gives_up() -> None:
     waiter.start()
     stop.set()
     arena.wake()
-    waiter.join(5)
+    waiter.join(60)
     assert len(got) == 2
 
 

@@ -204,7 +204,7 @@ def test_who_waits_for_a_slab_is_told_of_the_close() -> None:
     waiter.start()
     time.sleep(0.02)
     arena.close()
-    waiter.join(10)
+    waiter.join(60)
     assert told == ["this arena is closed, as its Checkpointer is; make a new Checkpointer"]
     held.release()
 
@@ -220,14 +220,14 @@ def test_memory_that_cannot_be_prepared_is_logged_and_had_later(
         patch.setattr(arena_room, "fault_in", none)
         arena.prepare(4 * PAGE)
         for thread in preparing():
-            thread.join(10)
+            thread.join(60)
         slab = arena.acquire()  # untouched, and the attempt is not made again for it
         assert not slab.ready
         slab.release()
     assert caplog.text.count("memory could not be prepared") == 1
     arena.prepare(4 * PAGE)
     for thread in preparing():
-        thread.join(10)
+        thread.join(60)
     assert len(arena._free) == 4
     arena.close()
 
@@ -239,7 +239,7 @@ class Touches:
         self.may, self.threads = threading.Event(), list[str]()
 
     def __call__(self, buffer: torch.Tensor) -> None:
-        self.may.wait(10)
+        self.may.wait(60)
         self.threads.append(threading.current_thread().name)
         buffer.fill_(0)
 
@@ -274,7 +274,7 @@ def test_a_capture_takes_what_comes_first_a_released_slab_or_prepared_memory(tou
     assert arena.try_acquire() is None
     assert not arena.acquire(nbytes=PAGE).ready, "little is touched sooner than it is waited for"
     held.release()
-    waiter.join(10)
+    waiter.join(60)
     assert got == [held]
     assert not touches.threads
     touches.may.set()

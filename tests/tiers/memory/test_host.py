@@ -138,7 +138,7 @@ class _Gate(torch.Tensor):
 
     def __getitem__(self, index: object) -> Buffer:  # type: ignore[override]
         self.reached.set()
-        assert self.opened.wait(10)
+        assert self.opened.wait(60)
         return self.as_subclass(torch.Tensor)[index]  # type: ignore[index]
 
 
@@ -152,7 +152,7 @@ def test_a_lease_is_not_released_while_somebody_reads() -> None:
     out = empty_buffer(1000)
     reader = threading.Thread(target=tier.read, args=("a", [Range(0, out)]))
     reader.start()
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(60)
     tier.delete("a")
     with pytest.raises(NotFound):
         tier.size("a")

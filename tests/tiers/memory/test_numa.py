@@ -228,7 +228,7 @@ def test_slabs_are_placed_before_their_memory_is_faulted_in(monkeypatch: pytest.
         arena.prepare(2 * PAGE)
         for thread in threading.enumerate():
             if thread.name == "tierstate-arena":
-                thread.join(10)
+                thread.join(60)
         assert done == ["place", "fault", "place", "fault"]
     arena.acquire(last=not prepared).release()  # as a read does, which takes memory as it is
     assert done[:1] == ["place"]

@@ -30,7 +30,7 @@ class Pinned:
         self.answer: int | None = 0
 
     def pin(self, buffer: torch.Tensor, device: int | None = None) -> int | None:
-        assert self.free.wait(10)
+        assert self.free.wait(60)
         self.devices.append(device)
         if self.answer == 0:
             assert buffer.data_ptr() not in self.addresses
@@ -57,7 +57,7 @@ def test_every_slab_on_loan_is_pinned_and_unpinned_once(cuda: Pinned) -> None:
     arena.prepare(2 * PAGE)
     for thread in threading.enumerate():
         if thread.name == "tierstate-arena":
-            thread.join(10)
+            thread.join(60)
     slabs = [*(arena.acquire() for _ in range(5)), arena.acquire(last=True)]
     until(lambda: not arena._preparing)  # a slab that was prepared too late to be needed is unpinned again
     assert cuda.addresses == {slab.buffer.data_ptr() for slab in slabs}
@@ -123,7 +123,7 @@ def test_pinning_holds_up_nobody_else(cuda: Pinned) -> None:
     held.release()
     assert not arena.lacks(PAGE)
     cuda.free.set()
-    other.join(10)
+    other.join(60)
     assert arena.in_flight == 0
     arena.close()
 
@@ -177,7 +177,7 @@ def test_memory_that_cannot_be_prepared_is_given_back(
     arena.prepare(2 * PAGE)
     assert arena._preparers
     for thread in arena._preparers:
-        thread.join(10)
+        thread.join(60)
     assert "memory could not be prepared" in caplog.text
     assert arena.shared is not None
     assert arena.shared._holes == [0]

@@ -61,15 +61,15 @@ def member(hosts: Hosts) -> Member:
 
 
 def plug(member: Member) -> socket.socket:
-    return socket.create_connection((member.address, member.port), 5)
+    return socket.create_connection((member.address, member.port), 20)
 
 
 def admitted(member: Member) -> Connection:
-    return Connection(connect(member.address, member.port, KEEPERS, member.service, seconds=5))
+    return Connection(connect(member.address, member.port, KEEPERS, member.service, seconds=20))
 
 
 def far(member: Member, secret: JobSecret = KEEPERS) -> RemoteMemory:
-    return RemoteMemory(member, lambda: secret, 5, lambda: "test")
+    return RemoteMemory(member, lambda: secret, 20, lambda: "test")
 
 
 def works(member: Member) -> None:
@@ -78,7 +78,7 @@ def works(member: Member) -> None:
 
 
 def is_closed(wire: socket.socket) -> bool:
-    wire.settimeout(5)
+    wire.settimeout(20)
     try:
         while wire.recv(65536):
             pass

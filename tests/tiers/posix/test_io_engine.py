@@ -143,7 +143,7 @@ def test_who_is_late_still_finishes(engine: Engine, file):
     data = random_bytes(5000, 1)
     engine.run(Transfer(True, file.descriptor, data, 7))
     assert os.pread(file.descriptor, 6000, 7) == data.numpy().tobytes()
-    assert engine.join(10)
+    assert engine.join(60)
 
 
 def test_a_listener_that_fails_ends_no_thread(engine: Engine, file, caplog):
@@ -180,7 +180,7 @@ def test_a_tier_that_is_dropped_without_being_closed_leaves_no_thread(io, tmp_pa
     del tier
     gc.collect()
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(60)
     assert set(threading.enumerate()) <= before
 
 

@@ -128,11 +128,11 @@ def receiver(nbytes, sends=None, patience=20.0):
 
 def connect(door, rank=1, secret=SECRET):
     host, port, service = door.address.split()
-    return connect_channel(host, int(port), secret, service, seconds=5.0, claim=CLAIM.pack(rank))
+    return connect_channel(host, int(port), secret, service, seconds=20.0, claim=CLAIM.pack(rank))
 
 
 def is_closed(line):
-    return not line.wait(5) and line.ended
+    return not line.wait(20) and line.ended
 
 
 def sends_chunk(line, row, data):
@@ -278,4 +278,4 @@ def test_a_listener_that_can_start_no_thread_leaves_no_socket(monkeypatch: pytes
         patch.setattr(threading.Thread, "start", none)
         with pytest.raises(RuntimeError, match="can't start new thread") as caught:
             PeerListener(1, SECRET)
-    assert open_files() == before, caught  # whose traceback keeps what was made
+    assert not open_files() - before, caught  # whose traceback keeps what was made
