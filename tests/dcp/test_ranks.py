@@ -151,7 +151,7 @@ def test_code_that_names_a_path_is_routed_on_all_ranks_of_two_hosts(policy: Path
 def test_what_was_promised_survives_a_rank_and_the_next_job_brings_what_is_owed(place: Path) -> None:
     policy = place / "policy.yaml"
     text = (
-        "version: 1\nchunk: 16KiB\narena: {size: 4MiB}\nranks: {silence: 2s}\ndurable: nvme\ntiers:\n"
+        "version: 1\nchunk: 16KiB\narena: {size: 4MiB}\nranks: {silence: 5s}\ndurable: nvme\ntiers:\n"
         f"  nvme: {{type: nvme, path: {place}/nvme}}\n"
         f"  lustre: {{type: lustre, path: {place}/lustre, bandwidth: BANDWIDTH}}\n"
     )

@@ -16,8 +16,9 @@ import tierstate as ts
 pytestmark = pytest.mark.slow
 
 JOB = """
-import sys, threading, time, traceback
+import sys, threading, time
 import torch
+from support.outcomes import in_function, until
 import tierstate as ts
 from tierstate.tiers.posix.directory import Nvme
 
@@ -39,8 +40,7 @@ tiers:
 ''')
 def tell(main):
     '''Say so when the main thread drains.'''
-    while "_drain" not in [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])]:
-        time.sleep(0.01)
+    until(lambda: in_function(main, "_drain"))
     print("draining", flush=True)
 
 ckpt = ts.Checkpointer(spec, "run")

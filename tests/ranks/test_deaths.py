@@ -15,7 +15,7 @@ from tierstate.manifest.history.log import Log
 
 pytestmark = pytest.mark.slow
 
-SILENCE = 2
+SILENCE = 5
 FAILED, UNKNOWN, DONE = "RankFailed", "CommitUnknown", "committed"
 
 SITE = [

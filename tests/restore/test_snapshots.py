@@ -63,7 +63,7 @@ class Gate:
 
         def gated(arena: Arena, *args: Any, **keys: Any) -> Any:
             if threading.current_thread().name == "tierstate-capture":
-                assert self.open.wait(30)
+                assert self.open.wait(60)
             return acquire(arena, *args, **keys)
 
         monkeypatch.setattr(Arena, "acquire", gated)
@@ -203,10 +203,14 @@ def test_two_saves_under_way_at_once_share_the_ring_as_far_as_it_goes(
             ckpt.save(state, step=step).wait_captured(timeout=0)
             state["a"] += 1
         truth = copy.deepcopy(state)
-        threading.Timer(0.2, gate.open.set).start()
+
+        def let_go() -> None:
+            until(lambda: "step 2 is captured by way of the host" in caplog.text)
+            gate.open.set()
+
+        threading.Thread(target=let_go).start()
         save = ckpt.save(state, step=2)
         assert gate.open.is_set(), "it is captured by way of the host, after those before it"
-        assert "step 2 is captured by way of the host" in caplog.text
         state["a"] += 1
         save.wait()
         assert alike(ckpt.load(step=2), truth)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from tierstate.manifest.chunk import Buffer
@@ -36,6 +38,11 @@ def until(holds: Callable[[], object], within: float = 60, pause: float = 0.01) 
         assert time.monotonic() < start + within, "it never came to be"
         time.sleep(pause)
     return time.monotonic() - start
+
+
+def in_function(thread: int, name: str) -> bool:
+    """Whether a thread is in a function of this name now."""
+    return any(frame.f_code.co_name == name for frame, _ in traceback.walk_stack(sys._current_frames()[thread]))
 
 
 class Background:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checkpointer_worlds import policy, tier
+from support.checkpointer_worlds import arena_of, policy, tier
 from support.given_tiers import handed
+from support.outcomes import until
 
 import tierstate as ts
 from tierstate.engine import events as events_module
@@ -121,9 +122,13 @@ def test_a_save_that_finds_the_arena_full_says_for_how_long(on_full: str) -> Non
             ckpt.on(("arena_full", "skipped"), found.append)
             first = ckpt.save({"w": torch.randn(2000)}, 1)
             assert held.asked.wait(60)
-            timer = threading.Timer(0.3, held.may.set)
+
+            def let_go() -> None:
+                until(lambda: arena_of(ckpt).lacks(1))
+                held.may.set()
+
             if on_full == "block":
-                timer.start()
+                threading.Thread(target=let_go).start()
             second = ckpt.save({"w": torch.randn(2000)}, 2)
             held.may.set()
             first.wait()
@@ -203,8 +208,7 @@ def test_a_slow_hook_delays_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 
 @pytest.mark.slow
-def test_a_slow_hook_takes_nothing_from_the_log(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "CLOSE_WAIT", 1.0)
+def test_a_slow_hook_takes_nothing_from_the_log(place: Path) -> None:
     over = threading.Event()
     spec = world(place, metrics={"events": True})
     with ts.Checkpointer(spec, "run") as ckpt:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpointer_worlds import faulty, policy, tensors, tier, wrapped
+from support.outcomes import in_function, until
 from support.thread_ranks import as_ranks
 
 import tierstate as ts
@@ -102,12 +103,13 @@ def test_a_save_does_not_return_before_the_tier_is_near_enough():
             saves = [ckpt.save(tensors(100), step=step) for step in (2, 3)]
             assert not any(save.done("slow") for save in saves), "within the bound nothing waits"
 
-            def open_gate() -> None:
+            def open_gate(saving: int = threading.get_ident()) -> None:
+                until(lambda: in_function(saving, "_wait"))
                 order.append("opened")
                 gate.set()
 
-            timer = threading.Timer(0.2, open_gate)
-            timer.start()
+            opener = threading.Thread(target=open_gate)
+            opener.start()
             ckpt.save(tensors(100), step=4)
             order.append("returned")
             assert order == ["opened", "returned"]
@@ -116,7 +118,7 @@ def test_a_save_does_not_return_before_the_tier_is_near_enough():
             assert stats.tiers["slow"].waited > 0
             assert sum(stats.blocked) >= stats.tiers["slow"].waited, "it counts as blocked"
             assert stats.tiers["slow"].durable_lag.steps <= 2
-            timer.join()
+            opener.join()
 
 
 @pytest.fixture

@@ -193,16 +193,17 @@ def test_a_dead_rank_is_named_and_those_who_live_are_waited_for() -> None:
             return None
         if team.rank == 2:
             return team.receive(0, "over")
-        with pytest.raises(RankFailed, match=r"has given no sign of life for 0\.6 s") as failed:
+        with pytest.raises(RankFailed, match=r"has given no sign of life for 2 s") as failed:
             team.receive_all({1: "word", 2: "word", 3: "word"})
         team.post("over", b"")
         return failed.value.ranks
 
-    found = together(4, rank, timeouts=Timeouts(60.0, 0.6))
+    found = together(4, rank, timeouts=Timeouts(60.0, 2.0))
     assert found[1:] == [None, b"", None]
     assert found[0] in [(1,), (3,), (1, 3)]
 
 
+@pytest.mark.slow
 def test_a_failed_gathering_fails_on_all() -> None:
     def rank(team: Team) -> Any:
         if team.rank == 2:
@@ -212,7 +213,7 @@ def test_a_failed_gathering_fails_on_all() -> None:
             team.gather("plans", b"")
         return failed.value.ranks
 
-    assert together(3, rank, timeouts=SOON) == [(2,), (2,), None]
+    assert together(3, rank, timeouts=Timeouts(60.0, 2.0)) == [(2,), (2,), None]  # rank 1 lives, on a busy machine too
 
 
 def test_a_coordinator_that_is_interrupted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
