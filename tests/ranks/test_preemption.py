@@ -105,9 +105,10 @@ def job(folder: str) -> None:
     with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=folder)), "run", dist.group.WORLD) as ckpt:
         state: dict[str, Any] = state_of(0, rank, size)
         ckpt.save(state, step=0).wait("shared")
-        print(f"pid {os.getpid()}", flush=True)
         while not ckpt.preempted:
             advance(state, rank, size)
+            if state["step"] == 1:
+                print(f"pid {os.getpid()}", flush=True)
             dist.barrier()
             time.sleep(0.01)
         ckpt.save(state, step=state["step"]).wait("shared")
