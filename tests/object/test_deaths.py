@@ -55,7 +55,7 @@ class Death:
         self.over.set()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "kind", "method", "target"), MOMENTS)
 def test_a_server_that_dies_in_a_write_leaves_all_or_nothing(
     server: Server, name: str, kind: Kind, method: str, target: str
@@ -83,7 +83,7 @@ def test_a_server_that_dies_in_a_write_leaves_all_or_nothing(
         observer.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_a_server_that_dies_in_a_read_is_asked_again(server: Server) -> None:
     prefix = fresh_prefix()
     with Proxy(server) as proxy:
@@ -115,7 +115,7 @@ def steps(*short: str) -> list[Any]:
     return [pytest.param(*what, id=name, marks=() if name in short else SOAK) for name, *what in found]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["pass_up", pytest.param("lost", marks=SOAK)])
 @pytest.mark.parametrize(("method", "target"), steps("part"))
 def test_a_save_while_the_gateway_dies(
@@ -147,7 +147,7 @@ def test_a_save_while_the_gateway_dies(
         assert ckpt.verify(deep=True).ok
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("method", "target"), steps("record"))
 def test_a_client_that_dies_in_a_save_leaves_nothing_visible(
     server: Server, proxy_to: Callable[[Server], Proxy], place: Path, method: str, target: str

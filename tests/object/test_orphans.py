@@ -23,7 +23,7 @@ def keys(server: Server, prefix: str) -> set[str]:
     return {upload["Key"] for upload in uploads(server, prefix)}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_uploads_of_dead_writers_are_aborted_when_they_are_old(server: Server) -> None:
     """The age is the server's to tell; what others do beside this tier's prefix is left alone."""
     prefix = fresh_prefix()

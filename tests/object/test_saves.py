@@ -63,7 +63,7 @@ def first_time(kind: Kind, prefix: str, at: int) -> Fault:
     return Fault(kind, target=prefix, count=None, fresh=True, at=at)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", kinds("status", "cut_down", "lost", long=["reset_up", "reset_down"]))
 def test_each_request_fails_the_first_time(ceph: Ceph, proxy: Proxy, place: Path, kind: Kind) -> None:
     """Every save arrives all the same, is committed once, and the bucket alone is enough."""
@@ -75,7 +75,7 @@ def test_each_request_fails_the_first_time(ceph: Ceph, proxy: Proxy, place: Path
     check_bucket(place, ceph, prefix, truth)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", kinds("reset_down", long=["reset_up"]))
 def test_each_request_of_a_restore_fails_the_first_time(ceph: Ceph, proxy: Proxy, place: Path, kind: Kind) -> None:
     prefix, truth = fresh_prefix(), states(2, 1 << 20)
@@ -85,7 +85,7 @@ def test_each_request_of_a_restore_fails_the_first_time(ceph: Ceph, proxy: Proxy
     assert fault.hits >= 4, "two packs and two records at least"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", kinds("status", "lost", long=["reset_up"]))
 def test_a_server_that_is_busy_when_it_is_met(ceph: Ceph, proxy: Proxy, place: Path, kind: Kind) -> None:
     """What a server does is found out before the first write, when requests break as well."""
@@ -189,7 +189,7 @@ def test_bytes_that_always_change_on_the_way_down_are_never_believed(ceph: Ceph,
 def test_what_one_tier_sends_wrong_comes_from_the_next(ceph: Ceph, proxy: Proxy, place: Path, kind: Kind) -> None:
     """The bucket is the nearer tier, and every read of its packs goes wrong."""
     prefix, truth = fresh_prefix(), states(1, 1 << 20)
-    with ts.Checkpointer(two_tiers(place, proxy, prefix, first="s3", deadline="2s"), "run") as ckpt:
+    with ts.Checkpointer(two_tiers(place, proxy, prefix, first="s3", deadline="5s"), "run") as ckpt:
         saved = ckpt.save(truth[0], step=0)
         saved.wait("s3")
         saved.wait("nvme")
@@ -232,7 +232,7 @@ def test_a_commit_whose_answer_is_lost_is_committed_once(server: Server, place: 
 def test_a_commit_that_cannot_be_read_back_is_unknown(ceph: Ceph, proxy: Proxy, place: Path) -> None:
     """Nothing is deleted then: what took effect after all is there, and the next save goes on after it."""
     prefix, truth = fresh_prefix(), states(2, 100_000)
-    with ts.Checkpointer(two_tiers(place, proxy, prefix, deadline="2s"), "run") as ckpt:
+    with ts.Checkpointer(two_tiers(place, proxy, prefix, deadline="5s"), "run") as ckpt:
         away = Fault("reset_up", target=f"{prefix}.*versions", count=None)
         lost = proxy.add(Fault("lost", "PUT", f"{prefix}/versions/", action=lambda: proxy.add(away)))
         first = ckpt.save(truth[0], step=0)

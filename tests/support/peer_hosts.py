@@ -119,7 +119,7 @@ class Hosts:
 
     def tier(self, number: int, **keys: Any) -> Peer:
         """A handle of a process on a host; it knows the others once it has met them, or they have met before."""
-        tier = Peer(path=self.path(number), **{"deadline": 5.0, **self.keys, **keys})
+        tier = Peer(path=self.path(number), **{"deadline": 20.0, **self.keys, **keys})
         tier.name = "peer"
         self._open.append(tier)
         return tier
