@@ -174,7 +174,7 @@ def work(holder):
 supervisor.Supervisor().run(work, lambda: None)
 print("ends", flush=True)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
     return ran.stdout.splitlines()
 
 

@@ -247,7 +247,7 @@ def program(*arguments: object, **environment: str) -> subprocess.CompletedProce
     if (Path(sys.executable).parent / "tierstate").exists():
         command[:3] = [str(Path(sys.executable).parent / "tierstate")]
     env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=env)
 
 
 @pytest.mark.slow

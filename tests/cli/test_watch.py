@@ -28,7 +28,7 @@ def watching(policy: Path, *more: str, stdout: int = subprocess.PIPE, run: str =
 
 def end(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert (process.returncode, errors) == (0, "")
 
 

@@ -85,7 +85,7 @@ def test_a_long_drain_shows_what_is_left_on_a_terminal(place: Path) -> None:
     process = job(place, 1.0, other)
     os.close(other)
     text = shown(terminal)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=180)
     os.close(terminal)
     assert process.returncode == 0
     assert "saving to far" in text
@@ -100,7 +100,7 @@ def test_ctrl_c_ends_the_drain_cleanly(place: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "draining\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     lines = out.splitlines()
     assert any(line.startswith("interrupted closed while still under way") and "to far" in line for line in lines)
@@ -110,7 +110,7 @@ def test_ctrl_c_ends_the_drain_cleanly(place: Path) -> None:
     assert steps(place, "far") in ([], [0]), "what was begun may have ended, and nothing else was"
     # The next process brings what is owed, and shows nothing where there is no terminal.
     process = job(place, 0.5, subprocess.PIPE)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert process.returncode == 0
     assert "saving to" not in err
     assert "step 2, which had not arrived at far, is there now" in err

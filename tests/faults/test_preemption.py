@@ -47,7 +47,7 @@ class Job:
                 if kill_when is not None:
                     until(kill_when, pause=0.2)
                     job.kill()
-                out, self.errors = job.communicate(timeout=60)
+                out, self.errors = job.communicate(timeout=180)
             except subprocess.TimeoutExpired:
                 job.kill()
                 raise

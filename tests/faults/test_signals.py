@@ -86,7 +86,7 @@ def signalled(place: Path, io: str, moment: str, number: int, graceful: str) -> 
         first = job.stdout.readline()
         job.send_signal(number)
         try:
-            out, errors = job.communicate(timeout=60)
+            out, errors = job.communicate(timeout=180)
         except subprocess.TimeoutExpired:
             job.kill()
             raise

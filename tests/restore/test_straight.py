@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpointer_worlds import policy, tier
+from support.leaks import resident
 
 import tierstate as ts
 from tierstate.tiers.memory.pages import map_pages
@@ -163,7 +163,3 @@ def test_loaded_leaves_have_storages_of_their_own_and_give_their_memory_back(tmp
     gc.collect()
     assert before - resident() >= 80 * MIB, "120 MiB, less what shares a block with the model"
     assert torch.equal(loaded["model"]["w2"], state["model"]["w2"])
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -364,7 +364,7 @@ def test_what_is_used_or_served_is_not_reaped(place: Path) -> None:
         home.release()
         assert keeper.answers()
         assert reap(place / "memory", keepers=True) == "freed"
-        assert keeper.process.wait(30) == 0
+        assert keeper.process.wait(120) == 0
 
 
 def test_foreign_folders_are_not_reaped(place: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.leaks import resident
 
 from tierstate.manifest.errors import FormatError
 from tierstate.manifest.format.leaf import Leaf, Spec
@@ -38,10 +38,6 @@ def mapped() -> Iterator[int]:
         if len(rest) == 4:
             first, last = (int(n, 16) for n in span.split("-"))
             yield last - first
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @given(st.lists(SIZES, max_size=30))

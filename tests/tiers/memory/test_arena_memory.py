@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.leaks import resident
 from support.outcomes import until
 
 from tierstate.manifest.errors import CaptureError, TierstateError
@@ -33,15 +33,6 @@ def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     """Whether big slabs are shared, whatever this system does."""
     monkeypatch.setattr(pages_room, "shares_huge_pages", lambda: request.param)
     return bool(request.param)
-
-
-def resident() -> int:
-    """Bytes of memory that this process has, by the kernel's own count."""
-    gc.collect()
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Rss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel does not say")
 
 
 @pytest.fixture(autouse=True)
