@@ -31,7 +31,7 @@ from tierstate.tiers.object import filesystem
 from tierstate.tiers.posix import direct, io_engine
 from tierstate.tiers.posix import direct as direct_module
 from tierstate.tiers.posix.files import open_file
-from tierstate.tiers.wrappers import measure, retry
+from tierstate.tiers.wrappers import deadline, measure, retry
 
 LOADED = (hdf5, formats)
 """Modules that the library loads late: they are to get the scaled constants, and to lose them again."""
@@ -57,6 +57,7 @@ SCALES: list[tuple[Any, str, int]] = [
     (adaptive, "WORTH_ENCODING", 1024),
     (filesystem, "READ_PART", 4096),
     (retry, "COMPARE_PIECE", 1024),
+    (deadline, "PAGED_MIN", 4096),
     (catalog, "LEASE_FROM", 4096),
     (measure, "TRUSTED_AFTER", 4096),
     (measure, "TIMED_CLOSE_MIN", 4096),
