@@ -33,6 +33,7 @@ def bits(state) -> dict[str, object]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on a machine with one core
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
 def test_workers_of_a_data_loader_and_saves_do_not_meet(world, place, lazy):
     state, truths = job(), {}
