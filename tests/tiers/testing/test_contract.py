@@ -11,6 +11,7 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 from support.checkpointer_worlds import scratch, tier
+from support.outcomes import until
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import AlreadyExists, Damaged, NotFound
@@ -83,13 +84,17 @@ class Overwrites(Dict):
 class ChecksThenWrites(Dict):
     """Create-only in a row, not in a race."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[str] = []
+
     def put(self, key: str, data: Buffer) -> None:
         taken = check_key(key) in self.objects
-        copy = data.clone()
-        torch.randint(0, 2, (400_000,))  # time in which others run
+        self.looks.append(key)
         if taken:
             raise AlreadyExists(key)
-        self.objects[key] = copy
+        until(lambda: len(self.looks) > 1)  # another one has looked before this one writes
+        self.objects[key] = data.clone()
 
 
 class KeepsReferences(Dict):
