@@ -125,10 +125,14 @@ def meet_strangers() -> None:
     _STRANGERS.update(threading.enumerate())
 
 
+def own_threads() -> list[threading.Thread]:
+    """Threads that were begun by this test and are alive."""
+    return [thread for thread in threading.enumerate() if thread not in _STRANGERS]
+
+
 def engine_threads() -> list[str]:
-    """Names of the engine's threads that were begun by this test and are alive."""
-    mine = [thread for thread in threading.enumerate() if thread not in _STRANGERS]
-    return [thread.name for thread in mine if thread.name.startswith("tierstate")]
+    """Names of those that are the engine's."""
+    return [thread.name for thread in own_threads() if thread.name.startswith("tierstate")]
 
 
 def arena_of(ckpt: ts.Checkpointer) -> Arena:

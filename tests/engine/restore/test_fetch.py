@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from itertools import count
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.checkpointer_worlds import engine_threads
 
 from tierstate.engine.codecs.codecs import compress
 from tierstate.engine.packs.pack import PackWriter
@@ -339,7 +339,7 @@ def test_a_load_that_fails_ends_it_after_the_copies_under_way(tier: Tier) -> Non
         fill([holding], land(version_of(holding), dict.fromkeys(range(len(leaves))), load), arena)
     assert arena.in_flight == 0
     assert all(event.waited == 1 for event in events)
-    assert not [t for t in threading.enumerate() if t.name.startswith("tierstate-fetch")]
+    assert not [name for name in engine_threads() if name.startswith("tierstate-fetch")]
 
 
 def test_a_tier_that_fails_at_every_read_is_passed_by() -> None:

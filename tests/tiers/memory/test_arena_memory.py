@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from support.checkpointer_worlds import own_threads
 from support.leaks import resident
 from support.outcomes import until
 
@@ -60,7 +61,7 @@ def holds(buffer: torch.Tensor, value: int) -> bool:
 
 
 def preparing() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "tierstate-arena"]
+    return [t for t in own_threads() if t.name == "tierstate-arena"]
 
 
 @pytest.mark.slow
