@@ -214,7 +214,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("read", [pytest.param(name, marks=pytest.mark.slow) for name in READS])
 def test_what_reads_all_records_reads_several_at_once(place: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
     """A tier far away answers after some 20 ms, and a run has thousands of versions."""
     spec = policy({"nvme": tier("nvme", place)})
