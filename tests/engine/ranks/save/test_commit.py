@@ -235,6 +235,18 @@ def test_a_leader_that_cannot_create_its_record_undoes_those_of_all(error: Tiers
     assert not world.records(1)
 
 
+def test_an_error_that_other_ranks_do_not_know_names_its_rank_once() -> None:
+    world = World("host", [0, 0])
+
+    def rank(team: Team, group_commit: GroupCommit) -> Any:
+        return (
+            group_commit.commit(world.part(0, 1)) if team.rank == 0 else group_commit.withdraw(1, ValueError("a bug"))
+        )
+
+    found = each(world, rank)
+    assert str(found[0]) == "rank 1 failed: rank 1: ValueError: a bug"
+
+
 def test_what_a_record_names_that_cannot_be_undone_is_deleted_by_nobody() -> None:
     """Rank 2 cannot create its record, and rank 0 cannot remove its own: on that host all packs must stay."""
     world = World("host", [0, 0, 1])

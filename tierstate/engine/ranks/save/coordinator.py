@@ -250,5 +250,10 @@ def _refusal(refused: Mapping[int, Vote]) -> RankFailed:
 
 def _why(errors: Mapping[int, Mapping[str, Any]]) -> str:
     """The first four errors, for a message."""
-    every = [f"rank {rank}: {error.get('kind')}: {decode_error(error)}" for rank, error in list(errors.items())[:4]]
-    return "; ".join(every)
+    return "; ".join(f"rank {rank}: {_text(rank, error)}" for rank, error in list(errors.items())[:4])
+
+
+def _text(rank: int, error: Mapping[str, Any]) -> str:
+    text, own = str(decode_error(error)), f"rank {rank} failed: "
+    # Of an error whose class other ranks do not know, `encode_error` has put the rank and the class before the text.
+    return text.removeprefix(own) if text.startswith(own) else f"{error.get('kind')}: {text}"
