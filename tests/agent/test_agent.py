@@ -262,6 +262,24 @@ def test_the_agent_dies_at_any_moment_of_any_save(place: Path, monkeypatch: pyte
     assert all(same(load(place, "slow", step), state_of(step)) for step in range(1, steps + 1))
 
 
+def test_an_agent_that_ends_before_it_is_used_has_a_successor(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that is stopped by hand when a trainer has just seen it."""
+    ensure, ended = AgentPipeline._ensure_agent, list[int]()
+
+    def ensure_and_end(self: AgentPipeline) -> None:
+        ensure(self)
+        if len(ended) < 2:
+            ended.append(statuses()[0]["pid"])
+            os.kill(ended[-1], signal.SIGKILL)
+            wait_until(lambda: not statuses(), "it has ended")
+
+    monkeypatch.setattr(AgentPipeline, "_ensure_agent", ensure_and_end)
+    with ts.Checkpointer(policy(place), "run") as ckpt:
+        assert pipeline(ckpt).agent not in {None, *ended}
+        ckpt.save(state_of(1), step=1).wait("slow")
+    assert len(ended) == 2
+
+
 def test_a_new_agent_is_used_later(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierstate.agent.handing.TRY_AGAIN", 0.0)
     with ts.Checkpointer(policy(place), "run") as ckpt:

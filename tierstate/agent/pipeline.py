@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from tierstate.engine.capture.plan import CapturePlan
@@ -24,6 +25,10 @@ from .memory_tier import handed_in
 from .messages import ConnectionLost
 
 log = logging.getLogger("tierstate")
+
+
+STARTS = 3
+"""How often an agent is started, if each has ended before it was used."""
 
 
 class AgentPipeline(HandingPipeline):
@@ -52,19 +57,28 @@ class AgentPipeline(HandingPipeline):
         Args:
             wait: return when there is one, and raise if there cannot be; training that has begun never waits.
         """
+        if wait:
+            self._connect_again()
+            return
         try:
             self._connect()
         except ConnectionLost:
-            if wait:
-                self._ensure_agent()
-                self._connect()
-            else:
-                self._agent_start.begin()
+            self._agent_start.begin()
         except TierstateError as error:
-            if wait:
-                raise
             self._agent_start.put_off()
             log.warning("saves are published by this process, since the agent refuses it: %s", error)
+
+    def _connect_again(self) -> None:
+        """Connect; start an agent where there is none, and another one where that has ended just then, as by `tierstate
+        agent stop`.
+
+        Raises: as `_connect` and `_ensure_agent`.
+        """
+        for _ in range(STARTS):
+            with suppress(ConnectionLost):
+                return self._connect()
+            self._ensure_agent()
+        self._connect()
 
     def _look_for_agent(self) -> None:
         """Between two saves: hand the next ones over, if an agent is there by now and nothing is under way here."""
