@@ -139,13 +139,15 @@ def test_a_secret_goes_over_a_socket_of_this_user() -> None:
 def test_a_secret_is_given_when_there_are_file_descriptors_again(caplog: pytest.LogCaptureFixture) -> None:
     secret = JobSecret.random()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with SecretServer(secret) as server, socket.socket(socket.AF_UNIX) as wire, short_path(server.path) as path:
-        wire.settimeout(60)
+    first, wire = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    with SecretServer(secret) as server, first, wire, short_path(server.path) as path:
+        wire.settimeout(30)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
-            wire.connect(path)
+            first.connect(path)  # the call that waits for it has had its descriptor since before
             while not any("no connection can be accepted for now" in one.message for one in caplog.records):
                 time.sleep(0.001)
+            wire.connect(path)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         assert wire.recv(KEY) == secret.reveal()
