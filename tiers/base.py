@@ -284,9 +284,7 @@ class Tier(ABC):
 
     def get(self, key: str) -> Buffer:
         """Read a whole object into a new host buffer."""
-        out = empty_buffer(self.size(key))
-        self.read(key, [Range(0, out)])
-        return out
+        return self._read_all(key, self.size(key))
 
     def get_within(self, key: str, most: int, what: str) -> Buffer:
         """As `get`, for an object that may be anybody's: a longer one than any program writes is not read.
@@ -301,6 +299,9 @@ class Tier(ABC):
         """
         if (size := self.size(key)) > most:
             raise Oversized(f"{self.name}: {key}: {size} bytes are too many for {what}")
+        return self._read_all(key, size)
+
+    def _read_all(self, key: str, size: int) -> Buffer:
         out = empty_buffer(size)
         self.read(key, [Range(0, out)])
         return out

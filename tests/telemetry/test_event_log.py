@@ -62,15 +62,20 @@ def log_to(**tiers: Tier) -> EventLog:
     return log
 
 
-def test_only_the_newest_pieces_stay_and_what_is_no_event_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, written = Memory(), []
-    monkeypatch.setattr(event_log, "PIECES", 64)
-    for number in range(event_log.PIECES + 5):
+def write_pieces(store: Tier, count: int) -> list[Event]:
+    """Log so many pieces of one event each: a second and a step after the one before."""
+    events = [Event("saved", 1000.0 + number, "run", step=number) for number in range(count)]
+    for event in events:
         log = log_to(store=store)
-        event = Event("saved", 1000.0 + number, "run", step=number)
         log.event(event)
         log.close()
-        written.append(event)
+    return events
+
+
+def test_only_the_newest_pieces_stay_and_what_is_no_event_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Memory()
+    monkeypatch.setattr(event_log, "PIECES", 64)
+    written = write_pieces(store, event_log.PIECES + 5)
     assert read_events({"store": store}, "run") == written[5:]
     keys = list(store.list("events/"))
     assert len(keys) == event_log.PIECES
@@ -140,10 +145,7 @@ def test_what_the_job_deletes_while_it_is_read_is_passed_over() -> None:
             super().read(key, ranges)
 
     store = Deleting()
-    for number in range(5):
-        log = log_to(store=store)
-        log.event(Event("saved", 1000.0 + number, "run", step=number))
-        log.close()
+    write_pieces(store, 5)
     assert [event.step for event in read_events({"store": store}, "run")] == [0, 3, 4]
 
 
@@ -198,10 +200,7 @@ def test_several_pieces_are_read_at_once() -> None:
             super().read(key, ranges)
 
     store = Far()
-    for number in range(8):
-        log = log_to(store=store)
-        log.event(Event("saved", 1000.0 + number, "run", step=number))
-        log.close()
+    write_pieces(store, 8)
     assert len(read_events({"store": store}, "run")) == 8
 
 

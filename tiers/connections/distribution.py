@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+from .listener import PAUSE
 from .secret import KEY, JobSecret, SecretError
 
 log = logging.getLogger("tierstate")
@@ -30,10 +31,6 @@ log = logging.getLogger("tierstate")
 
 MUNGE_SECONDS = 10.0
 """Timeout in seconds for a command of MUNGE."""
-
-
-PAUSE = 0.05
-"""Seconds until a connection is accepted again, if one could not be."""
 
 
 _REPLAYED = 17
