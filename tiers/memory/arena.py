@@ -395,10 +395,12 @@ class Arena:
             raise
         with self.lock:
             useful = not self.closed and self._lacking(self._wanted) > 0
+            surplus = [] if useful else [slab]
             if useful:
                 self._free.append(slab)
+                surplus = self._surplus()  # an untouched slab may have been given back meanwhile
                 self.changed.notify_all()
-        if not useful:
+        for slab in surplus:
             slab.discard()
         return useful
 
@@ -434,14 +436,19 @@ class Arena:
             else:
                 self._leave(slab)
             (self._free if slab.ready else self._raw).append(slab)
-            room = 0 if self.closed else max(0, self._free_at_most() - self.in_flight)
-            surplus, self._free = self._free[room:], self._free[:room]
-            room -= len(self._free)
-            surplus += self._raw[room:]
-            del self._raw[room:]
+            surplus = self._surplus()
             self.changed.notify_all()
         for slab in surplus:
             slab.discard()
+
+    def _surplus(self) -> list[Slab]:
+        """Take out the free slabs that are too many, untouched ones first. Needs the lock."""
+        room = 0 if self.closed else max(0, self._free_at_most() - self.in_flight)
+        surplus, self._free = self._free[room:], self._free[:room]
+        room -= len(self._free)
+        surplus += self._raw[room:]
+        del self._raw[room:]
+        return surplus
 
     def _leave(self, slab: Slab) -> None:
         """A slab is in flight no more. Needs the lock."""

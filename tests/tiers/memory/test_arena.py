@@ -47,10 +47,12 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule()
     def acquire_if_there_is_one(self) -> None:
         full = self.flying >= SLOTS - RESERVED_SLABS
-        slab = self.arena.try_acquire()
-        if slab is None and not full:  # no memory has been touched yet; that is being done
-            until(lambda: self.arena._free)
-            slab = self.arena.try_acquire()
+        got = [self.arena.try_acquire()]
+        if (
+            got == [None] and not full
+        ):  # no memory has been touched yet; that is being done, or begins with the next try
+            until(lambda: got.append(self.arena.try_acquire()) or got[-1])
+        slab = got[-1]
         assert (slab is None) == full
         if slab is not None:
             self.taken(slab)

@@ -238,9 +238,10 @@ class Touches:
     """In place of what touches memory: it waits until it may, and notes which thread does it."""
 
     def __init__(self) -> None:
-        self.may, self.threads = threading.Event(), list[str]()
+        self.begun, self.may, self.threads = threading.Event(), threading.Event(), list[str]()
 
     def __call__(self, buffer: torch.Tensor) -> None:
+        self.begun.set()
         self.may.wait(60)
         self.threads.append(threading.current_thread().name)
         buffer.fill_(0)
@@ -284,6 +285,19 @@ def test_a_capture_takes_what_comes_first_a_released_slab_or_prepared_memory(tou
     assert second is not held
     assert second.ready
     assert arena.waited == 0, "the arena was never full"
+    arena.close()
+
+
+def test_slabs_given_back_while_one_is_prepared_are_within_the_budget_with_it(touches: Touches) -> None:
+    arena = Arena(2 * PAGE, PAGE)
+    arena.prepare(PAGE)
+    assert touches.begun.wait(60)
+    slabs = [arena.acquire(last=True) for _ in range(2)]
+    for slab in slabs:
+        slab.release()
+    touches.may.set()
+    until(lambda: not arena._preparing)
+    assert (len(arena._free), len(arena._raw)) == (1, 1)
     arena.close()
 
 
