@@ -126,8 +126,8 @@ def _mend(run: Run, entry: VersionCopies, tier_run: TierRun, progress: Progress)
     # Not by its name, which a tier of the policy that is copied from may have too.
     at = next(at for at, holding in enumerate(entry.holdings) if holding.tier_run is tier_run)
     layout, record = entry.holdings[at].layout, entry.records[at]
-    sizes = zip(layout.objects, layout.object_sizes.tolist(), strict=True)
-    lacking = [number for number, pack in enumerate(sizes) if not _is_there(tier_run.tier, *pack)]
+    packs = enumerate(layout.pack_sizes.items())
+    lacking = [number for number, pack in packs if not _is_there(tier_run.tier, *pack)]
     rows = np.flatnonzero(np.isin(layout.object, lacking) | np.isin(layout.base_object, lacking))
     if not len(rows):
         return False

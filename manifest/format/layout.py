@@ -264,6 +264,11 @@ class Layout:
         return found
 
     @property
+    def pack_sizes(self) -> dict[str, int]:
+        """The length of each pack by its key, in the order of `objects`."""
+        return dict(zip(self.objects, self.object_sizes.tolist(), strict=True))
+
+    @property
     def stored_nbytes(self) -> int:
         """Stored bytes of the chunks in this tier and of their bases; a place that several chunks share counts once."""
         rows = np.flatnonzero(self.present)

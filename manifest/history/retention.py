@@ -304,10 +304,9 @@ class LeafGroups:
             return None
         draft = LayoutBuilder(len(version.digests))
         draft.put_like(rows, layout, rows)
-        sizes = dict(zip(layout.objects, layout.object_sizes.tolist(), strict=True))
         gone = [*dropped_groups(record.commit), *(name for name in self.present_in(record) if name not in kept)]
         commit = {**record.commit, "id": commit_id(), "thinned": list(dict.fromkeys(gone))}
-        return Record(version, draft.build(sizes), commit)
+        return Record(version, draft.build(layout.pack_sizes), commit)
 
 
 def dropped_groups(commit: Mapping[str, Any]) -> tuple[str, ...]:

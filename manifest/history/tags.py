@@ -65,8 +65,7 @@ def move_rows(layout: Layout, places: Mapping[int, ChunkPlace], sizes: Mapping[s
     draft.put_like(here, layout, here)
     for row, place in places.items():
         draft.put(row, place)
-    before = dict(zip(layout.objects, layout.object_sizes.tolist(), strict=True))
-    return draft.build({**before, **sizes})
+    return draft.build({**layout.pack_sizes, **sizes})
 
 
 class TagTarget(NamedTuple):

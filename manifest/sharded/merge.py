@@ -54,7 +54,7 @@ def join_layouts(version: Version, parts: Sequence[tuple[Array, Layout]]) -> Lay
             raise FormatError(f"a part of {len(rows)} rows has a layout of {len(layout.object)}, or is another's")
         here = np.flatnonzero((rows >= 0) & layout.present)
         draft.put_like(rows[here], layout, here)
-        for key, size in zip(layout.objects, layout.object_sizes.tolist(), strict=True):
+        for key, size in layout.pack_sizes.items():
             if sizes.setdefault(key, size) != size:
                 raise FormatError(f"{key} is {sizes[key]} bytes long by one rank's part and {size} by another's")
     return draft.build(sizes)

@@ -47,9 +47,7 @@ def part_of(record: Record, rank: int) -> Record:
     draft = LayoutBuilder(len(rows))
     layout, here = record.layout, np.flatnonzero(record.layout.present[rows])
     draft.put_like(here, layout, rows[here])
-    return Record(
-        part, draft.build(dict(zip(layout.objects, layout.object_sizes.tolist(), strict=True))), record.commit
-    )
+    return Record(part, draft.build(layout.pack_sizes), record.commit)
 
 
 def encode_part(record: Record) -> bytes:

@@ -190,7 +190,7 @@ def rebuilt(record: Record, dice: random.Random) -> bytes:
 
 def _layout(record: Record, version: Version, dice: random.Random) -> Layout:
     """Places for the chunks of a version that is made up: those of the old one, of a length that passes the checks."""
-    old, sizes = record.layout, dict(zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True))
+    old, sizes = record.layout, record.layout.pack_sizes
     longer = dice.random() < 0.5  # packs that are said to be longer than they are
     places: list[ChunkPlace | None] = []
     for row, nbytes in enumerate(version.chunk_nbytes.tolist()):
@@ -234,7 +234,7 @@ def revalued(folder: Path, record: Record, dice: random.Random) -> bytes:
     digests[row] = np.frombuffer(digest, "<u8")
     again = version.again(version.head, digests)
     places = [record.layout.place(i) if i != row else fresh for i in range(len(digests))]
-    known = dict(zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True)) | sizes
+    known = record.layout.pack_sizes | sizes
     where.close()
     return Record(again, Layout.build(places, {key: known[key] for key in _named(places)}), record.commit).encode()
 

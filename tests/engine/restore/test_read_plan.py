@@ -107,7 +107,7 @@ WITHIN = Case(
 @given(cases())
 @example(WITHIN)
 def test_every_byte_is_where_the_plan_says(case: Case) -> None:
-    sizes = dict(zip(case.layout.objects, case.layout.object_sizes.tolist(), strict=True))
+    sizes = case.layout.pack_sizes
     data = {name: np.random.default_rng(0).bytes(size) for name, size in sizes.items()}
     for reads in case.plan():
         for run in range(len(reads)):

@@ -34,9 +34,7 @@ def test_a_layout_comes_back(data):
     assert found.stored_nbytes <= sum(p.stored + (p.base.stored if p.base else 0) for p in here)
     if len(needed) == len(here) + sum(p.base is not None for p in here):
         assert found.stored_nbytes == sum(p.stored + (p.base.stored if p.base else 0) for p in here)
-    assert {o: found.size_of(o) for o in found.objects} == dict(
-        zip(layout.objects, layout.object_sizes.tolist(), strict=True)
-    )
+    assert {o: found.size_of(o) for o in found.objects} == layout.pack_sizes
     assert found.encode() == layout.encode()
 
 

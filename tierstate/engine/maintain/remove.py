@@ -216,5 +216,5 @@ class _Removal:
                 layout = tier_run.log.read_generation(self._seq, generation).layout
             except TierstateError:
                 continue
-            named |= zip(layout.objects, layout.object_sizes.tolist(), strict=True)
+            named |= layout.pack_sizes
         return named

@@ -84,7 +84,7 @@ class LiveBytes:
 
     def _add(self, record: Record) -> None:
         layout, seq = record.layout, record.version.head.seq
-        for number, (key, size) in enumerate(zip(layout.objects, layout.object_sizes.tolist(), strict=True)):
+        for number, (key, size) in enumerate(layout.pack_sizes.items()):
             self._sizes[key] = max(size, self._sizes.get(key, 0))
             self._seqs.setdefault(key, set()).add(seq)
             rows = np.flatnonzero(layout.object == number)
@@ -373,5 +373,4 @@ def _relaid(layout: Layout, moved: Mapping[Spot, ChunkPlace], sizes: Mapping[str
         for row in np.flatnonzero(layout.object == number).tolist() if key in gone else ():
             draft.put(row, moved[key, int(layout.offset[row])])
             found = True
-    lengths = dict(zip(layout.objects, layout.object_sizes.tolist(), strict=True))
-    return draft.build({**lengths, **sizes}) if found else None
+    return draft.build({**layout.pack_sizes, **sizes}) if found else None

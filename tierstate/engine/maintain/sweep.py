@@ -101,7 +101,7 @@ class RecordScan:
         except TierstateError as error:
             raise Unclear(str(error)) from error
         layout = record.layout
-        packs = dict(zip(layout.objects, layout.object_sizes.tolist(), strict=True))
+        packs = layout.pack_sizes
         return RecordPacks(int(seq), int(generation or 0), record.commit["id"], packs, self._mended(record))
 
     def _mended(self, record: Record) -> frozenset[bytes]:

@@ -105,7 +105,7 @@ class ChunkSearch:
 
     def add_layout(self, tier: str, version: Version, layout: Layout) -> None:
         """Add the places that a record names, and those of the bases of its deltas."""
-        self._tiers[tier].said |= zip(layout.objects, layout.object_sizes.tolist(), strict=True)
+        self._tiers[tier].said |= layout.pack_sizes
         digests = version.digests.tobytes()
         for row in range(len(version.digests)):
             if (place := layout.place(row)) is not None:

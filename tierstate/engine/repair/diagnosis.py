@@ -251,7 +251,7 @@ class Diagnosis:
     def _served(self, view: TierView, record: Record) -> Array:
         """``(chunks,)`` of bool: which chunks a restore gets from this record, as far as that could be asked."""
         layout, ids = record.layout, self._ids[record.version.id]
-        sizes = dict(zip(layout.objects, layout.object_sizes.tolist(), strict=True))
+        sizes = layout.pack_sizes
         fine = np.zeros(len(ids), bool)
         for row in np.flatnonzero(layout.present).tolist():
             place, search = layout.place(row), self.search

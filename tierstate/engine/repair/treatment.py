@@ -57,7 +57,7 @@ class Treatment:
             layout = step.base.layout
             rows = np.flatnonzero(layout.present)
             draft.put_like(rows, layout, rows)
-            sizes |= zip(layout.objects, layout.object_sizes.tolist(), strict=True)
+            sizes |= layout.pack_sizes
         new = self._fill(tier_run, version, [ids[row] for row in step.rows])
         for row in step.rows:
             place = self._search.place(tier_run.name, ids[row])

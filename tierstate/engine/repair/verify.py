@@ -96,7 +96,7 @@ class Verifier:
         """Ask for the lengths of a number's packs while others are verified; not if a repair may change them."""
         for entry in () if self._how.reads else place.entries:
             for holding in entry.holdings:
-                for pack in _named_packs(holding):
+                for pack in holding.layout.pack_sizes.items():
                     self._pack(holding, *pack)
         return place
 
@@ -180,7 +180,7 @@ class Verifier:
 
     def _packs(self, entry: VersionCopies, holding: Holding) -> Iterator[Problem]:
         head = entry.version.head
-        for key, size in _named_packs(holding):
+        for key, size in holding.layout.pack_sizes.items():
             what = self._pack(holding, key, size)
             if what and not _is_mended(entry, holding, key):
                 yield Problem(holding.tier_run.name, head.seq, head.step, "", what)
@@ -205,7 +205,7 @@ class Verifier:
         for holding in entry.holdings:
             layout = holding.layout
             # Data that was read is a better check than the length of its pack.
-            packs = _named_packs(holding)
+            packs = layout.pack_sizes.items()
             sound = np.array([self._how.data or not self._pack(holding, *pack) for pack in packs], bool)
             rows = np.flatnonzero(left & layout.present)
             left[rows] = ~(sound[layout.object[rows]] & ~self._chunks.wrong(holding, rows))
@@ -223,11 +223,6 @@ class Verifier:
             return None
         first = version.leaves[leaves[0]].name
         return Unrestorable(version.head.seq, version.head.step, len(leaves), first, entry.thinned)
-
-
-def _named_packs(holding: Holding) -> Iterator[tuple[str, int]]:
-    """The packs that a record names, each with the length that it should have."""
-    return zip(holding.layout.objects, holding.layout.object_sizes.tolist(), strict=True)
 
 
 def _has_changed(place: SeqVersions) -> bool:

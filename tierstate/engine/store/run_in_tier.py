@@ -416,7 +416,7 @@ class TierRun:
             if self._newest is None or record.version.head.seq > self._newest.version.head.seq:
                 # Otherwise it was committed after newer ones (late), and later saves still build on those.
                 self._newest, self._opened, self._own = record, True, True
-            for key, size in zip(record.layout.objects, record.layout.object_sizes.tolist(), strict=True):
+            for key, size in record.layout.pack_sizes.items():
                 self._sound.setdefault(key, bool(size))
 
     def decision(self, in_use: Collection[int] = (), now: float | None = None) -> RetentionDecision:
