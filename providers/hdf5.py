@@ -32,6 +32,18 @@ ITSELF = "."
 """Key of the group's own attributes among them."""
 
 
+_EXACT_FILTERS = frozenset(
+    {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SZIP}
+    | {h5py.h5z.FILTER_LZF, 305, 307, 32001, 32003, 32004, 32008, 32015}
+)
+"""Filters that give back every bit: HDF5's own, LZF, LZO, bzip2, Blosc, Snappy, LZ4, bitshuffle and Zstandard. Others
+may round (scale-offset, ZFP, SZ, bit rounding)."""
+
+
+_INTEGERS_IN_FULL = (h5py.h5z.SO_INT, h5py.h5z.SO_INT_MINBITS_DEFAULT)
+"""Options of the scale-offset filter with which it gives back every bit: it finds by itself how many bits it needs."""
+
+
 class DatasetProvider(Provider):
     """A dataset, read from and written to its file by hyperslabs in row-major order; none of it is kept in memory.
 
@@ -98,6 +110,11 @@ class DatasetProvider(Provider):
             return f"has fields {self._spec.attrs.get('fields')} here, {spec.attrs.get('fields')} in the version"
         if not found and self._value.file.mode == "r":
             return f"lies in {self._value.file.filename}, which is open for reading only; open it with mode 'r+'"
+        if not found and (rounds := _inexact_filter(self._value)):
+            return (
+                f"is kept through the HDF5 filter {rounds!r}, which may round what is written; restore into a dataset "
+                "without it, or load it as an array and write that"
+            )
         return found
 
     def load(self, start: int, data: Buffer) -> None:
@@ -213,6 +230,16 @@ def _check_own(value: h5py.Dataset) -> None:
     if value.is_virtual or value.id.get_create_plist().get_external_count():
         where = f"dataset {value.name} in {value.file.filename}"
         raise CaptureError(f"{where} keeps its bytes in other files; save those by themselves, or copy them into it")
+
+
+def _inexact_filter(value: h5py.Dataset) -> str:
+    """The name of a filter of a dataset that may not give back the bits that are written; empty if there is none."""
+    plist = value.id.get_create_plist()
+    for number, _, options, name in map(plist.get_filter, range(plist.get_nfilters())):
+        whole = number == h5py.h5z.FILTER_SCALEOFFSET and options[:2] == _INTEGERS_IN_FULL
+        if number not in _EXACT_FILTERS and not whole:
+            return name.decode(errors="replace")[:40] or str(number)
+    return ""
 
 
 def _tree(group: h5py.Group) -> dict[str, Any]:

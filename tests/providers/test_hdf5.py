@@ -39,7 +39,12 @@ LAYOUTS: list[dict[str, Any]] = [
     {"chunks": True},
     {"chunks": True, "compression": "gzip", "shuffle": True},
     {"chunks": True, "fletcher32": True},
+    {"chunks": True, "compression": "lzf"},
 ]
+
+
+ZFP = 32013
+"""Number of a filter that rounds, and that is not there; being optional, it is left out then."""
 
 
 @pytest.fixture
@@ -219,6 +224,29 @@ def test_what_differs_is_listed_and_nothing_is_touched(tmp_path: Path, file: h5p
     fields = file.create_dataset("f", (2,), [("a", "<i4")])
     spec = ArrayProvider(np.zeros(2, [("b", "<i4")])).spec
     assert "fields" in DatasetProvider(fields).mismatch(spec)
+
+
+@pytest.mark.parametrize(("dtype", "filters"), [("<f8", {"scaleoffset": 2}), ("<i8", {"scaleoffset": 4}), ("<f8", {})])
+def test_nothing_is_written_through_a_filter_that_rounds(file: h5py.File, dtype: str, filters: dict[str, Any]) -> None:
+    file["x"] = np.arange(1000, 2000, dtype=dtype)
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    if not filters:
+        plist.set_chunk((1000,))
+        plist.set_filter(ZFP, h5py.h5z.FLAG_OPTIONAL)
+        filters = {"dcpl": plist}
+    target = file.create_dataset("y", (1000,), dtype, **filters)
+    with pytest.raises(StateMismatch, match="may round"):
+        restore(*transfer(flatten({"x": file["x"]})), into={"x": target})
+    assert not target[:].any()
+
+
+def test_integers_are_written_through_a_filter_that_finds_their_bits(file: h5py.File) -> None:
+    file["x"] = np.array([5, -(2**63), 2**63 - 1, 0, -1] * 10)
+    file.create_dataset("y", (50,), "<i8", chunks=(7,), scaleoffset=0)
+    restore(*transfer(flatten({"x": file["x"]})), into={"x": file["y"]})
+    file.flush()
+    file["y"].refresh()
+    assert file["y"][:].tolist() == file["x"][:].tolist()
 
 
 def opened_and_closed(place: Path) -> Any:
