@@ -341,6 +341,24 @@ def test_an_old_key_can_be_taken_off_when_all_is_sealed_anew(tmp_path: Path) -> 
         assert [version.step for version in ckpt.versions()] == [8, 9]
 
 
+def test_chunks_in_packs_from_before_a_key_was_replaced_are_whole(tmp_path: Path) -> None:
+    """The old pack's copy of its version has the old key's seal; what does not change lies in that pack for long."""
+    old, new = (key_file(tmp_path / "keys", name) for name in ("old", "new"))
+    first, both, last = (sealed(tmp_path, *keys, keep={"last": 1}) for keys in ([old], [new, old], [new]))
+    state = tensors(*STATE)
+    for step, spec in enumerate((first, both)):
+        with ts.Checkpointer(spec, "run") as ckpt:
+            ckpt.save({**state, "step": torch.tensor(step)}, step=step).wait()
+            ckpt.prune()
+    adopt_tier(both, "disk")
+    with ts.Checkpointer(last, "run") as ckpt:
+        assert len([key for key in ckpt.rebuild("disk").unread.values() if "sealed with key" in key]) == 1
+        found = ckpt.doctor()
+        assert [(version.state, version.tiers) for version in found.versions] == [("whole", {"disk": "whole"})]
+        assert found.repairs == []
+        assert alike(ckpt.load(), {**state, "step": torch.tensor(1)})
+
+
 def test_records_are_rebuilt_from_sealed_copies_only(world: Any, tmp_path: Path) -> None:
     """The copy of a version in a pack, from which a lost record is made, is sealed too."""
     spec, truth = world

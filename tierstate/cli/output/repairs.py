@@ -205,7 +205,7 @@ def show_rebuilt(found: RebuildReport, dry_run: bool, as_json: bool) -> None:
     if found.unread:
         listed = [f"{key}: {why}" for key, why in list(found.unread.items())[:_UNREAD_SHOWN]]
         more = f"; and {len(found.unread) - _UNREAD_SHOWN} more" if len(found.unread) > _UNREAD_SHOWN else ""
-        say(f"{len(found.unread)} packs say nothing of what they hold: {'; '.join(listed)}{more}")
+        say(f"{len(found.unread)} packs do not say all that they hold: {'; '.join(listed)}{more}")
     if found.unknown:
         told = ", ".join(map(str, found.unknown))
         say(f"packs of versions {told} are there, and no record of them anywhere: they were dropped, or are lost")

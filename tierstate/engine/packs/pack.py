@@ -22,7 +22,7 @@ import numpy as np
 from tierstate.manifest.arrays import Array, digest_array
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierError, TierstateError
+from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierError, TierstateError, Unauthentic
 from tierstate.manifest.format import table as col
 from tierstate.manifest.format.layout import DELTA, ChunkPlace, DeltaBase, Layout, is_pack_key
 from tierstate.manifest.format.version import Version, check_features
@@ -369,7 +369,9 @@ class PackScan:
         packs: how many packs were read.
         sizes: lengths of packs by key.
         seqs: numbers of the run's versions for which packs were written, or of which packs have a copy.
-        unread: packs whose footer cannot be read, and why.
+        unread: packs whose footer, or whose copy of a version, cannot be read, and why.
+        foreign: packs whose copies of versions are sealed with a key that the policy does not have, and why. That says
+            nothing against their chunks, which newer records may name.
         rows: all rows of all footers.
         away: packs that cannot be asked now, and why.
     """
@@ -392,6 +394,7 @@ class PackScan:
         self.sizes: dict[str, int] = {}
         self.seqs: set[int] = set()
         self.unread: dict[str, str] = {}
+        self.foreign: dict[str, str] = {}
         self._places: dict[bytes, tuple[int, ChunkPlace]] = {}
         based: list[FooterRow] = []
         keys = list(self._keys(run))
@@ -449,7 +452,13 @@ class PackScan:
         return [row for row in rows if row.base]
 
     def _copies(self, key: str) -> list[Version]:
-        return [Version.decode(section) for section in version_sections(self._tier, key)]
+        try:
+            return [Version.decode(section) for section in version_sections(self._tier, key)]
+        except Unauthentic as error:
+            if not error.key_id:
+                raise
+            self.foreign[key] = str(error)
+            return []
 
     def _asked(self, key: str, read: Callable[[], T]) -> T | None:
         """Read something of a pack; None if it cannot be read, which is noted.

@@ -57,7 +57,7 @@ class RebuildReport:
         tier: its name.
         versions: those whose record it has lost, newest first.
         packs: how many packs were read.
-        unread: packs whose footer cannot be read, and why.
+        unread: packs whose footer, or whose copy of a version, cannot be read, and why.
         unreachable: tiers whose records could not be read.
         unknown: numbers for which packs were written but of which no record or copy exists: those versions were
             dropped, or all their records are lost.
@@ -160,8 +160,9 @@ class _Rebuilder:
         tier, run = self._tier_run.tier, self._tier_run.run
         contents = PackScan(tier, run, usable=LastingPacks(tier, run).has)
         readable, damaged = self._own()  # after the packs: a save that was under way has its record by now
-        self._report.packs, self._report.unread = contents.packs, contents.unread
+        self._report.packs = contents.packs
         versions = self._versions(contents, readable)
+        self._report.unread = contents.unread | contents.foreign
         heads = [these[0].head for these in versions.values()]
         kept = self._tier_run.worth_repairing(
             [RetentionEntry(head.seq, head.step, head.time, head.metadata) for head in heads]
