@@ -18,6 +18,7 @@ from support.checkpointer_worlds import policy, tier
 
 import tierstate as ts
 from tierstate.engine.events import Event
+from tierstate.manifest.errors import Unauthentic
 from tierstate.telemetry import event_log
 from tierstate.telemetry.event_log import EventLog, read_events
 from tierstate.tiers.base import Range, Tier
@@ -116,6 +117,26 @@ def test_what_fails_in_one_tier_is_logged_in_the_others_and_one_that_cannot_be_r
     assert [event.tier for event in read_events({"broken": broken, "good": good}, "run")] == ["broken"]
     with pytest.raises(ts.TierUnavailable):
         read_events({"broken": broken}, "run")
+
+
+def test_a_piece_that_is_damaged_is_passed_over_and_a_tier_with_no_other_is_one_that_cannot_be_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Damaging(Memory):
+        bad: tuple[str, ...] = ("events/run/0000001001000",)
+
+        def read(self, key: str, ranges: Sequence[Range]) -> None:
+            if key.startswith(self.bad):
+                raise Unauthentic(f"{key}: planted")
+            super().read(key, ranges)
+
+    store = Damaging()
+    write_pieces(store, 3)
+    assert [event.step for event in read_events({"store": store}, "run")] == [0, 2]
+    assert "1 of 3 pieces of its log cannot be read: events/run/0000001001000" in caplog.text
+    store.bad = ("events/",)
+    with pytest.raises(Unauthentic):
+        read_events({"store": store}, "run")
 
 
 def test_no_more_is_read_than_is_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from tierstate.engine.events import Event
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
-from tierstate.manifest.errors import FormatError, NotFound, TierstateError
+from tierstate.manifest.errors import Damaged, FormatError, MediaError, NotFound, TierstateError
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.concurrency import run_concurrently
 
@@ -167,7 +167,12 @@ def read_events(tiers: Mapping[str, Tier], run: str, since: float = 0.0) -> list
 
 
 def _logged(name: str, tier: Tier, run: str, since: float) -> list[bytes]:
-    """The pieces that may have events since a time, newest first."""
+    """The pieces that may have events since a time, newest first; those that are damaged, or that no key of the policy
+    opens, are passed over with a warning.
+
+    Raises:
+        TierstateError: the tier cannot be read, or no piece of it.
+    """
     first = 1000 * (since - PIECE_SPAN)
     keys = [key for key, number in sorted(_pieces(tier, run), reverse=True)[:PIECES] if number >= first]
     chosen, left = list[tuple[str, int]](), MAX_READ
@@ -180,7 +185,13 @@ def _logged(name: str, tier: Tier, run: str, since: float) -> list[bytes]:
             log.warning("%s: %s is left out: %d bytes, where at most %d are right", name, key, nbytes, MAX_PIECE)
         else:
             chosen.append((key, nbytes))
-    return run_concurrently(lambda piece: _read(tier, *piece), chosen)
+    found = run_concurrently(lambda piece: _read(tier, *piece), chosen)
+    failed = [error for error in found if isinstance(error, TierstateError)]
+    if failed and len(failed) == len(found):
+        raise failed[0]
+    if failed:
+        log.warning("%s: %d of %d pieces of its log cannot be read: %s", name, len(failed), len(found), failed[0])
+    return [piece for piece in found if isinstance(piece, bytes)]
 
 
 def _size(tier: Tier, key: str) -> int:
@@ -189,12 +200,15 @@ def _size(tier: Tier, key: str) -> int:
     return 0
 
 
-def _read(tier: Tier, key: str, nbytes: int) -> bytes:
+def _read(tier: Tier, key: str, nbytes: int) -> bytes | TierstateError:
     out = empty_buffer(nbytes)
-    with suppress(NotFound):
+    try:
         tier.read(key, [Range(0, out)])
         return to_bytes(out)
-    return b""
+    except NotFound:
+        return b""
+    except (Damaged, FormatError, MediaError) as error:
+        return error
 
 
 def _decoded(lines: Sequence[bytes]) -> Iterator[Event]:

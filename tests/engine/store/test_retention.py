@@ -213,7 +213,7 @@ def test_a_leaf_stays_as_long_as_one_that_is_tied_to_it() -> None:
     assert TierRun(tier, "run", *thinning(2, 1)).retire().drop == (1,)
 
 
-def test_a_record_that_was_damaged_meanwhile_is_left_alone() -> None:
+def test_a_record_that_was_damaged_meanwhile_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     tier = Memory()
     tier_run = TierRun(tier, "run", *thinning(4, 1))
     filled(tier, tier_run, [(0, 0), (1, 1), (2, 2)])
@@ -223,6 +223,8 @@ def test_a_record_that_was_damaged_meanwhile_is_left_alone() -> None:
     tier_run.retire()
     assert tier_run.log.generations() == {1: [0], 2: [1], 3: [0]}
     assert set(tier.list("packs/")) == packs, "nobody knows what it named"
+    tier_run.retire()
+    assert caplog.text.count("version 1 of run run is left alone") == 1, "told once, not after each save"
 
 
 class Meeting(Memory):

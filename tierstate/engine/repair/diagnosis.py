@@ -366,7 +366,7 @@ class Diagnosis:
         report, seen = self._report, {one.seq for one in self._report.versions}
         for one in self._views:
             for seq, why in one.foreign.items():
-                report.notes.append(f"{one.name}: the record of version {seq} is of another program: {why}")
+                report.notes.append(f"{one.name}: the record of version {seq} is whole, but cannot be read here: {why}")
         away = ", ".join(report.unreachable)
         why = f"{away} cannot be asked" if away else "no tier has a record of it, and no pack says what it was"
         for seq in sorted({seq for one in self._views for seq in one.damaged} - seen):

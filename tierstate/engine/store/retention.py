@@ -166,6 +166,7 @@ class Retention:
         self._lock = threading.Lock()
         self._known: dict[int, _Known] = {}
         self._doomed: set[str] = set()
+        self._left: dict[int, str] = {}  # why versions that cannot be read are left alone
         self._tags = TagReader(tier_run.tier, tier_run.run)
         self._unneeded = UnusedPacks(tier_run.tier, tier_run.run, tier_run.summaries)
 
@@ -347,7 +348,10 @@ class Retention:
         return _Known(mark, objects, seen.generations, before, last.commit)
 
     def _leave(self, seq: int, error: TierstateError) -> None:
-        log.warning("%s: version %d of run %s is left alone: %s", self._tier_run.name, seq, self._tier_run.run, error)
+        if self._left.get(seq) != str(error):  # told once, not again after each save
+            self._left[seq] = str(error)
+            run = self._tier_run.run
+            log.warning("%s: version %d of run %s is left alone: %s", self._tier_run.name, seq, run, error)
 
     def _finish(self) -> None:
         """Delete replaced records that an interruption left, but not of the newest version, which savers build on."""
