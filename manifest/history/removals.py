@@ -66,7 +66,7 @@ def is_removed(tier: KeyValueStore, run: str, seq: int) -> bool:
     return bool(marks)
 
 
-def _marks(tier: KeyValueStore, run: str) -> Iterator[tuple[str, int]]:
+def removal_marks(tier: KeyValueStore, run: str) -> Iterator[tuple[str, int]]:
     """The key of each mark, and the number of the version that it is about."""
     prefix = f"removed/{check_run(run)}/"
     for key in tier.list(prefix):
@@ -115,7 +115,7 @@ def removals(tier: KeyValueStore, run: str, seqs: Collection[int] | None = None)
         TierError: the tier could not be read.
     """
     found = []
-    for key, seq in _marks(tier, run):
+    for key, seq in removal_marks(tier, run):
         if seqs is None or seq in seqs:
             with suppress(NotFound):  # copied back meanwhile
                 found.append(_removal(seq, _contents(tier, key)))

@@ -120,7 +120,7 @@ def read_tag(tier: KeyValueStore, run: str, name: str, number: int) -> TagTarget
         FormatError: it is not a tag.
         TierError: it could not be read.
     """
-    key = _key(run, name, number)
+    key = tag_key(run, name, number)
     what = f"{tier.name}: {key}"
     try:
         found = json.loads(to_bytes(tier.get_within(key, MAX_TAG_BYTES, "a tag")))
@@ -149,7 +149,7 @@ def write_tag(tier: KeyValueStore, run: str, name: str, number: int, tag: TagTar
         raise FormatError(f"{tier.name}: {text}")
     said: dict[str, Any] = {"seq": None} if tag is None else tag._asdict()
     said |= {"run": run, "name": check_tag(name), "number": number}
-    tier.put(_key(run, name, number), as_buffer(json.dumps({**said, "sum": _sum(said)}, sort_keys=True).encode()))
+    tier.put(tag_key(run, name, number), as_buffer(json.dumps({**said, "sum": _sum(said)}, sort_keys=True).encode()))
 
 
 def _sum(fields: Mapping[str, Any]) -> str:
@@ -174,7 +174,7 @@ def _check_own(found: Any, run: str, name: str, number: int, what: str) -> None:
 
 def drop_tag(tier: KeyValueStore, run: str, name: str, number: int) -> None:
     """Delete one object of a tag, which an object with a higher number has replaced."""
-    tier.delete(_key(run, name, number))
+    tier.delete(tag_key(run, name, number))
 
 
 class TagReader:
@@ -213,5 +213,6 @@ class TagReader:
         return there
 
 
-def _key(run: str, name: str, number: int) -> str:
+def tag_key(run: str, name: str, number: int) -> str:
+    """The key of one object of a tag."""
     return f"tags/{check_run(run)}/{name}@{number:06d}"

@@ -59,4 +59,20 @@ def test_rekey_replaces_the_key_of_a_tier(call: Call, place: Path) -> None:
     assert done["key"] in refused.out
     none = call("rekey", "-p", write(place, "plain.yaml", {}))
     assert none.status == 2
-    assert "no tier of this policy is encrypted" in none.err
+    assert "no tier of this policy is sealed or encrypted" in none.err
+
+
+def test_rekey_seals_what_is_there_again(call: Call, place: Path) -> None:
+    old, new = key_file(place, "old"), key_file(place, "new")
+    save(write(place, "before.yaml", {}, seal={"file": old}))
+    both = write(place, "both.yaml", {}, seal={"file": [new, old]})
+    shown = call("rekey", "-p", both)
+    assert shown.status == 0
+    assert shown.out.split()[-1] == "2", "the record and the marker"
+    (done,) = call("rekey", "-p", both, "--json").json
+    assert (done["tier"], done["sealed"], done["left"]) == ("disk", 0, [])
+    after = write(place, "after.yaml", {}, seal={"file": new})
+    assert call("verify", "-p", after, "-r", "run", "--data").status == 0
+    refused = call("rekey", "-p", write(place, "other.yaml", {}, seal={"file": key_file(place, "other")}))
+    assert refused.status == 2
+    assert "is sealed with key" in refused.err

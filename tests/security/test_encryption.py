@@ -243,7 +243,7 @@ def test_the_key_of_a_tier_is_replaced(kept: Kept, tmp_path: Path) -> None:
         assert ckpt.verify(deep=True).ok
     with ts.Checkpointer(encrypted(tmp_path, kept.key), "run") as ckpt, pytest.raises(ts.Unsafe, match=done.key):
         ckpt.load()
-    with pytest.raises(ts.NotFound, match="is not encrypted"):
+    with pytest.raises(ts.NotFound, match="neither sealed nor encrypted"):
         rekey_tiers(policy({"disk": {"type": "nvme", "path": str(tmp_path / "disk")}}), ["disk"])
 
 

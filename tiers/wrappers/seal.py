@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tierstate.manifest.chunk import Buffer, as_buffer, view
-from tierstate.manifest.seal import SEAL_BYTES, SealKey, seal, unseal
+from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
+from tierstate.manifest.errors import NotFound
+from tierstate.manifest.seal import SEAL_BYTES, SealKey, seal, sealed_with, unseal
 from tierstate.tiers.base import BufferingWriter, ObjectWriter, Range, Tier, check_key, check_ranges, layers
 
 from .base import Wrapping
@@ -27,6 +28,27 @@ class Sealed(Wrapping):
     def __init__(self, inner: Tier, keys: Sequence[SealKey], bare: Callable[[str], bool] = lambda _key: False) -> None:
         super().__init__(inner)
         self._keys, self._bare = tuple(keys), bare
+
+    @property
+    def key_id(self) -> str:
+        """The id of the key that seals."""
+        return self._keys[0].id
+
+    def is_stale(self, key: str) -> bool:
+        """Whether an object that is there has another seal than that of the key that seals now, or none. Verifies
+        nothing.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+        if self._bare(key):
+            return False
+        try:
+            head = empty_buffer(min(SEAL_BYTES, self.inner.size(key)))
+            self.inner.read(key, [Range(0, head)])
+        except NotFound:
+            return False
+        return sealed_with(view(head)) != self.key_id
 
     def put(self, key: str, data: Buffer) -> None:
         self.inner.put(key, data if self._bare(key) else as_buffer(bytearray(self.seal(key, view(data)))))

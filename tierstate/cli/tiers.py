@@ -1,5 +1,5 @@
 """The commands about tiers as such: init writes their markers ahead of training, adopt uses one in place of another,
-rekey replaces the key of an encrypted one."""
+rekey replaces the keys of sealed and encrypted ones."""
 
 from __future__ import annotations
 
@@ -44,13 +44,16 @@ def adopt(
 def rekey(
     policy: PolicyFile,
     tiers: Annotated[
-        list[str] | None, typer.Argument(help="The tiers; none: all that are encrypted.", autocompletion=tier_names)
+        list[str] | None, typer.Argument(help="The tiers; none: all with keys.", autocompletion=tier_names)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replace the key of encrypted tiers by the first one that the policy lists; no pack is written again.
+    """Replace the keys of sealed and encrypted tiers by the first that the policy lists; no pack is written again.
 
-    The policy lists the new key first, and then the old one. Jobs that run on, and read the policy before, go on with
-    what they have read.
+    The policy lists the new key first, and then the old one. Nobody may save to a sealed tier meanwhile. Jobs that
+    save to encrypted ones, and read the policy before, go on with what they have read. Exit 1 if something could not
+    be sealed again.
     """
-    show_rekeyed(rekey_tiers(Policy.load(policy), tiers or ()), as_json)
+    found = rekey_tiers(Policy.load(policy), tiers or ())
+    show_rekeyed(found, as_json)
+    raise typer.Exit(1 if any(one.left for one in found) else 0)

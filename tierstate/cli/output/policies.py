@@ -48,11 +48,14 @@ def show_markers(found: Sequence[MarkerResult], as_json: bool) -> None:
 
 
 def show_rekeyed(found: Sequence[RekeyResult], as_json: bool) -> None:
-    """Tiers and the ids of their new keys."""
+    """Tiers, the ids of their new keys, and what they were used for."""
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return
-    table(["tier", "key", "data keys"], [(one.tier, one.key, str(one.data_keys)) for one in found])
+    rows = [(one.tier, one.key, one.data_keys or "-", "-" if one.data_keys else one.sealed) for one in found]
+    table(["tier", "key", ">data keys", ">sealed"], rows)
+    for why in dict.fromkeys(why for one in found for why in one.left):
+        say(f"not sealed again: {why}")
 
 
 def show_policy_errors(message: str, as_json: bool) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,11 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import to_bytes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierstateError, Unauthentic
-from tierstate.manifest.format.layout import Layout, LayoutBuilder
+from tierstate.manifest.format.layout import LayoutBuilder
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import FORK, Leases, pinned_runs
-from tierstate.manifest.history.log import Log, commit_id
+from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.retention import RetentionEntry
 from tierstate.tiers.base import Tier
 from tierstate.tiers.policy.policy import Policy
@@ -224,7 +224,8 @@ class _Rebuilder:
         if found < chunks and not (self._partial and was_here and found):
             return _because(told, f"the packs have {found} of {chunks} chunks")
         if not self._dry_run:
-            commit_rebuilt(self._tier_run, version, draft.build(contents.sizes), lost.generations)
+            about = {**self._tier_run.signature(), "rebuilt": True}
+            self._tier_run.replace(Record(version, draft.build(contents.sizes), about), lost.generations)
         return RebuiltVersion(seq, version.head.step, version.id, chunks, found, True)
 
     def _draw(self, version: Version, contents: PackScan) -> tuple[LayoutBuilder, int, int]:
@@ -238,26 +239,6 @@ class _Rebuilder:
                 draft.put(row, place)
                 placed[row] = True
         return draft, int(routed.sum()), int((routed & placed).sum())
-
-
-def commit_rebuilt(
-    tier_run: TierRun,
-    version: Version,
-    layout: Layout,
-    replaced: Sequence[int],
-    commit: Mapping[str, Any] | None = None,
-) -> None:
-    """Commit a record in the place of damaged or lost ones. Keys are create-only: it is a new generation.
-
-    Args:
-        replaced: all generations that the number has in the tier now; they are deleted after the commit.
-        commit: commit data of the record that it replaces, if that can be read.
-    """
-    about = commit or {**tier_run.signature(), "rebuilt": True}
-    seq = version.head.seq
-    tier_run.summaries.renew(seq)
-    tier_run.log.commit(Record(version, layout, {**about, "id": commit_id()}), max(replaced, default=-1) + 1)
-    tier_run.log.forget(seq, replaced)
 
 
 def _because(told: RebuiltVersion, why: str) -> RebuiltVersion:

@@ -15,13 +15,13 @@ from tierstate.engine.versions.copy import copy_version
 from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.errors import AlreadyExists, NotFound, TierstateError
 from tierstate.manifest.format.layout import RAW, LayoutBuilder
+from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
 from .chunk_search import ChunkId, ChunkSearch, chunk_ids
 from .health import DoctorReport, Kind, RepairStep
-from .rebuild import commit_rebuilt
 
 
 class Treatment:
@@ -64,8 +64,8 @@ class Treatment:
             if place is None:
                 raise NotFound(f"{tier_run.name}: a chunk of version {version.head.seq} has gone meanwhile")
             draft.put(row, place)
-        about = None if step.base is None else step.base.commit
-        commit_rebuilt(tier_run, version, draft.build({**sizes, **new}), step.replaced, about)
+        about = {**tier_run.signature(), "rebuilt": True} if step.base is None else step.base.commit
+        tier_run.replace(Record(version, draft.build({**sizes, **new}), about), step.replaced)
 
     def _fill(self, tier_run: TierRun, version: Version, wanted: Sequence[ChunkId]) -> Mapping[str, int]:
         """Write those of the chunks that have no place in the tier into new packs; lengths of these by key."""

@@ -409,6 +409,19 @@ class TierRun:
         self.log.commit(record)
         check_base(self, record, base)
 
+    def replace(self, record: Record, generations: Sequence[int]) -> None:
+        """Commit a record, with a new id, in the place of others of its version. Keys are create-only: it is a new
+        generation.
+
+        Args:
+            generations: all that the number has in the tier now; they are deleted after the commit.
+        """
+        seq = record.version.head.seq
+        self.summaries.renew(seq)
+        commit = {**record.commit, "id": commit_id()}
+        self.log.commit(Record(record.version, record.layout, commit), max(generations, default=-1) + 1)
+        self.log.forget(seq, generations)
+
     def build_on(self, record: Record) -> None:
         """Make this the record whose chunks later saves reuse."""
         with self._lock:

@@ -29,9 +29,11 @@ from tierstate.manifest.history.tags import (
     check_tag,
     drop_tag,
     read_tag,
+    tag_key,
     tag_numbers,
     write_tag,
 )
+from tierstate.tiers.base import Tier
 from tierstate.tiers.concurrency import run_concurrently
 
 log = logging.getLogger("tierstate")
@@ -183,6 +185,28 @@ class Tags:
         for name, flaw in self.flaws().items():
             if flaw.legible:
                 self.give(name, self._read(name, self._look()))
+
+    def renew(self, chosen: Callable[[Tier, str], bool]) -> tuple[int, list[str]]:
+        """Write tags, and removals of tags, again under new numbers to all persistent tiers.
+
+        Args:
+            chosen: says of a tier and the key of a tag's object in it whether that tag is to be written again.
+
+        Returns:
+            How many were written, and why others could not be.
+        """
+        look = self._look()
+        written, failed = 0, [str(error) for error in look.failed.values()]
+        for name, number in look.highest.items():
+            key = tag_key(self._run, name, number)
+            here = [s.tier for s in self._lasting() if number in look.there.get(s.name, {}).get(name, ())]
+            try:
+                if any(chosen(tier, key) for tier in here):
+                    self.give(name, self._read(name, look))
+                    written += 1
+            except TierstateError as error:
+                failed.append(str(error))
+        return written, failed
 
     def _now(self, name: str) -> TagTarget | None:
         """The version that has a tag; None if none has it or it cannot be read."""
