@@ -18,6 +18,7 @@ from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
 from tierstate.manifest.digest import checksum
+from tierstate.manifest.errors import CommitUnknown, TierstateError, TierUnavailable
 from tierstate.manifest.format.layout import ChunkPlace, Layout
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.record import Record
@@ -212,3 +213,25 @@ def sound(tier: Tier, record: Record, row: int) -> bool:
     out = empty_buffer(place.stored)
     tier.read(place.object, [Range(place.offset, out)])
     return checksum(to_bytes(out)) == record.version.digests[row].tobytes()
+
+
+def check_commit(world: World, found: list[Any], seq: int) -> None:
+    """What holds of every commit, whatever happened."""
+    assert all(isinstance(one, (Record, TierstateError)) for one in found), found
+    committed = [rank for rank, one in enumerate(found) if isinstance(one, Record)]
+    unknown = [rank for rank, one in enumerate(found) if isinstance(one, CommitUnknown)]
+    if committed:
+        assert not set(range(world.size)) - {*committed, *unknown, 0}, found
+        assert world.is_whole(seq)
+        assert len({r.version.id for r in world.records(seq)}) == 1
+    elif not unknown:
+        assert not world.is_whole(seq), found
+        if not any(isinstance(one, TierUnavailable) for one in found):
+            assert not world.records(seq)
+    if not unknown:
+        assert world.leftovers() == []
+
+
+def each(world: World, rank: Callable[[Team, GroupCommit], Any], **more: Any) -> list[Any]:
+    """Call this in every rank, with its group_commit."""
+    return together(world.size, lambda team: rank(team, world.group_commit(team)), hosts=world.hosts, **more)
