@@ -549,10 +549,11 @@ class TierKeys(Frozen):
 
     Attributes:
         type: what kind of place it is, as in ``nvme``: one of those below, or one that another package brings.
-        every: which saves go there. A number: the first save at or after each multiple of so many steps, as in ``100``.
-            A time, ``30min``: the first save so long after the last one. ``auto``: a time that is chosen at run time,
-            from what saves cost and how often jobs fail (``failures``), within bounds such as ``{min: 1min, max: 2h}``.
-            The first save of a run always goes. Without it, every save.
+        every: which saves go there. A number: the first save at or after each multiple of so many steps, as in ``100``,
+            and the first one after the training went back. A time, ``30min``: the first save so long after the last
+            one. ``auto``: a time that is chosen at run time, from what saves cost and how often jobs fail
+            (``failures``), within bounds such as ``{min: 1min, max: 2h}``. The first save of a run always goes.
+            Without it, every save.
         keep: which versions stay, as in ``{last: 3, every: 1000}``; without it, all.
         codec: how chunks are encoded on this tier, without loss.
         format: what kind of file a pack is. Files of the last two hold whole leaves as raw bytes, so ``codec`` must be

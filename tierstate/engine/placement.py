@@ -86,8 +86,9 @@ def is_too_far_behind(bound: MaxLagKeys | None, last: LastSave | None, step: int
 def is_due(every: Cadence, step: int, last: LastSave | None, now: float) -> bool:
     """Whether a tier with this interval (``every`` in the policy) takes the save of this step.
 
-    By steps: the first save at or after each multiple of ``every``. After a rollback to an earlier multiple the next
-    save is due again. By time: the first save at least ``every`` after the last one; also if the clock was set back,
+    By steps: the first save at or after each multiple of ``every``, and one whose step is not above that of the last,
+    as after a rollback: without it the newest version there would be one that the training has abandoned, until the
+    next multiple. By time: the first save at least ``every`` after the last one; also if the clock was set back,
     since the time between is then unknown. The first save of a run is always due. Of ``auto`` only a bound is known
     here: after ``max`` at the latest.
     """
@@ -98,7 +99,7 @@ def is_due(every: Cadence, step: int, last: LastSave | None, now: float) -> bool
     last_step, last_time = last
     if isinstance(every, timedelta):
         return not 0 <= now - last_time < every.total_seconds()
-    return step // every != last_step // every
+    return step // every != last_step // every or step <= last_step
 
 
 def entry_tiers(

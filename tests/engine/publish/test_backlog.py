@@ -32,7 +32,7 @@ EVERY = st.one_of(st.none(), st.integers(1, 9), st.integers(1, 90).map(lambda s:
 @st.composite
 def versions(draw: st.DrawFn) -> list[PendingVersion]:
     """Versions of a run, whose step and time rise with their number."""
-    gaps = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 7), st.integers(0, 60)), max_size=12))
+    gaps = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(0, 60)), max_size=12))
     found, seq, step, time = [], 0, 0, 1000
     for more, steps, seconds in gaps:
         seq, step, time = seq + more, step + steps, time + seconds
