@@ -81,7 +81,7 @@ class RetentionPolicy:
 
     Attributes:
         last: it is among the newest ``last`` versions.
-        every: it is the first version at or after a multiple of ``every`` steps.
+        every: its step is the first at or after a multiple of ``every``; of two versions of that step the newer.
         within: it was saved in the last ``within`` seconds; see `decide_retention` for clocks that jump.
         best: it is among the best by a metric.
         tags: it has a tag.
@@ -189,12 +189,18 @@ def _last(here: Sequence[RetentionEntry], keep: RetentionPolicy, _now: float) ->
 
 
 def _first_of_each(here: Sequence[RetentionEntry], keep: RetentionPolicy, _now: float) -> Iterator[tuple[int, str]]:
-    """The first version in each window of ``every`` steps; if a step was saved twice, the first save of it."""
+    """The version with the lowest step in each window of ``every`` steps; of a step that was saved twice, the newer.
+
+    The first that was saved would be wrong: where a training goes back and passes the same steps again, or begins anew,
+    each window would keep what the training has abandoned, and drop what it has now.
+    """
     if keep.every:
-        first: dict[int, int] = {}
+        first: dict[int, RetentionEntry] = {}
         for mark in here:
-            first.setdefault(mark.step // keep.every, mark.seq)
-        yield from ((seq, f"every {keep.every}") for seq in first.values())
+            found = first.setdefault(mark.step // keep.every, mark)
+            if mark.step <= found.step:
+                first[mark.step // keep.every] = mark
+        yield from ((mark.seq, f"every {keep.every}") for mark in first.values())
 
 
 def _lately(here: Sequence[RetentionEntry], keep: RetentionPolicy, now: float) -> Iterator[tuple[int, str]]:

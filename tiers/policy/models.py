@@ -113,7 +113,8 @@ class KeepKeys(Frozen):
 
     Attributes:
         last: keeps the newest so many versions, as in ``3``.
-        every: keeps the first version at or after each multiple of so many steps, as in ``1000``.
+        every: keeps the first version at or after each multiple of so many steps, as in ``1000``. Of two versions of
+            one step it is the newer, so that a training that went back keeps what it has passed again.
         within: keeps what was saved in so much time before the newest version, as in ``2d``.
         best: keeps the best versions by a number in their metadata, as in ``{metric: eval.loss, mode: min, count: 2}``.
         tags: keeps the versions that have a tag. Without it, yes on a tier that survives the host, else no.

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tierstate.manifest.history.retention import (
@@ -86,7 +86,8 @@ def is_last(of: RetentionEntry, versions: list[RetentionEntry], keep: RetentionP
 
 def is_first(of: RetentionEntry, versions: list[RetentionEntry], keep: RetentionPolicy) -> bool:
     every = keep.every
-    return bool(every) and not any(m.seq < of.seq and m.step // every == of.step // every for m in versions)
+    earlier = [m for m in versions if (m.step, -m.seq) < (of.step, -of.seq)]
+    return bool(every) and not any(m.step // every == of.step // every for m in earlier)
 
 
 def is_lately(of: RetentionEntry, versions: list[RetentionEntry], keep: RetentionPolicy, now: float) -> bool:
@@ -247,6 +248,19 @@ def test_dropping_after_each_save_ends_like_dropping_once(versions, keep):
         decision = decide_retention([*kept, mark], keep)
         kept = [m for m in [*kept, mark] if m.seq in decision.keep]
     assert {m.seq for m in kept} == set(decide_retention(versions, keep).keep)
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 10), st.integers(1, 10), st.integers(1, 3))
+def test_a_training_that_went_back_keeps_what_it_has_passed_again(back, more, every, save_every, last):
+    """What is kept of the steps that it has passed twice is what it has passed last."""
+    steps = [*range(0, 41, save_every), *(step for step in range(back, back + more) if step % save_every == 0)]
+    versions = [RetentionEntry(seq, step) for seq, step in enumerate(steps)]
+    went_back = len(range(0, 41, save_every))
+    assume(versions[went_back:])
+    kept = decide_retention(versions, RetentionPolicy(last=last, every=every)).keep
+    again = {mark.step for mark in versions[went_back:]}
+    old = [mark for mark in versions[:went_back] if f"every {every}" in kept.get(mark.seq, ())]
+    assert not again & {mark.step for mark in old}
 
 
 @given(runs, bests)
