@@ -72,6 +72,29 @@ def test_what_did_not_change_since_the_fork_is_not_written(place: Path) -> None:
     assert third.parent == second.id
 
 
+def test_a_fork_that_has_dropped_its_first_version_keeps_no_packs_of_the_old_run(place: Path) -> None:
+    """Its pin is there until a prune finds it old; meanwhile saves of the old run free what they drop, as before."""
+    spec = one_tier(place, keep={"last": 1})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1)
+        ckpt.fork("run-b")
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        saved(ckpt, 100, 101)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, *range(2, 6))
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        assert [version.step for version in ckpt.versions()] == [101]
+    nvme = opened(spec, "nvme")
+    assert pins(nvme, "run") == {1: "forked by run-b"}
+    assert len(names(nvme, "packs/run/")) == len(names(nvme, "versions/run/")) == 2, "the newest, and what is pinned"
+    with ts.Checkpointer(spec, "run") as ckpt:
+        report = ckpt.prune()
+        assert report.ok, report
+        assert pins(nvme, "run") == {1: "forked by run-b"}, "it is young"
+        assert ckpt.prune(grace=0).ok
+        assert pins(nvme, "run") == {}
+
+
 @pytest.mark.slow
 @settings(max_examples=max(8, settings().max_examples // 5))
 @given(

@@ -441,6 +441,21 @@ def test_a_reader_who_comes_while_a_version_is_dropped_keeps_its_packs_until_he_
     assert len(sweep(tier_run, grace=0).packs) == 1
 
 
+def test_a_fork_that_has_records_is_not_just_being_forked() -> None:
+    """The sweep goes on at once; its pin goes when it is old."""
+    tier = Aged(Memory())
+    saved(tier, 1, {"a"})
+    tier.clock = 2 * GRACE
+    pin_version(tier, "run", 1, "other")
+    assert sweep(TierRun(tier, "run"), grace=GRACE).reason
+    own = pack(tier, 2, {"a": b"its own"}, run="other")
+    Log(tier, "other").commit(record(tier, 2, {"a": b"its own"}, own, run="other"))
+    assert not sweep(TierRun(tier, "run"), grace=GRACE).reason
+    assert unneeded_fork_pins(TierRun(tier, "run"), GRACE) == []
+    tier.clock = 4 * GRACE
+    assert [pin.by for pin in unneeded_fork_pins(TierRun(tier, "run"), GRACE)] == ["other"]
+
+
 def test_pins_that_no_fork_needs_are_found() -> None:
     tier = Aged(Memory())
     saved(tier, 1, {"a"})

@@ -259,9 +259,9 @@ class _Look:
         """Packs of all other runs that a fork's records name. Packs of a run that this one was itself forked from count
         too: that run keeps them only while records of this run name them, so a version of this run must stay."""
         scan = RecordScan(Log(self._tier_run.tier, run))
-        own = pack_prefix(run)
-        named = {key for record in scan.take(scan.keys()) for key in record.packs if not key.startswith(own)}
-        for pin in pins if not named else ():
+        own, records = pack_prefix(run), scan.take(scan.keys())
+        named = {key for record in records for key in record.packs if not key.startswith(own)}
+        for pin in pins if not records else ():
             if self._is_young(pin.key):
                 raise Unclear(f"{self._tier_run.name}: {pin.key}: run {run!r} is being forked, and has no record yet")
         return named
@@ -315,7 +315,8 @@ def unneeded_fork_pins(tier_run: TierRun, grace: float) -> list[VersionLease]:
     for pin in held.live:
         if pin.kind == FORK:
             try:
-                if not look._fork(pin.by, [pin]):
+                # A young one may be of a fork that is under way beside a process that saves the new run already.
+                if not look._fork(pin.by, [pin]) and not look._is_young(pin.key):
                     found.append(pin)
             except TierstateError:
                 continue

@@ -73,16 +73,19 @@ class UnusedPacks:
         used = set(named.packs)
         for run in sorted({lease.by for lease in held.live if lease.kind == FORK}):
             theirs = self._named_by(run)
-            if not theirs:
-                return None  # it is being forked now, or a prune is about to remove its pin
+            if theirs is None:
+                return None
             used |= theirs
         # A fork's record names packs of its source run: only the source run deletes those.
         return [k for k in sorted(packs) if k not in used and k.startswith(self._own) and not is_mend(k)]
 
-    def _named_by(self, run: str) -> set[str]:
-        """Packs of this run that records of another run name."""
+    def _named_by(self, run: str) -> set[str] | None:
+        """Packs of this run that records of another run name; none once that has dropped what it was forked from, also
+        while its pin is still there. None if it cannot be known: it has no record yet, or one that cannot be read."""
         named = self._forks.setdefault(run, Summaries(self._tier, run)).named()
-        return set() if named is None else {key for key in named.packs if key.startswith(self._own)}
+        if named is None or not named.commits:
+            return None
+        return {key for key in named.packs if key.startswith(self._own)}
 
 
 def discard(tier: Tier, keys: Iterable[str], progress: Progress = no_progress) -> None:
