@@ -182,6 +182,22 @@ def test_without_a_key_nothing_is_read_and_nothing_is_taken_for_ours(kept: Kept,
         ckpt.load()
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+def test_nothing_is_written_in_plain_to_an_encrypted_tier(kept: Kept, tmp_path: Path, sealed: bool) -> None:
+    """A policy that lacks `encrypt`, by a slip, is told so; `adopt` does not make it a tier of plain objects either."""
+    shutil.copytree(kept.place / "disk", tmp_path / "disk")
+    seal = {"seal": {"file": key_file(tmp_path / "keys")}} if sealed else {}
+    plain = policy({"disk": {"type": "nvme", "path": str(tmp_path / "disk")}}, **seal)
+    before = {path: path.read_bytes() for path in (tmp_path / "disk").rglob("*") if path.is_file()}
+    with ts.Checkpointer(plain, "new") as ckpt:
+        save = ckpt.save(tensors(*STATE), step=9)
+        with pytest.raises(ts.AccessDenied, match="the policy has no `encrypt` for it"):
+            save.wait()
+    with pytest.raises(ts.AccessDenied, match="is encrypted"):
+        adopt_tier(plain, "disk")
+    assert {path: path.read_bytes() for path in (tmp_path / "disk").rglob("*") if path.is_file()} == before
+
+
 def test_what_was_stored_plain_is_refused_by_an_encrypted_tier(tmp_path: Path) -> None:
     plain = policy({"disk": {"type": "nvme", "path": str(tmp_path / "disk")}})
     with ts.Checkpointer(plain, "run") as ckpt:

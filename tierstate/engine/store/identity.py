@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.errors import (
+    AccessDenied,
     AlreadyExists,
     Damaged,
     FormatError,
@@ -30,6 +31,8 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log, list_runs
 from tierstate.tiers.base import Place, Tier
 from tierstate.tiers.latch import Latch
+from tierstate.tiers.wrappers.encrypt import encryption_of
+from tierstate.tiers.wrappers.keyring import RING_PREFIX
 
 log = logging.getLogger("tierstate")
 
@@ -86,15 +89,25 @@ def check_key(tier: Tier) -> None:
 
     Raises:
         Unauthentic: it does; the message names the key.
+        AccessDenied: it cannot be read since the tier is encrypted, and the policy does not encrypt it.
         TierError: it could not be read.
     """
     try:
-        tier.get(MARKER_KEY)
+        TierMarker.decode(to_bytes(tier.get_within(MARKER_KEY, MAX_MARKER_BYTES, "a marker")), MARKER_KEY)
+        return
     except Unauthentic as error:
         if error.key_id:
             raise
     except (NotFound, MediaError):
         return
+    except FormatError as error:
+        log.debug("%s: %s", tier.name, error)
+    if encryption_of(tier) is None and (ring := next(iter(tier.list(RING_PREFIX)), None)) is not None:
+        raise AccessDenied(
+            f"{tier.name}: is encrypted (it has {ring}), and the policy has no `encrypt` for it: nothing is saved "
+            "there in plain; write `encrypt` with the key of this tier, or use an empty place",
+            tier=tier.name,
+        )
 
 
 class TierIdentity:
@@ -232,6 +245,7 @@ class TierIdentity:
         Raises:
             WrongTier: the tier is not the one that is expected.
             Unauthentic: the tier's objects are authenticated, and its marker is not authentic, or damaged.
+            AccessDenied: the tier is encrypted, and the policy does not encrypt it.
             PolicyError: another tier of the policy lies in the same place.
             TierError: the tier could not be read, or the marker not created.
         """
@@ -239,8 +253,9 @@ class TierIdentity:
             return
         self.look()
         expected = self._ask_all() if self._is_new_here else None
-        if self.authentic and self.marker is UNKNOWN:
+        if self.marker is UNKNOWN and self._asked is not UNKNOWN:
             check_key(self.tier)
+        if self.authentic and self.marker is UNKNOWN:
             raise Unauthentic(
                 f"{self.name}: {MARKER_KEY} is not authentic, so that no record could say which tier it is of; "
                 f"`tierstate adopt {self.name}` writes it again"
