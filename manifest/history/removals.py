@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple
@@ -72,6 +72,22 @@ def removal_marks(tier: KeyValueStore, run: str) -> Iterator[tuple[str, int]]:
     for key in tier.list(prefix):
         if m := _MARK.fullmatch(key.removeprefix(prefix)):
             yield key, int(m[1])
+
+
+def removed_since(tier: KeyValueStore, run: str, key: str, age: Callable[[str], float | None]) -> bool:
+    """Whether a version of a run was removed by hand after an object was created; False if that is not known.
+
+    Args:
+        key: the object's key.
+        age: seconds since an object was created, by the tier's own clock.
+
+    Raises:
+        TierError: the tier could not be read.
+    """
+    with suppress(NotFound):  # deleted meanwhile
+        made, marked = age(key), [age(mark) for mark, _ in _marks(tier, run)]
+        return made is not None and any(since is not None and since < made for since in marked)
+    return False
 
 
 class Removal(NamedTuple):

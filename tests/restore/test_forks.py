@@ -24,6 +24,7 @@ from tierstate.manifest.history.leases import VersionLease, pin_version
 from tierstate.manifest.history.log import Log, commit_id
 from tierstate.manifest.history.retention import OTHER_LEAVES, LeafGroups, dropped_groups
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import Fault
 
 
@@ -93,6 +94,31 @@ def test_a_fork_that_has_dropped_its_first_version_keeps_no_packs_of_the_old_run
         assert pins(nvme, "run") == {1: "forked by run-b"}, "it is young"
         assert ckpt.prune(grace=0).ok
         assert pins(nvme, "run") == {}
+
+
+def test_a_fork_that_was_removed_keeps_no_packs_of_the_old_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that has dropped its first version; one that is made again under its name is being made until it is."""
+    spec = one_tier(place, keep={"last": 1})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, 1)
+        ckpt.fork("run-b")
+    nvme = opened(spec, "nvme")
+    (pin,) = names(nvme, "leases/run/")
+    ages = {pin: 100.0}  # in seconds of the test, as files of one moment are of the same age
+    monkeypatch.setattr(Nvme, "age", lambda self, key: ages.get(key, 50.0))
+    with ts.Checkpointer(spec, "run-b") as ckpt:
+        assert ckpt.remove(step=1, force=True).ok
+    with ts.Checkpointer(spec, "run") as ckpt:
+        saved(ckpt, *range(2, 6))
+    assert len(names(nvme, "packs/run/")) == len(names(nvme, "versions/run/")) == 2, "the newest, and what is pinned"
+    with ts.Checkpointer(spec, "run") as ckpt:
+        report = ckpt.prune()
+        assert report.ok, report
+        ages[pin_version(nvme, "run", 1, "run-b")] = 10.0  # of a fork that has no record yet
+        before = len(names(nvme, "packs/run/"))
+        saved(ckpt, 6)
+        assert not ckpt.prune().ok
+    assert len(names(nvme, "packs/run/")) > before
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from tierstate.manifest.format.layout import is_pack_key
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import FORK, LeaseListing, Leases, VersionLease
 from tierstate.manifest.history.log import Log
+from tierstate.manifest.history.removals import removed_since
 from tierstate.tiers.concurrency import run_concurrently
 
 DAY = 24 * 3600.0
@@ -262,7 +263,9 @@ class _Look:
         own, records = pack_prefix(run), scan.take(scan.keys())
         named = {key for record in records for key in record.packs if not key.startswith(own)}
         for pin in pins if not records else ():
-            if self._is_young(pin.key):
+            if self._is_young(pin.key) and not removed_since(
+                self._tier_run.tier, run, pin.key, self._tier_run.tier.age
+            ):
                 raise Unclear(f"{self._tier_run.name}: {pin.key}: run {run!r} is being forked, and has no record yet")
         return named
 

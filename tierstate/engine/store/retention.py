@@ -20,6 +20,7 @@ from tierstate.manifest.errors import FormatError, NotFound, TierFull, Tierstate
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import FORK, Leases
 from tierstate.manifest.history.log import Log
+from tierstate.manifest.history.removals import removed_since
 from tierstate.manifest.history.retention import (
     LeafGroups,
     RetentionDecision,
@@ -71,19 +72,26 @@ class UnusedPacks:
         ):
             return None
         used = set(named.packs)
-        for run in sorted({lease.by for lease in held.live if lease.kind == FORK}):
-            theirs = self._named_by(run)
+        pins: dict[str, list[str]] = {}
+        for lease in held.live:
+            if lease.kind == FORK:
+                pins.setdefault(lease.by, []).append(lease.key)
+        for run, keys in sorted(pins.items()):
+            theirs = self._named_by(run, keys)
             if theirs is None:
                 return None
             used |= theirs
         # A fork's record names packs of its source run: only the source run deletes those.
         return [k for k in sorted(packs) if k not in used and k.startswith(self._own) and not is_mend(k)]
 
-    def _named_by(self, run: str) -> set[str] | None:
-        """Packs of this run that records of another run name; none once that has dropped what it was forked from, also
-        while its pin is still there. None if it cannot be known: it has no record yet, or one that cannot be read."""
+    def _named_by(self, run: str, pins: Collection[str]) -> set[str] | None:
+        """Packs of this run that records of a fork name; none once that has dropped what it was forked from, or was
+        removed, also while its pins are still there. None if it cannot be known: it is being forked now, and has no
+        record yet, or it has one that cannot be read."""
         named = self._forks.setdefault(run, Summaries(self._tier, run)).named()
-        if named is None or not named.commits:
+        if named is None:
+            return None
+        if not named.commits and not all(removed_since(self._tier, run, pin, self._tier.age) for pin in pins):
             return None
         return {key for key in named.packs if key.startswith(self._own)}
 
