@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, names, opened, policy, scratch, tensors, wrapped
 from support.damaged_runs import Blow, Oracle, Shape, World, blows, damage, make_world, shapes, whole_shapes
 from support.ill_tiers import ANSWERS, HEALTH, Health, Ill
+from support.sharded_versions import keep, mesh
 
 import tierstate as ts
 from tierstate.engine.repair.health import DoctorReport
@@ -170,3 +172,26 @@ def test_what_is_repaired_from_a_fork_outlives_what_the_fork_drops() -> None:
         with ts.Checkpointer(spec(), "run") as ckpt:
             for step in (1, 2, 3):
                 assert alike(states[step], ckpt.load(step=step))
+
+
+@pytest.mark.parametrize("kind", ["lustre", "nvme"])
+def test_a_tier_that_all_hosts_see_gets_a_version_of_several_ranks_as_a_whole(place: Path, kind: str) -> None:
+    """Its record and the packs of a rank are lost. A tier of one host had the chunks of its own ranks only."""
+    spec = policy({name: {"type": kind, "path": str(place / name)} for name in ("one", "two")})
+    state, cuts = tensors(2400, 1200), {"a": mesh((600,), (3,)), "b": mesh((300,), (3,))}
+    for name in ("one", "two"):
+        keep(opened(spec, name), state, cuts)
+    one = opened(spec, "one")
+    for key in (*names(one, "versions/"), names(one, "packs/")[1]):
+        one.delete(key)
+    alone = policy({"one": {"type": kind, "path": str(place / "one")}})
+    with ts.Checkpointer(spec, "run") as ckpt:
+        assert [repair.kind for repair in ckpt.doctor(apply=True).repairs] == ["rebuild"]
+        assert ckpt.doctor().ok
+        assert alike(ckpt.load(), state)
+    with ts.Checkpointer(alone, "run") as ckpt:
+        if kind == "lustre":
+            assert alike(ckpt.load(), state)
+        else:
+            with pytest.raises(ts.Damaged, match="not whole"):
+                ckpt.load()

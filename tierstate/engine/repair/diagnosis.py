@@ -295,7 +295,8 @@ class Diagnosis:
             found: Array = view.records[seq][sound].layout.present
             return found
         rows: Array = self._route(view, version) & case.expected
-        if version.head.world > 1:  # a tier of one host has the chunks of its own ranks
+        # A tier of one host has the chunks of its own ranks; which these were is known by what it has.
+        if version.head.world > 1 and view.tier_run.tier.traits.shared != "site":
             rows &= np.array([self.search.place(view.name, one) is not None for one in ids], bool) | ~case.kept
         if rows.any():
             self._add("rebuild", view, version, what, rows)
