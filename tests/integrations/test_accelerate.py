@@ -141,6 +141,34 @@ def test_saved_again_before_the_first_batch_after_a_restore(
     third.accelerator.end_training()
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        pytest.param({}, "", id="seedable"),
+        pytest.param({"stateful": True}, "", id="seedable and stateful"),
+        pytest.param({"seedable": False}, "use_seedable_sampler=True", id="drawn"),
+        pytest.param({"seedable": False, "stateful": True}, "use_seedable_sampler=True", id="drawn, stateful"),
+        pytest.param({"stateful": True, "workers": 1}, "stateful loader with workers", id="workers in the first epoch"),
+    ],
+)
+def test_an_order_that_cannot_be_made_again_is_told(
+    given: dict[str, Any], why: str, tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = new_job(tmp_path, policy, **given)
+    trained(first, save=[3, 4, 10])
+    first.accelerator.end_training()
+    told = [line for line in caplog.messages if "order of an interrupted epoch" in line]
+    assert len(told) == bool(why), "once"
+    for step, times in ((3, 1), (10, 0)):  # within the first epoch, and at the end of the second one
+        caplog.clear()
+        again = new_job(tmp_path, policy, **given)
+        again.accelerator.load_state(str(tmp_path / f"step_{step}"))
+        again.accelerator.end_training()
+        told += (now := [line for line in caplog.messages if "order of an interrupted epoch" in line])
+        assert len(now) == (times if why else 0)
+    assert all(why in line for line in told)
+
+
 def test_no_file_of_accelerate_itself_is_written(tmp_path: Path, policy: str) -> None:
     job = new_job(tmp_path, policy)
     trained(job, save=[2, 4])

@@ -53,7 +53,7 @@ class Job:
     Args:
         place: the project's folder.
         policy: None for accelerate without tierstate.
-        accumulate, mixed_precision, naming, limit, stateful, sharded: how to train.
+        accumulate, mixed_precision, naming, limit, stateful, seedable, workers, sharded: how to train.
         evaluates: also go through a second loader after each second step.
     """
 
@@ -68,6 +68,8 @@ class Job:
         naming: bool = False,
         limit: int | None = None,
         stateful: bool = False,
+        seedable: bool = True,
+        workers: int = 0,
         sharded: bool = False,
         evaluates: bool = False,
     ) -> None:
@@ -80,7 +82,7 @@ class Job:
             gradient_accumulation_steps=accumulate,
             mixed_precision=mixed_precision,
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if sharded else None,
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=stateful),
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable, use_stateful_dataloader=stateful),
         )
         self.place, self.stateful = place, stateful
         self.versions: AcceleratorVersions | None = None
@@ -92,7 +94,7 @@ class Job:
         net = Net(width)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
-        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
         self.net, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(
             net, optimizer, loader, schedule
         )

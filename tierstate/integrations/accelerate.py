@@ -28,6 +28,7 @@ from accelerate import __version__ as accelerate_version
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.manifest.errors import NotFound, TierstateError
@@ -95,6 +96,7 @@ class AcceleratorVersions:
         self._published: Future[None] | None = None
         self._skipping: tuple[Any, Any] | None = None
         self._resumed: list[Any] = []
+        self._told_of_order = False
         self._pending: tuple[int, dict[str, Any]] | None = None
         self._load_files, self._skip = accelerator.load_state, accelerator.skip_first_batches
         self._end_training = accelerator.end_training
@@ -166,7 +168,10 @@ class AcceleratorVersions:
 
     def _state(self) -> dict[str, Any]:
         loaders = [self._position(loader) for loader in self._accelerator._dataloaders]
-        progress = {"step": self._accelerator.step, "active": self._active()}
+        active = self._active()
+        if active is not None and not self._told_of_order:
+            self._tell_of_order(active, loaders[active])
+        progress = {"step": self._accelerator.step, "active": active}
         return self._objects() | {"loaders": PerRank(loaders), "progress": PerRank(progress)}
 
     def _objects(self) -> dict[str, Any]:
@@ -217,6 +222,16 @@ class AcceleratorVersions:
             if one is active and not one.end_of_dataloader:
                 return place
         return None
+
+    def _tell_of_order(self, place: int, position: Mapping[str, Any]) -> None:
+        """Log, once, that a restore goes on with other samples in this epoch, though at the right place."""
+        if why := _why_order_is_lost(self._accelerator._dataloaders[place], position):
+            self._told_of_order = True
+            log.warning(
+                "the order of an interrupted epoch cannot be made again (%s): after a restore within it some samples "
+                "come twice and others not at all",
+                why,
+            )
 
     def _publish(self, save: Save, folder: Path) -> None:
         """Runs in a thread: when the version is durable, make the folder that stands for it."""
@@ -296,7 +311,10 @@ class AcceleratorVersions:
         for loader, saved in zip(accelerator._dataloaders, plain["loaders"].get(rank, []), strict=False):
             self._set_position(loader, saved)
         self._resumed = [loader for loader in accelerator._dataloaders if hasattr(loader, "iteration")]
-        self._set_random_later(plain["progress"][rank]["active"])
+        active = plain["progress"][rank]["active"]
+        self._set_random_later(active)
+        if self._pending is not None:
+            self._tell_of_order(active, plain["loaders"][rank][active])
         name, project = info.metadata.get("folder", ""), accelerator.project_configuration
         if project.automatic_checkpoint_naming and (numbers := re.findall(r"\d+", name)):
             project.iteration = int(numbers[-1]) + 1
@@ -374,6 +392,21 @@ def _seedable(loader: Any) -> SeedableRandomSampler | None:
     """The sampler whose order follows from a seed and the epoch (``use_seedable_sampler``), if there is one."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     return sampler if isinstance(sampler, SeedableRandomSampler) else None
+
+
+def _why_order_is_lost(loader: Any, position: Mapping[str, Any]) -> str:
+    """Why the loader could not give the samples of the epoch in its order again; empty where nothing is known."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    if isinstance(sampler, SeedableRandomSampler):
+        # For a stateful loader's state `prepare` makes an iterator before this sampler is in place, and workers fetch
+        # what the one before gives.
+        stateful = getattr(loader, "use_stateful_dataloader", False)
+        early = stateful and loader.base_dataloader.num_workers > 0 and not position["iteration"]
+        return "it is the first one of a stateful loader with workers" if early else ""
+    if isinstance(sampler, RandomSampler):
+        return "DataLoaderConfiguration(use_seedable_sampler=True) mends it"
+    drawn = isinstance(sampler, (SubsetRandomSampler, WeightedRandomSampler))
+    return f"its {type(sampler).__name__} draws it from a random generator" if drawn else ""
 
 
 def _awaits_first_iterator(loader: Any) -> bool:
