@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,46 @@ def test_wandb(place: Path, tmp_path: Path) -> None:
             run.log({"loss": 1.0}, step=step)  # W&B's steps are the training's
         assert run.step <= 3
         assert run.summary["loss"] == 1.0
-        assert run.summary["tierstate/step"] == 2
+        assert run.summary["tierstate/step"] == run.summary["tierstate/lustre/step"] == 2
         assert run.summary["tierstate/lustre/written_bytes"] >= 0
+
+
+def test_a_row_of_wandb_has_the_step_of_each_value(place: Path) -> None:
+    """A slow tier gets a version when the next one is saved already, and the training has logged nothing between."""
+    pytest.importorskip("wandb")
+
+    class WandbRun:
+        def __init__(self) -> None:
+            self.row: dict[str, Any] = {}
+            self.axes: dict[str, str] = {}
+
+        def define_metric(self, name: str, step_metric: str = "") -> None:
+            self.axes |= {name: step_metric} if step_metric else {}
+
+        def log(self, values: dict[str, Any], commit: bool) -> None:
+            assert not commit
+            self.row |= values
+
+    run, steps = WandbRun(), {"saved": 24, "restored": 24, "committed": 24, "cascaded": 12}
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place), "lustre": tier("lustre", place)}), "run") as ckpt:
+        to_wandb(ckpt, run)
+        for kind, step in steps.items():
+            where = {"committed": "nvme", "cascaded": "lustre"}.get(kind, "")
+            ckpt._events.emit(kind, tier=where, step=step, seconds=1.0, nbytes=2)
+    shown = {
+        name: run.row[axis]
+        for name in run.row
+        for pattern, axis in run.axes.items()
+        if name != axis and fnmatch.fnmatchcase(name, pattern)
+    }
+    assert shown == {
+        "tierstate/blocked_seconds": 24,
+        "tierstate/restore_seconds": 24,
+        "tierstate/nvme/committed_seconds": 24,
+        "tierstate/nvme/written_bytes": 24,
+        "tierstate/lustre/copy_seconds": 12,
+        "tierstate/lustre/written_bytes": 12,
+    }
 
 
 def test_without_a_run(place: Path) -> None:

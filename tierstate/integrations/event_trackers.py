@@ -45,8 +45,9 @@ def _subscribe(ckpt: Run, log: Callable[[Mapping[str, float], int | None], objec
 
 
 def to_wandb(ckpt: Run, run: Any = None) -> Callable[[], None]:
-    """Log to Weights & Biases. The step is a value of its own, ``tierstate/step``, and W&B's is left to the training:
-    the values go with what it logs next.
+    """Log to Weights & Biases. W&B's own step is left to the training: the values go with what it logs next, the newest
+    of those that have come since it last did. The step of a version is a value of its own, ``tierstate/step``, and for
+    each tier ``tierstate/TIER/step``, since tiers get a version at different times.
 
     Args:
         run: by default the current run.
@@ -62,9 +63,18 @@ def to_wandb(ckpt: Run, run: Any = None) -> Callable[[], None]:
     run = wandb.run if run is None else run
     if run is None:
         raise RuntimeError("there is no W&B run to log to: call wandb.init() before, or give run=")
-    run.define_metric("tierstate/step")
-    run.define_metric("tierstate/*", step_metric="tierstate/step")
-    return _subscribe(ckpt, lambda values, step: run.log({**values, "tierstate/step": step}, commit=False))
+    for kind in ("saved", "waited", "restored"):
+        for name in values_of(Event(kind, 0.0, ckpt.run)):
+            run.define_metric(name, step_metric="tierstate/step")
+    for tier in ckpt.policy.tiers:
+        run.define_metric(f"tierstate/{tier.name}/step")  # not by itself
+        run.define_metric(f"tierstate/{tier.name}/*", step_metric=f"tierstate/{tier.name}/step")
+
+    def log(values: Mapping[str, float], step: int | None) -> None:
+        where = {name.rpartition("/")[0] for name in values}
+        run.log({**values, **{f"{one}/step": step for one in where}}, commit=False)
+
+    return _subscribe(ckpt, log)
 
 
 def to_mlflow(ckpt: Run, run_id: str | None = None) -> Callable[[], None]:
