@@ -106,6 +106,60 @@ def test_after_a_kill_every_later_loss_is_the_same_to_the_last_bit(kind: str, ki
     assert set(before) == set(range(killed_at + 1))
 
 
+class Validated(Small):
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("validated", self.net(batch).square().mean())
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(lightning_job.Points(), batch_size=20)
+
+
+class Stop(pl.Callback):  # type: ignore[misc, name-defined]
+    """Ends the training with an error, if it is not this far when it begins.
+
+    Args:
+        at: the step.
+    """
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._at:
+            raise KeyError("stop")
+
+
+@pytest.mark.parametrize(
+    ("kind", "validated", "ends", "stops"),
+    [
+        pytest.param("steps", False, {"max_steps": 30, "max_epochs": -1}, (14,), id="stateful"),
+        pytest.param("epochs", True, {"max_steps": 30, "max_epochs": -1}, (23, 29), id="plain with validation"),
+        pytest.param("epochs", True, {"max_epochs": 3}, (23, 29), id="until an epoch"),
+    ],
+)
+def test_a_checkpoint_at_the_end_of_an_epoch(
+    kind: str, validated: bool, ends: dict[str, int], stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Lightning ends that epoch once more if it trains until a step: also what is saved then goes on exactly."""
+
+    def train(folder: Path, *stop: int) -> Small:
+        folder.mkdir(exist_ok=True)
+        pl.seed_everything(5, verbose=False)
+        model = (Validated if validated else Small)(losses=str(folder / "losses.txt"))
+        callbacks = [checkpoints(folder, "epochs", monitor=None, save_top_k=1), *map(Stop, stop)]
+        with suppress(KeyError):
+            trainer(folder, *callbacks, **ends).fit(model, loader(kind), ckpt_path="last")
+        return model
+
+    whole = train(tmp_path / "whole")
+    for stop in stops:
+        train(tmp_path / "job", stop)
+    resumed = train(tmp_path / "job")
+    truth, found = losses(tmp_path / "whole"), losses(tmp_path / "job")
+    assert {step: told[-1] for step, told in found.items()} == {step: told[0] for step, told in truth.items()}
+    assert difference(resumed.state_dict(), whole.state_dict()) == ""
+
+
 def test_tiers_have_the_checkpoints_that_lightning_keeps_and_no_others(tmp_path: Path) -> None:
     job = fitted(tmp_path)
     kept = named(tmp_path)
@@ -134,10 +188,6 @@ def test_best_and_last_are_loaded_by_a_trainer_and_by_a_module(tmp_path: Path) -
 
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             self.weights = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
-
-    class Validated(Small):
-        def validation_step(self, batch: torch.Tensor, index: int) -> None:
-            pass
 
     for name, truth in (("best", best), ("last", last)):
         seen = Seen()

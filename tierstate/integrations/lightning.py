@@ -162,6 +162,7 @@ class RngState(Callback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
+        self._ended: dict[str, Any] | None = None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of all ranks."""
@@ -184,11 +185,24 @@ class RngState(Callback):  # type: ignore[misc]
             saved = len(found["ranks"])
             log.warning("%d ranks resume what %d saved: the generators are not restored", trainer.world_size, saved)
             return
-        ResumedRng().load_state_dict(found["ranks"][trainer.global_rank])
-        self._loaded = None if found["epoch_ended"] else found["ranks"][trainer.global_rank]
+        mine = found["ranks"][trainer.global_rank]
+        ResumedRng().load_state_dict(mine)
+        self._loaded, self._ended = (None, mine) if found["epoch_ended"] else (mine, None)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Within an epoch: set them again, as the new iterator has drawn a number that the old one had drawn before."""
         if self._loaded is not None:
             ResumedRng().load_state_dict(self._loaded)
             self._loaded = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """The next epoch goes on, with the order that was drawn for it."""
+        self._ended = None
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """With ``max_steps`` Lightning makes an iterator for the epoch that has ended, and ends it once more: set them
+        again, as the next epoch draws its order after that. ModelCheckpoint saves after this, too.
+        """
+        if self._ended is not None:
+            ResumedRng().load_state_dict(self._ended)
+            self._ended = None
