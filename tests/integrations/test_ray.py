@@ -22,6 +22,7 @@ from support.ray_job import STEPS, new_state
 
 import tierstate as ts
 from tierstate.integrations.ray import restore
+from tierstate.integrations.version_folders import write_reference
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -170,6 +171,33 @@ def test_a_torn_reference_restores_the_newest_version(tmp_path: Path, caplog: py
     assert restored is not None
     assert (restored.step, state["a"]) == (1, 1)
     assert "is torn; the newest version is restored" in caplog.text
+
+
+def test_a_restart_goes_on_where_keep_is_ahead_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that dies just after a save is durable restarts from the one before, which is dropped by then."""
+    folder = Checkpoint(str(tmp_path / "checkpoint"))
+    with ts.Checkpointer(ts.Policy.parse(policy_of(tmp_path, "last: 1")), run="job") as ckpt:
+        ckpt.save({"a": 1}, step=1).wait()
+        write_reference(folder.path, ckpt.info())
+        ckpt.save({"a": 2}, step=2).wait()
+    with ts.Checkpointer(ts.Policy.parse(policy_of(tmp_path, "last: 1")), run="job") as ckpt:
+        state = {"a": 0}
+        with pytest.raises(ts.NotFound):
+            restore(ckpt, folder, state)  # outside of Ray
+        for given in (None, Checkpoint(str(tmp_path / "other"))):
+            monkeypatch.setattr(ray.train, "get_checkpoint", lambda given=given: given)
+            with pytest.raises(ts.NotFound):
+                restore(ckpt, folder, state)
+        assert state["a"] == 0
+        monkeypatch.setattr(ray.train, "get_checkpoint", lambda: Checkpoint(folder.path))
+        restored = restore(ckpt, folder, state)
+        assert restored is not None
+        assert (restored.step, state["a"]) == (2, 2)
+        assert "restarts from step 1, whose version is gone" in caplog.text
+    with ts.Checkpointer(ts.Policy.parse(policy_of(tmp_path / "empty")), run="job") as ckpt, pytest.raises(ts.NotFound):
+        restore(ckpt, folder, state)
 
 
 def test_what_is_no_reference_is_refused(tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ def _write(save: Save, storage: Any, name: str) -> Checkpoint:
 def restore(ckpt: Checkpointer, checkpoint: Checkpoint | None, state: Any, **options: Any) -> VersionInfo | None:
     """Restore in place the version that a checkpoint of Ray stands for; all workers call it.
 
+    In a worker that Ray has restarted, and whose tiers have dropped that version, this is the newest version: Ray
+    learns of a version some time after it is durable, and `keep` may be ahead of it by then.
+
     Args:
         checkpoint: what `ray.train.get_checkpoint` returned, or one of a `ray.train.Result`.
         options: as `Checkpointer.restore` takes them: ``only``, ``rename``, ``on_damage``, ``allow_lossy``.
@@ -90,7 +93,7 @@ def restore(ckpt: Checkpointer, checkpoint: Checkpoint | None, state: Any, **opt
         The version; None if there is no checkpoint, or if no save was ever durable: the training begins anew.
 
     Raises:
-        NotFound: no tier has the version any more, as ``keep`` says.
+        NotFound: no tier has the version any more, as ``keep`` says, and this is no restart, or there is no other.
         StateMismatch: the checkpoint is no reference, or of another run, or the state differs from what was saved.
         TierstateError: as `Checkpointer.restore`.
     """
@@ -115,5 +118,22 @@ def restore(ckpt: Checkpointer, checkpoint: Checkpoint | None, state: Any, **opt
                 "Ray keeps folders as its CheckpointConfig says, and tiers keep versions as `keep` in the policy says: "
                 "let each tier keep at least as many"
             )
-            raise
+            # All workers have this error, and all were given this checkpoint.
+            if not _is_of_restart(checkpoint) or (newest := ckpt.resume(into=state, **options)) is None:
+                raise
+            log.warning(
+                "Ray restarts from step %d, whose version is gone, as `keep` says; the newest one is restored, of step "
+                "%d. Let each tier keep a few more than Ray, which learns of versions late",
+                reference.step,
+                newest.step,
+            )
         return ckpt.restored
+
+
+def _is_of_restart(checkpoint: Checkpoint) -> bool:
+    """Whether this is a worker, and the checkpoint the one from which Ray has started it."""
+    try:
+        given = ray.train.get_checkpoint()
+    except RuntimeError:  # no worker
+        return False
+    return given is not None and given.path == checkpoint.path
