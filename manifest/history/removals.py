@@ -85,7 +85,7 @@ def removed_since(tier: KeyValueStore, run: str, key: str, age: Callable[[str], 
         TierError: the tier could not be read.
     """
     with suppress(NotFound):  # deleted meanwhile
-        made, marked = age(key), [age(mark) for mark, _ in _marks(tier, run)]
+        made, marked = age(key), [age(mark) for mark, _ in removal_marks(tier, run)]
         return made is not None and any(since is not None and since < made for since in marked)
     return False
 
