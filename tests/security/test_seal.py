@@ -341,6 +341,21 @@ def test_an_old_key_can_be_taken_off_when_all_is_sealed_anew(tmp_path: Path) -> 
         assert [version.step for version in ckpt.versions()] == [8, 9]
 
 
+def test_nothing_is_saved_without_a_seal_where_all_is_sealed(tmp_path: Path) -> None:
+    """By a policy that lacks `seal`, by a slip: jobs with the key would refuse it."""
+    key = key_file(tmp_path / "keys")
+    saved(sealed(tmp_path, key), versions=1)
+    plain = policy({"disk": {"type": "nvme", "path": str(tmp_path / "disk")}})
+    before = objects(tmp_path)
+    with ts.Checkpointer(plain, "other") as ckpt, pytest.raises(ts.AccessDenied, match="the policy has no `seal`"):
+        ckpt.save(tensors(*STATE), step=1).wait()
+    assert objects(tmp_path) == before
+    adopt_tier(plain, "disk")
+    with ts.Checkpointer(plain, "other") as ckpt:
+        ckpt.save(tensors(*STATE), step=1).wait()
+        assert alike(ckpt.load(), tensors(*STATE))
+
+
 def test_chunks_in_packs_from_before_a_key_was_replaced_are_whole(tmp_path: Path) -> None:
     """The old pack's copy of its version has the old key's seal; what does not change lies in that pack for long."""
     old, new = (key_file(tmp_path / "keys", name) for name in ("old", "new"))

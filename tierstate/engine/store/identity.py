@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from tierstate.manifest.chunk import as_buffer, to_bytes
+from tierstate.manifest.chunk import as_buffer, to_bytes, view
 from tierstate.manifest.errors import (
     AccessDenied,
     AlreadyExists,
@@ -29,6 +29,7 @@ from tierstate.manifest.errors import (
 from tierstate.manifest.format.marker import MARKER_KEY, MAX_MARKER_BYTES, TierMarker, TierName, named_tiers
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log, list_runs
+from tierstate.manifest.seal import sealed_with
 from tierstate.tiers.base import Place, Tier
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.wrappers.encrypt import encryption_of
@@ -106,6 +107,25 @@ def check_key(tier: Tier) -> None:
         raise AccessDenied(
             f"{tier.name}: is encrypted (it has {ring}), and the policy has no `encrypt` for it: nothing is saved "
             "there in plain; write `encrypt` with the key of this tier, or use an empty place",
+            tier=tier.name,
+        )
+
+
+def _check_seal(tier: Tier) -> None:
+    """Check that the marker of a tier that is not sealed, by the policy, has no seal.
+
+    Raises:
+        AccessDenied: it has one.
+        TierError: it could not be read.
+    """
+    try:
+        id = sealed_with(view(tier.get_within(MARKER_KEY, MAX_MARKER_BYTES, "a marker")))
+    except (FormatError, NotFound, MediaError):
+        return
+    if id:
+        raise AccessDenied(
+            f"{tier.name}: is sealed with key {id}, and the policy has no `seal`: what is saved there without it would "
+            f"be refused by all jobs that have it; write `seal`, or `tierstate adopt {tier.name}` to do without",
             tier=tier.name,
         )
 
@@ -245,7 +265,7 @@ class TierIdentity:
         Raises:
             WrongTier: the tier is not the one that is expected.
             Unauthentic: the tier's objects are authenticated, and its marker is not authentic, or damaged.
-            AccessDenied: the tier is encrypted, and the policy does not encrypt it.
+            AccessDenied: the tier is encrypted or sealed, and by the policy it is not.
             PolicyError: another tier of the policy lies in the same place.
             TierError: the tier could not be read, or the marker not created.
         """
@@ -255,6 +275,8 @@ class TierIdentity:
         expected = self._ask_all() if self._is_new_here else None
         if self.marker is UNKNOWN and self._asked is not UNKNOWN:
             check_key(self.tier)
+            if not self.authentic:
+                _check_seal(self.tier)
         if self.authentic and self.marker is UNKNOWN:
             raise Unauthentic(
                 f"{self.name}: {MARKER_KEY} is not authentic, so that no record could say which tier it is of; "
