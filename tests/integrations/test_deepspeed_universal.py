@@ -183,3 +183,14 @@ def test_another_stage(saved: str, loaded: str, tmp_path: Path) -> None:
     run(2, "load", tmp_path, loaded)
     assert differing(truth, reported(tmp_path, "resumed")) == []
     assert differing(reported(tmp_path, "next"), reported(tmp_path, "went_on")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["zero-1", "zero-3"])
+def test_weights_without_the_optimizer(config: str, tmp_path: Path) -> None:
+    run(2, "save", tmp_path, config)
+    truth = reported(tmp_path, "saved")
+    weights = {key: value for key, value in truth.items() if not key.endswith((".exp_avg", ".exp_avg_sq"))}
+    for ranks in (2, 1):
+        run(ranks, "load_weights", tmp_path, config)
+        assert differing(weights, reported(tmp_path, "weights")) == ["groups"]

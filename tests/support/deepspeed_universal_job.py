@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from support.deepspeed_job import policy, prepare
 
 LARGE = 37
+TENSORS = ("fp32", "exp_avg", "exp_avg_sq")
+"""What the optimizer has of a parameter."""
 
 
 class Model(torch.nn.Module):
@@ -66,7 +69,7 @@ def train(engine: Any) -> None:
     engine.step()
 
 
-def state_of(engine: Any) -> dict[str, Any]:
+def state_of(engine: Any, tensors: Sequence[str] = TENSORS) -> dict[str, Any]:
     """All that a checkpoint has of the engine, whole on each rank."""
     import deepspeed
 
@@ -77,7 +80,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     found |= {name: one.clone() for name, one in engine.module.named_buffers()}
     for name, one in engine.module.named_parameters():
         if one.requires_grad:
-            found |= {f"{name}.{key}": whole(one, key, engine) for key in ("fp32", "exp_avg", "exp_avg_sq")}
+            found |= {f"{name}.{key}": whole(one, key, engine) for key in tensors}
         with deepspeed.zero.GatheredParameters([one]):
             found[name] = one.detach().clone()
     return found
@@ -103,9 +106,9 @@ def whole(parameter: Any, key: str, engine: Any) -> torch.Tensor:
     return result.reshape(parameter.shape)
 
 
-def report(engine: Any, path: str) -> None:
+def report(engine: Any, path: str, tensors: Sequence[str] = TENSORS) -> None:
     """Write `state_of` on rank 0."""
-    found = state_of(engine)
+    found = state_of(engine, tensors)
     if torch.distributed.get_rank() == 0:
         torch.save(found, path)
     torch.distributed.barrier()
@@ -161,4 +164,18 @@ def load(folder: str, config: str) -> None:
     engine.save_checkpoint(f"{folder}/checkpoints", save_latest=False)
     tiers.close()
     assert not [name for name in os.listdir(f"{folder}/checkpoints") if name.startswith(".")]
+    end()
+
+
+def load_weights(folder: str, config: str) -> None:
+    """Load a version without the optimizer's state, and report."""
+    engine = begin(json.loads(config), 1)
+    from tierstate.integrations import deepspeed as integration
+
+    tiers = integration.use(engine, policy(folder), "job")
+    found, client = engine.load_checkpoint(f"{folder}/checkpoints", load_optimizer_states=False)
+    assert found
+    assert client["extra"] == {"text": "ü", "pair": (1, 2.5)}
+    report(engine, f"{folder}/weights.pt", ["fp32"])
+    tiers.close()
     end()

@@ -27,13 +27,15 @@ from tierstate.engine.ranks.restore.agreement import GroupQuery
 from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.engine.ranks.team.team import Team
 from tierstate.files.lazy_version import open_zero_version
-from tierstate.files.readers.zero import is_zero
+from tierstate.files.readers.zero import MODEL, is_zero
 
 from .deepspeed_universal import (
     export_universal,
     load_groups,
     load_unpartitioned,
+    read_all,
     universal_loading,
+    whole_weights,
     with_plain_scalers,
     with_scalers,
     write_universal,
@@ -194,6 +196,23 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         with ts.Checkpointer(policy, run, allow_pickle=self._pickles, preemption=False) as alone:
             return with_scalers(alone.load(version=found.id, only=[name])[name])
 
+    def load_weights(self) -> dict[str, Any]:
+        """The module's state in the checkpoint that is being loaded, with whole parameters. All ranks call it together,
+        and each reads it from the tiers that it can reach by itself.
+
+        Raises:
+            TierstateError: a rank could not read it.
+        """
+        found, state = self._found, dict[str, Any]()
+        assert found is not None
+
+        def read() -> None:
+            with open_zero_version(self.checkpointer.policy, self.checkpointer.run, version=found.id) as version:
+                state.update(read_all(version.state[MODEL]))
+
+        self._gather(read)  # a rank that goes on alone would wait for the others in a collective of DeepSpeed
+        return state
+
     @contextmanager
     def loading(self, folder: str, tag: str | None, files: Sequence[str], ranks: int | None) -> Iterator[str | None]:
         """While in here, `load` gives the files of a checkpoint. All ranks call it together.
@@ -348,7 +367,7 @@ def use(
         wanted = _wanted(engine, asked)
         if (other := tiers.resharded(asked["load_dir"], tag, *wanted)) is not None:
             return _load_universal(engine, tiers, partial(_natively, engine, native, load), asked, other)
-        with tiers.loading(asked["load_dir"], tag, *wanted) as found:
+        with tiers.loading(asked["load_dir"], tag, *wanted) as found, whole_weights(tiers.load_weights):
             return (None, None) if found is None else load(**asked | {"tag": found})
 
     engine.load_checkpoint = load_checkpoint
@@ -373,7 +392,7 @@ def _load_universal(
     engine: Any, tiers: TierCheckpointEngine, load: Callable[..., Any], asked: Mapping[str, Any], found: _Found
 ) -> tuple[str, Any]:
     """``load_checkpoint`` of what another number of ranks has saved: DeepSpeed loads it as a universal checkpoint."""
-    with tiers.universal(asked["load_dir"], found) as place, universal_loading(engine):
+    with tiers.universal(asked["load_dir"], found) as place, universal_loading(engine), whole_weights(dict):
         _, client = load(**{**asked, "load_dir": str(place), "tag": found.tag})
         load_unpartitioned(engine, place / found.tag, strict=asked["load_module_strict"])
         if asked["load_optimizer_states"] and not asked["load_module_only"]:

@@ -137,11 +137,11 @@ def _read(value: Any) -> Any:
     return read_tensor(value) if isinstance(value, FileValue) else value
 
 
-def _read_all(value: Any) -> Any:
+def read_all(value: Any) -> Any:
     """A tree of containers with all tensors in memory."""
     if isinstance(value, dict):
-        return with_values(value, _read_all)
-    return type(value)(map(_read_all, value)) if type(value) in (list, tuple) else _read(value)
+        return with_values(value, read_all)
+    return type(value)(map(read_all, value)) if type(value) in (list, tuple) else _read(value)
 
 
 def _save(value: Any, path: Path) -> None:
@@ -153,7 +153,7 @@ def _save(value: Any, path: Path) -> None:
 
 def _optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer without its moments: where ZeRO-1 and 2 look for it, and where ZeRO-3 does."""
-    found: dict[str, Any] = with_scalers(_read_all(state[DEEPSPEED][OPTIMIZER_STATE]))
+    found: dict[str, Any] = with_scalers(read_all(state[DEEPSPEED][OPTIMIZER_STATE]))
     found.setdefault("ds_version", state[DEEPSPEED][MODEL_STATES].get("ds_version"))  # ZeRO-1 insists on it
     steps = [{"step": _read(one["step"])} for one in state[OPTIMIZER].values() if "step" in one]
     return found | {
@@ -163,7 +163,7 @@ def _optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _model_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """All but the parameters that are trained: what each rank has alike, with frozen parameters and buffers."""
-    rest = _read_all(state[DEEPSPEED][MODEL_STATES])
+    rest = read_all(state[DEEPSPEED][MODEL_STATES])
     kept = {*state[OPTIMIZER], *(rest.get("shared_params") or ())}
     shapes = {name: torch.Size(_shape(state[MODEL][name]) or ()) for name in state[OPTIMIZER]}
     module = {name: _read(value) for name, value in state[MODEL].items() if name not in kept}
@@ -178,6 +178,21 @@ def universal_loading(engine: Any) -> Iterator[None]:
         yield
     finally:
         engine._config.load_universal_checkpoint = before
+
+
+@contextmanager
+def whole_weights(read: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """Within, ZeRO-3 that loads a checkpoint without its optimizer takes what ``read`` returns as the module's state:
+    DeepSpeed would read the files of all ranks itself, of the tag that ``latest`` names.
+    """
+    from deepspeed.runtime import engine
+
+    before = engine.get_fp32_state_dict_from_zero_checkpoint
+    engine.get_fp32_state_dict_from_zero_checkpoint = lambda *_args, **_options: read()
+    try:
+        yield
+    finally:
+        engine.get_fp32_state_dict_from_zero_checkpoint = before
 
 
 def load_groups(engine: Any, folder: Path) -> None:
