@@ -349,6 +349,13 @@ def refusals(folder: str) -> None:
     with pytest.raises((ts.CaptureError, ts.RankFailed), match="rng/shard"):
         dist_checkpointing.save(bad, tiered, kept.save_strategy)
     assert not Path(tiered, "metadata.json").exists()
+    # One that only one rank cannot make is told once, and the next one is made.
+    bad["r"] = ShardedObject("rng", object() if rank else 1, (size,), (rank,))
+    for request in (False, True):
+        with pytest.raises((ts.CaptureError, ts.RankFailed), match="rng/shard"):
+            dist_checkpointing.save(bad, tiered, kept.save_strategy, async_sharded_save=request)
+    dist_checkpointing.save(more, tiered, kept.save_strategy)
+    assert dist_checkpointing.load({"c": of("layer.c", 1)}, tiered, kept.load_strategy)
     kept.close()
     # A save that fails raises on all ranks, and its folder is no checkpoint: Megatron's tracker stays where it was.
     small = tiers(f"{folder}/small", POLICY.replace("{folder}/tier", "{folder}/tier, capacity: 8KiB"))

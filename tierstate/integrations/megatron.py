@@ -270,7 +270,13 @@ class TierCheckpoints:
             state = as_state(sharded_state_dict) | self._common(sharded_state_dict, folder)
             saves.append(self.ckpt.save(state, step=step, metadata=metadata))
 
-        self.gather(save)  # a rank that goes on alone would wait for the others in Megatron's barrier
+        try:
+            self.gather(save)  # a rank that goes on alone would wait for the others in Megatron's barrier
+        except BaseException:
+            for one in saves:  # it cannot be committed without the others, and says so here and not later
+                with suppress(ts.TierstateError):
+                    one.wait()
+            raise
         (made,) = saves
         if any(self.gather(lambda: made.skipped)):
             raise ts.TierFull(
