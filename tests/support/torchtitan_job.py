@@ -287,6 +287,9 @@ def from_its_own(place: str) -> None:
     other = loaded(place, manager(place))
     assert (difference(weights(job), weights(other)), other.step) == ("", STEPS)
     assert not steps(place)
+    assert loaded(place, manager(place), step=4).step == 4
+    with pytest.raises(ts.NotFound, match="5"):
+        loaded(place, manager(place), step=5)
     trained(place, STEPS + 2)
     assert steps(place) == [STEPS + 2]
 

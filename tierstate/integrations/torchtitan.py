@@ -23,6 +23,7 @@ from torchtitan.components.checkpointer import (
     CheckpointManager,
 )
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools import filesystem
 
 import tierstate as ts
 from tierstate.manifest.format.leaf_path import Path
@@ -178,10 +179,8 @@ class TierCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             TierstateError: as `Checkpointer.resume`.
         """
         about: dict[str, Any] = {CONTENTS: "", RANKS: 0}
-        if step >= 0:
-            self._checkpointer.restore(into=about, step=step, only=[CONTENTS, RANKS])
-        elif self._checkpointer.resume(into=about, only=[CONTENTS, RANKS]) is None:
-            return bool(self._files._load(-1))
+        if not self._find(step, about):
+            return bool(self._files._load(step))
         found = self._checkpointer.restored
         assert found is not None
         if found.step == 0:  # a seed
@@ -196,6 +195,22 @@ class TierCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._restore(found.id, self._states(self._left_out))
         if RNG not in self._left_out:
             self._restore_generators(found.id, about[RANKS])
+        return True
+
+    def _find(self, step: int, about: dict[str, Any]) -> bool:
+        """Restore what a step, or the newest version, is about; False if torchtitan's own manager shall load, since the
+        run has no version yet.
+        """
+        only = [CONTENTS, RANKS]
+        if step < 0:
+            return self._checkpointer.resume(into=about, only=only) is not None
+        try:
+            self._checkpointer.restore(into=about, step=step, only=only)
+        except ts.NotFound:
+            none = self._checkpointer.resume(into=about, only=only) is None
+            if none and filesystem.isdir(self._files._create_checkpoint_id(step)):
+                return False
+            raise
         return True
 
     def _restore(self, version: str, state: dict[str, Any]) -> None:
