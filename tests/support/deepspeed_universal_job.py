@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from support.deepspeed_job import policy, prepare
 
@@ -151,10 +152,14 @@ def resume(folder: str, config: str, path: str) -> None:
 
 def load(folder: str, config: str) -> None:
     """Load the version of another number of ranks in one step, and report."""
+    import tierstate as ts
+
     engine = begin(json.loads(config), 1)
     from tierstate.integrations import deepspeed as integration
 
     tiers = integration.use(engine, policy(folder), "job")
+    with pytest.raises(ts.StateMismatch, match="without custom_load_fn"):
+        engine.load_checkpoint(f"{folder}/checkpoints", custom_load_fn=lambda src, dst: None)
     found, client = engine.load_checkpoint(f"{folder}/checkpoints")
     assert found
     assert client["extra"] == {"text": "ü", "pair": (1, 2.5)}

@@ -391,7 +391,16 @@ def _wanted(engine: Any, asked: Mapping[str, Any]) -> tuple[list[str], int | Non
 def _load_universal(
     engine: Any, tiers: TierCheckpointEngine, load: Callable[..., Any], asked: Mapping[str, Any], found: _Found
 ) -> tuple[str, Any]:
-    """``load_checkpoint`` of what another number of ranks has saved: DeepSpeed loads it as a universal checkpoint."""
+    """``load_checkpoint`` of what another number of ranks has saved: DeepSpeed loads it as a universal checkpoint.
+
+    Raises:
+        StateMismatch: there is a ``custom_load_fn``; or as `TierCheckpointEngine.universal`.
+    """
+    if asked["custom_load_fn"] is not None:
+        raise ts.StateMismatch(
+            f"checkpoint {found.tag!r} was saved by {found.ranks} ranks, or in another stage of ZeRO: DeepSpeed loads "
+            "it by the names of parameters, without custom_load_fn; leave it away, or load with as many ranks"
+        )
     with tiers.universal(asked["load_dir"], found) as place, universal_loading(engine), whole_weights(dict):
         _, client = load(**{**asked, "load_dir": str(place), "tag": found.tag})
         load_unpartitioned(engine, place / found.tag, strict=asked["load_module_strict"])
