@@ -102,6 +102,8 @@ def check(folder: str, config: str) -> None:
     tiers.wait()
     _refused(lambda: engine.load_checkpoint(f"{folder}/elsewhere"), ts.NotFound, f"{path}/best")
     _refused(lambda: engine.load_checkpoint(path, tag="two"), ts.NotFound, "'two'")
+    of_each = "two" if engine.global_rank else "one"
+    _refused(lambda: engine.load_checkpoint(path, tag=of_each), ValueError, "ask for different")
     unknown = {"sampler": slice_of_code}
     _refused(lambda: engine.save_checkpoint(path, tag="refused", client_state=unknown), ts.TierstateError, "sampler")
     engine.save_checkpoint(path, tag="after", save_latest=False)

@@ -227,6 +227,7 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             Its tag; None if no tag was given and the run has no version yet.
 
         Raises:
+            ValueError: ranks ask for different ones.
             NotFound: there is no such checkpoint.
             StateMismatch: another number of ranks saved it.
             TierstateError: as `Checkpointer.load`.
@@ -258,6 +259,7 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Args: as those of `loading`.
 
         Raises:
+            ValueError: ranks ask for different ones.
             NotFound: there is no such checkpoint.
         """
         found, _ = self._find(os.path.normpath(folder), tag)
@@ -296,8 +298,14 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _find(self, folder: str, tag: str | None) -> tuple[_Found | None, bool]:
         """The checkpoint, and whether it was not asked for by tag and no version that can be read is newer."""
-        said = self._gather(self._seen)
-        seen = {one.seq: one for one in sorted(_Found(*one) for some in said for one in some)}  # one with an id wins
+        said = self._gather(lambda: [[folder, tag], self._seen()])
+        asked = [one for one, _ in said]
+        if (other := next((rank for rank, one in enumerate(asked) if one != asked[0]), None)) is not None:
+            raise ValueError(
+                "all ranks load the same checkpoint together, and they ask for different ones (folder and tag): "
+                f"{tuple(asked[0])} on rank 0, {tuple(asked[other])} on rank {other}"
+            )
+        seen = {one.seq: one for one in sorted(_Found(*one) for _, some in said for one in some)}  # one with an id wins
         checkpoints = [one for _, one in sorted(seen.items(), reverse=True) if one.files]
         right = [one for one in checkpoints if one.folder == folder and (one.latest if tag is None else one.tag == tag)]
         if right:
