@@ -357,6 +357,13 @@ def refusals(folder: str) -> None:
     dist_checkpointing.save(more, tiered, kept.save_strategy)
     assert dist_checkpointing.load({"c": of("layer.c", 1)}, tiered, kept.load_strategy)
     kept.close()
+    # Where a full disk or a cleaner takes the file that Megatron's process waits by, nothing waits for ever.
+    gone = tiers(folder)
+    gone._marks.cleanup()
+    request = dist_checkpointing.save(more, tiered, gone.save_strategy, async_sharded_save=True)
+    request.execute_sync()
+    assert dist_checkpointing.load({"c": of("layer.c", 1)}, tiered, gone.load_strategy)
+    gone.close()
     # A save that fails raises on all ranks, and its folder is no checkpoint: Megatron's tracker stays where it was.
     small = tiers(f"{folder}/small", POLICY.replace("{folder}/tier", "{folder}/tier, capacity: 8KiB"))
     path = folders(folder, "small/iter_0000001")

@@ -185,7 +185,7 @@ class _Pending(NamedTuple):
         save: its handle.
         folder: the folder that will stand for it.
         done: ends when it is durable and the folder refers to it.
-        mark: a file that is made then, for the process that Megatron starts to wait for an asynchronous save.
+        mark: a file that is there until then, for the process that Megatron starts to wait for an asynchronous save.
     """
 
     save: ts.Save
@@ -284,6 +284,8 @@ class TierCheckpoints:
                 "save that returns for one that was made: with it, use on_full: block"
             )
         mark = os.path.join(self._marks.name, str(made.seq))
+        with suppress(OSError):  # without it Megatron's process ends at once, and `finish` waits
+            Path(mark).touch()
         return _Pending(made, folder, self._waiter.submit(self._publish, made, folder, mark), mark)
 
     def _withdraw(self, folder: str) -> None:
@@ -324,7 +326,8 @@ class TierCheckpoints:
                 write_reference(folder, saved_version(self.ckpt, save))
         finally:
             save._save_state.told |= set(save.tiers)  # `finish` raises it
-            Path(mark).touch()
+            with suppress(OSError):
+                os.unlink(mark)
 
     def finish(self, pending: _Pending) -> None:
         """Wait until a save is durable and its folder refers to it.
@@ -332,11 +335,7 @@ class TierCheckpoints:
         Raises:
             TierstateError: it failed; raised on all ranks, so that Megatron does not take it for the newest.
         """
-        try:
-            self.gather(pending.done.result)
-        finally:
-            with suppress(OSError):
-                os.unlink(pending.mark)
+        self.gather(pending.done.result)
 
     # ---- Loading
 
@@ -462,10 +461,10 @@ def wait_for_mark(mark: str, trainer: int) -> None:
     """Wait until a save is done, in the process that Megatron starts for it beside the one that trains.
 
     Args:
-        mark: a file that is made then.
+        mark: a file that is there until then.
         trainer: id of the process that trains; if it ends, so does the wait.
     """
-    while not os.path.exists(mark) and os.path.exists(f"/proc/{trainer}"):
+    while os.path.exists(mark) and os.path.exists(f"/proc/{trainer}"):
         time.sleep(0.05)
 
 
