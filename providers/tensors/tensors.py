@@ -60,8 +60,8 @@ class TensorProvider(Provider):
     on the current stream.
 
     Raises:
-        CaptureError: a sparse, nested, quantized or meta tensor, one of a device that is not supported (see `devices`),
-            or a tensor subclass that is not part of torch.
+        CaptureError: a sparse, nested, quantized or meta tensor, one whose memory was freed, one of a device that is
+            not supported (see `devices`), or a tensor subclass that is not part of torch.
     """
 
     kind: ClassVar[str] = "tensor"
@@ -339,7 +339,30 @@ def _refusal(value: torch.Tensor) -> str:
         return "a quantized tensor also has scales; save int_repr() with its scales and zero points"
     if value.is_meta:
         return "a meta tensor has no bytes; give it memory first, as with to_empty(device=...)"
-    return "" if value.is_cpu else refusal(value.device)
+    return (value.numel() > 0 and _lacks_memory(value)) or ("" if value.is_cpu else refusal(value.device))
+
+
+def _lacks_memory(value: torch.Tensor) -> str:
+    """Why a tensor's elements are not all in memory; empty where they are.
+
+    torch does not check it: a copy reads or writes what lies behind the storage, and a view makes the storage longer.
+    """
+    try:
+        address = value.data_ptr()
+    except RuntimeError:
+        return (
+            "a tensor inside a transform of torch.func, as vmap or grad, has no memory of its own; save outside of it"
+        )
+    # Without an address there is no memory, whatever the storage says: of zeros of autograd, for one.
+    held = value.untyped_storage().nbytes() if address else 0
+    span = value.numel() if value.is_contiguous() else storage_elements(value.shape, value.stride())
+    needed = (value.storage_offset() + span) * value.itemsize
+    if needed <= held:
+        return ""
+    return (
+        f"a tensor that needs {needed} bytes of its storage, which has {held}, as after untyped_storage().resize_(0); "
+        "give it its memory back first"
+    )
 
 
 def empty_like_dtensor(tensor: torch.Tensor, spec: Spec) -> torch.Tensor | None:

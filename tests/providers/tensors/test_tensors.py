@@ -202,6 +202,49 @@ def test_what_has_no_bytes_is_refused(tensor: Any, says: str) -> None:
         TensorProvider(tensor)
 
 
+LYING = (torch.ones(40), torch.ones(8, 5).t(), torch.ones(50)[10:], torch.ones(1).expand(40), torch.ones(97)[::3])
+
+
+@given(st.sampled_from(LYING), st.integers(1, 400))
+def test_a_tensor_whose_storage_is_too_short_is_refused(like: torch.Tensor, lost: int) -> None:
+    storage = like.untyped_storage().clone()
+    tensor = remake(storage, like)
+    TensorProvider(tensor)
+    storage.resize_(left := max(0, storage.nbytes() - lost))
+    with pytest.raises(CaptureError, match=f"which has {left}, as after .* give it its memory back"):
+        TensorProvider(tensor)
+    assert storage.nbytes() == left
+
+
+def test_memory_that_is_freed_after_a_save_fails_the_next_one_and_a_restore(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3), "w": torch.ones(200_000)}
+    with ts.Checkpointer(ts.Policy.default(tmp_path), "run") as ckpt:
+        ckpt.save(state, step=1).wait()
+        state["w"].untyped_storage().resize_(0)
+        with pytest.raises(CaptureError, match="w: a tensor that needs 800000 bytes of its storage, which has 0"):
+            ckpt.save(state, step=2)
+        state["a"].zero_()
+        with pytest.raises(StateMismatch, match="w: a tensor that needs 800000 bytes"):
+            ckpt.restore(into=state)
+        assert torch.equal(state["a"], torch.zeros(3))
+        state["w"].untyped_storage().resize_(800_000)
+        ckpt.restore(into=state)
+        assert torch.equal(state["w"], torch.ones(200_000))
+
+
+def test_tensors_of_transforms_are_refused() -> None:
+    def save(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(CaptureError, match="inside a transform"):
+            TensorProvider(x)
+        return x.sum()
+
+    torch.vmap(save)(torch.ones(2, 3))
+    torch.func.grad(save)(torch.ones(3))
+    for without in (torch._efficientzerotensor(3), torch._to_functional_tensor(torch.ones(3))):  # type: ignore[attr-defined]
+        with pytest.raises(CaptureError, match="which has 0"):
+            TensorProvider(without)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_nested_and_quantized_tensors_are_refused() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
