@@ -597,7 +597,7 @@ class Checkpointer(Run):
             progress: called with the raw bytes read since the last call, from several threads; not if several ranks
                 restore together.
 
-        Raises: as `restore`; ValueError: tensors cannot be loaded to this kind of device.
+        Raises: as `restore`; ValueError: tensors cannot be loaded to this device, or this process has no such one.
         """
         place = torch.device(device) if device is not None else None
         wanted = RestoreSpec(

@@ -46,6 +46,16 @@ def refusal(device: torch.device) -> str:
     )
 
 
+def absence(device: torch.device) -> str:
+    """Why this process cannot load to a device of a supported type: it has no such one; empty if it has."""
+    if device.type == "cpu":
+        return ""
+    count = torch.cuda.device_count() if copies_beside(device) else torch.accelerator.device_count()
+    if (device.index or 0) < count:
+        return ""
+    return f"this process sees {count or 'no'} {device.type} device{'' if count == 1 else 's'}; name one that is there"
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until all work that is queued on an accelerator without streams of ours is done; nothing for others."""
     if device.type != "cpu" and not copies_beside(device):

@@ -49,7 +49,7 @@ from tierstate.manifest.history.tags import TaggedVersion
 from tierstate.manifest.reshard.coverage import check_covered
 from tierstate.manifest.reshard.overlap import WantedBox, find_overlaps
 from tierstate.providers.base import Provider, memory_of
-from tierstate.providers.tensors.devices import refusal
+from tierstate.providers.tensors.devices import absence, refusal
 from tierstate.providers.tree.rename import Rename
 from tierstate.providers.tree.target import Target
 from tierstate.providers.tree.unflatten import NEW, plan_restore
@@ -276,7 +276,7 @@ def check_wanted(wanted: RestoreSpec) -> RestoreSpec:
 
     Raises:
         ValueError: a step and an id are given together, the step is no int, ``on_damage`` is not known, a glob is not
-            valid, or tensors cannot be loaded to this kind of device.
+            valid, or tensors cannot be loaded to the device, or this process has no such one.
         TypeError: the id is no text, or ``only`` is no list of texts.
     """
     step, version = wanted.step, wanted.version
@@ -287,7 +287,8 @@ def check_wanted(wanted: RestoreSpec) -> RestoreSpec:
     if wanted.on_damage not in get_args(OnDamage):
         raise ValueError(f"what to do about damage is 'raise' or 'older', not {wanted.on_damage!r:.40}")
     only = None if wanted.only is None else check_globs(wanted.only)
-    if wanted.device is not None and (refused := refusal(wanted.device)):
+    # Later it would look as if the version were damaged.
+    if wanted.device is not None and (refused := refusal(wanted.device) or absence(wanted.device)):
         raise ValueError(f"load(device={str(wanted.device)!r}): {refused}")
     return wanted._replace(step=None if step is None else _as_step(step), only=only)
 
