@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tierstate as ts
-from tierstate.engine.progress import Pace
+from tierstate.engine.progress import Pace, byte_progress, drain_progress, status_line
 from tierstate.engine.repair.check_chunks import Depth
 from tierstate.engine.repair.verify import bytes_to_examine, bytes_to_verify
 from tierstate.tiers.policy.policy import Policy
@@ -102,3 +105,57 @@ def test_the_pace_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(told) == 4
     Pace("deleting", told.append, 0, "objects")(0)
     assert told[-1] == "deleting: 0 objects of 0 objects, 0 objects/s"
+
+
+class Log:
+    """What many programs put in the place of standard error: it has no `isatty`."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+class LostTerminal(io.StringIO):
+    """A terminal whose window has been closed."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, _text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def flush(self) -> None:
+        self.write("")
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, Log(), closed(), LostTerminal()])
+def test_close_finishes_saves_whatever_standard_error_is(
+    stream: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setenv("TERM", "xterm")
+        patched.setattr("tierstate.engine.progress.BAR_DELAY", 0.0)
+        ckpt = ts.Checkpointer(ts.Policy.default(tmp_path), run="run")
+        save = ckpt.save({"w": torch.rand(1 << 20)}, step=1)
+        patched.setattr(sys, "stderr", stream)
+        ckpt.close()
+    assert save.done()
+
+
+def test_a_terminal_that_goes_away_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("tierstate.engine.progress.BAR_DELAY", 0.0)
+    monkeypatch.setattr(sys, "stderr", LostTerminal())
+    with drain_progress() as left:
+        assert left is not None
+        left({"nvme": 5})
+        left({"nvme": 0})
+    with status_line() as told:
+        told("nvme: deletes")
+    with byte_progress("reading", total=lambda: 5) as read:
+        read(5)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from tierstate.manifest.printable import escape_controls
 from tierstate.tiers.units import rough_duration, rough_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 Progress = Callable[[int], None]
 """Takes the bytes read, or the objects deleted, since its last call."""
@@ -62,6 +67,41 @@ class Pace:
         return f"{amount:.0f} {self._unit}" if self._unit else rough_size(amount)
 
 
+def _on_terminal() -> bool:
+    """Whether standard error is a terminal. A daemon may have none (None), a program may have closed it, or put an
+    object of its own there that has no `isatty`: then nothing is shown, and the work goes on."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
+class _Terminal:
+    """Standard error as a terminal that may go away, as with its window, and does not end the work by that."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr  # before rich puts its own object there
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _console() -> Console:
+    """A console of rich on standard error."""
+    from rich.console import Console
+
+    return Console(file=cast(TextIO, _Terminal()))
+
+
 BAR_DELAY = 1.0
 """Seconds that `close` waits for saves before it shows bars."""
 
@@ -77,10 +117,9 @@ def byte_progress(
         shown: whether to show anything.
         total: returns how many bytes there will be at most, if that is known; then there is a bar, and the time left.
     """
-    if not shown or not sys.stderr.isatty():
+    if not shown or not _on_terminal():
         yield lambda _nbytes: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -96,7 +135,7 @@ def byte_progress(
     shape = SpinnerColumn() if known is None else BarColumn()
     columns: list[ProgressColumn] = [shape, TextColumn(what), DownloadColumn(binary_units=True), TransferSpeedColumn()]
     columns += [] if known is None else [TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=_console(), transient=True) as progress:
         task = progress.add_task(what, total=known)
         yield lambda nbytes: progress.advance(task, nbytes)
 
@@ -104,13 +143,12 @@ def byte_progress(
 @contextmanager
 def status_line(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Gives a function that takes a text and shows it as the current step on standard error, if that is a terminal."""
-    if not shown or not sys.stderr.isatty():
+    if not shown or not _on_terminal():
         yield lambda _what: None
         return
-    from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status("") as status:
+    with _console().status("") as status:
         yield lambda what: status.update(Text(escape_controls(what)))
 
 
@@ -118,7 +156,7 @@ def status_line(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
 def drain_progress() -> Iterator[Callable[[Mapping[str, int]], None] | None]:
     """Gives a function that takes, by tier, the bytes still to be written. After a second it shows them as bars on
     standard error, one for each tier. Gives None if that is not a terminal. Used by `Checkpointer.close`."""
-    if not sys.stderr.isatty():
+    if not _on_terminal():
         yield None
         return
     with ExitStack() as shown:
@@ -145,11 +183,10 @@ class DrainBars:
                 self._update(name, nbytes)
 
     def _open(self) -> Callable[[str, int], None]:
-        from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
         columns = TextColumn("saving to {task.description}"), BarColumn(), DownloadColumn(binary_units=True)
-        bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        bars = Progress(*columns, TimeRemainingColumn(), console=_console(), transient=True)
         self._shown.enter_context(bars)
         tasks: dict[str, tuple[TaskID, int]] = {}
 
