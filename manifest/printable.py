@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 
 
 def escape_controls(text: str, keep: str = "") -> str:
@@ -50,3 +51,19 @@ class PrintableRecords(logging.Filter):
         if not text.isprintable():
             record.msg, record.args = escape_lines(text), ()
         return True
+
+
+def contain_handlers(logger: logging.Logger) -> None:
+    """Let no filter or handler of the program end what is being logged about: a message is logged amid saves, by the
+    threads of tiers, which nobody would start again. What it raises is printed, as `logging` prints a handler's errors.
+    """
+    handle = logger.handle
+
+    def contained(record: logging.LogRecord) -> None:
+        try:
+            handle(record)
+        except Exception:
+            with suppress(Exception):  # standard error may be anything, too
+                logging.Handler().handleError(record)
+
+    logger.handle = contained  # type: ignore[method-assign]

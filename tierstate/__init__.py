@@ -10,7 +10,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tierstate.manifest.printable import PrintableRecords
+from tierstate.manifest.printable import PrintableRecords, contain_handlers
 
 if TYPE_CHECKING:
     from tierstate.engine.events import Event
@@ -56,6 +56,7 @@ __version__ = "0.1.0"
 
 # Every module logs by this one.
 logging.getLogger("tierstate").addFilter(PrintableRecords())
+contain_handlers(logging.getLogger("tierstate"))
 
 __all__ = [
     "AccessDenied",
