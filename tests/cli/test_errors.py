@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import json
 import re
 import subprocess
@@ -186,3 +187,44 @@ def test_a_defect_is_json_where_json_was_asked_for(capsys: pytest.CaptureFixture
     assert run(broken, as_json=True) == 2
     error = json.loads(capsys.readouterr().err)["error"]
     assert (error["type"], "never" in error["traceback"]) == ("AssertionError", True)
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+@pytest.mark.parametrize(
+    "words", [["ls", "-r", "gpt"], ["policy", "check"], ["show", "-r", "gpt", "--step", "99", "--json"]]
+)
+def test_a_stream_that_is_closed_ends_no_command_and_gets_nothing(
+    call: Call, policy: Path, words: list[str], closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["policy", "check", str(policy)] if words[0] == "policy" else [words[0], "-p", str(policy), *words[1:]]
+    usual = call(*line)
+    monkeypatch.setattr(sys, closed, None)
+    other = call(*line)
+    getattr(sys, closed).close()  # what took its place
+    assert other.status == usual.status
+    assert (other.out, other.err) == ("" if closed == "stdout" else usual.out, "" if closed == "stderr" else usual.err)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_characters_that_the_encoding_of_the_stream_has_not_are_escaped(
+    call: Call, policy: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, as_json: bool
+) -> None:
+    names = ["n\u00e9", "\u20ac", "\U0001f600"]
+    with ts.Checkpointer(policy, "names") as ckpt:
+        ckpt.save(dict.fromkeys(names, 1), step=1)
+    for words, stream in ((["-r", "names"], "stdout"), (["-r", "names", "--only", names[2] * 2], "stderr")):
+        written = io.BytesIO()
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, stream, io.TextIOWrapper(written, encoding=encoding))
+            status = call("show", "-p", policy, *words, *(["--json"] if as_json else [])).status
+            getattr(sys, stream).flush()
+            text = written.getvalue().decode(encoding)
+        assert status == (0 if stream == "stdout" else 2)
+        if as_json:
+            told = json.loads(text)
+            told = [leaf["path"] for leaf in told["leaves"]] if stream == "stdout" else told["error"]["message"]
+            assert all(any(name in one for one in told) if stream == "stdout" else name in told for name in names)
+        else:
+            assert r"\u20ac" in text
+            assert r"\U0001f600" in text

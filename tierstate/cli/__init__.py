@@ -46,8 +46,8 @@ def options(
 def main() -> None:
     """Entry point of the command ``tierstate``."""
     words = sys.argv[1:]
+    as_json = errors.wants_json(words)
+    errors.prepare_streams(as_json=as_json)
     if completion.ASKED in os.environ:
         completion.answer(partial(app, words, prog_name="tierstate"))
-    sys.exit(
-        errors.run(partial(app, words, prog_name="tierstate", standalone_mode=False), as_json=errors.wants_json(words))
-    )
+    sys.exit(errors.run(partial(app, words, prog_name="tierstate", standalone_mode=False), as_json=as_json))

@@ -6,13 +6,15 @@ every line on standard error is one JSON object: warnings ``{"warning": ...}``, 
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
@@ -59,6 +61,24 @@ def in_options(text: str) -> str:
 def wants_json(arguments: Sequence[str]) -> bool:
     """Whether a command line asks for JSON; told from its words, since it may not be possible to parse it."""
     return "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
+
+
+def prepare_streams(*, as_json: bool) -> None:
+    """Let no stream of the process end a command: one that is closed (``>&-``) takes everything, and in one whose
+    encoding is not UTF-8 (as its locale is) characters that it has not are escaped, in JSON as JSON has it."""
+    codecs.register_error("tierstate-json", _as_json_escapes)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError, ValueError):  # as where it has been opened on something else meanwhile
+                stream.reconfigure(errors="tierstate-json" if as_json else "backslashreplace")
+
+
+def _as_json_escapes(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def run(call: Callable[[], Any], *, as_json: bool) -> int:
