@@ -272,3 +272,13 @@ def test_its_version_and_python_m(call: Call) -> None:
     assert call("--version").out == f"tierstate {ts.__version__}\n"
     found = subprocess.run([sys.executable, "-m", "tierstate", "--version"], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, f"tierstate {ts.__version__}\n")
+
+
+def test_events_of_another_kind_are_not_taken_for_none(call: Call, policy: Path) -> None:
+    assert "no events are logged" in call("events", "-p", policy, "-r", "gpt", "--kind", "failed").out
+    policy.write_text(f"{policy.read_text()}\nmetrics: {{events: true}}\n")
+    with ts.Checkpointer(policy, "gpt") as ckpt:
+        ckpt.save({"w": 1}, step=9)
+    assert "committed" in call("events", "-p", policy, "-r", "gpt").out
+    said = call("events", "-p", policy, "-r", "gpt", "--kind", "failed").out
+    assert said.endswith("events are logged, and none of such a kind\n")

@@ -98,7 +98,7 @@ def events(
         if not happened:
             check_exists(ckpt)
     found = [event for event in happened if not kind or event.kind in kind]
-    show_events(found, as_json)
+    show_events(found, as_json, any_kind=not kind or not happened)
 
 
 @app.command()

@@ -105,14 +105,19 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_LAYERS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def show_events(events: Sequence[Event], as_json: bool) -> None:
-    """Events of a run, oldest first."""
+def show_events(events: Sequence[Event], as_json: bool, *, any_kind: bool) -> None:
+    """Events of a run, oldest first.
+
+    Args:
+        any_kind: there are none of another kind beside them.
+    """
     if as_json:
         print_json([event.encode() for event in events])
         return
     table(["time", "event", ">step", "tier", ">seconds", ">bytes", "reason"], [_event_row(event) for event in events])
     if not events:
-        say("no events are logged; 'metrics: {events: true}' in the policy logs them")
+        logs = "no events are logged; 'metrics: {events: true}' in the policy logs them"
+        say(logs if any_kind else "events are logged, and none of such a kind")
 
 
 def _event_row(event: Event) -> tuple[object, ...]:
