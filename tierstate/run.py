@@ -121,6 +121,7 @@ class Run:
 
         Raises:
             ValueError: there is no such kind of event.
+            TypeError: ``call`` cannot be called.
         """
         return self._events.subscribe(event, call)
 

@@ -167,6 +167,8 @@ def test_hooks_get_their_kinds_until_they_are_ended_and_what_they_raise_is_logge
     assert caplog.text.count("a hook for events has failed") == 3
     with pytest.raises(ValueError, match="'commited' is no kind of event; known are saved, captured"):
         bus.subscribe("commited", fails)
+    with pytest.raises(TypeError, match="None cannot be called; give a function of an event"):
+        bus.subscribe("saved", None)  # type: ignore[arg-type]
 
 
 def test_the_thread_of_a_hook_that_closes_ends() -> None:

@@ -246,7 +246,10 @@ class EventBus:
 
         Raises:
             ValueError: there is no such kind.
+            TypeError: ``call`` cannot be called.
         """
+        if not callable(call):  # it would fail, and be logged, at each event
+            raise TypeError(f"{call!r:.80} cannot be called; give a function of an event, as print")
         names = [kinds] if isinstance(kinds, str) else list(kinds)
         if wrong := [name for name in names if name != EVERY and name not in KINDS]:
             raise ValueError(f"{wrong[0]!r} is no kind of event; known are {', '.join(KINDS)}, and {EVERY!r} for all")
