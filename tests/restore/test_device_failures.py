@@ -22,6 +22,7 @@ from support.mutate_state import flip
 import tierstate as ts
 from tierstate.engine.capture import snapshot
 from tierstate.engine.restore import gpu as restore_gpu
+from tierstate.engine.restore import restore
 from tierstate.manifest.errors import untrusted
 from tierstate.tiers.memory import gpu as gpu_tier
 from tierstate.tiers.memory.cuda import CopyStream
@@ -211,7 +212,8 @@ def full_device() -> Iterator[None]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity")
         return empty(*args, device=device, **keys)
 
-    with mock.patch.object(torch, "empty", refusing):
+    # Elsewhere there is no such device, and a load to it is refused before that.
+    with mock.patch.object(torch, "empty", refusing), mock.patch.object(restore, "absence", return_value=""):
         yield
 
 

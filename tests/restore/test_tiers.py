@@ -74,8 +74,8 @@ def test_cadence_is_the_first_save_at_or_after_each_multiple(every: list[int], s
 
 
 def is_new(step: int, every: int, before: list[int]) -> bool:
-    """Whether this step is the first at or after a multiple."""
-    return not before or step // every != before[-1] // every
+    """Whether this step is the first at or after a multiple, or the first after the training went back."""
+    return not before or step // every != before[-1] // every or step <= before[-1]
 
 
 def test_what_is_not_due_says_so(place):
