@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -224,8 +224,8 @@ class _Rebuilder:
         if found < chunks and not (self._partial and was_here and found):
             return _because(told, f"the packs have {found} of {chunks} chunks")
         if not self._dry_run:
-            about = {**self._tier_run.signature(), "rebuilt": True}
-            self._tier_run.replace(Record(version, draft.build(contents.sizes), about), lost.generations)
+            record = Record(version, draft.build(contents.sizes), rebuilt_commit(self._tier_run))
+            self._tier_run.replace(record, lost.generations)
         return RebuiltVersion(seq, version.head.step, version.id, chunks, found, True)
 
     def _draw(self, version: Version, contents: PackScan) -> tuple[LayoutBuilder, int, int]:
@@ -239,6 +239,11 @@ class _Rebuilder:
                 draft.put(row, place)
                 placed[row] = True
         return draft, int(routed.sum()), int((routed & placed).sum())
+
+
+def rebuilt_commit(tier_run: TierRun) -> dict[str, Any]:
+    """The commit data of a record that is made again where none before it can be read."""
+    return {**tier_run.signature(), "rebuilt": True}
 
 
 def _because(told: RebuiltVersion, why: str) -> RebuiltVersion:

@@ -22,6 +22,7 @@ from tierstate.tiers.policy.policy import Policy
 
 from .chunk_search import ChunkId, ChunkSearch, chunk_ids
 from .health import DoctorReport, Kind, RepairStep
+from .rebuild import rebuilt_commit
 
 
 class Treatment:
@@ -64,7 +65,7 @@ class Treatment:
             if place is None:
                 raise NotFound(f"{tier_run.name}: a chunk of version {version.head.seq} has gone meanwhile")
             draft.put(row, place)
-        about = {**tier_run.signature(), "rebuilt": True} if step.base is None else step.base.commit
+        about = rebuilt_commit(tier_run) if step.base is None else step.base.commit
         tier_run.replace(Record(version, draft.build({**sizes, **new}), about), step.replaced)
 
     def _fill(self, tier_run: TierRun, version: Version, wanted: Sequence[ChunkId]) -> Mapping[str, int]:

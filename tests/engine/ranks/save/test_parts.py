@@ -144,24 +144,22 @@ def sends_half(one: relay.VersionRelay) -> None:
     one._look = lambda *about: None if (data := look(*about)) is None else data[: len(data) // 2]  # type: ignore[method-assign]
 
 
-def says_that_it_is_endless(one: relay.VersionRelay) -> None:
-    """No process has so much memory: it must not be asked for."""
-
+def says_only_a_length(one: relay.VersionRelay, nbytes: int) -> None:
     def answer(channel: Any) -> None:
         with channel:
             channel.receive_exactly(relay.REQUEST.size)
-            channel.send(relay.LENGTH.pack(1 << 62))
+            channel.send(relay.LENGTH.pack(nbytes))
 
     one._answer = answer  # type: ignore[method-assign]
+
+
+def says_that_it_is_endless(one: relay.VersionRelay) -> None:
+    """No process has so much memory: it must not be asked for."""
+    says_only_a_length(one, 1 << 62)
 
 
 def says_that_it_is_long(one: relay.VersionRelay) -> None:
-    def answer(channel: Any) -> None:
-        with channel:
-            channel.receive_exactly(relay.REQUEST.size)
-            channel.send(relay.LENGTH.pack(1 << 20))
-
-    one._answer = answer  # type: ignore[method-assign]
+    says_only_a_length(one, 1 << 20)
 
 
 ILL = [
