@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 from contextlib import closing
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.checkpointer_worlds import alike, tensors
 from support.outcomes import write
-from support.servers.buckets import fresh_prefix, open_tier, two_tiers
+from support.servers.buckets import BUCKET, fresh_prefix, open_tier, two_tiers
 from support.servers.proxy import Proxy
 from support.servers.rclone import HOST, Rclone
 
 import tierstate as ts
+from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.testing import random_bytes
 
 LONG = random_bytes((18 << 20) + 12_345, 2)
@@ -73,6 +76,40 @@ def test_a_bucket_may_be_the_name_of_a_host(either: Rclone, monkeypatch: pytest.
     finally:
         server.stop()
     assert f"bucket.{HOST}" in asked
+
+
+@pytest.mark.parametrize("how", ["by option", "by its name", "not"])
+def test_parts_of_one_length(rclone: Rclone, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Cloudflare R2 takes no others, but for the last. Its server is not here, only a name like its own."""
+    resolve, name = socket.getaddrinfo, "account.eu.r2.cloudflarestorage.com"
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *args, **keys: resolve("127.0.0.1" if host == name else host, *args, **keys)
+    )
+    with Proxy(rclone) as proxy:
+        options: dict[str, Any] = {"config_kwargs": {"s3": {"addressing_style": "path"}}, **proxy.options()}
+        if how == "by its name":
+            options["endpoint_url"] = proxy.endpoint.replace("127.0.0.1", name)
+        elif how == "by option":
+            options["fixed_upload_size"] = True
+        with closing(ObjectStore(url=f"s3://{BUCKET}/{fresh_prefix()}", options=options)) as tier:
+            with tier.writer("long") as writer:
+                writer.append(LONG[:12_345])
+                for at in range(12_345, len(LONG), 9 << 20):
+                    writer.append(LONG[at : at + (9 << 20)], lambda: None)
+                writer.append(LONG)
+            assert tier.get("long").equal(torch.cat([LONG, LONG]))
+            tier.put("whole", LONG.repeat(4))  # long enough for parts
+            assert tier.get("whole").equal(LONG.repeat(4))
+        for key in ("long", "whole"):
+            found = sorted(
+                (int(number[1]), one.request.length)
+                for one in proxy.seen
+                if (number := re.search(rf"/{key}\?.*partNumber=(\d+)", one.request.target))
+            )
+            lengths = [length for _, length in found]
+            assert len(lengths) >= 2
+            assert lengths[-1] <= lengths[0]
+            assert (len(set(lengths[:-1])) == 1) == (how != "not" or key == "whole"), lengths
 
 
 def test_what_a_server_cannot_is_told_at_once(rclone: Rclone) -> None:

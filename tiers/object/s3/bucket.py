@@ -100,7 +100,7 @@ class S3Bucket(Bucket):
         check_key(key)
         self._prepare()
         self.check_free(key)
-        return S3Writer(self, key, size_hint or 0)
+        return S3Writer(self, key, size_hint or 0, fixed=self._s3.fixed_parts)
 
     def upload(self, key: str) -> S3Upload:
         """A new multipart upload."""

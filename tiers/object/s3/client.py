@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import cache, partial
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from tierstate.manifest.errors import NotFound
 from tierstate.tiers.base import Range
@@ -56,6 +57,10 @@ _OUTDATED = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidToken", 
 
 SWIFT_HEADER = "x-openstack-request-id"
 """A header of every answer of OpenStack Swift."""
+
+
+R2_HOST = ".r2.cloudflarestorage.com"
+"""How the names of Cloudflare R2's endpoints end."""
 
 
 _LIBRARIES = ("botocore", "urllib3")
@@ -352,6 +357,13 @@ class S3Client(ObjectClient):
     def endpoint(self) -> str:
         """The URL of the server."""
         return self._session.endpoint
+
+    @property
+    def fixed_parts(self) -> bool:
+        """Whether all parts of an upload but the last have one length: Cloudflare R2 takes no others."""
+        if self._options.fixed_parts is not None:
+            return self._options.fixed_parts
+        return (urlsplit(self.endpoint).hostname or "").endswith(R2_HOST)
 
     def where(self, name: str) -> dict[str, str]:
         """Bucket and key of an object, as parameters of S3 requests."""

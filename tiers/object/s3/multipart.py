@@ -10,7 +10,7 @@ import hashlib
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -141,10 +141,12 @@ class PartBuilder:
 
     Args:
         size_hint: the likely length of the object in bytes.
+        fixed: all parts but the last have one length, as Cloudflare R2 demands.
     """
 
-    def __init__(self, size_hint: int = 0) -> None:
+    def __init__(self, size_hint: int = 0, fixed: bool = False) -> None:
         self._least = max(PART_SIZE, -(-size_hint // (MAX_PARTS - 1000)))
+        self._fixed = fixed
         self._open = UploadPart()
         self._room = memoryview(b"")
         self._filled = 0
@@ -154,11 +156,13 @@ class PartBuilder:
     @property
     def size(self) -> int:
         """Bytes of the next part, if it collects copies."""
-        return self._least << min(self.count // PARTS_PER_SIZE, 8)
+        return self._least << (0 if self._fixed else min(self.count // PARTS_PER_SIZE, 8))
 
     def add(self, data: memoryview, lease: SharedLease | None) -> Iterator[UploadPart]:
         """Add bytes; returns the parts that are full now, to be sent in this order before the next `add`."""
-        if lease is not None and len(data) >= self.size // PART_SIZE * MIN_PART:
+        if lease is not None and self._fixed:
+            data = yield from self._filled_up(data, lease)
+        elif lease is not None and len(data) >= self.size // PART_SIZE * MIN_PART:
             yield from self._lent(data, lease)
             return
         while len(data):
@@ -173,11 +177,25 @@ class PartBuilder:
         longest = max(MAX_LENT_PART, self.size)
         length = -(-len(data) // -(-len(data) // longest))
         for at in range(0, len(data), length):
-            part = self._take()
-            lease.share()
-            part.views.append(data[at : at + length])
-            part.after.append(lease.done)
-            yield part
+            yield self._with(data[at : at + length], lease)
+
+    def _filled_up(self, data: memoryview, lease: SharedLease) -> Generator[UploadPart, None, memoryview]:
+        """Parts of the fixed length, made of what is collected and of the buffer; returns its rest, which is less."""
+        while len(data) >= (missing := self.size - self._filled):
+            if missing:
+                yield self._with(data[:missing], lease)
+            else:
+                yield from self.rest()
+            data = data[missing:]
+        return data
+
+    def _with(self, piece: memoryview, lease: SharedLease) -> UploadPart:
+        """The unfinished part, with a piece of a leased buffer behind what is collected."""
+        part = self._take()
+        lease.share()
+        part.views.append(piece)
+        part.after.append(lease.done)
+        return part
 
     def rest(self) -> Iterator[UploadPart]:
         """The collected rest, if any, as the last part, which may be short."""
@@ -405,12 +423,13 @@ class S3Writer(AtomicWriter):
         tier: the tier to write to.
         key: the key of the object.
         size_hint: its likely length in bytes: longer objects need longer parts.
+        fixed: all parts but the last have one length.
     """
 
-    def __init__(self, tier: UploadTarget, key: str, size_hint: int = 0) -> None:
+    def __init__(self, tier: UploadTarget, key: str, size_hint: int = 0, *, fixed: bool = False) -> None:
         super().__init__(f"{tier.name}: {key}")
         self._tier, self._key = tier, key
-        self._parts = PartBuilder(size_hint)
+        self._parts = PartBuilder(size_hint, fixed)
         self._length = 0
         self._upload: Upload | None = None
         self._room = threading.BoundedSemaphore(IN_FLIGHT)

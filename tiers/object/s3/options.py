@@ -23,7 +23,10 @@ CONNECTIONS = 32
 _CREDENTIALS = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"}
 
 
-_USED = (*_CREDENTIALS, "username", "password", "endpoint_url", "use_ssl", "anon", "profile", "requester_pays")
+_USED = (
+    *_CREDENTIALS, "username", "password", "endpoint_url", "use_ssl", "anon", "profile", "requester_pays",
+    "fixed_upload_size",
+)  # fmt: skip
 
 
 _MAPPINGS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
@@ -64,6 +67,7 @@ class S3Options:
         config: arguments of ``botocore.config.Config``.
         extra: parameters of every operation that has them.
         fixed: whether the options have the credentials, which are never looked up again then.
+        fixed_parts: whether all parts of an upload but the last have one length; None: where the endpoint is R2's.
     """
 
     profile: str | None
@@ -71,6 +75,7 @@ class S3Options:
     config: Mapping[str, Any] = field(repr=False)
     extra: Mapping[str, Any] = field(repr=False)
     fixed: bool
+    fixed_parts: bool | None = None
 
     @property
     def secrets(self) -> frozenset[str]:
@@ -123,18 +128,19 @@ def read_options(options: Mapping[str, Any], deadline: float) -> S3Options:
     if options.get("requester_pays"):
         extra.setdefault("RequestPayer", "requester")
     fixed = bool(options.get("anon")) or "aws_access_key_id" in client
-    return S3Options(given.get("profile"), client, config, extra, fixed)
+    return S3Options(given.get("profile"), client, config, extra, fixed, given.get("fixed_upload_size"))
 
 
 def _check(options: Mapping[str, Any]) -> None:
     if options.get("session") is not None:
         raise ValueError("options: a 'session' cannot be used here; give key and secret, or a profile")
-    if options.get("fixed_upload_size"):
-        raise ValueError("options: 'fixed_upload_size' is not supported: parts of an upload differ in their length")
+    fixed = options.get("fixed_upload_size")
+    if not isinstance(fixed, bool | None):
+        raise ValueError(f"options: fixed_upload_size: {fixed!r} is neither true nor false")
     for name in _MAPPINGS:
         if not isinstance(options.get(name) or {}, Mapping):
             raise ValueError(f"options: {name}: is no mapping; write names and values, as in '{name}: {{name: value}}'")
-    _check_names(options, (*_USED, *_MAPPINGS, *_OF_FILES, "session", "fixed_upload_size"), "options")
+    _check_names(options, (*_USED, *_MAPPINGS, *_OF_FILES, "session"), "options")
     _check_names(options.get("client_kwargs") or {}, _CLIENT, "options: client_kwargs")
 
 

@@ -61,7 +61,7 @@ def test_the_configuration_of_fsspec_is_used_where_the_options_are_silent(monkey
         ({"config_kwargs": {"connect_timeout": 0}}, "connect_timeout: 0 is no time"),
         ({"config_kwargs": {"s3": {"addressing_style": "round"}}}, "config_kwargs: .*addressing style"),
         ({"config_kwargs": {"retries": {"mode": "legacy"}}}, "'retries' is not taken; the tier's 'deadline'"),
-        ({"fixed_upload_size": True}, "'fixed_upload_size' is not supported"),
+        ({"fixed_upload_size": "yes"}, "fixed_upload_size: 'yes' is neither true nor false"),
         ({"session": object()}, "a 'session' cannot be used here"),
     ],
 )

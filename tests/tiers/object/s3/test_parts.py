@@ -65,6 +65,36 @@ def test_parts_are_the_bytes_in_order(appends: list[tuple[int, bool]], order) ->
     assert [one.count for one in ends] == [int(leased) for _, leased in appends]
 
 
+@given(st.lists(st.tuples(st.integers(0, 200), st.booleans()), max_size=30), st.integers(0, 500_000))
+def test_parts_of_one_length(appends: list[tuple[int, bool]], hint: int) -> None:
+    """All but the last; what is lent is not held for what has to wait."""
+    parts, made, ends = PartBuilder(hint, fixed=True), [], []
+    whole = np.random.default_rng(0).bytes(sum(n for n, _ in appends))
+    at, length = 0, parts.size
+    for nbytes, leased in appends:
+        ends.append(Ended())
+        for data, part in append(parts, whole[at : at + nbytes], leased, ends[-1]):
+            part.done()
+            made.append(data)
+        at += nbytes
+        assert ends[-1].count == int(leased)
+    made += [b"".join(part.views) for part in parts.rest()]
+    assert b"".join(made) == whole
+    assert all(len(data) == length for data in made[:-1])
+    assert not made or 0 < len(made[-1]) <= length
+    assert length * (multipart.MAX_PARTS - 1000) >= hint
+
+
+def test_parts_of_one_length_are_sent_from_where_they_are() -> None:
+    data, ended, parts = bytes(3 * PART + 4), Ended(), PartBuilder(fixed=True)
+    assert not append(parts, b"abc", False, Ended())
+    made = [part for _, part in append(parts, data, True, ended)]
+    assert [[len(view) for view in part.views] for part in made] == [[3, PART - 3], [PART], [PART]]
+    where = [np.frombuffer(part.views[-1], np.uint8).ctypes.data for part in made]
+    assert where == [np.frombuffer(data, np.uint8).ctypes.data + n for n in (0, PART - 3, 2 * PART - 3)]
+    assert [bytes(view) for part in parts.rest() for view in part.views] == [bytes(7)]
+
+
 def test_a_long_buffer_goes_as_it_is() -> None:
     """Not a byte is copied, and its lease ends with the last of its parts."""
     data, ended, parts = bytes(150), Ended(), PartBuilder()
