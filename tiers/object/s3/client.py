@@ -183,11 +183,17 @@ class S3Session:
         if self._http is None:
             self._http = _http_session(session, client, self._options)
         self._http.serve(client)
-        client.meta.events.register_last("before-call.s3", _send_at_once)
+        client.meta.events.register_last("before-call.s3", self._send_at_once)
         client.meta.events.register("after-call.s3", self._look_at_server)
         credentials = None if self._options.fixed else _frozen(session)
         keep_out_of_logs(frozenset(filter(None, (credentials or ())[1:])))
         return _Opened(client, credentials)
+
+    def _send_at_once(self, params: dict[str, Any], **_: Any) -> None:
+        """Take back that botocore asks whether the server wants a body, where that takes longer than sending it."""
+        body = params.get("body")
+        if isinstance(body, Body) and not (len(body) > UNASKED_BODY and self._http and self._http.asks_first):
+            params["headers"].pop("Expect", None)
 
     def _look_at_server(self, parsed: Mapping[str, Any], **_: Any) -> None:
         if SWIFT_HEADER in parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}):
@@ -269,13 +275,6 @@ def keep_out_of_logs(secrets: frozenset[str]) -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in _LIBRARIES:
             logging.getLogger(name).addFilter(_log_scrubber)
-
-
-def _send_at_once(params: dict[str, Any], **_: Any) -> None:
-    """Take back that botocore asks whether the server wants a body: for a short one that takes longer than sending."""
-    body = params.get("body")
-    if isinstance(body, Body) and len(body) <= UNASKED_BODY:
-        params["headers"].pop("Expect", None)
 
 
 def _is_outdated(error: Exception) -> bool:

@@ -94,11 +94,13 @@ class _Limits(threading.local):
     Attributes:
         connect, read: seconds to connect, and to wait for each `TIMEOUT_BYTES`.
         looked: whether botocore has asked for the region of the bucket.
+        answered: whether the server has said anything when it was asked whether it wants a body.
     """
 
     connect: float = 5.0
     read: float = 30.0
     looked: bool = False
+    answered: bool = False
 
 
 _limits = _Limits()
@@ -164,6 +166,10 @@ class _Timed:
         self.timeout = _limits.read
         return super().request(*args, **kwargs)  # type: ignore[misc]
 
+    def _handle_expect_response(self, message_body: Any) -> None:
+        _limits.answered = True
+        super()._handle_expect_response(message_body)  # type: ignore[misc]
+
     def getresponse(self) -> Any:
         self.timeout = _limits.read
         if isinstance(self.response_class, partial):
@@ -213,7 +219,13 @@ class HttpSession(URLLib3Session):  # type: ignore[misc]
     Args:
         connect, read: timeouts in seconds; None for none but the deadline of an operation.
         keys: as for botocore's own.
+
+    Attributes:
+        asks_first: whether the server is asked whether it wants a long body, so that a refusal costs no transfer. Not
+            any more after it has said nothing: botocore waits for a second each time, and Cloudflare R2 never answers.
     """
+
+    asks_first = True
 
     def __init__(self, connect: float | None, read: float | None, **keys: Any) -> None:
         super().__init__(**keys)
@@ -254,10 +266,13 @@ class HttpSession(URLLib3Session):  # type: ignore[misc]
             Broken, TimeoutError, ssl.SSLCertVerificationError, or an error of botocore.
         """
         streamed, request.stream_output = request.stream_output, True
+        _limits.answered = False
         try:
             answer = self.send(request)
         except SSLError as error:
             raise _untrusted(error) or error from None
+        if "Expect" in request.headers and not _limits.answered and answer.status_code < 300:
+            self.asks_first = False
         if streamed and answer.status_code < 300:
             return answer
         limit = ERROR_LIMIT if answer.status_code >= 300 else ANSWER_LIMIT

@@ -208,6 +208,18 @@ def test_a_long_body_waits_until_the_server_wants_it(
     assert [one.headers["Expect"] for one in server.seen] == ["100-continue", "100-continue", None]
 
 
+def test_a_server_that_does_not_say_whether_it_wants_a_body_is_asked_once(
+    server: Server, store: S3Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question costs a second. What is refused in the end could have been refused at once."""
+    monkeypatch.setattr(client, "UNASKED_BODY", 5)
+    monkeypatch.setattr(Handler, "handle_expect_100", lambda _: True)
+    server.script = [fail(503, "SlowDown")]
+    for _ in range(3):
+        put_part(store)
+    assert [one.headers["Expect"] for one in server.seen] == ["100-continue", "100-continue", None, None]
+
+
 def test_a_connection_that_was_refused_a_body_is_not_used_again(server: Server, store: S3Client) -> None:
     """The server may take the next request for the body that it did not get."""
     server.script = [fail(503, "SlowDown")]
