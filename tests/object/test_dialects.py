@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from support.checkpointer_worlds import alike, tensors
-from support.outcomes import write
+from support.outcomes import tried, write
 from support.servers.buckets import BUCKET, fresh_prefix, open_tier, two_tiers
+from support.servers.faults import Fault
 from support.servers.proxy import Proxy
 from support.servers.rclone import HOST, Rclone
 
 import tierstate as ts
+from tierstate.manifest.errors import AlreadyExists, NotFound
 from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.testing import random_bytes
 
@@ -110,6 +112,30 @@ def test_parts_of_one_length(rclone: Rclone, monkeypatch: pytest.MonkeyPatch, ho
             assert len(lengths) >= 2
             assert lengths[-1] <= lengths[0]
             assert (len(set(lengths[:-1])) == 1) == (how != "not" or key == "whole"), lengths
+
+
+def test_a_server_that_refuses_conditions(rclone: Rclone, place: Path) -> None:
+    """As Alibaba Cloud's OSS does. The tier looks before it creates, and says so."""
+    with Proxy(rclone) as proxy:
+        proxy.add(Fault("status", header="if-none-match", status=501, code="NotImplemented", count=None))
+        check(proxy)
+        with closing(open_tier(proxy, fresh_prefix())) as tier:
+            tier.put("a", LONG[:5])
+            write(tier, "b", LONG)
+            assert tier.traits.conditional_create is False
+            assert any("refuses requests that say 'If-None-Match'" in note for note in tier.traits.notes)
+            for create in (lambda: tier.put("a", LONG[:7]), lambda: write(tier, "b", LONG[:7])):
+                with pytest.raises(AlreadyExists):
+                    create()
+            assert tier.get("a").equal(LONG[:5])
+        with closing(open_tier(proxy, fresh_prefix())) as tier:  # its first create asks what time it is
+            assert isinstance(tried(lambda: tier.age("none")), NotFound)
+        prefix, state = fresh_prefix(), tensors(1 << 20)
+        with ts.Checkpointer(two_tiers(place, proxy, prefix), "run") as ckpt:
+            ckpt.save(state, step=1).wait("s3")
+        shutil.rmtree(place / "nvme")
+        with ts.Checkpointer(two_tiers(place, proxy, prefix), "run") as ckpt:
+            assert alike(state, ckpt.load(step=1))
 
 
 def test_what_a_server_cannot_is_told_at_once(rclone: Rclone) -> None:

@@ -70,6 +70,7 @@ class Fault:
         kind: what happens.
         method: to requests with this method; "" for all.
         target: to those in whose target (path and query) this regular expression is found.
+        header: to those with a header of this name, in lower case; "" for all.
         longer: to those whose own body has more bytes than this.
         skip: how many of those pass first.
         every: of those that follow, each so-manieth.
@@ -86,6 +87,7 @@ class Fault:
     kind: Kind
     method: str = ""
     target: str = ""
+    header: str = ""
     longer: int = -1
     skip: int = 0
     every: int = 1
@@ -108,7 +110,7 @@ class Fault:
         """Whether it happens to this request, which is counted."""
         if self.method not in ("", request.method) or request.length <= self.longer:
             return False
-        if not re.search(self.target, request.target):
+        if not re.search(self.target, request.target) or (self.header and self.header not in request.headers):
             return False
         if self.fresh and request.what in self._asked:
             return False

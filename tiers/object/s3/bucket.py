@@ -16,8 +16,10 @@ from tierstate.tiers.object.filesystem import store_error_code
 
 from .checksums import CHECKSUMS, ChecksumChoice, choose_checksum
 from .client import S3Client
+from .http_session import Midway
 from .multipart import S3Upload, S3Writer, abort_orphans
 from .options import encoded_secrets, with_configuration
+from .transfers import NO_CONDITIONS
 
 SINGLE = 64 << 20
 """Objects up to this many bytes are created by one conditional request; longer ones in parts."""
@@ -73,6 +75,8 @@ class S3Bucket(Bucket):
         self._send_whole(name, [view(data)])
 
     def _known_to_race(self) -> str:
+        if not self._s3.conditional:
+            return "the store refuses requests that say 'If-None-Match'"
         if not self._s3.session.is_swift:
             return ""
         return "OpenStack Swift looks whether a name is free before it writes, not when it does"
@@ -85,7 +89,7 @@ class S3Bucket(Bucket):
             time.sleep(HOLD)
 
         with self.explained("create", name):
-            self._s3.create_whole(name, [body[:1], body[1:]], {}, midway=midway)
+            self._create_once(name, [body[:1], body[1:]], {}, midway=midway)
 
     def create_whole(self, key: str, body: Sequence[memoryview]) -> None:
         """One conditional create; if the probe found several winners, it first checks that the key is free."""
@@ -94,7 +98,21 @@ class S3Bucket(Bucket):
 
     def _send_whole(self, name: str, body: Sequence[memoryview]) -> None:
         with self.explained("create", name):
-            self._s3.create_whole(name, body, self._checksum.of(body))
+            self._create_once(name, body, self._checksum.of(body))
+
+    def _create_once(
+        self, name: str, body: Sequence[memoryview], sums: Mapping[str, str], midway: Midway = None
+    ) -> None:
+        """Create an object by one request, which is conditional unless the store refuses conditions."""
+        undecided = self._s3.conditional and not self._conditional
+        try:
+            self._s3.create_whole(name, body, sums, midway=midway)
+        except Exception as error:
+            # A checksum may be what is refused: the probe begins without. And what it found to work is not given up.
+            if sums or not undecided or store_error_code(error) not in NO_CONDITIONS:
+                raise
+            self._s3.conditional = False
+            self._s3.create_whole(name, body, sums, midway=midway)
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         check_key(key)

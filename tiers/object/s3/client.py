@@ -334,9 +334,14 @@ class S3Client(ObjectClient):
         options: those of s3fs.
         deadline: seconds for one operation with all its attempts.
 
+    Attributes:
+        conditional: creates say that the name must be free; false for a store that refuses requests that say so.
+
     Raises:
         ValueError: an option is not known, not supported, or has a wrong value.
     """
+
+    conditional = True
 
     def __init__(self, url: str, options: Mapping[str, Any], deadline: float) -> None:
         self._options, self._deadline = read_options(options, deadline), deadline
@@ -418,8 +423,8 @@ class S3Client(ObjectClient):
         self.create_whole(name, [body], {})
 
     def create_whole(self, name: str, body: Sequence[memoryview], sums: Mapping[str, str], **how: Any) -> None:
-        """Create an object by one conditional request; as in `Transfers`."""
-        self.session.transfers.create(self.where(name), body, sums, **how)
+        """Create an object by one request; as in `Transfers`."""
+        self.session.transfers.create(self.where(name), body, sums, conditional=self.conditional, **how)
 
     def remove(self, name: str) -> None:
         self.session.patiently(lambda: self._remove(self.where(name)))

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, Protocol
 
 from tierstate.manifest.chunk import Buffer, empty_buffer, view
@@ -27,7 +28,7 @@ from tierstate.tiers.object.filesystem import store_error_class, store_error_cod
 
 from .checksums import Checksum
 from .http_session import Broken
-from .transfers import is_encrypted
+from .transfers import NO_CONDITIONS, is_encrypted
 
 MIN_PART = 5 << 20
 """Minimal bytes of a part in S3, except the last one."""
@@ -291,9 +292,7 @@ class S3Upload:
             if lost and self._is_complete(wanted):
                 return
             try:
-                answer = self._session.once(
-                    "complete_multipart_upload", **self._where, MultipartUpload={"Parts": list(parts)}, IfNoneMatch="*"
-                )
+                answer = self._completed(parts)
                 if not self._proves(answer, wanted, nbytes):
                     raise Broken("the answer to the completion of an upload does not prove that the object is there")
             except Exception as error:
@@ -304,6 +303,21 @@ class S3Upload:
                 raise
 
         self._session.patiently(attempt)
+
+    def _completed(self, parts: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
+        """The answer to the completion. The caller has looked whether the name is free, for stores that refuse the
+        condition."""
+        request = partial(
+            self._session.once, "complete_multipart_upload", **self._where, MultipartUpload={"Parts": list(parts)}
+        )
+        answer: Mapping[str, Any]
+        try:
+            answer = request(IfNoneMatch="*")
+        except Exception as error:
+            if store_error_code(error) not in NO_CONDITIONS:
+                raise
+            answer = request()
+        return answer
 
     def _proves(self, answer: Mapping[str, Any], wanted: str, nbytes: int) -> bool:
         """Whether the object is there: by the ETag in the answer, or by one HEAD."""

@@ -43,6 +43,10 @@ _NOT_DONE = frozenset(
 """Error codes that mean that nothing was created."""
 
 
+NO_CONDITIONS = frozenset({"NotImplemented", "501"})
+"""Error codes of stores that refuse every request with 'If-None-Match', as Alibaba Cloud's OSS does."""
+
+
 DIGESTED_BODY = 1 << 20
 """Objects up to this many bytes that are sent at once have their MD5 compared with the ETag in the answer."""
 
@@ -159,6 +163,7 @@ class Transfers:
         body: Sequence[memoryview],
         sums: Mapping[str, str],
         *,
+        conditional: bool = True,
         final: frozenset[str] = frozenset(),
         midway: Midway = None,
     ) -> None:
@@ -170,6 +175,7 @@ class Transfers:
 
         Args:
             sums: parameters with its checksum.
+            conditional: the store is told to create it only if it does not exist. Otherwise the caller has looked.
             final: error codes after which it is not repeated.
             midway: called when the first piece of the body has been sent.
 
@@ -177,14 +183,14 @@ class Transfers:
             FileExistsError: an answer was lost, and the object has other bytes.
             as `fill` does.
         """
-        lost = False
+        lost, condition = False, {"IfNoneMatch": "*"} if conditional else {}
 
         def attempt(left: float) -> None:
             nonlocal lost
             if lost and self._holds(where, body, left):
                 return
             try:
-                params = {**where, "Body": Body(body, midway), "IfNoneMatch": "*", **sums}
+                params = {**where, "Body": Body(body, midway), **condition, **sums}
                 answer = self._call("put_object", left, params)
                 if not self._proves(answer, where, body, sums):
                     raise Broken("the answer to a create does not prove that the object is there")
