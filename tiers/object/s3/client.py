@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -57,6 +58,10 @@ _OUTDATED = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidToken", 
 
 SWIFT_HEADER = "x-openstack-request-id"
 """A header of every answer of OpenStack Swift."""
+
+
+DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
+"""How the names of directory buckets (S3 Express One Zone), and of access points to them, end."""
 
 
 R2_HOST = ".r2.cloudflarestorage.com"
@@ -184,6 +189,7 @@ class S3Session:
             self._http = _http_session(session, client, self._options)
         self._http.serve(client)
         client.meta.events.register_last("before-call.s3", self._send_at_once)
+        client.meta.events.register("before-parse.s3.CreateSession", _hide_session)
         client.meta.events.register("after-call.s3", self._look_at_server)
         credentials = None if self._options.fixed else _frozen(session)
         keep_out_of_logs(frozenset(filter(None, (credentials or ())[1:])))
@@ -275,6 +281,12 @@ def keep_out_of_logs(secrets: frozenset[str]) -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in _LIBRARIES:
             logging.getLogger(name).addFilter(_log_scrubber)
+
+
+def _hide_session(response_dict: Mapping[str, Any], **_: Any) -> None:
+    """Keep the credentials of a directory bucket's session out of logs; botocore logs the answer when it is parsed."""
+    found = re.findall(rb"<(?:SessionToken|SecretAccessKey)>([^<]+)<", response_dict["body"])
+    keep_out_of_logs(frozenset(one.decode(errors="replace") for one in found))
 
 
 def _is_outdated(error: Exception) -> bool:
@@ -386,6 +398,9 @@ class S3Client(ObjectClient):
         return sum({entry["Key"]: int(entry["Size"]) for entry in self._listed(self.where("")["Key"])}.values())
 
     def _listed(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        """Entries of objects with a prefix; a directory bucket lists only all that is below a slash."""
+        if self._bucket.endswith(DIRECTORY_BUCKETS):
+            prefix = prefix[: prefix.rfind("/") + 1]
         token: dict[str, str] = {}
         for _ in range(MAX_PAGES):
             page = self.session.patiently(partial(self._page, prefix, token))

@@ -162,7 +162,6 @@ def _config(given: Mapping[str, Any], deadline: float) -> dict[str, Any]:
             "options: config_kwargs: 'retries' is not taken; the tier's 'deadline' says how long requests are tried"
         )
     config = {
-        "signature_version": "s3v4",
         # botocore's own checksums are not supported by every store; the tier chooses its own (`choose_checksum`).
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
@@ -175,7 +174,7 @@ def _config(given: Mapping[str, Any], deadline: float) -> dict[str, Any]:
     config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
     for name in ("connect_timeout", "read_timeout"):
         _check_seconds(name, config[name])
-    if str(config["signature_version"]).endswith("-query"):
+    if str(config.get("signature_version")).endswith("-query"):
         raise ValueError(
             "options: config_kwargs: signature_version: would put credentials into the URLs of requests, which servers "
             "log; leave it out, and requests are signed in a header"

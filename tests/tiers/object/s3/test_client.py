@@ -2,11 +2,13 @@
 
 import base64
 import hashlib
+import logging
 import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from support.servers.scripted import WHOLE, Answer, Handler, Server, fail, hang_up, options, serving
@@ -177,6 +179,50 @@ def test_a_profile_that_is_not_there(server: Server, keys: Path) -> None:
     with pytest.raises(AccessDenied, match="nobody"):
         tier.size("a")
     tier.close()
+
+
+# Directory buckets
+
+
+SESSION = b"""<CreateSessionResult><Credentials><SessionToken>token-of-session</SessionToken>
+<SecretAccessKey>secret-of-session</SecretAccessKey><AccessKeyId>KEYOFSESSION</AccessKeyId>
+<Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></CreateSessionResult>"""
+
+
+LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated>%s</ListBucketResult>"
+
+
+def test_a_directory_bucket_has_sessions(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """S3 Express One Zone: one session for many requests, which are signed by it; nothing of it is in a log."""
+    caplog.set_level(logging.DEBUG)
+    store = S3Client("s3://fast--use1-az4--x-s3/ckpt", options(server), deadline=20)
+    server.script = [lambda one: one.say(200, SESSION)]
+    store.create_whole("a", BODY, CHECKSUMS["md5"].of(BODY))
+    fetch(store)
+    store.remove("a")
+    store.close()
+    opening, *others = server.seen
+    assert opening.path == "/fast--use1-az4--x-s3?session"
+    assert [one.command for one in others] == ["PUT", "GET", "DELETE"]
+    for one in others:
+        assert re.search("Credential=KEYOFSESSION/[^/]*/eu-west-7/s3express/", one.headers["Authorization"])
+        assert one.headers["x-amz-s3session-token"] == "token-of-session"
+    assert "CreateSession" in caplog.text
+    assert not re.findall("(?:token|secret)-of-session", caplog.text)
+
+
+def test_a_directory_bucket_lists_what_is_below_a_slash(server: Server) -> None:
+    """It refuses every other prefix, and has no order."""
+    store = S3Client("s3://fast--use1-az4--x-s3/ckpt", options(server), deadline=20)
+    names = ["runs/b1", "runs/a2", "runs/b0", "other/b"]
+    entries = b"".join(b"<Contents><Key>ckpt/%s</Key><Size>3</Size></Contents>" % name.encode() for name in names)
+    server.script = [lambda one: one.say(200, SESSION), *[lambda one: one.say(200, LISTING % entries)] * 3]
+    assert store.names("runs/b") == ["runs/b1", "runs/b0"]
+    assert store.names("") == names
+    assert store.total() == 12
+    store.close()
+    asked = [parse_qs(urlsplit(one.path).query)["prefix"] for one in server.seen[1:]]
+    assert asked == [["ckpt/runs/"], ["ckpt/"], ["ckpt/"]]
 
 
 # Encryption
