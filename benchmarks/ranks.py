@@ -122,11 +122,14 @@ def ranks_side(shape: str, ranks: int, leaves: int, folder: Path) -> dict[str, f
     holders = list(held(shape, ranks, leaves))
     given, took, parts = [], [], []
     for catalog, shards, single in holders:
-        paths = [catalog.paths[i] for i in shards.leaf.tolist()]
-        given.append(SaveCandidates(paths, shards.boxes, shards.boxes.volumes * catalog.itemsize[shards.leaf], single))
+        leaf, boxes = shards.leaf[single], shards.boxes[np.flatnonzero(single)]
+        paths = [catalog.paths[i] for i in leaf.tolist()]
+        given.append(SaveCandidates(paths, boxes, boxes.volumes * catalog.itemsize[leaf]))
     sharing = assign_owners(given)
     for rank, mine in enumerate(holders):
-        record = record_of(rank, mine, sharing.saved_by(rank, given[rank]))
+        chosen = np.ones(len(mine.single), bool)
+        chosen[mine.single] = sharing.owners_of(rank, given[rank]) == rank
+        record = record_of(rank, mine, chosen)
         start = time.process_time()
         parts.append(encode_part(record))
         took.append(time.process_time() - start)

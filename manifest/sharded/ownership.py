@@ -22,34 +22,26 @@ from tierstate.manifest.format.version import check_features
 ONE_OWNER = frozenset({"tensor", "array", "storage", "cast", "quantized"})
 """Kinds of leaves that one owner saves for all ranks. Replicated leaves of other kinds are saved by every rank, and
 their digests are compared in the merge."""
-
-
 WHAT = "sharing"
 
 
 class SaveCandidates:
-    """The shards that a rank holds and could save.
+    """The shards that a rank holds and could save, of those that one owner saves (`ONE_OWNER`).
 
     Args:
         paths: the leaf's path of each row, encoded or not; one row per box, so a path may occur several times.
         boxes: the box of each row.
         nbytes: ``(rows,)``: bytes of each row.
-        single: ``(rows,)`` of bool: whether one owner saves it; otherwise every rank that holds it does.
 
     Attributes:
-        keys: ``(rows, 2)`` of uint64: the digest of path and box, of the single rows only.
-        nbytes: ``(rows,)``, of the single rows only.
-        single: as given; in a decoded table all rows are single.
+        keys: ``(rows, 2)`` of uint64: the digest of path and box.
     """
 
-    def __init__(self, paths: Sequence[Path | str], boxes: Sequence[Box], nbytes: Array, single: Array) -> None:
-        self.single = np.asarray(single, bool)
-        if not len(paths) == len(boxes) == len(nbytes) == len(self.single):
-            raise ValueError(f"{len(paths)} paths, {len(boxes)} boxes, {len(nbytes)} and {len(self.single)} numbers")
-        rows = zip(paths, boxes, self.single.tolist(), strict=True)
-        names = [_key(path, box) for path, box, single in rows if single]
-        self.keys = np.frombuffer(b"".join(names), "<u8").reshape(-1, 2)
-        self.nbytes = np.asarray(nbytes, "<i8")[self.single]
+    def __init__(self, paths: Sequence[Path | str], boxes: Sequence[Box], nbytes: Array) -> None:
+        if not len(paths) == len(boxes) == len(nbytes):
+            raise ValueError(f"{len(paths)} paths, {len(boxes)} boxes and {len(nbytes)} numbers")
+        self.keys = np.frombuffer(b"".join(map(_key, paths, boxes)), "<u8").reshape(-1, 2)
+        self.nbytes = np.asarray(nbytes, "<i8")
 
     @property
     def digest(self) -> bytes:
@@ -57,7 +49,7 @@ class SaveCandidates:
         return checksum(self.keys.tobytes() + self.nbytes.astype("<i8").tobytes())
 
     def encode(self) -> bytes:
-        """The single rows as bytes; the other rows need no owner."""
+        """The rows as bytes."""
         return col.encode_table({"requires": []}, {"key": self.keys.reshape(-1), "nbytes": self.nbytes})
 
     @classmethod
@@ -72,7 +64,7 @@ class SaveCandidates:
         nbytes = col.column(columns, "nbytes", "<i8", WHAT)
         found = cls.__new__(cls)
         found.keys = col.column(columns, "key", "<u8", WHAT, 2 * len(nbytes)).reshape(-1, 2)
-        found.nbytes, found.single = nbytes, np.ones(len(nbytes), bool)
+        found.nbytes = nbytes
         if len(nbytes) and int(nbytes.min()) < 0:
             raise FormatError(f"{WHAT}: a box has fewer than no bytes")
         return found
@@ -89,23 +81,21 @@ class Ownership:
 
     Attributes:
         tables: the digest of each rank's table; only of the ranks that this object is for.
-        owners: for each table the owner of each single row.
+        owners: for each table the owner of each row.
     """
 
     tables: Mapping[int, bytes]
     owners: Mapping[bytes, Array]
 
-    def saved_by(self, rank: int, table: SaveCandidates) -> Array:
-        """``(rows,)`` of bool: which rows of its table this rank saves.
+    def owners_of(self, rank: int, table: SaveCandidates) -> Array:
+        """``(rows,)``: the owner of each row of a rank's table.
 
         Raises:
             StateMismatch: the table differs from the one that the rank sent.
         """
         if self.tables.get(rank) != table.digest:
             raise StateMismatch(f"what rank {rank} holds is not what was shared out among the ranks")
-        found = ~table.single
-        found[table.single] = self.owners[table.digest] == rank
-        return found
+        return self.owners[table.digest]
 
     def of(self, ranks: Sequence[int]) -> Ownership:
         """The ownership for these ranks only."""

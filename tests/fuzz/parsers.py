@@ -309,7 +309,7 @@ SAFETENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(24)
 INDEX = b'{"metadata":{"total_size":24},"weight_map":{"a":"one.safetensors"}}'
 SUMMARY = Summary.of(Record(VERSION, BASED, {"id": "x"}))
 PART = {n: bytes(d) for n, d in unframe(memoryview(encode_part(Record(VERSION, BASED, {"id": "x"})))).items()}
-HELD = Table([("a",), ("b", 0)], [Box((0,), (4,)), Box((), ())], np.array([16, 4]), [True, True])
+HELD = Table([("a",), ("b", 0)], [Box((0,), (4,)), Box((), ())], np.array([16, 4]))
 
 PARSERS: Sequence[Callable[[bytes], None]] = (
     read_version, read_layout, read_record, read_sections, read_pack, read_value, read_path, read_policy,

@@ -65,20 +65,20 @@ class Hosts:
         states = [state_of(job, part, r, contents, step, late=step > 0) for r in range(part.size)]
         held = [parts_of(state, r) for r, state in enumerate(states)]
         trees = [flatten(state, rank=r) for r, state in enumerate(states)]
+        shared = [[one for one in own if one[3]] for own in held]
         tables = [
             SaveCandidates(
                 [trees[r].leaves[leaf].path for leaf, *_ in own], [box for _, box, *_ in own],
-                np.array([len(data) for _, _, data, _ in own], "i8"), np.array([single for *_, single in own], bool),
+                np.array([len(data) for _, _, data, _ in own], "i8"),
             )
-            for r, own in enumerate(held)
+            for r, own in enumerate(shared)
         ]  # fmt: skip
         sharing = assign_owners(tables)
-        records = [
-            self._part(part, r, step, trees[r].leaves, [
-                one for one, mine in zip(held[r], sharing.saved_by(r, tables[r]).tolist(), strict=True) if mine
-            ])
-            for r in range(part.size)
-        ]  # fmt: skip
+        records = []
+        for r in range(part.size):
+            owners = iter(sharing.owners_of(r, tables[r]).tolist())
+            mine = [one for one in held[r] if not one[3] or next(owners) == r]
+            records.append(self._part(part, r, step, trees[r].leaves, mine))
         reader = PartReader()
         records = [reader.decode(encode_part(record)) for record in records]
         whole, rows = merge_parts([record.version for record in records], parent="")

@@ -15,12 +15,12 @@ from tierstate.manifest.errors import FormatError, StateMismatch
 from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.manifest.sharded.ownership import Ownership, SaveCandidates, assign_owners
 
-rows = st.dictionaries(
+rows = st.lists(
     st.tuples(st.sampled_from([("a",), ("a", 0), ("a", True), ("b",)]), st.integers(0, 2)),
-    st.booleans(),
     max_size=6,
+    unique_by=lambda row: (encode_path(row[0]), row[1]),
 )
-"""What a rank holds: path and offset of a box; whether one owner is enough."""
+"""What a rank holds: path and offset of a box."""
 
 
 def nbytes(row):
@@ -28,12 +28,9 @@ def nbytes(row):
     return 10 ** len(row[0]) + row[1]
 
 
-def table(held, order=None):
-    found = list(held) if order is None else order
-    boxes = [Box((offset, 0), (1, 3)) for _, offset in found]
-    return SaveCandidates(
-        [path for path, _ in found], boxes, np.array([nbytes(r) for r in found]), [held[r] for r in found]
-    )
+def table(held):
+    boxes = [Box((offset, 0), (1, 3)) for _, offset in held]
+    return SaveCandidates([path for path, _ in held], boxes, np.array([nbytes(row) for row in held]))
 
 
 def names(held):
@@ -42,27 +39,22 @@ def names(held):
 
 
 @given(st.lists(rows, min_size=1, max_size=5), st.data())
-def test_each_box_has_one_owner_and_others_all(worlds, data):
+def test_each_box_has_one_owner_among_its_holders(worlds, data):
     tables = [table(held) for held in worlds]
-    sharing = assign_owners(tables)
-    sharing = Ownership.decode(sharing.encode())
+    sharing = Ownership.decode(assign_owners(tables).encode())
     owners = {}
     for rank, held in enumerate(worlds):
-        mine = sharing.saved_by(rank, tables[rank])
-        assert mine.dtype == bool
-        for row, single, chosen in zip(names(held), held.values(), mine.tolist(), strict=True):
-            assert chosen or single
-            if chosen and single:
-                owners.setdefault(row, []).append(rank)
-    held_single = {row for held in worlds for row, single in zip(names(held), held.values(), strict=True) if single}
-    assert {row: len(ranks) for row, ranks in owners.items()} == dict.fromkeys(held_single, 1)
+        for row, owner in zip(names(held), sharing.owners_of(rank, tables[rank]).tolist(), strict=True):
+            assert row in names(worlds[owner])
+            owners.setdefault(row, set()).add(owner)
+    assert all(len(ranks) == 1 for ranks in owners.values())
     # The order of rows does not matter, nor whether a rank hears only what is for it.
-    orders = [data.draw(st.permutations(list(held))) for held in worlds]
-    turned = [table(held, order) for held, order in zip(worlds, orders, strict=True)]
+    orders = [data.draw(st.permutations(held)) for held in worlds]
+    turned = [table(order) for order in orders]
     again = assign_owners([SaveCandidates.decode(t.encode()) for t in turned])
     for rank, (held, order) in enumerate(zip(worlds, orders, strict=True)):
-        heard = Ownership.decode(again.of([rank]).encode()).saved_by(rank, turned[rank]).tolist()
-        mine = sharing.saved_by(rank, tables[rank]).tolist()
+        heard = Ownership.decode(again.of([rank]).encode()).owners_of(rank, turned[rank]).tolist()
+        mine = sharing.owners_of(rank, tables[rank]).tolist()
         assert dict(zip(names(order), heard, strict=True)) == dict(zip(names(held), mine, strict=True))
 
 
@@ -70,9 +62,9 @@ def test_each_box_has_one_owner_and_others_all(worlds, data):
 def test_bytes_of_replicas_are_even(ranks, sizes):
     """No rank has more than its share and the largest box; so it is with any order of largest first."""
     paths = [("w", i) for i in range(len(sizes))]
-    one = SaveCandidates(paths, [Box.whole((n,)) for n in sizes], np.array(sizes), np.ones(len(sizes), bool))
+    one = SaveCandidates(paths, [Box.whole((n,)) for n in sizes], np.array(sizes))
     sharing = assign_owners([one] * ranks)
-    loads = [int(one.nbytes[sharing.saved_by(rank, one)].sum()) for rank in range(ranks)]
+    loads = [int(one.nbytes[sharing.owners_of(rank, one) == rank].sum()) for rank in range(ranks)]
     assert sum(loads) == sum(sizes)
     assert max(loads) <= math.ceil(sum(sizes) / ranks) + max(sizes)
     assert max(loads) - min(loads) <= max(sizes)
@@ -81,7 +73,7 @@ def test_bytes_of_replicas_are_even(ranks, sizes):
 @given(st.lists(st.tuples(rows, st.integers(1, 4)), min_size=1, max_size=4))
 def test_each_box_goes_to_who_has_the_fewest_bytes_largest_first(held):
     """Also where ranks hold the same, and where boxes are in the tables of some of them only."""
-    worlds = [dict.fromkeys(world, True) for world, replicas in held for _ in range(replicas)]
+    worlds = [world for world, replicas in held for _ in range(replicas)]
     tables = [table(world) for world in worlds]
     sharing = assign_owners(tables)
     boxes = {}
@@ -99,34 +91,33 @@ def test_each_box_goes_to_who_has_the_fewest_bytes_largest_first(held):
 def test_what_a_rank_alone_holds_counts():
     shared, own = Box.whole((8,)), Box.whole((100,))
     tables = [
-        SaveCandidates([("a",), ("own",)], [shared, own], np.array([8, 100]), [True, True]),
-        SaveCandidates([("a",)], [shared], np.array([8]), [True]),
+        SaveCandidates([("a",), ("own",)], [shared, own], np.array([8, 100])),
+        SaveCandidates([("a",)], [shared], np.array([8])),
     ]
     sharing = assign_owners(tables)
-    assert sharing.saved_by(0, tables[0]).tolist() == [False, True]
-    assert sharing.saved_by(1, tables[1]).tolist() == [True]
+    assert sharing.owners_of(0, tables[0]).tolist() == [1, 0]
+    assert sharing.owners_of(1, tables[1]).tolist() == [1]
 
 
 def test_many_replicas_are_told_little():
     """Groups of eight that hold the same: each hears of its own table."""
     groups = [
-        SaveCandidates([("w", i) for i in range(50)], [Box((g, 0), (1, 4))] * 50, np.full(50, 4), np.ones(50, bool))
-        for g in range(20)
+        SaveCandidates([("w", i) for i in range(50)], [Box((g, 0), (1, 4))] * 50, np.full(50, 4)) for g in range(20)
     ]
     sharing = assign_owners([groups[r // 8] for r in range(160)])
-    saved = [int(sharing.saved_by(r, groups[r // 8]).sum()) for r in range(160)]
+    saved = [int((sharing.owners_of(r, groups[r // 8]) == r).sum()) for r in range(160)]
     assert (min(saved), max(saved), sum(saved)) == (6, 7, 1000)
     assert len(sharing.of([17]).encode()) < 1000
 
 
 def test_another_table_is_refused():
-    one, other = table({(("a",), 0): True}), table({(("b",), 0): True})
+    one, other = table([(("a",), 0)]), table([(("b",), 0)])
     sharing = assign_owners([one])
     for rank, given_ in ((0, other), (1, one)):
         with pytest.raises(StateMismatch, match=f"rank {rank} holds is not what was shared out"):
-            sharing.saved_by(rank, given_)
+            sharing.owners_of(rank, given_)
     with pytest.raises(ValueError, match="1 paths, 0 boxes"):
-        SaveCandidates([("a",)], [], np.zeros(1), [True])
+        SaveCandidates([("a",)], [], np.zeros(1))
     assert assign_owners([]).encode() == Ownership({}, {}).encode()
 
 
@@ -142,7 +133,7 @@ def test_another_table_is_refused():
     ],
 )
 def test_bytes_are_checked(what, column, numbers, words):
-    one = table({(("a",), 0): True})
+    one = table([(("a",), 0)])
     found = Bytes(one.encode() if what is SaveCandidates else assign_owners([one]).encode())
     found.columns[column] = np.array(numbers, found.columns[column].dtype)
     next(item for item in found.listed if item[0] == column)[2] = len(numbers)

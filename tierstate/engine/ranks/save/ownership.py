@@ -122,7 +122,7 @@ class OwnershipPlanner:
 
     def _ask(self, seq: int, paths: Sequence[str], rows: Sequence[CaptureSource]) -> Array:
         boxes, nbytes = [s.box for s in rows], np.array([s.nbytes for s in rows], "i8")
-        table = SaveCandidates(paths, boxes, nbytes, np.ones(len(rows), bool))
+        table = SaveCandidates(paths, boxes, nbytes)
         if not self._called and table.digest == self._digest:
             self.steady(seq)
             return self._mine
@@ -133,7 +133,7 @@ class OwnershipPlanner:
         more = int(nbytes[before == NO_OWNER].sum())
         answer, found = self._answer(seq, CHANGED + more.to_bytes(8, "little") + table.encode())
         if answer[:1] == SHARED:
-            now = Ownership.decode(found).owners[table.digest]
+            now = Ownership.decode(found).owners_of(self._team.rank, table)
             with self._lock:
                 self._owners, self._since = dict(zip(keys, now.tolist(), strict=True)), seq
             mine: Array = now == self._team.rank
