@@ -294,8 +294,8 @@ class _Ahead:
     """
 
     def __init__(self, entry: VersionCopies, arena: Arena, progress: Progress) -> None:
-        self._version, self._progress = entry.version, progress
-        self._fetch = Fetch(entry.version, entry.holdings, arena, workers=READ_WORKERS)
+        self._version = entry.version
+        self._fetch = Fetch(entry.version, entry.holdings, arena, workers=READ_WORKERS, progress=progress)
         self._rows: Array = np.zeros(0, "i8")
         self._place: Array = np.zeros(0, "i8")
         self._held: dict[int, Buffer] = {}
@@ -328,4 +328,3 @@ class _Ahead:
 
     def _hold(self, row: int, raw: Buffer, _slab: object) -> None:
         self._held[row] = raw.clone()
-        self._progress(raw.numel())

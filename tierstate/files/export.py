@@ -28,6 +28,7 @@ from tierstate.engine.packs.formats import (
     group_names,
 )
 from tierstate.engine.packs.hdf5 import OWN
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, check_leaves_whole, reading, restarting
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
@@ -36,7 +37,7 @@ from tierstate.files.readers.outline import NO_BYTES, OutlineLeaf, SelectedLeaf,
 from tierstate.files.readers.reader import OUTLINE
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
-from tierstate.manifest.chunk import Buffer, as_buffer, to_bytes
+from tierstate.manifest.chunk import Buffer, as_buffer
 from tierstate.manifest.errors import Damaged, StateMismatch
 from tierstate.manifest.format.leaf import TIED, Leaf
 from tierstate.manifest.format.leaf_path import decode_path, format_path
@@ -210,7 +211,7 @@ def export(
     max_shard: int | None = MAX_SHARD_FILE,
     skip_values: bool = False,
     force: bool = False,
-    progress: Callable[[int], None] = lambda _nbytes: None,
+    progress: Progress = no_progress,
 ) -> ExportResult:
     """Write a version to a file that other programs can open; every chunk is verified, and tensors are streamed.
 
@@ -254,7 +255,7 @@ def export(
     return restarting(made, newest=(step, version, tag) == (None, None, None))
 
 
-def _export(plan: ExportPlan, arena: Arena, to: Path, progress: Callable[[int], None], *, force: bool) -> ExportResult:
+def _export(plan: ExportPlan, arena: Arena, to: Path, progress: Progress, *, force: bool) -> ExportResult:
     """Write the files of a plan."""
     _check_there(plan.entry, [tensor.source for file in plan.files for tensor in file.tensors])
     made = {*(file.path for file in plan.files), *([index_file(to)] if plan.index is not None else [])}
@@ -332,7 +333,7 @@ def read_values(entry: VersionCopies, arena: Arena, leaves: Sequence[int]) -> di
 
     Raises:
         StateMismatch: they have more than `MAX_VALUES` bytes.
-        Damaged, Unreadable: as `Fetch.run`.
+        Damaged, Unreadable: as `Fetch.leaves`.
     """
     version = entry.version
     sources = [i for i in leaves if version.leaves[i].spec.kind == ValueProvider.kind]
@@ -342,14 +343,7 @@ def read_values(entry: VersionCopies, arena: Arena, leaves: Sequence[int]) -> di
             f"the plain values of the version have {total} bytes, and at most {MAX_VALUES} fit beside tensors; "
             "say --skip-values (skip_values=True), or choose leaves with --only"
         )
-    found = {i: bytearray(version.leaves[i].spec.nbytes) for i in sources}
-
-    def take(row: int, raw: Buffer, _slab: object) -> None:
-        start = int(version.chunk_start[row])
-        found[int(version.chunk_leaf[row])][start : start + raw.numel()] = to_bytes(raw)
-
-    _fetch(entry, arena).run(version.rows_of(sources).tolist(), take)
-    return {i: bytes(data) for i, data in found.items()}
+    return Fetch(version, entry.holdings, arena, workers=READ_WORKERS).leaves(sources)
 
 
 def _lay_out(
@@ -385,19 +379,11 @@ def _create(files: AtomicFiles, made: ExportFile, version: Version) -> Iterator[
         )
 
 
-def _write(entry: VersionCopies, arena: Arena, places: Sequence[Destination], progress: Callable[[int], None]) -> None:
+def _write(entry: VersionCopies, arena: Arena, places: Sequence[Destination], progress: Progress) -> None:
     """Write all tensors, each chunk as soon as it is verified."""
     targets = ScatterTargets(entry.version, places)
-
-    def put(row: int, raw: Buffer, _slab: object) -> None:
-        targets.give(row, raw)
-        progress(raw.numel())
-
-    _fetch(entry, arena).run(targets.rows.tolist(), put)
-
-
-def _fetch(entry: VersionCopies, arena: Arena) -> Fetch:
-    return Fetch(entry.version, entry.holdings, arena, workers=READ_WORKERS)
+    fetch = Fetch(entry.version, entry.holdings, arena, workers=READ_WORKERS, progress=progress)
+    fetch.fill(targets.rows, targets)
 
 
 def _about(entry: VersionCopies) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from tierstate.checkpointer import Checkpointer
 from tierstate.engine.info import VersionInfo
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.files.readers.deepspeed_folder import is_deepspeed, open_deepspeed
-from tierstate.files.readers.reader import ImportSource, Progress
+from tierstate.files.readers.reader import ImportSource
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import FormatError, NotFound, TierFull
 from tierstate.tiers.posix.files import open_file
@@ -30,7 +31,7 @@ _URI = "tierstate:"
 
 @contextmanager
 def open_source(
-    path: Path | str, *, skip_values: bool = False, progress: Progress = lambda _nbytes: None
+    path: Path | str, *, skip_values: bool = False, progress: Progress = no_progress
 ) -> Iterator[ImportSource]:
     """A context manager with the state in a file or folder. Tensors are read from the file while they are saved, so the
     save must happen inside the block.
@@ -62,7 +63,7 @@ def import_version(
     step: int | None = None,
     under: str = "",
     skip_values: bool = False,
-    progress: Progress = lambda _nbytes: None,
+    progress: Progress = no_progress,
 ) -> VersionInfo:
     """Save the state in a file or folder as a new version of a run.
 

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from tierstate.checkpointer import open_quietly
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.files.readers.outline import NO_BYTES, OutlineLeaf, Selection, state_of_outline
-from tierstate.files.readers.reader import ImportSource, Progress
+from tierstate.files.readers.reader import ImportSource
 from tierstate.files.readers.stored import FileValue, check_file_spec
 from tierstate.files.readers.zero import DEEPSPEED, MODEL, OPTIMIZER, is_zero, whole_parameters
 from tierstate.manifest.chunk import Buffer
@@ -64,7 +65,7 @@ def open_zero_version(
     step: int | None = None,
     version: str | None = None,
     tag: str | None = None,
-    progress: Progress = lambda _nbytes: None,
+    progress: Progress = no_progress,
 ) -> Iterator[ImportSource]:
     """A context manager with whole parameters from a version that ZeRO has saved, by any number of ranks, through
     `tierstate.integrations.deepspeed`; or from one that has them already.

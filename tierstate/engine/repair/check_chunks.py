@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from tierstate.engine.progress import Progress
 from tierstate.engine.restore.fetch import Fetch, RepairWriter
 from tierstate.engine.store.catalog import Holding, VersionCopies
 from tierstate.manifest.arrays import Array
@@ -179,9 +180,7 @@ class ChunkChecks:
         progress: called with the raw bytes read since the last call.
     """
 
-    def __init__(
-        self, arena: Arena, how: Depth, report: VerifyReport, workers: int, progress: Callable[[int], None]
-    ) -> None:
+    def __init__(self, arena: Arena, how: Depth, report: VerifyReport, workers: int, progress: Progress) -> None:
         self._arena, self._how, self._report, self._workers = arena, how, report, workers
         self._progress, self._lock = progress, threading.Lock()
         self._random = np.random.default_rng(how.seed)

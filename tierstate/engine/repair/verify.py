@@ -13,7 +13,7 @@ import numpy as np
 
 from tierstate.engine.packs.keys import pack_prefix, run_of, seq_of
 from tierstate.engine.packs.pack import footer_mismatches
-from tierstate.engine.progress import Progress
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, check_scatter
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
@@ -65,7 +65,7 @@ class Verifier:
         how: Depth = RECORDS_ONLY,
         *,
         workers: int = 1,
-        progress: Callable[[int], None] = lambda _: None,
+        progress: Progress = no_progress,
     ) -> None:
         self._catalog, self._how = catalog, how
         self._sizes: dict[tuple[str, str], str] = {}
@@ -394,12 +394,11 @@ class _Opening:
                     event.synchronize()
             except Exception as error:
                 failed[int(version.chunk_leaf[row])] = error
-            self._progress(raw.numel())
 
         def lose(row: int, _error: TierstateError) -> None:
             torn.add(int(version.chunk_leaf[row]))
 
-        fetch = Fetch(version, entry.holdings, self._arena, workers=READ_WORKERS, lost=lose)
+        fetch = Fetch(version, entry.holdings, self._arena, workers=READ_WORKERS, lost=lose, progress=self._progress)
         fetch.run(targets.rows.tolist(), load)
 
     def _fresh(self, entry: VersionCopies, index: int) -> Provider | None:

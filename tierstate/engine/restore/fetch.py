@@ -19,10 +19,11 @@ from tierstate.engine.codecs.codecs import decompress
 from tierstate.engine.packs.keys import MEND
 from tierstate.engine.packs.pack import FooterRow, PackWriter
 from tierstate.engine.packs.slab_layout import BIG
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.store.catalog import LOOK_FURTHER, Holding
 from tierstate.engine.store.delta_base import WrongBase, undo_delta
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import Buffer, Event, empty_buffer, view
+from tierstate.manifest.chunk import Buffer, Event, empty_buffer, to_bytes, view
 from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import (
     CaptureError,
@@ -107,7 +108,7 @@ class Fetch:
         mended: OnRepair | None = None,
         stop: Callable[[], bool] = lambda: False,
         lost: OnLost | None = None,
-        progress: Callable[[int], None] = lambda _nbytes: None,
+        progress: Progress = no_progress,
     ) -> None:
         self._version, self._holdings, self._arena = version, holdings, arena
         self._lost, self._progress = lost, progress
@@ -139,6 +140,22 @@ class Fetch:
             sink(row, raw, slab)
 
         self._all(self._plan(np.asarray(rows, "i8"), None), give, None)
+
+    def leaves(self, leaves: Sequence[int]) -> dict[int, bytes]:
+        """Fetch leaves that were saved in one piece, such as plain values; returns their bytes by index of the leaf.
+
+        Raises:
+            Damaged, Unreadable: as `run`.
+        """
+        version = self._version
+        found = {i: bytearray(version.leaves[i].spec.nbytes) for i in leaves}
+
+        def take(row: int, raw: Buffer, _slab: object) -> None:
+            start = int(version.chunk_start[row])
+            found[int(version.chunk_leaf[row])][start : start + raw.numel()] = to_bytes(raw)
+
+        self.run(version.rows_of(leaves).tolist(), take)
+        return {i: bytes(data) for i, data in found.items()}
 
     def fill(self, rows: Array, targets: ScatterTargets) -> None:
         """Fetch these rows into their destinations.

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 import torch
 
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.store.catalog import (
     LOOK_FURTHER,
     RunCatalog,
@@ -171,7 +172,7 @@ def fill_target(
     target: Target,
     plan: RestorePlan,
     arena: Arena,
-    progress: Callable[[int], None] = lambda _nbytes: None,
+    progress: Progress = no_progress,
 ) -> Any:
     """Read and verify what the target wants, and return the finished state. Repairs damaged chunks on the way.
 
@@ -197,7 +198,7 @@ def read_into(entry: VersionCopies, targets: ScatterTargets, arena: Arena) -> No
 
 @contextmanager
 def _reading(
-    entry: VersionCopies, rows: Array, arena: Arena, progress: Callable[[int], None] = lambda _nbytes: None
+    entry: VersionCopies, rows: Array, arena: Arena, progress: Progress = no_progress
 ) -> Iterator[Callable[[ScatterTargets], None]]:
     """Holds a lease on these chunks. Gives a function that reads those of some targets."""
     version = entry.version
@@ -263,7 +264,7 @@ class RestoreSpec(NamedTuple):
     tag: TaggedVersion | None = None
     optional: bool = False
     rename: Rename | None = None
-    progress: Callable[[int], None] = lambda _nbytes: None
+    progress: Progress = no_progress
 
     @property
     def newest(self) -> bool:

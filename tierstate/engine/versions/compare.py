@@ -16,7 +16,7 @@ from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS
 from tierstate.engine.store.catalog import VersionCopies
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import Buffer, to_bytes, view
+from tierstate.manifest.chunk import Buffer, view
 from tierstate.manifest.digest import DIGEST_SIZE
 from tierstate.manifest.format.globs import check_globs
 from tierstate.manifest.format.leaf import TIED, Leaf, Spec
@@ -236,9 +236,9 @@ class _Comparison:
     """Reads two versions and compares them."""
 
     def __init__(self, old: VersionCopies, new: VersionCopies, arena: Arena, progress: Progress) -> None:
-        self._old, self._new, self._progress = old.version, new.version, progress
-        self._then = Fetch(old.version, old.holdings, arena, workers=READ_WORKERS)
-        self._now = Fetch(new.version, new.holdings, arena, workers=READ_WORKERS)
+        self._old, self._new = old.version, new.version
+        self._then = Fetch(old.version, old.holdings, arena, workers=READ_WORKERS, progress=progress)
+        self._now = Fetch(new.version, new.holdings, arena, workers=READ_WORKERS, progress=progress)
         self._gone = _gone(old), _gone(new)
         self._why = new.thinned or old.thinned or "it is in no tier that answers"
         self._tallies: dict[int, ValueDifference] = {}
@@ -311,34 +311,21 @@ class _Comparison:
 
         def hold(row: int, raw: Buffer, _slab: object) -> None:
             held[row] = raw.clone()
-            self._progress(raw.numel())
 
         def take(row: int, raw: Buffer, _slab: object) -> None:
             for p in pieces[row]:
                 before = held[p.then][p.then_at : p.then_at + p.nbytes]
                 self._tallies[p.leaf].add(before, raw[p.now_at : p.now_at + p.nbytes])
-            self._progress(raw.numel())
 
         self._then.run(sorted({piece.then for piece in batch}), hold)
         self._now.run(sorted(pieces), take)
 
     def _texts(self, pairs: Sequence[tuple[int, int]]) -> dict[int, tuple[str, str]]:
         """Old and new text of plain values, by the leaf's index in the newer version."""
-        before = self._read(self._old, self._then, [j for j, _ in pairs])
-        after = self._read(self._new, self._now, [i for _, i in pairs])
-        return {i: (before[j], after[i]) for j, i in pairs}
-
-    def _read(self, version: Version, fetch: Fetch, leaves: Sequence[int]) -> dict[int, str]:
-        found = {i: bytearray(version.leaves[i].spec.nbytes) for i in leaves}
-
-        def take(row: int, raw: Buffer, _slab: object) -> None:
-            start = int(version.chunk_start[row])
-            found[int(version.chunk_leaf[row])][start : start + raw.numel()] = to_bytes(raw)
-            self._progress(raw.numel())
-
-        fetch.run(version.rows_of(leaves).tolist(), take)
+        before = self._then.leaves([j for j, _ in pairs])
+        after = self._now.leaves([i for _, i in pairs])
         with stand_in_classes():
-            return {i: _short(decode_value(bytes(data))) for i, data in found.items()}
+            return {i: (_short(decode_value(before[j])), _short(decode_value(after[i]))) for j, i in pairs}
 
 
 def _gone(entry: VersionCopies) -> set[int]:

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from tierstate.engine.placement import Route, Routes
+from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.publish.tier_write import tier_write_of
-from tierstate.engine.restore.fetch import ChunkSink, Fetch
+from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.store.catalog import VersionCopies, VersionMoved, lease_newest
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import NotFound
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import copy_stages
 from tierstate.manifest.history.log import RACE_RETRIES
-from tierstate.tiers.memory.arena import Arena, Slab
+from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
 
-class _Told(Fetch):
-    """A fetch that reports the bytes read to ``progress``."""
-
-    progress: Callable[[int], None]
-
-    def run(self, rows: Sequence[int], sink: ChunkSink) -> None:
-        def told(row: int, raw: Buffer, slab: Slab | None) -> None:
-            sink(row, raw, slab)
-            self.progress(raw.numel())
-
-        super().run(rows, told)
-
-
 def copy_version(
-    entry: VersionCopies,
-    tier_run: TierRun,
-    policy: Policy,
-    arena: Arena,
-    progress: Callable[[int], None] = lambda _nbytes: None,
+    entry: VersionCopies, tier_run: TierRun, policy: Policy, arena: Arena, progress: Progress = no_progress
 ) -> Record:
     """Copy a version to a tier from the tiers that have it; the policy chooses the leaves and codecs.
 
@@ -75,16 +58,12 @@ def _based(tier_run: TierRun) -> Iterator[None]:
         yield
 
 
-def _publish(
-    entry: VersionCopies, tier_run: TierRun, route: Route, arena: Arena, progress: Callable[[int], None]
-) -> Record:
+def _publish(entry: VersionCopies, tier_run: TierRun, route: Route, arena: Arena, progress: Progress) -> Record:
     version, stages = entry.version, partial(copy_stages, entry.version)
-    publication = tier_write_of(tier_run, version.head, version.leaves, version.chunk_leaf, route, stages)
-    fetch = _Told(version, entry.holdings, arena)
-    fetch.progress = progress
+    write = tier_write_of(tier_run, version.head, version.leaves, version.chunk_leaf, route, stages)
     try:
-        publication.copy(version, fetch)
-        return publication.commit(version)
+        write.copy(version, Fetch(version, entry.holdings, arena, progress=progress))
+        return write.commit(version)
     except BaseException as error:
-        publication.abort(error)
+        write.abort(error)
         raise

@@ -55,24 +55,20 @@ def is_zero(names: Iterable[str]) -> bool:
     return any(map(_OPTIMIZER_FILE.fullmatch, names))
 
 
-def whole_parameters(
-    files: Mapping[str, Any], what: str, progress: Progress = lambda _nbytes: None, step: int | None = None
-) -> ImportSource:
+def whole_parameters(files: Mapping[str, Any], what: str, progress: Progress) -> ImportSource:
     """The state in the files of a checkpoint: ``model``, ``optimizer`` by parameter, and ``deepspeed`` with the rest.
 
     Args:
         files: the content of each file by its name without ``.pt``; it may be untrusted. Tensors are mapped, or lazy.
         what: names the checkpoint in errors.
         progress: called with the bytes read since the last call.
-        step: by default what the files say.
 
     Raises:
         FormatError: a rank's file is missing, the pieces are not the whole of a parameter, or the checkpoint is of a
             kind that is not read: tensor or pipeline parallel, with experts, or with ``elastic_checkpoint``.
     """
     with errors_name(what):
-        found = _Checkpoint(files, progress)
-        return found.source(step)
+        return _Checkpoint(files, progress).source()
 
 
 def without_weights(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +133,7 @@ class _Checkpoint:
             if one.get("ds_zero_partition_groups"):
                 raise FormatError("its experts are partitioned by themselves, which is not read")
 
-    def source(self, step: int | None) -> ImportSource:
+    def source(self) -> ImportSource:
         listed = [{name: _dimensions(shape) for name, shape in one.items()} for one in self._first["param_shapes"]]
         groups = [self._group(i, shapes) for i, shapes in enumerate(listed)]
         states = {name: self._states(group, name) for group in groups for name in group.shapes}
@@ -149,7 +145,7 @@ class _Checkpoint:
             OPTIMIZER_STATE: without_moments(self._optimizers[0], names),
         }
         model = self._model({name: found.pop(FP32) for name, found in states.items()})
-        step = step if step is not None else step_in_file(self._first.get("global_steps"))
+        step = step_in_file(self._first.get("global_steps"))
         return ImportSource({MODEL: model, OPTIMIZER: states, DEEPSPEED: rest}, step)
 
     def _group(self, index: int, shapes: Mapping[str, Sequence[int]]) -> _Group:
