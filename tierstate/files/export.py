@@ -32,7 +32,7 @@ from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS, check_leaves_whole, reading, restarting
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
-from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
+from tierstate.engine.store.catalog import VersionCopies
 from tierstate.files.readers.outline import NO_BYTES, OutlineLeaf, SelectedLeaf, Selection, encode_outline
 from tierstate.files.readers.reader import OUTLINE
 from tierstate.manifest.arrays import Array
@@ -325,7 +325,7 @@ def _check_there(entry: VersionCopies, leaves: Sequence[int]) -> None:
     absent = entry.absent(entry.version.rows_of(leaves))
     if len(absent):
         name = entry.version.leaves[int(entry.version.chunk_leaf[absent[0]])].name
-        raise Damaged(f"leaf {name} of step {entry.version.head.step} is in none of the tiers; {LOOK_FURTHER}")
+        raise Damaged(f"leaf {name} of step {entry.version.head.step} is in none of the tiers; {entry.remedy}")
 
 
 def read_values(entry: VersionCopies, arena: Arena, leaves: Sequence[int]) -> dict[int, bytes]:

@@ -542,7 +542,7 @@ def _is_whole(entry: VersionCopies, rows: Array, wanted: RestoreSpec, passed: li
     first = version.leaves[int(leaves[0])].name
     error = Damaged(
         f"{describe_version(entry)} is not whole in {', '.join(entry.tiers)}: "
-        f"{len(leaves)} leaves are in none of them, {first} the first{_dropped(entry)}"
+        f"{len(leaves)} leaves are in none of them, {first} the first; {entry.remedy}"
     )
     if entry.away or not wanted.newest:
         raise error
@@ -554,12 +554,6 @@ def may_be_whole(entry: VersionCopies, why: object) -> Unreadable:
     """The error for a version that is not whole in the tiers that answer, while another one lists it."""
     away = "; ".join(entry.away)
     return Unreadable(f"{why}; it may be whole where its record cannot be read now ({away}); try again")
-
-
-def _dropped(entry: VersionCopies) -> str:
-    """Text for a message: which leaves of the version retention has dropped; if none, what can be done."""
-    gone = entry.thinned
-    return f"; {gone}: ask for others by `only`, or for another version" if gone else f"; {LOOK_FURTHER}"
 
 
 def raise_if_dropped(entry: VersionCopies, error: Damaged | Unreadable) -> None:

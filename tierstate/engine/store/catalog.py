@@ -83,6 +83,12 @@ class VersionCopies:
         gone = [f"{glob} from {name}" for name, record in records for glob in dropped_groups(record.commit)]
         return f"`keep` has dropped leaves of it ({', '.join(gone)})" if gone else ""
 
+    @property
+    def remedy(self) -> str:
+        """For a message about chunks of it that no tier has: what retention has dropped, or what may find them."""
+        gone = self.thinned
+        return f"{gone}: ask for others by `only`, or for another version" if gone else LOOK_FURTHER
+
     def absent(self, rows: Array) -> Array:
         """The rows, of those given, whose chunk is in no copy."""
         here = np.zeros(len(self.version.digests), bool)
