@@ -315,8 +315,8 @@ class Checkpointer(Run):
             together.team.on_silence(lambda text: self._events.emit("rank_silent", reason=text))
         levels = [Level(one.name, one.tier.traits.persistent, one.tier.traits.shared) for one in tier_runs]
         self._pipeline.auto = auto_cadence(policy, levels, hosts, self._events)
-        recall = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
-        self._planner = Planner(recall, self._guard, sharing)
+        cache = FlattenCache(allow_pickle=pickles, lossy=lossy_rules(policy), rank=rank)
+        self._planner = Planner(cache, self._guard, sharing)
         if policy.statistics and policy.alarms.action == "tag":
             tagging = AlarmTags(self._tags, [one for one in tier_runs if one.tier.traits.persistent])
             self._events.subscribe(EVERY, tagging.event)

@@ -120,9 +120,9 @@ def test_a_rank_that_has_lost_another_one_ends_without_copying_its_part(place: P
         assert len(queues) == 2
         eventually(lambda: all(queue.copying() is not None for queue in queues))
         for team in teams:
-            team._line._beat = ""  # no heartbeats any more
+            team._client._beat = ""  # no heartbeats any more
         for rank in (0, 1):
-            teams[rank]._line.silent[1 - rank] = read_beats(teams[rank]._line, [1 - rank])[1 - rank]
+            teams[rank]._client.silent[1 - rank] = read_beats(teams[rank]._client, [1 - rank])[1 - rank]
         closing = threading.Thread(target=close)
         closing.start()
         eventually(lambda: all(queue._ended for queue in queues))

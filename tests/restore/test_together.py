@@ -131,7 +131,7 @@ def test_a_rank_that_is_interrupted_is_named_to_the_others_and_all_can_restore_a
         all_know = threading.Barrier(3, timeout=PATIENCE)
 
         def restore(ckpt, rank):
-            line, number = ckpt._together.team._line, when if rank == who else None
+            line, number = ckpt._together.team._client, when if rank == who else None
             with interrupted(line, kind, number, after):
                 first = attempt(lambda: restored(ckpt, rank))
             all_know.wait()

@@ -117,7 +117,7 @@ class Capture:
         chunk: chunk length in bytes.
         arena: gives the slabs.
         digest: the digest function.
-        outlet: receives the results.
+        sink: receives the results.
         before: returns the digests of the last save, or None; called once, before most of the state is copied.
         staging: where short tensors of devices are gathered; kept by the caller from save to save.
         streams: on which devices compute digests; kept as well.
@@ -130,7 +130,7 @@ class Capture:
         chunk: int,
         arena: Arena,
         digest: DigestFunction,
-        outlet: CaptureSink,
+        sink: CaptureSink,
         before: Callable[[], LastCapture | None] = lambda: None,
         staging: DeviceStaging | None = None,
         statistics: StatisticsWorker | None = None,
@@ -138,7 +138,7 @@ class Capture:
     ) -> None:
         self._plan, self._chunk, self._arena = plan, chunk, arena
         self._statistics = statistics
-        self._digest, self._outlet = digest, outlet
+        self._digest, self._sink = digest, sink
         counts = plan.counts(chunk)
         self._first = np.cumsum(counts) - counts
         chunks = int(counts.sum())
@@ -165,7 +165,7 @@ class Capture:
         """
         if not self._plan.guarded.any():
             self._look_back()
-        self._copy_all(~self._plan.guarded, self._workers(), copied=self._outlet.unguarded_done)
+        self._copy_all(~self._plan.guarded, self._workers(), copied=self._sink.unguarded_done)
         if self._plan.guarded.any():
             self._look_back()
             self._check_memory()
@@ -187,7 +187,7 @@ class Capture:
     def _all_queued(self) -> None:
         if self._plan.read_set is not None:
             self._queued = QueuedCopies(self._changed, [fence.copied() for fence in self._plan.fences])
-            self._outlet.copies_queued(self._queued)
+            self._sink.copies_queued(self._queued)
 
     def _validate(self) -> None:
         """Raises CaptureError unless what was captured after `save` had returned is what it was at the call."""
@@ -377,7 +377,7 @@ class Capture:
             self._give(slab, *chunks)
 
     def _stopped(self) -> bool:
-        return bool(self._failures) or self._outlet.stop()
+        return bool(self._failures) or self._sink.stop()
 
     def _copy(self, slabful: SlabPlan, slab: Slab) -> None:
         try:
@@ -408,7 +408,7 @@ class Capture:
     def _keep(self, rows: Array) -> None:
         """Tell that these chunks are as they were in the last save."""
         if len(rows):
-            self._outlet.kept(rows, self._digests[rows])
+            self._sink.kept(rows, self._digests[rows])
             if self._statistics is not None:
                 self._statistics.keep(rows)
 
@@ -441,7 +441,7 @@ class Capture:
         batch = SlabChunks(slab, rows, at, nbytes, digests)
         if self._statistics is not None:
             self._statistics.take(batch)
-        self._outlet.dispatch(batch)
+        self._sink.dispatch(batch)
 
     def _finish(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> Array:
         # Plain numbers: most slabs hold one chunk, for which each operation of NumPy takes longer than all of this.

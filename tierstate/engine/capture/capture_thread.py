@@ -198,11 +198,11 @@ class CaptureThread:
             freed = partial(save_state.capture_ended, None)
         if work.handed_over is not None and not guarded:
             freed = None  # `save` returns when the other process has all of it
-        outlet = CaptureSink(dispatch, keep, freed, save_state.copies_queued, save_state.cancelled.is_set)
+        sink = CaptureSink(dispatch, keep, freed, save_state.copies_queued, save_state.cancelled.is_set)
         digest = digest_function(save_state.head.digest)
         chunk, kept = save_state.head.chunk, (self._staging, statistics, self._streams)
         try:
-            return Capture(work.plan, chunk, self._arena, digest, outlet, before, *kept).run()
+            return Capture(work.plan, chunk, self._arena, digest, sink, before, *kept).run()
         finally:
             seconds = self._arena.waited - waited
             if seconds > 0 and save_state.when_full is not None:

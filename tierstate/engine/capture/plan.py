@@ -278,13 +278,13 @@ class Planner:
     As long as a state keeps its structure, the plan is the last one with a few values changed.
 
     Args:
-        recall: flattens the states.
+        cache: flattens the states.
         guard: knows which tensors only a guarded optimizer changes.
-        sharing: decides which shards this rank saves, if several ranks save together.
+        owners: decides which shards this rank saves, if several ranks save together.
     """
 
-    def __init__(self, recall: FlattenCache, guard: Guard, sharing: ShardOwners | None = None) -> None:
-        self._recall, self._guard, self._sharing = recall, guard, sharing
+    def __init__(self, cache: FlattenCache, guard: Guard, owners: ShardOwners | None = None) -> None:
+        self._cache, self._guard, self._owners = cache, guard, owners
         self._token: object = None
         self._signature: list[int] = []
         self._plan: CapturePlan | None = None
@@ -307,7 +307,7 @@ class Planner:
         """
         # Forget the last plan until the new one is complete: a failure must not leave an outdated plan.
         last, self._plan = self._plan, None
-        tree, tensors = self._recall.flatten(state), self._guard.tensors()
+        tree, tensors = self._cache.flatten(state), self._guard.tensors()
         local = [local_of(tensor) for tensor in tensors]
         signature = [tensor.data_ptr() for tensor in local]
         alike = last is not None and tree.token is self._token and signature == self._signature
@@ -352,8 +352,8 @@ class Planner:
         nodes = enumerate(tree.nodes)
         sources = [s for i, node in nodes if node.provider for s in self._sources(i, node.leaf, node.provider)]
         mine: Sequence[bool] = [True] * len(sources)
-        if self._sharing is not None:
-            mine = self._sharing.ask(seq, tree.leaves, sources).tolist()
+        if self._owners is not None:
+            mine = self._owners.ask(seq, tree.leaves, sources).tolist()
         self._numbers, self._boxes, taken = {}, {}, count()
         for source, is_mine in zip(sources, mine, strict=True):
             self._numbers.setdefault(source.leaf, []).append(next(taken) if is_mine else None)
@@ -400,10 +400,10 @@ class Planner:
                 if not self._fit(i, tree.leaves[i], sources):
                     return None
                 fresh |= {n: s for n, s in zip(self._numbers.get(i, ()), sources, strict=True) if n is not None}
-        if self._sharing is not None:
-            if self._sharing.called:
+        if self._owners is not None:
+            if self._owners.called:
                 return None
-            self._sharing.steady(seq)
+            self._owners.steady(seq)
         if fresh:
             plan = plan.changed(fresh)
         if plan.chunks:

@@ -122,7 +122,7 @@ def take_snapshot(work: CaptureJob) -> CaptureJob:
 
 def _snapped(work: CaptureJob, queue: TierQueue, job: DirectJob, tier: Gpu) -> CaptureJob:
     head, plan = work.save_state.head, work.plan
-    layout = _layout(plan, job.publication.plain, tier.line.device)
+    layout = _layout(plan, job.tier_write.plain, tier.line.device)
     if layout is None:
         return work
     key = str(PackKey.new(head.run, head.seq, queue.tier_run.rank, SNAPSHOT))
@@ -141,7 +141,7 @@ def _snapped(work: CaptureJob, queue: TierQueue, job: DirectJob, tier: Gpu) -> C
             tier.give_back(memory)
         raise
     # From here on nothing fails: the state may change, and the ordinary capture can no longer take the place of this.
-    job.publication.adopt(snapshot)
+    job.tier_write.adopt(snapshot)
     if not live.any():
         work.save_state.capture_ended(None)
     # Copied sources are captured last, like guarded ones. If all guarded sources are copied, no step has to wait.

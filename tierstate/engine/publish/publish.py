@@ -69,27 +69,27 @@ class SlabReceiver(ABC):
 class DirectJob(SlabReceiver):
     """Publishes a save to one tier from the slabs of its capture, while the capture still runs."""
 
-    def __init__(self, save_state: SaveState, publication: TierWrite) -> None:
+    def __init__(self, save_state: SaveState, tier_write: TierWrite) -> None:
         self.save_state: SaveState = save_state
-        self.publication = publication
+        self.tier_write = tier_write
         self.due = PendingVersion.of(save_state.head, save_state.nbytes)
         self._queue: SimpleQueue[SlabChunks | UnchangedChunks | Version | BaseException] = SimpleQueue()
 
     @property
     def stored(self) -> int:
         """Bytes written so far."""
-        return self.publication.stored
+        return self.tier_write.stored
 
     @property
     def committed(self) -> str:
         """As `TierWrite.committed`."""
-        return self.publication.committed
+        return self.tier_write.committed
 
     def feed(self, item: SlabChunks | UnchangedChunks | Version | BaseException) -> None:
         self._queue.put(item)
 
     def needless(self, digests: Array) -> Array:
-        return self.publication.needless(digests)
+        return self.tier_write.needless(digests)
 
     def run(self) -> Record:
         """Write slab by slab, then commit. After a failure still releases slabs, so that the capture need not wait."""
@@ -108,23 +108,23 @@ class DirectJob(SlabReceiver):
                 raise failure
             if isinstance(item, BaseException):
                 raise item
-            return self.publication.commit(item, self.save_state.cancelled.is_set)
+            return self.tier_write.commit(item, self.save_state.cancelled.is_set)
         except BaseException as error:
-            self.publication.abort(error)
+            self.tier_write.abort(error)
             raise
 
     def _unexpected(self) -> BaseException | None:
         """The error if the tier is not the expected one, or cannot be asked."""
         try:
-            self.publication.tier_run.identity.ensure(create=False)
+            self.tier_write.tier_run.identity.ensure(create=False)
         except BaseException as error:
             return error
         return None
 
     def _take(self, item: SlabChunks | UnchangedChunks) -> None:
         if isinstance(item, SlabChunks):
-            self.publication.take(item)
-        elif not self.publication.keep(item.rows, item.digests):
+            self.tier_write.take(item)
+        elif not self.tier_write.keep(item.rows, item.digests):
             raise Damaged(
                 "chunks that this save relies on were found damaged meanwhile; the next save writes them again"
             )
@@ -171,17 +171,17 @@ class CascadeJob:
         self.began: float | None = None
         self._tier_run, self._faster, self._routes, self._arena = tier_run, faster, routes, arena
         self._entries = entries
-        self._publication: TierWrite | None = None
+        self._tier_write: TierWrite | None = None
 
     @property
     def stored(self) -> int:
         """Bytes written so far."""
-        return self._publication.stored if self._publication else 0
+        return self._tier_write.stored if self._tier_write else 0
 
     @property
     def committed(self) -> str:
         """As `TierWrite.committed`."""
-        return self._publication.committed if self._publication else ""
+        return self._tier_write.committed if self._tier_write else ""
 
     @property
     def at_hand(self) -> bool:
@@ -206,7 +206,7 @@ class CascadeJob:
         records = self._found(coming)
         version = records[0][1].version
         route = self._routes.of(version.leaves)[self._tier_run.name]
-        publication = tier_write_of(
+        tier_write = tier_write_of(
             self._tier_run,
             version.head,
             version.leaves,
@@ -215,17 +215,17 @@ class CascadeJob:
             partial(copy_stages, version),
             self._faster,
         )
-        self._publication, self.began = publication, time.monotonic()
+        self._tier_write, self.began = tier_write, time.monotonic()
         try:
             with lease_for_reading([(tier_run, record) for tier_run, record in records if tier_run.leads]):
                 holdings = [Holding(tier_run, record.layout) for tier_run, record in records]
-                publication.copy(version, Fetch(version, holdings, self._arena, stop=self.cancelled.is_set))
+                tier_write.copy(version, Fetch(version, holdings, self._arena, stop=self.cancelled.is_set))
                 # Within the lease: a commit by many ranks waits for those that still read.
-                return publication.commit(version, None if self.save_state is None else self.cancelled.is_set)
+                return tier_write.commit(version, None if self.save_state is None else self.cancelled.is_set)
         except BaseException as error:
             # The job may wait in the queue again, and must not hold tables of chunks meanwhile.
-            self._publication = None
-            publication.abort(error)
+            self._tier_write = None
+            tier_write.abort(error)
             raise
 
     def _found(self, coming: bool) -> list[Source]:

@@ -96,8 +96,8 @@ class TierWrite:
         self.tier_run, self.committed = tier_run, ""
         self._leaves, self._row_leaves, self._route = leaves, row_leaves, route
         delta_bases = DeltaBases(tier_run, head, leaves, row_leaves, faster)
-        self._coding = ChunkEncoder(tier_run, leaves, row_leaves, route, delta_bases, self._put)
-        self._packs = PackWriter(self._coding.tier, head.run, head.seq, tier_run.rank)
+        self._encoder = ChunkEncoder(tier_run, leaves, row_leaves, route, delta_bases, self._put)
+        self._packs = PackWriter(self._encoder.tier, head.run, head.seq, tier_run.rank)
         self._draft = LayoutBuilder(len(row_leaves))
         self._written: dict[bytes, int] = {}
         self._twins: list[tuple[Array, Array]] = []
@@ -153,7 +153,7 @@ class TierWrite:
         for number in np.flatnonzero(~raw).tolist():
             i = int(missing[number])
             data = batch.slab.buffer[batch.at[i] : batch.at[i] + batch.nbytes[i]]
-            codec = self._coding.codec(int(batch.rows[i]), data)
+            codec = self._encoder.codec(int(batch.rows[i]), data)
             raw[number] = codec == RAW
             if codec != RAW:
                 self._write(int(batch.rows[i]), data, batch.digests[i].tobytes(), batch.slab, codec)
@@ -162,7 +162,7 @@ class TierWrite:
             if len(run):
                 self._write_run(batch, run)
         self._note_twins(batch, twins)
-        self._coding.workers.hand_on()
+        self._encoder.workers.hand_on()
 
     def _take_raw(self, batch: SlabChunks) -> None:
         """As `take`, for the one chunk of a slab: as for all long leaves, where this takes most of a save's Python."""
@@ -171,7 +171,7 @@ class TierWrite:
                 self._note_twins(batch, _FIRST)
             else:
                 self._write_run(batch, _FIRST)
-        self._coding.workers.hand_on()
+        self._encoder.workers.hand_on()
 
     def _part_twins(self, batch: SlabChunks, which: Array) -> tuple[Array, Array]:
         """Split chunks into those to write and duplicates of chunks that this save has written."""
@@ -207,7 +207,7 @@ class TierWrite:
         Args:
             slab: the slab with ``raw``, which is leased until the tier has written it; None if it is in no slab.
         """
-        self._write(row, raw, digest, slab, self._coding.codec(row, raw))
+        self._write(row, raw, digest, slab, self._encoder.codec(row, raw))
 
     def _write(self, row: int, raw: Buffer, digest: bytes, slab: LeasedSlab | None, codec: str) -> None:
         first = self._written.setdefault(digest, row)
@@ -215,8 +215,8 @@ class TierWrite:
             self._twins.append((np.array([row]), np.array([first])))
             return
         chunk = VersionChunk(row, digest, len(raw))
-        if codec != RAW and self._coding.takes(row):
-            self._coding.add(chunk, raw, slab, codec)
+        if codec != RAW and self._encoder.takes(row):
+            self._encoder.add(chunk, raw, slab, codec)
             return
         if slab is not None:
             slab.lease()
@@ -245,7 +245,7 @@ class TierWrite:
             return self._commit(version, stop)
 
     def _commit(self, version: Version, stop: Stop | None) -> Record:
-        self._coding.workers.finish()
+        self._encoder.workers.finish()
         # A pack of one rank's part does not get the version: it is not the whole one, which `rebuild` looks for.
         self._packs.close(*([] if self.tier_run.together and stop is not None else [version.data]))
         for rows, firsts in self._twins:
@@ -292,7 +292,7 @@ class TierWrite:
 
         A create request without an answer may still take effect later, even if no record could be read back.
         """
-        self._coding.workers.abort()
+        self._encoder.workers.abort()
         if isinstance(error, CommitUnknown) or (self._sent and isinstance(error, TierUnavailable)):
             return
         try:

@@ -144,7 +144,7 @@ def check_scatter(version: Version, targets: ScatterTargets) -> None:
 
     Needed because a record may be damaged or forged.
     """
-    met, to = targets.meetings, targets.destinations
+    met, to = targets.overlaps, targets.destinations
     for want in np.unique(met.want[~met.same]).tolist():
         if isinstance(to[want].taker, Provider) and type(to[want].taker).scatter is Provider.scatter:
             raise _cut(version, to[want].leaf)

@@ -164,7 +164,7 @@ class ScatterTargets:
 
     Attributes:
         destinations: as given.
-        meetings: the overlaps of chunks and destinations.
+        overlaps: of chunks and destinations.
         rows: the wanted chunks, rising.
         only: ``(chunks,)``: the only destination of a chunk that is whole and contiguous there; else -1.
         start: ``(chunks,)`` of int64: for those chunks the byte offset in the destination.
@@ -180,9 +180,9 @@ class ScatterTargets:
         self._memories = [to.memory for to in destinations]
         self._on_device = [_device_memory(version, to) for to in destinations]
         wants = [WantedBox(at.leaf, at.box) for at in destinations]
-        self.meetings = find_overlaps(version, wants)
-        self.rows = self.meetings.rows
-        self._scatter = Scatter(version, wants, self.meetings)
+        self.overlaps = find_overlaps(version, wants)
+        self.rows = self.overlaps.rows
+        self._scatter = Scatter(version, wants, self.overlaps)
         row, want, start = self._scatter.lone()
         self.only, self.start, self.address = (np.full(len(version.digests), n, "i8") for n in (-1, 0, 0))
         self.only[row], self.start[row] = want, start

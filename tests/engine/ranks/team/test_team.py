@@ -55,7 +55,7 @@ def test_what_all_say_alike_takes_little_room() -> None:
     def rank(team: Team) -> list[bytes]:
         found = team.gather("offer", said + bytes([team.rank]))
         if team.rank == 1:
-            stores.append(team._line.look("said/0/gathered/offer/1"))
+            stores.append(team._client.look("said/0/gathered/offer/1"))
         team.gather("over", b"")
         return found
 
@@ -189,7 +189,7 @@ def test_a_dead_rank_is_named_and_those_who_live_are_waited_for() -> None:
 
     def rank(team: Team) -> Any:
         if team.rank % 2:
-            team._line.end()
+            team._client.end()
             return None
         if team.rank == 2:
             return team.receive(0, "over")
@@ -207,7 +207,7 @@ def test_a_dead_rank_is_named_and_those_who_live_are_waited_for() -> None:
 def test_a_failed_gathering_fails_on_all() -> None:
     def rank(team: Team) -> Any:
         if team.rank == 2:
-            team._line.end()
+            team._client.end()
             return None
         with pytest.raises(RankFailed) as failed:
             team.gather("plans", b"")
@@ -293,7 +293,7 @@ def test_a_rank_whose_message_is_damaged_keeps_nobody_waiting() -> None:
 
     def rank(team: Team) -> Any:
         if team.rank == 2:
-            team._line.set({"said/2/gather/plans/1": b"\1nonsense"})
+            team._client.set({"said/2/gather/plans/1": b"\1nonsense"})
             team.gather("over", b"")
             return None
         with pytest.raises(TierstateError, match="not one of ours") as failed:
@@ -309,7 +309,7 @@ def test_a_rank_that_is_silent_is_told_once() -> None:
 
     def rank(team: Team) -> None:
         if team.rank == 1:
-            team._line.end()
+            team._client.end()
             return
         team.on_silence(told.append)
         for _ in range(2):

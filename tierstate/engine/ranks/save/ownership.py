@@ -75,14 +75,14 @@ class OwnershipPlanner:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._lock = threading.Lock()
-        self._since = self._spoken = -1
+        self._since = self._reported = -1
         self._owners: dict[tuple[str, Box], int] = {}
         self._digest: Any = None
         self._mine: Array = np.zeros(0, bool)
         self._called = True
         self._shared: list[str] = []
         self._ended = threading.Event()
-        self._words: SimpleQueue[_Report | None] = SimpleQueue()
+        self._reports: SimpleQueue[_Report | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tierstate-sharing", daemon=True)
         self._thread.start()
 
@@ -93,16 +93,16 @@ class OwnershipPlanner:
 
     def steady(self, seq: int) -> None:
         """Report that this rank saves the same shards as last time, or nothing."""
-        self._say(_Report(seq, STEADY))
+        self._report(_Report(seq, STEADY))
 
     def absent(self, seq: int) -> None:
         """Report that this rank saves nothing, unless it has already reported for that save."""
-        if self._spoken < seq:
+        if self._reported < seq:
             self.steady(seq)
 
-    def _say(self, word: _Report) -> None:
-        self._spoken = word.seq
-        self._words.put(word)
+    def _report(self, report: _Report) -> None:
+        self._reported = report.seq
+        self._reports.put(report)
 
     def ask(self, seq: int, leaves: Sequence[Leaf], sources: Sequence[CaptureSource]) -> Array:
         """Which of the shards that this rank holds it saves. Waits for all ranks only if the structure has changed.
@@ -142,9 +142,9 @@ class OwnershipPlanner:
         self._digest, self._mine = table.digest, mine
         return mine
 
-    def _answer(self, seq: int, word: bytes) -> tuple[bytes, bytes]:
+    def _answer(self, seq: int, data: bytes) -> tuple[bytes, bytes]:
         future: Future[tuple[bytes, bytes]] = Future()
-        self._say(_Report(seq, word, future))
+        self._report(_Report(seq, data, future))
         answer, found = future.result()
         if answer[:1] == FAILED:
             said = json.loads(answer[1:])
@@ -160,24 +160,24 @@ class OwnershipPlanner:
     def close(self) -> None:
         """End the thread. A caller that waits for an answer gets an error."""
         self._ended.set()
-        self._words.put(None)
+        self._reports.put(None)
         self._thread.join()
 
     # The thread
 
     def _run(self) -> None:
-        while (word := self._words.get()) is not None:
+        while (report := self._reports.get()) is not None:
             try:
-                answer = self._answer_all(word) if self._team.coordinator else self._exchange(word)
+                answer = self._answer_all(report) if self._team.coordinator else self._exchange(report)
             except Exception as error:
                 # Any error is raised in the waiting caller, and the thread goes on: the next save may succeed.
-                log.debug("what ranks hold at save %d could not be told: %s", word.seq, error)
-                if word.answer is not None:
-                    word.answer.set_exception(_told(error))
+                log.debug("what ranks hold at save %d could not be told: %s", report.seq, error)
+                if report.answer is not None:
+                    report.answer.set_exception(_as_ours(error))
                 continue
             self._apply(answer[0])
-            if word.answer is not None:
-                word.answer.set_result(answer)
+            if report.answer is not None:
+                report.answer.set_result(answer)
 
     def _apply(self, answer: bytes) -> None:
         """Note from an answer whether the next save must assign owners again."""
@@ -187,27 +187,27 @@ class OwnershipPlanner:
             elif answer[:1] == APART:
                 self._called = self._called or bool(json.loads(answer[1:])["call"])
 
-    def _exchange(self, word: _Report) -> tuple[bytes, bytes]:
+    def _exchange(self, report: _Report) -> tuple[bytes, bytes]:
         """Post a report; receive the answer, and the assignment if the answer announces one."""
-        team, said = self._team, _key("plan", word.seq)
-        team.post(said, word.data)
-        answer, found = team.receive(0, _key("answer", word.seq), stop=self._ended.is_set), b""
+        team, key = self._team, _key("plan", report.seq)
+        team.post(key, report.data)
+        answer, found = team.receive(0, _key("answer", report.seq), stop=self._ended.is_set), b""
         if answer[:1] == SHARED:
-            found = team.receive(0, _key("share", word.seq, team.rank), stop=self._ended.is_set)
-        team.forget([said])
+            found = team.receive(0, _key("share", report.seq, team.rank), stop=self._ended.is_set)
+        team.forget([key])
         return answer, found
 
-    def _answer_all(self, word: _Report) -> tuple[bytes, bytes]:
+    def _answer_all(self, report: _Report) -> tuple[bytes, bytes]:
         """On the coordinator: wait for the reports of all ranks, and post the answer and the assignments."""
-        team, seq = self._team, word.seq
+        team, seq = self._team, report.seq
         try:
             asked = dict.fromkeys(range(1, team.size), _key("plan", seq))
-            words = {0: word.data, **team.receive_all(asked, stop=self._ended.is_set)}
-            answer, shares = _answer_to(words)
+            reports = {0: report.data, **team.receive_all(asked, stop=self._ended.is_set)}
+            answer, shares = _answer_to(reports)
             for rank, share in shares.items():
                 team.post(_key("share", seq, rank), share)
         except Exception as error:
-            team.post(_key("answer", seq), FAILED + _said(error))
+            team.post(_key("answer", seq), FAILED + _encode_failure(error))
             raise
         team.post(_key("answer", seq), answer)
         # All ranks have reported for this save, so all have received the messages of the last one.
@@ -216,14 +216,14 @@ class OwnershipPlanner:
         return answer, shares.get(0, b"")
 
 
-def _answer_to(words: dict[int, bytes]) -> tuple[bytes, dict[int, bytes]]:
+def _answer_to(reports: dict[int, bytes]) -> tuple[bytes, dict[int, bytes]]:
     """The answer to the reports of all ranks, and by rank its assignment, if owners are assigned again."""
-    changed = {rank: data for rank, data in words.items() if data[:1] == CHANGED}
+    changed = {rank: data for rank, data in reports.items() if data[:1] == CHANGED}
     if not changed:
         return STEADY, {}
-    if len(changed) == len(words):
-        sharing = assign_owners([SaveCandidates.decode(words[rank][9:]) for rank in range(len(words))])
-        return SHARED, {rank: sharing.of([rank]).encode() for rank in words}
+    if len(changed) == len(reports):
+        sharing = assign_owners([SaveCandidates.decode(reports[rank][9:]) for rank in range(len(reports))])
+        return SHARED, {rank: sharing.of([rank]).encode() for rank in reports}
     more = sum(int.from_bytes(data[1:9], "little") for data in changed.values())
     return APART + json.dumps({"changed": sorted(changed), "call": more >= WORTH}).encode(), {}
 
@@ -232,9 +232,9 @@ def _key(*what: object) -> str:
     return "sharing/" + "/".join(map(str, what))
 
 
-def _said(error: BaseException) -> bytes:
+def _encode_failure(error: BaseException) -> bytes:
     return json.dumps({"text": str(error)[:4096], "ranks": list(getattr(error, "ranks", ()))}).encode()
 
 
-def _told(error: BaseException) -> TierstateError:
+def _as_ours(error: BaseException) -> TierstateError:
     return error if isinstance(error, TierstateError) else RankFailed(f"sharing out failed: {error!r}")

@@ -63,10 +63,10 @@ class HeartbeatMonitor:
         size: number of ranks of the team.
     """
 
-    def __init__(self, line: StoreClient, timeouts: Timeouts, size: int) -> None:
-        self._line, self._interval, self._limit = line, timeouts.interval(size), timeouts.quiet(size)
+    def __init__(self, client: StoreClient, timeouts: Timeouts, size: int) -> None:
+        self._client, self._interval, self._limit = client, timeouts.interval(size), timeouts.quiet(size)
         self._last = time.monotonic()
-        self._known = dict(line.silent)  # looked at at once: every save in progress waits for dead ranks
+        self._known = dict(client.silent)  # looked at at once: every save in progress waits for dead ranks
         self._beats: dict[int, bytes] = {}
         self._quiet: dict[int, float] = {}
 
@@ -80,7 +80,7 @@ class HeartbeatMonitor:
         if passed < self._interval and not self._known.keys() & set(ranks):
             return {}
         self._last += passed
-        beats, known, self._known = read_beats(self._line, ranks), self._known, {}
+        beats, known, self._known = read_beats(self._client, ranks), self._known, {}
         found = {}
         for rank in ranks:
             beat = beats.get(rank, b"")
@@ -92,10 +92,10 @@ class HeartbeatMonitor:
         return found
 
     def _note(self, rank: int, beat: bytes, text: str) -> None:
-        new = self._line.silent.get(rank) != beat
-        self._line.silent[rank] = beat
-        if new and self._line.when_silent is not None:
-            self._line.when_silent(text)
+        new = self._client.silent.get(rank) != beat
+        self._client.silent[rank] = beat
+        if new and self._client.when_silent is not None:
+            self._client.when_silent(text)
 
     def _is_quiet(self, rank: int, beat: bytes, passed: float) -> bool:
         if beat != self._beats.get(rank):
@@ -105,24 +105,24 @@ class HeartbeatMonitor:
         return self._quiet[rank] >= self._limit
 
 
-def read_beats(line: StoreClient, ranks: Collection[int]) -> dict[int, bytes]:
+def read_beats(client: StoreClient, ranks: Collection[int]) -> dict[int, bytes]:
     """The last heartbeats of these ranks; without those that have given none.
 
     Raises:
         RankFailed: the store is lost.
     """
     keys = {heartbeat_key(rank): rank for rank in ranks}
-    absent = set(line.missing(list(keys)))
+    absent = set(client.missing(list(keys)))
     there = [key for key in keys if key not in absent]
-    beats = line.get(there) if there else []
+    beats = client.get(there) if there else []
     return {keys[key]: beat for key, beat in zip(there, beats, strict=True)}
 
 
-def has_dead(line: StoreClient) -> bool:
+def has_dead(client: StoreClient) -> bool:
     """Whether the store is lost, or a rank that was found dead has given no sign of life since."""
-    silent = dict(line.silent)
+    silent = dict(client.silent)
     try:
-        beats = read_beats(line, silent)
+        beats = read_beats(client, silent)
     except RankFailed:
         return True
-    return line.lost or any(beats.get(rank, b"") == beat for rank, beat in silent.items())
+    return client.lost or any(beats.get(rank, b"") == beat for rank, beat in silent.items())

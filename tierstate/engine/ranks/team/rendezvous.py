@@ -40,13 +40,13 @@ def rendezvous(store: Store, prefix: str, rank: int, size: int, timeouts: Timeou
     """
     from torch.distributed import distributed_c10d as c10d
 
-    line = StoreClient(c10d.PrefixStore(prefix, store), timeouts.quiet(size))
+    client = StoreClient(c10d.PrefixStore(prefix, store), timeouts.quiet(size))
     try:
         end = time.monotonic() + timeouts.timeout
-        name, told = _call(line, size, end) if rank == 0 else _answer(line, rank, size, end)
-        _clean(line, rank, name, str(told["last"]))
+        name, told = _call(client, size, end) if rank == 0 else _answer(client, rank, size, end)
+        _clean(client, rank, name, str(told["last"]))
     finally:
-        line.end()
+        client.end()
     return c10d.PrefixStore(f"{prefix}/{name}", store), [int(host) for host in told["hosts"]]
 
 
@@ -55,47 +55,47 @@ def this_host() -> str:
     return os.environ.get("TIERSTATE_HOST") or f"{socket.gethostname()}/{this_process()['boot']}"
 
 
-def _call(line: StoreClient, size: int, end: float) -> tuple[str, Mapping[str, Any]]:
+def _call(client: StoreClient, size: int, end: float) -> tuple[str, Mapping[str, Any]]:
     name = uuid.uuid4().hex
-    line.set({"call": name.encode()})
+    client.set({"call": name.encode()})
     keys = [f"{name}/here/{rank}" for rank in range(1, size)]
     came = 0
     while came < len(keys):
-        if line.has(keys[came : came + 1]):
+        if client.has(keys[came : came + 1]):
             came += 1
-            came = len(keys) if line.has(keys[came:] or keys) else came
+            came = len(keys) if client.has(keys[came:] or keys) else came
             continue
         if time.monotonic() >= end:
-            absent = [int(key.rpartition("/")[2]) for key in line.missing(keys)]
+            absent = [int(key.rpartition("/")[2]) for key in client.missing(keys)]
             raise RankFailed(f"{format_ranks(absent)} did not come to save together", absent)
         time.sleep(PAUSE)
-    names = [this_host(), *(host.decode(errors="replace") for host in (line.get(keys) if keys else []))]
+    names = [this_host(), *(host.decode(errors="replace") for host in (client.get(keys) if keys else []))]
     numbers = {host: number for number, host in enumerate(dict.fromkeys(names))}
-    told = {"hosts": [numbers[host] for host in names], "last": line.look("last").decode()}
-    line.set({"call": NO_CALL, "last": name.encode(), f"{name}/go": json.dumps(told).encode()})
+    told = {"hosts": [numbers[host] for host in names], "last": client.look("last").decode()}
+    client.set({"call": NO_CALL, "last": name.encode(), f"{name}/go": json.dumps(told).encode()})
     if told["last"] != NOTHING.decode():
-        line.delete([f"{told['last']}/go"])
+        client.delete([f"{told['last']}/go"])
     return name, told
 
 
-def _answer(line: StoreClient, rank: int, size: int, end: float) -> tuple[str, Mapping[str, Any]]:
+def _answer(client: StoreClient, rank: int, size: int, end: float) -> tuple[str, Mapping[str, Any]]:
     name, began = "", time.monotonic()
     while True:
-        called = line.look("call").decode()
+        called = client.look("call").decode()
         if called not in (name, NO_CALL.decode(), NOTHING.decode()):
             name = called
-            line.set({f"{name}/here/{rank}": this_host().encode()})
-        if name and line.has([f"{name}/go"]):
-            return name, json.loads(line.get([f"{name}/go"])[0])
+            client.set({f"{name}/here/{rank}": this_host().encode()})
+        if name and client.has([f"{name}/go"]):
+            return name, json.loads(client.get([f"{name}/go"])[0])
         now = time.monotonic()
         if now >= end:
             raise RankFailed("rank 0 did not call the others together to save", (0,))
         time.sleep(max(PAUSE, min((now - began) / 10, 0.05), size / 2000))
 
 
-def _clean(line: StoreClient, rank: int, name: str, last: str) -> None:
+def _clean(client: StoreClient, rank: int, name: str, last: str) -> None:
     """Delete this rank's answer, and its last heartbeat in the team before this one, if it has closed that team."""
-    line.delete([f"{name}/here/{rank}"])
+    client.delete([f"{name}/here/{rank}"])
     beat = f"{last}/{heartbeat_key(rank)}"
-    if line.look(beat) == CLOSED:
-        line.delete([beat])
+    if client.look(beat) == CLOSED:
+        client.delete([beat])

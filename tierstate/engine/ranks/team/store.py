@@ -65,7 +65,7 @@ class StoreClient:
         """By rank found dead, its last heartbeat; written by `HeartbeatMonitor`, for later waits."""
         self.when_silent: Callable[[str], None] | None = None
         """Called with words about it when a rank is found dead; once, unless it comes back."""
-        self._thread = threading.Thread(target=self._run, name="tierstate-line", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tierstate-store", daemon=True)
         self._thread.start()
         if beat:
             self._ask(self._send_beat)

@@ -76,7 +76,7 @@ class MessageWait:
 
     def __init__(
         self,
-        line: StoreClient,
+        client: StoreClient,
         timeouts: Timeouts,
         rank: int,
         size: int,
@@ -85,10 +85,10 @@ class MessageWait:
         *,
         alone: bool,
     ) -> None:
-        self._line, self._rank, self._stop = line, rank, stop
+        self._client, self._rank, self._stop = client, rank, stop
         self._timeout = timeouts.timeout if timeout is None else timeout
         self._began = time.monotonic()
-        self._monitor = HeartbeatMonitor(line, timeouts, size)
+        self._monitor = HeartbeatMonitor(client, timeouts, size)
         # Where one rank waits for many, it polls alone. Where all ranks wait for one, the polls of all add up.
         asking = 1 if alone else size
         self._soonest, self._latest = max(SOONEST, asking / BUSY), max(0.05, asking / POLLS)
@@ -119,7 +119,7 @@ class MessageWait:
     def _lacking(self, keys: Mapping[int, str]) -> list[int]:
         """The ranks whose key is not in the store; rising."""
         ranks = {key: rank for rank, key in keys.items()}
-        return sorted(ranks[key] for key in self._line.missing(list(ranks)))
+        return sorted(ranks[key] for key in self._client.missing(list(ranks)))
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -164,8 +164,8 @@ class Team:
         self.timeouts = timeouts or Timeouts()
         self.coordinator = rank == 0
         self._secret = secret
-        self._line = StoreClient(store, self.timeouts.quiet(size), heartbeat_key(rank), self.timeouts.interval(size))
-        weakref.finalize(self, self._line.end).atexit = False  # if the team is dropped without `close`
+        self._client = StoreClient(store, self.timeouts.quiet(size), heartbeat_key(rank), self.timeouts.interval(size))
+        weakref.finalize(self, self._client.end).atexit = False  # if the team is dropped without `close`
         self._long: dict[str, int] = {}
         self._turns: dict[str, int] = {}
         self._gathered: dict[str, int] = {}
@@ -174,7 +174,7 @@ class Team:
 
     def on_silence(self, call: Callable[[str], None]) -> None:
         """Have a function called, once, when a rank is found dead: with words that say which."""
-        self._line.when_silent = call
+        self._client.when_silent = call
 
     @classmethod
     def of(
@@ -261,14 +261,14 @@ class Team:
         """
         name, pieces = _key(self.rank, key), -(-len(data) // MESSAGE_PART)
         if pieces <= 1:
-            self._line.set({name: b"\0" + data})
+            self._client.set({name: b"\0" + data})
             return
         with self._lock:
             self._long[key] = max(pieces, self._long.get(key, 0))
         for i in range(pieces):
-            self._line.set({f"{name}#{i}": data[i * MESSAGE_PART : (i + 1) * MESSAGE_PART]})
+            self._client.set({f"{name}#{i}": data[i * MESSAGE_PART : (i + 1) * MESSAGE_PART]})
         head = {"bytes": len(data), "sum": checksum(data).hex()}
-        self._line.set({name: b"\1" + json.dumps(head).encode()})
+        self._client.set({name: b"\1" + json.dumps(head).encode()})
 
     def has_posted(self, rank: int, key: str) -> bool:
         """Whether a rank has posted a message; does not wait.
@@ -276,7 +276,7 @@ class Team:
         Raises:
             RankFailed: the store is lost.
         """
-        return self._line.has([_key(rank, key)])
+        return self._client.has([_key(rank, key)])
 
     def announce(self, topic: str) -> None:
         """Tell all ranks that something has happened; whichever of them does it first.
@@ -284,7 +284,7 @@ class Team:
         Raises:
             RankFailed: the store is lost.
         """
-        self._line.set({f"announced/{topic}": b"1"})
+        self._client.set({f"announced/{topic}": b"1"})
 
     def announced(self, topic: str) -> bool:
         """Whether any rank has announced this; does not wait.
@@ -292,7 +292,7 @@ class Team:
         Raises:
             RankFailed: the store is lost.
         """
-        return self._line.has([f"announced/{topic}"])
+        return self._client.has([f"announced/{topic}"])
 
     def forget(self, keys: Sequence[str]) -> None:
         """Delete messages of this rank that no rank needs any more.
@@ -304,7 +304,7 @@ class Team:
             with self._lock:
                 pieces = self._long.pop(key, 0)
             name = _key(self.rank, key)
-            self._line.delete([name, *(f"{name}#{i}" for i in range(pieces))])
+            self._client.delete([name, *(f"{name}#{i}" for i in range(pieces))])
 
     def receive(self, rank: int, key: str, *, timeout: float | None = None, stop: Stop = never) -> bytes:
         """Wait for a message of another rank.
@@ -338,7 +338,7 @@ class Team:
         """
         left = list(keys)
         heads = self._heads if len(left) > 1 else self._head
-        wait = MessageWait(self._line, self.timeouts, self.rank, self.size, timeout, stop, alone=len(keys) > 1)
+        wait = MessageWait(self._client, self.timeouts, self.rank, self.size, timeout, stop, alone=len(keys) > 1)
         while left:
             names = [_key(rank, keys[rank]) for rank in left[:MESSAGES_AT_ONCE]]
             found = heads(names)
@@ -350,17 +350,17 @@ class Team:
 
     def _head(self, names: Sequence[str]) -> list[bytes]:
         """The value under the only name, if there is one. Its rank may delete it at any moment."""
-        found = self._line.look(names[0])
+        found = self._client.look(names[0])
         return [] if found == NOTHING else [found]
 
     def _heads(self, names: Sequence[str]) -> list[bytes]:
         """The values under the first of these names, as many as are set. They stay until all are received."""
-        if not self._line.has(names[:1]):
+        if not self._client.has(names[:1]):
             return []
         count = len(names)
-        while not self._line.has(names[:count]):
+        while not self._client.has(names[:count]):
             count //= 2
-        return self._line.get(names[:count])
+        return self._client.get(names[:count])
 
     def _pieces(self, rank: int, name: str, head: bytes) -> bytes:
         try:
@@ -370,7 +370,7 @@ class Team:
             raise FormatError(f"a message of rank {rank} is not one of ours: {head[:40]!r}") from error
         if not 0 <= nbytes <= MAX_RECORD + (1 << 20):
             raise FormatError(f"rank {rank} says a message of {nbytes} bytes; at most {MAX_RECORD} are right")
-        data = b"".join(self._line.look(f"{name}#{i}") for i in range(-(-nbytes // MESSAGE_PART)))
+        data = b"".join(self._client.look(f"{name}#{i}") for i in range(-(-nbytes // MESSAGE_PART)))
         if checksum(data).hex() != said.get("sum"):
             raise FormatError(f"a message of rank {rank} is not what was said: its checksum differs")
         return data
@@ -433,19 +433,19 @@ class Team:
 
     def has_dead(self) -> bool:
         """Whether the store is lost, or a rank that was found dead has given no sign of life since."""
-        return has_dead(self._line)
+        return has_dead(self._client)
 
     def is_whole(self) -> bool:
         """Whether the store answers, no rank has left, and none was found dead."""
         keys = [heartbeat_key(rank) for rank in range(self.size)]
         try:
-            return not self._line.silent and CLOSED not in self._line.get(keys)
+            return not self._client.silent and CLOSED not in self._client.get(keys)
         except RankFailed:
             return False
 
     def close(self) -> None:
         """Leave the team. Nothing is posted or received afterwards."""
-        self._line.close()
+        self._client.close()
 
     def __repr__(self) -> str:
         return f"<Team rank {self.rank} of {self.size}, {len(set(self.hosts))} hosts>"
