@@ -28,19 +28,12 @@ from tierstate.agent.shared_pipeline import shared_pipeline_of
 from tierstate.engine.cadence import Level, auto_cadence, hosts_of_job
 from tierstate.engine.capture.graph_steps import wait_for_captures
 from tierstate.engine.capture.guard import Guard
-from tierstate.engine.capture.plan import (
-    CapturePlan,
-    Planner,
-    allowed_pickles,
-    new_head,
-    retention_of,
-    rule_retention_of,
-)
+from tierstate.engine.capture.plan import CapturePlan, Planner, new_head
 from tierstate.engine.events import EVERY
 from tierstate.engine.info import Stats, TierStats, VersionInfo
 from tierstate.engine.maintain.prune import PendingSaves
 from tierstate.engine.packs.formats import format_of
-from tierstate.engine.placement import lossy_rules
+from tierstate.engine.placement import lossy_rules, may_pickle, retention_of, rule_retention_of
 from tierstate.engine.progress import Progress, drain_progress, no_progress
 from tierstate.engine.publish.save_state import SaveState
 from tierstate.engine.publish.tier_queue import HISTORY
@@ -246,7 +239,7 @@ class Checkpointer(Run):
         self._telemetry: Telemetry | None = None
         try:
             with ExitStack() as undo:
-                self._begin(policy, run, allowed_pickles(policy, check_globs(allow_pickle)), undo)
+                self._begin(policy, run, may_pickle(policy, check_globs(allow_pickle)), undo)
                 undo.pop_all()
         except BaseException:
             if self._together is not None:

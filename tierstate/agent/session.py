@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tierstate.engine.capture.plan import retention_of, rule_retention_of
 from tierstate.engine.events import EVERY, Event, EventBus
 from tierstate.engine.info import TierStats
 from tierstate.engine.packs.slab_layout import SlabChunks, digest_list
+from tierstate.engine.placement import retention_of, rule_retention_of
 from tierstate.engine.ranks.save.join import TeamMember
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array

@@ -1,4 +1,4 @@
-"""Placement: which tiers are due for a save, which leaves go to which tier, and how each leaf is encoded there.
+"""Placement: which tiers are due for a save, which leaves go to which tier, how each leaf is encoded, and what is kept.
 
 Pure functions of the policy, the steps and the times of earlier saves; no I/O. `Routes` caches the results for as long
 as a state keeps its paths.
@@ -19,12 +19,13 @@ import numpy.typing as npt
 
 from tierstate.engine.packs.formats import NATIVE
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.format.globs import matches
+from tierstate.manifest.format.globs import matches, matches_any
 from tierstate.manifest.format.layout import RAW
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.leaf_path import Path, encode_path, format_path
-from tierstate.tiers.policy.models import AutoEvery, MaxLagKeys
-from tierstate.tiers.policy.policy import Policy
+from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
+from tierstate.tiers.policy.models import AutoEvery, KeepKeys, MaxLagKeys
+from tierstate.tiers.policy.policy import Policy, TierPolicy
 
 T = TypeVar("T")
 
@@ -166,9 +167,10 @@ def leaf_codecs(policy: Policy, tier: str, paths: Sequence[Path]) -> list[str]:
     return [rule_value(policy, "codec", path) or default for path in paths]
 
 
-def may_pickle(policy: Policy) -> Callable[[Path], bool]:
-    """Returns a function: whether an object of unknown type may be pickled at a path (``pickle: true`` in a rule)."""
-    return lambda path: bool(rule_value(policy, "pickle", path))
+def may_pickle(policy: Policy, globs: Sequence[str] = ()) -> Callable[[Path], bool]:
+    """Returns a function: whether an object of unknown type may be pickled at a path, as a rule (``pickle: true``) or
+    one of the globs says."""
+    return lambda path: bool(rule_value(policy, "pickle", path)) or matches_any(globs, path)
 
 
 def lossy_rules(policy: Policy) -> Callable[[Path], str]:
@@ -176,6 +178,26 @@ def lossy_rules(policy: Policy) -> Callable[[Path], str]:
     if all(rule.lossy is None for rule in policy.rules):
         return lambda _path: ""
     return lambda path: rule_value(policy, "lossy", path) or ""
+
+
+def retention_of(tier: TierPolicy) -> RetentionPolicy:
+    """The retention policy of a tier (`keep`)."""
+    return _keep(tier.keep, tier)
+
+
+def rule_retention_of(policy: Policy, tier: TierPolicy) -> dict[str, RetentionPolicy]:
+    """The retention policies that rules give for some leaves (`keep` in a rule), by glob, in the order of the rules."""
+    found: dict[str, RetentionPolicy] = {}
+    for rule in policy.rules:
+        if rule.keep is not None:
+            found.setdefault(rule.match, _keep(rule.keep, tier))
+    return found
+
+
+def _keep(said: KeepKeys, tier: TierPolicy) -> RetentionPolicy:
+    tags = tier.persistent if said.tags is None else said.tags
+    best = BestVersions(said.best.metric, said.best.mode, said.best.count) if said.best else None
+    return RetentionPolicy(said.last, said.every, said.within, best, tags, said.all)
 
 
 def rule_warnings(policy: Policy, paths: Sequence[Path]) -> list[str]:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierstate.engine.cadence import AutoCadence, auto_tiers, failures_by_tier
-from tierstate.engine.capture.plan import retention_of
 from tierstate.engine.events import Event
 from tierstate.engine.placement import (
     LastSave,
@@ -28,6 +27,7 @@ from tierstate.engine.placement import (
     enter_without_source,
     entry_tiers,
     is_too_far_behind,
+    retention_of,
     route_masks,
 )
 from tierstate.engine.publish.backlog import PendingVersion, held_versions, missed_versions

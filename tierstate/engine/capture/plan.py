@@ -18,17 +18,14 @@ import numpy as np
 import torch
 
 from tierstate.engine.packs.slab_layout import capture_order
-from tierstate.engine.placement import may_pickle
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, Chunk, StreamEvent
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.globs import matches_any
 from tierstate.manifest.format.leaf import Leaf
-from tierstate.manifest.format.leaf_path import Path, short_repr
+from tierstate.manifest.format.leaf_path import short_repr
 from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, ShardRow
-from tierstate.manifest.history.retention import BestVersions, RetentionPolicy
 from tierstate.manifest.sharded.ownership import ONE_OWNER
 from tierstate.manifest.sharded.state_order import StateOrder
 from tierstate.providers.base import Provider, memory_of
@@ -40,8 +37,7 @@ from tierstate.providers.tree.flatten import FlatState
 from tierstate.providers.tree.flatten_cache import FlattenCache
 from tierstate.providers.values.metadata import json_metadata
 from tierstate.tiers.memory.cuda import stream_fences
-from tierstate.tiers.policy.models import KeepKeys
-from tierstate.tiers.policy.policy import Policy, TierPolicy
+from tierstate.tiers.policy.policy import Policy
 
 from .guard import Guard
 from .read_set import ReadSet
@@ -230,32 +226,6 @@ class LastCapture:
     def fits(self, nbytes: Array) -> bool:
         """Whether the sources have the same lengths, so that the same rows are the same chunks."""
         return np.array_equal(self.nbytes, nbytes)
-
-
-def allowed_pickles(policy: Policy, globs: Sequence[str]) -> Callable[[Path], bool]:
-    """Returns a function: whether the policy's rules or the globs allow a pickle at a path."""
-    by_rule = may_pickle(policy)
-    return lambda path: by_rule(path) or matches_any(globs, path)
-
-
-def retention_of(tier: TierPolicy) -> RetentionPolicy:
-    """The retention policy of a tier (`keep`)."""
-    return _keep(tier.keep, tier)
-
-
-def rule_retention_of(policy: Policy, tier: TierPolicy) -> dict[str, RetentionPolicy]:
-    """The retention policies that rules give for some leaves (`keep` in a rule), by glob, in the order of the rules."""
-    found: dict[str, RetentionPolicy] = {}
-    for rule in policy.rules:
-        if rule.keep is not None:
-            found.setdefault(rule.match, _keep(rule.keep, tier))
-    return found
-
-
-def _keep(said: KeepKeys, tier: TierPolicy) -> RetentionPolicy:
-    tags = tier.persistent if said.tags is None else said.tags
-    best = BestVersions(said.best.metric, said.best.mode, said.best.count) if said.best else None
-    return RetentionPolicy(said.last, said.every, said.within, best, tags, said.all)
 
 
 class ShardOwners(Protocol):

@@ -109,18 +109,18 @@ def discard(tier: Tier, keys: Iterable[str], progress: Progress = no_progress) -
         progress(len(batch))
 
 
-def parts(seqs: Collection[int]) -> list[list[int]]:
+def _batches(seqs: Collection[int]) -> list[list[int]]:
     """The numbers in batches of `DROP_BATCH`."""
     every = list(seqs)
     return [every[at : at + DROP_BATCH] for at in range(0, len(every), DROP_BATCH)]
 
 
-def less(keep: RetentionPolicy | None) -> RetentionPolicy | None:
+def _less_one(keep: RetentionPolicy | None) -> RetentionPolicy | None:
     """The policy with ``last`` reduced by one, for a version that is about to be saved."""
     return replace(keep, last=max(1, keep.last - 1)) if keep is not None and keep.last else keep
 
 
-def join(pins: dict[int, str], more: Mapping[int, str]) -> None:
+def _add_reasons(pins: dict[int, str], more: Mapping[int, str]) -> None:
     """Add reasons why versions stay."""
     for seq, why in more.items():
         pins[seq] = f"{pins[seq]}; {why}" if seq in pins else why
@@ -223,7 +223,10 @@ class Retention:
             return RetentionDecision({}, ())
         keep, rules = self._keep, dict(self._rules)
         if room_for_one:
-            keep, rules = less(keep), {glob: less(terms) or terms for glob, terms in rules.items()}
+            keep, rules = (
+                _less_one(keep),
+                {glob: _less_one(terms) or terms for glob, terms in rules.items()},
+            )
         with self._lock:
             self._learn()
             self._finish()
@@ -236,13 +239,13 @@ class Retention:
         first = now = decide()
         dropped: list[int] = []
         thinned: dict[int, tuple[str, ...]] = {}
-        for some in parts(first.drop):
+        for some in _batches(first.drop):
             now = decide() if dropped else now
             going = [seq for seq in some if seq in now.drop]
             self._drop(going)
             dropped += going
             progress(len(going))
-        for some in parts(first.thin):
+        for some in _batches(first.thin):
             now = decide() if dropped or thinned else now
             for seq in some:
                 if seq in now.thin and self._thin(seq, now.thin[seq], progress):
@@ -298,11 +301,11 @@ class Retention:
                 return decision
         tags = self._tags.by_version()
         marks = [mark._replace(tags=tags.get(mark.seq, ())) for mark in marks]
-        join(pins, self._tier_run.leased())
+        _add_reasons(pins, self._tier_run.leased())
         decision = decide_retention(marks, keep, pins, now, rules)
         goes = [seq for seq in (*decision.drop, *decision.thin) if seq in tags and seq in self._known]
         if alone := [seq for seq in goes if not self._is_elsewhere(seq)]:
-            join(pins, {seq: f"only durable copy of tag {', '.join(tags[seq])}" for seq in alone})
+            _add_reasons(pins, {seq: f"only durable copy of tag {', '.join(tags[seq])}" for seq in alone})
             decision = decide_retention(marks, keep, pins, now, rules)
         return decision
 
