@@ -38,14 +38,17 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import ClassVar, Protocol
 
+RANKS_NAMED = 16
+"""Ranks that a message names."""
 
-def format_ranks(ranks: Iterable[int], most: int = 16) -> str:
+
+def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as text for a message, in ascending order: ``ranks 0, 1, 5``."""
     known = [str(r) for r in sorted(ranks) if r >= 0]
     if not known:
         return "a rank without shards"
-    more = f" and {len(known) - most} more" if len(known) > most else ""
-    return f"rank{'s' if len(known) > 1 else ''} {', '.join(known[:most])}{more}"
+    more = f" and {len(known) - RANKS_NAMED} more" if len(known) > RANKS_NAMED else ""
+    return f"rank{'s' if len(known) > 1 else ''} {', '.join(known[:RANKS_NAMED])}{more}"
 
 
 class TierstateError(Exception):

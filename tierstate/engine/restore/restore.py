@@ -387,7 +387,7 @@ def _restore(catalog: RunCatalog, arena: Arena, run: str, wanted: RestoreSpec) -
             except PASSED_OVER as error:
                 changed = changed or (target is not None and target.changed)
                 _raise_unless_older(entry, wanted, error)
-                _pass_over(passed, describe_version(entry), error)
+                _pass_over(passed, name_version(entry.version), error)
         check_missing(catalog, wanted, passed)
         none_found(run, wanted, catalog, passed)
         return None
@@ -541,12 +541,12 @@ def _is_whole(entry: VersionCopies, rows: Array, wanted: RestoreSpec, passed: li
     leaves = np.unique(version.chunk_leaf[absent])
     first = version.leaves[int(leaves[0])].name
     error = Damaged(
-        f"{describe_version(entry)} is not whole in {', '.join(entry.tiers)}: "
+        f"{name_version(entry.version)} is not whole in {', '.join(entry.tiers)}: "
         f"{len(leaves)} leaves are in none of them, {first} the first; {entry.remedy}"
     )
     if entry.away or not wanted.newest:
         raise error
-    _pass_over(passed, describe_version(entry), error)
+    _pass_over(passed, name_version(entry.version), error)
     return False
 
 
@@ -565,10 +565,10 @@ def raise_if_dropped(entry: VersionCopies, error: Damaged | Unreadable) -> None:
     except TierstateError:
         return
     if dropped:
-        text = f"{describe_version(entry)} was dropped, as `keep` says, while it was read; ask for the newest one"
+        text = f"{name_version(entry.version)} was dropped, as `keep` says, while it was read; ask for the newest one"
         raise VersionDropped(text) from error
     if moved:
-        raise VersionMoved(f"{describe_version(entry)} was moved while it was read") from error
+        raise VersionMoved(f"{name_version(entry.version)} was moved while it was read") from error
 
 
 def _pass_over(passed: list[str], name: str, error: object) -> None:
@@ -576,13 +576,8 @@ def _pass_over(passed: list[str], name: str, error: object) -> None:
     log.warning("%s is passed over: %s", name, error)
 
 
-def describe_version(entry: VersionCopies) -> str:
-    """Number, step and run of a version, for messages."""
-    return name_version(entry.version)
-
-
 def name_version(version: Version) -> str:
-    """As `describe_version`."""
+    """Number, step and run of a version, for messages."""
     return f"version {version.head.seq} (step {version.head.step}) of run {version.head.run!r}"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 from tierstate.engine.placement import is_too_far_behind
@@ -135,11 +134,13 @@ class FailurePolicy:
 
     Args:
         keys: the policy's ``on_failure``.
+
+    Attributes:
         clock: returns seconds, never going back.
     """
 
-    def __init__(self, keys: OnFailureKeys, clock: Callable[[], float] = time.monotonic) -> None:
-        self._keys, self.clock = keys, clock
+    def __init__(self, keys: OnFailureKeys) -> None:
+        self._keys, self.clock = keys, time.monotonic
         self._protected: float | None = None
 
     def began(self) -> None:

@@ -26,7 +26,7 @@ from tierstate.engine.restore.restore import (
     VersionDropped,
     check_wanted,
     content_of,
-    describe_version,
+    name_version,
     none_found,
     plan_scatter,
     raise_if_dropped,
@@ -179,7 +179,7 @@ class SharedReads:
             self._chunks = ChunkRestore(self._query, self._entry, self._targets(ahead=ahead), self._arena)
         chunks = self._chunks
         if chunks.failure is not None:
-            with untrusted(describe_version(self._entry), named=False):
+            with untrusted(name_version(self._version), named=False):
                 raise chunks.failure
         self.check_still_there(chunks.damage or chunks.unreadable)
         elsewhere = np.isin(np.arange(len(self._version.leaves)), list(self._elsewhere()))
@@ -207,7 +207,7 @@ class SharedReads:
         wrong = {r: one[1:].decode(errors="replace") for r, one in enumerate(answers) if one[:1] == _UNUSABLE}
         if wrong:
             told = "; ".join(f"rank {rank}: {text}" for rank, text in list(wrong.items())[:8])
-            text = f"{describe_version(self._entry)} cannot be used by {format_ranks(list(wrong))}: {told}"
+            text = f"{name_version(self._version)} cannot be used by {format_ranks(list(wrong))}: {told}"
             raise IncompleteVersion(text, list(wrong), self._unusable, begun=self._begun, unusable=True)
         return [one[1:] for one in answers]
 
@@ -217,7 +217,7 @@ class SharedReads:
             names = [self._version.leaves[i].name for i in nowhere[:20]]
             more = f"\n  and {len(nowhere) - 20} more" if len(nowhere) > 20 else ""
             raise StateMismatch(
-                f"{describe_version(self._entry)} has leaves that are missing in the states of all ranks; "
+                f"{name_version(self._version)} has leaves that are missing in the states of all ranks; "
                 "name what is to be restored by `only`:\n  " + "\n  ".join(names) + more
             )
 
@@ -239,7 +239,7 @@ class SharedReads:
         told = "; ".join(self._lacks(rank, rows) for rank, rows in list(found.items())[:8])
         more = f"; and {len(found) - 8} more ranks" if len(found) > 8 else ""
         gone = f"; {self._entry.thinned or LOOK_FURTHER}"
-        name, ranks = describe_version(self._entry), format_ranks(list(found))
+        name, ranks = name_version(self._version), format_ranks(list(found))
         text = f"{name} is not whole for {ranks}, in no tier of any rank: {told}"
         own = self._chunks.damage if self._chunks is not None else None
         return IncompleteVersion(text + more + gone, list(found), own, begun=self._begun)
@@ -394,7 +394,7 @@ def _restore(
             except IncompleteVersion as error:
                 if wanted.on_damage == "raise" and (error.begun or error.unusable or not agreement.newest):
                     raise error.error_for(query.team.rank) from None
-                agreement.pass_over(describe_version(entry), error)
+                agreement.pass_over(name_version(entry.version), error)
             finally:
                 changed = changed or reads.changed
         agreement.check_missing()
