@@ -284,7 +284,7 @@ class Tier(ABC):
 
     def get(self, key: str) -> Buffer:
         """Read a whole object into a new host buffer."""
-        return self._read_all(key, self.size(key))
+        return read_range(self, key, 0, self.size(key))
 
     def get_within(self, key: str, most: int, what: str) -> Buffer:
         """As `get`, for an object that may be anybody's: a longer one than any program writes is not read.
@@ -299,12 +299,7 @@ class Tier(ABC):
         """
         if (size := self.size(key)) > most:
             raise Oversized(f"{self.name}: {key}: {size} bytes are too many for {what}")
-        return self._read_all(key, size)
-
-    def _read_all(self, key: str, size: int) -> Buffer:
-        out = empty_buffer(size)
-        self.read(key, [Range(0, out)])
-        return out
+        return read_range(self, key, 0, size)
 
     def discard(self, keys: Iterable[str]) -> None:
         """Remove many objects, as `delete` does, in any order. After an error some of them may still exist."""
@@ -349,6 +344,13 @@ class Tier(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
+
+
+def read_range(tier: Tier, key: str, offset: int, nbytes: int) -> Buffer:
+    """Read a part of an object into a new host buffer. Raises: as `Tier.read`."""
+    out = empty_buffer(nbytes)
+    tier.read(key, [Range(offset, out)])
+    return out
 
 
 def check_key(key: str) -> str:

@@ -20,9 +20,9 @@ from typing import Any
 
 from tierstate.engine.events import Event
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
+from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.errors import Damaged, FormatError, MediaError, NotFound, TierstateError
-from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.base import Tier, read_range
 from tierstate.tiers.concurrency import run_concurrently
 
 log = logging.getLogger("tierstate")
@@ -201,10 +201,8 @@ def _size(tier: Tier, key: str) -> int:
 
 
 def _read(tier: Tier, key: str, nbytes: int) -> bytes | TierstateError:
-    out = empty_buffer(nbytes)
     try:
-        tier.read(key, [Range(0, out)])
-        return to_bytes(out)
+        return to_bytes(read_range(tier, key, 0, nbytes))
     except NotFound:
         return b""
     except (Damaged, FormatError, MediaError) as error:

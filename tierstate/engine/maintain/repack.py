@@ -23,7 +23,7 @@ from tierstate.engine.progress import Pace, no_progress
 from tierstate.engine.store.catalog import release_lease
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import Buffer, empty_buffer
+from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import AlreadyExists, Damaged, FormatError, NotFound
 from tierstate.manifest.format.layout import DELTA, ChunkPlace, Layout, LayoutBuilder
@@ -31,7 +31,7 @@ from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import REPACK, Leases
 from tierstate.manifest.history.log import commit_id
-from tierstate.tiers.base import Range
+from tierstate.tiers.base import read_range
 from tierstate.tiers.concurrency import run_concurrently
 
 log = logging.getLogger("tierstate")
@@ -311,8 +311,8 @@ class _Repack:
         return writer.add(stored, chunk.digest, chunk.nbytes, chunk.place.codec)
 
     def _read(self, chunk: _Chunk) -> Buffer:
-        place, stored = chunk.place, empty_buffer(chunk.place.stored)
-        self._tier_run.tier.read(place.object, [Range(place.offset, stored)])
+        place = chunk.place
+        stored = read_range(self._tier_run.tier, place.object, place.offset, place.stored)
         if digest_function(chunk.kind)(decompress(place.codec, stored, chunk.nbytes)) != chunk.digest:
             raise Damaged(f"{place.object} at byte {place.offset}: the chunk's digest is another")
         return stored

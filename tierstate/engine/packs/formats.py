@@ -14,11 +14,11 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from tierstate.manifest.chunk import empty_buffer, view
+from tierstate.manifest.chunk import to_bytes
 from tierstate.manifest.errors import FormatError
 from tierstate.manifest.format.leaf import STORAGE, Leaf
 from tierstate.manifest.format.leaf_path import Path, encode_path, format_key, format_path
-from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.base import Tier, read_range
 
 from .slab_layout import BIG, BLOCK
 
@@ -291,17 +291,15 @@ class Safetensors(FileFormat):
         return FileLayout(data + starts[-1], tuple(data + at for at in starts[:-1]), head)
 
     def spans(self, tier: Tier, key: str) -> list[tuple[int, int]]:
-        size, first = tier.size(key), empty_buffer(_LENGTH)
+        size = tier.size(key)
         if size < _LENGTH:
             raise FormatError(f"{tier.name}: {key}: {size} bytes are no safetensors file")
-        tier.read(key, [Range(0, first)])
-        length = int.from_bytes(bytes(view(first)), "little")
+        length = int.from_bytes(to_bytes(read_range(tier, key, 0, _LENGTH)), "little")
         if length > min(size - _LENGTH, MAX_HEADER):
             raise FormatError(f"{tier.name}: {key}: a header of {length} bytes in a file of {size}")
-        data = empty_buffer(length)
-        tier.read(key, [Range(_LENGTH, data)])
+        data = to_bytes(read_range(tier, key, _LENGTH, length))
         try:
-            entries = [e["data_offsets"] for name, e in json.loads(bytes(view(data))).items() if name != _METADATA]
+            entries = [e["data_offsets"] for name, e in json.loads(data).items() if name != _METADATA]
             found = [(_LENGTH + length + int(at), int(end) - int(at)) for at, end in entries]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FormatError(f"{tier.name}: {key}: its header is not what was written: {error}") from error

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from tierstate.manifest.arrays import Array, digest_array
-from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
+from tierstate.manifest.chunk import Buffer, as_buffer, view
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierError, TierstateError, Unauthentic
 from tierstate.manifest.format import table as col
@@ -28,7 +28,7 @@ from tierstate.manifest.format.layout import DELTA, ChunkPlace, DeltaBase, Layou
 from tierstate.manifest.format.version import Version, check_features
 from tierstate.manifest.history.leases import pinned_runs
 from tierstate.manifest.history.log import check_run
-from tierstate.tiers.base import ObjectWriter, Range, Release, Tier
+from tierstate.tiers.base import ObjectWriter, Release, Tier, read_range
 from tierstate.tiers.concurrency import results_ahead
 from tierstate.tiers.wrappers.seal import seals_of
 
@@ -270,7 +270,7 @@ def _section(tier: Tier, key: str, copy: object, end: int) -> memoryview:
     sound = isinstance(copy, list) and len(copy) == 3 and all(type(n) is int and 0 <= n <= end for n in copy[:2])
     if not isinstance(copy, list) or not sound or copy[0] + copy[1] > end:
         raise FormatError(f"{tier.name}: {key}: its footer names a version outside the pack")
-    section = view(_read(tier, key, copy[0], copy[1])).toreadonly()
+    section = view(read_range(tier, key, copy[0], copy[1])).toreadonly()
     if checksum(section).hex() != copy[2]:
         raise FormatError(f"{tier.name}: {key}: its copy of the version is not what was written")
     return section
@@ -289,7 +289,7 @@ def _footer(tier: Tier, key: str) -> tuple[memoryview, int]:
     if length + _TRAILER <= len(end):
         table = memoryview(end[-_TRAILER - length : -_TRAILER])
     else:
-        table = view(_read(tier, key, size - _TRAILER - length, length)).toreadonly()
+        table = view(read_range(tier, key, size - _TRAILER - length, length)).toreadonly()
     if checksum(table) != trailer[4:20]:
         raise FormatError(f"{tier.name}: {key}: its footer is not what was written")
     return table, size - _TRAILER - length
@@ -298,15 +298,9 @@ def _footer(tier: Tier, key: str) -> tuple[memoryview, int]:
 def _end(tier: Tier, key: str, size: int) -> Buffer:
     """The end of a pack, most often with all of its footer: a second request takes as long, where the tier is far."""
     try:
-        return _read(tier, key, max(0, size - FOOTER_AHEAD), min(size, FOOTER_AHEAD))
+        return read_range(tier, key, max(0, size - FOOTER_AHEAD), min(size, FOOTER_AHEAD))
     except MediaError:  # of a chunk before the footer
-        return _read(tier, key, size - _TRAILER, _TRAILER)
-
-
-def _read(tier: Tier, key: str, offset: int, nbytes: int) -> Buffer:
-    out = empty_buffer(nbytes)
-    tier.read(key, [Range(offset, out)])
-    return out
+        return read_range(tier, key, size - _TRAILER, _TRAILER)
 
 
 def _rows(table: memoryview, key: str, end: int) -> Iterator[FooterRow]:

@@ -32,7 +32,7 @@ from tierstate.engine.packs.slab_layout import BIG, SlabChunks, capture_order
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
+from tierstate.manifest.chunk import Buffer, as_buffer, view
 from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import Damaged
 from tierstate.manifest.format.layout import RAW, LayoutBuilder, stored_as
@@ -40,7 +40,7 @@ from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.diff import rows_in_earlier
-from tierstate.tiers.base import ObjectWriter, Range, Tier
+from tierstate.tiers.base import ObjectWriter, Tier, read_range
 from tierstate.tiers.memory.arena import LeasedSlab
 
 AGAIN = "the next save writes its leaves again"
@@ -154,8 +154,7 @@ class PreviousLeaves:
         there = int(self._there[row])
         place = self._record.layout.place(there)
         assert place is not None
-        out = empty_buffer(place.stored)
-        self._tier_run.tier.read(place.object, [Range(place.offset, out)])
+        out = read_range(self._tier_run.tier, place.object, place.offset, place.stored)
         version = self._record.version
         if digest_function(version.head.digest)(out) != version.digests[there].tobytes():
             self._tier_run.distrust(place.object)

@@ -21,7 +21,7 @@ from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import Damaged, FormatError, MediaError, NotFound, TierstateError, cannot_be_asked
 from tierstate.manifest.format.layout import DELTA, RAW, ChunkPlace, DeltaBase, Layout
 from tierstate.manifest.format.version import Version
-from tierstate.tiers.base import Range
+from tierstate.tiers.base import Range, read_range
 from tierstate.tiers.concurrency import run_concurrently
 
 READ_TOGETHER = 16 << 20
@@ -187,15 +187,19 @@ class ChunkSearch:
 
     def _alone(self, one: ChunkId, found: Found) -> bool | None:
         """Whether a place has the chunk, read by itself; None if it cannot be asked now."""
-        out = empty_buffer(found.place.stored)
         try:
-            self._tiers[found.tier].tier_run.tier.read(found.place.object, [Range(found.place.offset, out)])
+            out = self._stored(found)
         except TierstateError as error:
             if cannot_be_asked(error) and not isinstance(error, MediaError):
                 self.unasked[found.tier] = str(error)
                 return None
             return False
         return self._is(one, found.place, out)
+
+    def _stored(self, found: Found) -> Buffer:
+        """The stored bytes at a place, in a new buffer."""
+        place = found.place
+        return read_range(self._tiers[found.tier].tier_run.tier, place.object, place.offset, place.stored)
 
     @staticmethod
     def _is(one: ChunkId, place: ChunkPlace, stored: Buffer) -> bool:
@@ -232,9 +236,8 @@ class ChunkSearch:
 
     def _read_leaf(self, tier: _Tier, key: str, at: int, parts: Iterable[tuple[int, int]], function: str) -> None:
         for start, nbytes in parts:
-            out = empty_buffer(nbytes)
             try:
-                tier.tier_run.tier.read(key, [Range(at + start, out)])
+                out = read_range(tier.tier_run.tier, key, at + start, nbytes)
             except TierstateError:
                 continue
             one = ChunkId(digest_function(function)(out), nbytes, function)
@@ -261,11 +264,9 @@ class ChunkSearch:
 
     def _delta(self, one: ChunkId, found: Found, base: Buffer) -> Buffer | None:
         """The raw bytes of a delta; None if it is damaged."""
-        out = empty_buffer(found.place.stored)
         try:
-            self._tiers[found.tier].tier_run.tier.read(found.place.object, [Range(found.place.offset, out)])
-            raw = xor(base, decompress(BLOSC, out, one.nbytes))
-        except (TierstateError, FormatError):
+            raw = xor(base, decompress(BLOSC, self._stored(found), one.nbytes))
+        except TierstateError:
             return None
         return raw if digest_function(one.function)(raw) == one.digest else None
 
@@ -274,10 +275,8 @@ class ChunkSearch:
         for found in self._good.get(one, ()):
             if found.base:
                 continue
-            out = empty_buffer(found.place.stored)
             try:
-                self._tiers[found.tier].tier_run.tier.read(found.place.object, [Range(found.place.offset, out)])
-                raw = decompress(found.place.codec, out, one.nbytes)
+                raw = decompress(found.place.codec, self._stored(found), one.nbytes)
             except TierstateError:
                 continue
             if digest_function(one.function)(raw) == one.digest:

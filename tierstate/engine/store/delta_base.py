@@ -8,10 +8,10 @@ from typing import TypeAlias
 import numpy as np
 
 from tierstate.engine.codecs.codecs import BLOSC, decompress
-from tierstate.manifest.chunk import Buffer, empty_buffer
+from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import Damaged, NotFound
 from tierstate.manifest.format.layout import DELTA, ChunkPlace, DeltaBase
-from tierstate.tiers.base import Range
+from tierstate.tiers.base import read_range
 
 from .run_in_tier import TierRun
 
@@ -76,8 +76,7 @@ def read_chunk(tier_run: TierRun, place: ChunkPlace, nbytes: int, name: bytes, d
     """
     if place.stored > nbytes + SLACK:
         raise Damaged(f"{place.stored} bytes stored for {nbytes}")
-    out = empty_buffer(place.stored)
-    tier_run.tier.read(place.object, [Range(place.offset, out)])
+    out = read_range(tier_run.tier, place.object, place.offset, place.stored)
     delta = place.codec == DELTA
     raw = undo_delta(tier_run, place.base, out, nbytes, digest) if delta else decompress(place.codec, out, nbytes)
     if digest(raw) != name:

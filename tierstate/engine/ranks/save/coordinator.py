@@ -14,7 +14,7 @@ from typing import Any
 
 from tierstate.engine.ranks.team.team import Stop, Team
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.chunk import empty_buffer, to_bytes
+from tierstate.manifest.chunk import to_bytes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import (
     Damaged,
@@ -32,7 +32,7 @@ from tierstate.manifest.format.record import MAX_RECORD, Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.sharded.part import PartReader
-from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.base import Tier, read_range
 from tierstate.tiers.concurrency import WorkerPool
 
 from .leader import MergedVersions, record_of, remove_record
@@ -191,9 +191,7 @@ class Coordinator:
         key, nbytes = about.get("key"), about.get("bytes")
         if not isinstance(key, str) or not isinstance(nbytes, int) or not 0 < nbytes <= MAX_RECORD:
             raise FormatError(f"the vote of rank {rank} names a part of {nbytes!r:.40} bytes at {key!r:.80}")
-        out = empty_buffer(nbytes)
-        self._tier.read(key, [Range(0, out)])
-        data = to_bytes(out)
+        data = to_bytes(read_range(self._tier, key, 0, nbytes))
         if checksum(data).hex() != about.get("sum"):
             raise Damaged(
                 f"{self._tier.name}: {key}: the part of rank {rank} is not what was written: its checksum differs"
