@@ -225,10 +225,10 @@ class TierQueue:
             for copy in self._cascade.missed(self._name):
                 with self._lock:
                     self._backlog.owe(copy)
-                log.info("step %d is owed to %s since an earlier process", copy.due.step, self.tier_run.name)
+                log.info("step %d is owed to %s since an earlier process", copy.due.step, self._name)
         except BaseException as error:
             # Any error of a tier: this thread must not end.
-            log.warning("%s: what it lacks of earlier saves cannot be told: %r", self.tier_run.name, error)
+            log.warning("%s: what it lacks of earlier saves cannot be told: %r", self._name, error)
         self.looked = True
 
     def _next(self) -> Job | None:
@@ -257,7 +257,7 @@ class TierQueue:
         return self._direct_jobs.popleft() if self._direct_jobs else self._backlog.take(missing, others)
 
     def _leave_out(self, copies: Sequence[CascadeJob]) -> None:
-        name = self.tier_run.name
+        name = self._name
         for copy in copies:
             self.counters.skipped += 1
             level = logging.WARNING if copy.save_state else logging.INFO
@@ -305,7 +305,7 @@ class TierQueue:
         return due.seq not in self.tier_run.worth_bringing(marks)
 
     def _arrived(self, job: Job, record: Record) -> None:
-        name, counters = self.tier_run.name, self.counters
+        name, counters = self._name, self.counters
         # Of many ranks, the record here is the part of this one.
         about: dict[str, Any] = {"version": job.committed, "saved": job.due.time, "raw": record.version.nbytes}
         if not self.healthy:
@@ -340,7 +340,7 @@ class TierQueue:
                 self._emit("committed", job.due, nbytes=job.stored, seconds=seconds, **about)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        name, save_state = self.tier_run.name, job.save_state
+        name, save_state = self._name, job.save_state
         if save_state is not None:
             self.tier_run.withdraw(job.due.seq, error, left_out=isinstance(error, SaveSkipped))
             if isinstance(error, SaveSkipped):
@@ -376,12 +376,12 @@ class TierQueue:
 
     def _emit(self, kind: str, due: PendingVersion, **values: Any) -> None:
         """An event of a version in this tier."""
-        self.tier_run.events.emit(kind, tier=self.tier_run.name, step=due.step, seq=due.seq, **values)
+        self.tier_run.events.emit(kind, tier=self._name, step=due.step, seq=due.seq, **values)
 
     def _is_away(self, error: BaseException) -> None:
         """A failure of the tier itself, and not of the source or the capture."""
         if self.healthy:
-            self.tier_run.events.emit("away", tier=self.tier_run.name, reason=_reason(error))
+            self.tier_run.events.emit("away", tier=self._name, reason=_reason(error))
         self.healthy = False
 
     def _owe(self, job: Job) -> bool:
@@ -407,7 +407,7 @@ class TierQueue:
             self.tier_run.recall()
         except BaseException as error:
             # Any error of a tier: the save is committed, and callers that wait for it must return.
-            log.debug("%s: what was mended there is asked for later: %r", self.tier_run.name, error)
+            log.debug("%s: what was mended there is asked for later: %r", self._name, error)
 
     def retire(self, *, room_for_one: bool = False) -> None:
         """Retention: drop versions that need not be kept. An error is only logged; the next save tries again.
@@ -420,17 +420,17 @@ class TierQueue:
             decision = self.tier_run.retire(pinned, room_for_one=room_for_one)
         except BaseException as error:
             # Any error of a tier: if this thread ended, every later save would wait for ever.
-            log.warning("%s: old versions could not be dropped, which is tried again: %r", self.tier_run.name, error)
+            log.warning("%s: old versions could not be dropped, which is tried again: %r", self._name, error)
             self._retired = False
             return
         self._retired = True
         for seq in decision.drop:
-            self.tier_run.events.emit("dropped", tier=self.tier_run.name, seq=seq)
+            self.tier_run.events.emit("dropped", tier=self._name, seq=seq)
         longer = (s for s, why in decision.keep.items() if why == (pinned.get(s),) and s not in self.tier_run.held)
         were, self.held = len(self.held), {s: pinned[s] for s in longer}
         if len(self.held) > MANY_HELD >= were:
             said = "%s keeps %d versions longer than `keep` says: %s"
-            log.warning(said, self.tier_run.name, len(self.held), self._reasons())
+            log.warning(said, self._name, len(self.held), self._reasons())
 
     def _reasons(self) -> str:
         return ", ".join(sorted(set(self.held.values())))
