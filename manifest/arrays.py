@@ -46,3 +46,9 @@ def expand_runs(starts: Array, lengths: Array) -> Array:
 def digest_array(digests: list[bytes]) -> Array:
     """Digests of 16 bytes as ``(n, 2)`` of uint64."""
     return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+
+
+def digest_list(digests: Array) -> list[bytes]:
+    """Each of ``(n, 2)`` digests as 16 bytes."""
+    data = digests.tobytes()
+    return [data[at : at + 16] for at in range(0, len(data), 16)]

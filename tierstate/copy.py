@@ -18,7 +18,7 @@ from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch, RepairWriter
 from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_version, reading, restarting
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies, VersionMoved
-from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.store.run_in_tier import TierRun, tier_run_named
 from tierstate.engine.versions.copy import copy_version
 from tierstate.manifest.arrays import Array, starts_of
 from tierstate.manifest.chunk import Buffer, Chunk, empty_buffer, spans
@@ -103,10 +103,7 @@ def copy(
 
 
 def _copy_to(run: Run, entry: VersionCopies, name: str, progress: Progress) -> CopyResult:
-    tier_run = next((s for s in run._tier_runs if s.name == name), None)
-    if tier_run is None:
-        names = ", ".join(s.name for s in run._tier_runs)
-        raise NotFound(f"the policy has no tier {name!r}; it has {names}", tier=name)
+    tier_run = tier_run_named(run._tier_runs, name)
     if name not in entry.tiers:
         _bring(run, entry, tier_run, progress)
     elif not _mend(run, entry, tier_run, progress):

@@ -24,11 +24,11 @@ import numpy as np
 
 from tierstate.engine.events import EVERY, Event, EventBus
 from tierstate.engine.info import TierStats
-from tierstate.engine.packs.slab_layout import SlabChunks, digest_list
+from tierstate.engine.packs.slab_layout import SlabChunks
 from tierstate.engine.placement import retention_of, rule_retention_of
 from tierstate.engine.ranks.save.join import TeamMember
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.arrays import Array
+from tierstate.manifest.arrays import Array, digest_list
 from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import CaptureError, FormatError, TierstateError
 from tierstate.manifest.format.statistics import ChunkStatistics
@@ -514,8 +514,7 @@ class TrainerSession:
         self._pipeline.hurry(time.monotonic() + float(message.head["seconds"]))
 
     def _on_hold(self, message: Message) -> None:
-        for tier_run in self._tier_runs.values():
-            (tier_run.held.discard if message.head.get("end") else tier_run.held.add)(int(message.head["seq"]))
+        self._pipeline.hold(int(message.head["seq"]), end=bool(message.head.get("end")))
 
     def _on_ask(self, message: Message) -> None:
         answers: dict[str, Callable[[Message], tuple[Any, tuple[bytes, ...]]]] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tierstate.engine.store.catalog import RunCatalog, VersionCopies
 from tierstate.engine.store.retention import UnusedPacks
-from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.engine.store.run_in_tier import TierRun, tier_run_named
 from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierFull, TierstateError
 from tierstate.manifest.history.removals import mark_removed
 
@@ -110,9 +110,8 @@ class _Removal:
         self, tier_runs: Sequence[TierRun], one: VersionCopies | None, seq: int, tags: Collection[str], tier: str | None
     ) -> None:
         self._tier_runs, self._one, self._seq, self._tags, self._tier = tier_runs, one, seq, tags, tier
-        if tier is not None and all(tier_run.name != tier for tier_run in tier_runs):
-            names = ", ".join(tier_run.name for tier_run in tier_runs)
-            raise NotFound(f"the policy has no tier {tier!r}; it has {names}", tier=tier)
+        if tier is not None:
+            tier_run_named(tier_runs, tier)
 
     def look(self, report: RemoveReport) -> None:
         """Find the tiers that have the version, and what stands in the way."""
@@ -173,7 +172,7 @@ class _Removal:
 
     def carry_out(self, found: TierRemoval) -> None:
         """Remove it from one tier; an error goes to the report, and does not stop the others."""
-        tier_run = next(tier_run for tier_run in self._tier_runs if tier_run.name == found.tier)
+        tier_run = tier_run_named(self._tier_runs, found.tier)
         found.packs, log = {}, tier_run.log
         try:
             marked = self._mark(tier_run)

@@ -16,7 +16,7 @@ from tierstate.engine.packs.pack import read_footer
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.store.retention import discard
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.digest import DIGEST_SIZE
+from tierstate.manifest.arrays import digest_list
 from tierstate.manifest.errors import FormatError, NotFound, TierstateError
 from tierstate.manifest.format.layout import is_pack_key
 from tierstate.manifest.format.record import Record
@@ -108,8 +108,7 @@ class RecordScan:
     def _mended(self, record: Record) -> frozenset[bytes]:
         if not self._wanted:
             return frozenset()
-        data = record.version.digests.tobytes()
-        return frozenset(data[at : at + DIGEST_SIZE] for at in range(0, len(data), DIGEST_SIZE)) & self._wanted
+        return self._wanted.intersection(digest_list(record.version.digests))
 
 
 @dataclass(frozen=True)

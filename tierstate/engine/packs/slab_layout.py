@@ -1,4 +1,4 @@
-"""LeasedSlab layout: which chunks share a memory slab, and at which offset each one is. Pure functions on columns.
+"""Slab layout: which chunks share a memory slab, and at which offset each one is. Pure functions on columns.
 
 Leaves are sorted so that they follow each other without gaps and stay aligned, in slabs as in packs; so runs of chunks
 can be written from a slab to a pack in one piece, with direct I/O.
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.digest import DIGEST_SIZE
 from tierstate.tiers.memory.arena import LeasedSlab
 
 BLOCK = 4096
@@ -137,12 +136,6 @@ class SlabChunks(NamedTuple):
     at: Array
     nbytes: Array
     digests: Array
-
-
-def digest_list(digests: Array) -> list[bytes]:
-    """Each of ``(n, 2)`` digests as bytes."""
-    data = digests.tobytes()
-    return [data[at : at + DIGEST_SIZE] for at in range(0, len(data), DIGEST_SIZE)]
 
 
 def run_ends(batch: SlabChunks, which: Array) -> Array:

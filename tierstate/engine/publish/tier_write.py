@@ -15,11 +15,11 @@ import numpy as np
 from tierstate.engine.codecs.pool import Encoded
 from tierstate.engine.packs.formats import FileFormat, format_of
 from tierstate.engine.packs.pack import FooterRows, PackWriter
-from tierstate.engine.packs.slab_layout import BIG, BLOCK, SlabChunks, digest_list, run_ends
+from tierstate.engine.packs.slab_layout import BIG, BLOCK, SlabChunks, run_ends
 from tierstate.engine.placement import Route
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.store.run_in_tier import BaseDropped, Stop, TierRun
-from tierstate.manifest.arrays import Array
+from tierstate.manifest.arrays import Array, digest_list
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import CommitUnknown, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.format.layout import RAW, LayoutBuilder

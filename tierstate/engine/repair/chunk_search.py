@@ -16,6 +16,7 @@ from tierstate.engine.packs.keys import has_footer, is_mend
 from tierstate.engine.packs.pack import PackScan
 from tierstate.engine.store.delta_base import SLACK, xor
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.arrays import digest_list
 from tierstate.manifest.chunk import Buffer, empty_buffer, spans
 from tierstate.manifest.digest import digest_function
 from tierstate.manifest.errors import Damaged, FormatError, MediaError, NotFound, TierstateError, cannot_be_asked
@@ -46,9 +47,8 @@ class Found(NamedTuple):
 
 def chunk_ids(version: Version) -> list[ChunkId]:
     """The chunks of a version, by row."""
-    digests, function = version.digests.tobytes(), version.head.digest
-    lengths = version.chunk_nbytes.tolist()
-    return [ChunkId(digests[16 * row : 16 * row + 16], n, function) for row, n in enumerate(lengths)]
+    digests, lengths = digest_list(version.digests), version.chunk_nbytes.tolist()
+    return [ChunkId(digest, n, version.head.digest) for digest, n in zip(digests, lengths, strict=True)]
 
 
 @dataclass
@@ -106,12 +106,11 @@ class ChunkSearch:
     def add_layout(self, tier: str, version: Version, layout: Layout) -> None:
         """Add the places that a record names, and those of the bases of its deltas."""
         self._tiers[tier].said |= layout.pack_sizes
-        digests = version.digests.tobytes()
-        for row in range(len(version.digests)):
+        for row, digest in enumerate(digest_list(version.digests)):
             if (place := layout.place(row)) is not None:
                 base = place.base
                 where = Found(tier, place._replace(base=None), b"" if base is None else base.digest)
-                self._add(digests[16 * row : 16 * row + 16], where)
+                self._add(digest, where)
                 if base is not None:
                     self._add(base.digest, Found(tier, ChunkPlace(*base[:4])))
 

@@ -13,8 +13,8 @@ from tierstate.engine.packs.pack import PackScan
 from tierstate.engine.placement import Routes
 from tierstate.engine.store.catalog import release_lease
 from tierstate.engine.store.identity import learn_newest
-from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.arrays import Array
+from tierstate.engine.store.run_in_tier import TierRun, tier_run_named
+from tierstate.manifest.arrays import Array, digest_list
 from tierstate.manifest.chunk import to_bytes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierstateError, Unauthentic
@@ -128,9 +128,7 @@ def rebuild(
         WrongTier: the tier is not the expected one; it may not be mounted.
         TierError: the tier could not be read or written to.
     """
-    tier_run = next((s for s in tier_runs if s.name == name), None)
-    if tier_run is None:
-        raise NotFound(f"the policy has no tier {name!r}; it has {', '.join(s.name for s in tier_runs)}", tier=name)
+    tier_run = tier_run_named(tier_runs, name)
     learn_newest([one.identity for one in tier_runs])
     tier_run.identity.ensure(create=False)
     others = [s for s in tier_runs if s is not tier_run]
@@ -232,9 +230,9 @@ class _Rebuilder:
         """A version's layout in this tier; how many chunks the tier should have, and how many of those it has."""
         routed: Array = self._routes.of(version.leaves)[self._tier_run.name].leaves[version.chunk_leaf]
         draft, placed = LayoutBuilder(len(version.digests)), np.zeros(len(version.digests), bool)
-        digests, nbytes = version.digests.tobytes(), version.chunk_nbytes.tolist()
-        for row in range(len(version.digests)):
-            place = contents.place(digests[16 * row : 16 * row + 16], nbytes[row])
+        chunks = zip(digest_list(version.digests), version.chunk_nbytes.tolist(), strict=True)
+        for row, chunk in enumerate(chunks):
+            place = contents.place(*chunk)
             if place is not None:
                 draft.put(row, place)
                 placed[row] = True

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from tierstate.manifest.chunk import as_buffer, to_bytes, view
+from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.errors import (
     AccessDenied,
     AlreadyExists,
@@ -55,6 +55,10 @@ UNKNOWN = TierMarker(id="", time=0.0)
 """Stands for a marker that is there and cannot be read: the tier is in its place, and may be any."""
 
 
+def _encoded_marker(tier: Tier) -> bytes:
+    return to_bytes(tier.get_within(MARKER_KEY, MAX_MARKER_BYTES, "a marker"))
+
+
 def read_marker(tier: Tier) -> TierMarker | None:
     """The marker of a tier; None if it has none; `UNKNOWN`, with a warning, if it is damaged or in a bad sector.
 
@@ -63,7 +67,7 @@ def read_marker(tier: Tier) -> TierMarker | None:
     """
     what = f"{tier.name}: {MARKER_KEY}"
     try:
-        return TierMarker.decode(to_bytes(tier.get_within(MARKER_KEY, MAX_MARKER_BYTES, "a marker")), what)
+        return TierMarker.decode(_encoded_marker(tier), what)
     except NotFound:
         return None
     except (FormatError, Damaged, MediaError) as error:
@@ -94,7 +98,7 @@ def check_key(tier: Tier) -> None:
         TierError: it could not be read.
     """
     try:
-        TierMarker.decode(to_bytes(tier.get_within(MARKER_KEY, MAX_MARKER_BYTES, "a marker")), MARKER_KEY)
+        TierMarker.decode(_encoded_marker(tier), MARKER_KEY)
         return
     except Unauthentic as error:
         if error.key_id:
@@ -119,7 +123,7 @@ def _check_seal(tier: Tier) -> None:
         TierError: it could not be read.
     """
     try:
-        id = sealed_with(view(tier.get_within(MARKER_KEY, MAX_MARKER_BYTES, "a marker")))
+        id = sealed_with(memoryview(_encoded_marker(tier)))
     except (FormatError, NotFound, MediaError):
         return
     if id:

@@ -85,6 +85,19 @@ def pack_flaw(tier: Tier, key: str, nbytes: int) -> str:
     return "" if tier.firm(key) else "has fewer copies than it should"
 
 
+def tier_run_named(tier_runs: Sequence[TierRun], name: str) -> TierRun:
+    """The run in the tier of that name.
+
+    Raises:
+        NotFound: there is no such tier.
+    """
+    for tier_run in tier_runs:
+        if tier_run.name == name:
+            return tier_run
+    names = ", ".join(tier_run.name for tier_run in tier_runs)
+    raise NotFound(f"the policy has no tier {name!r}; it has {names}", tier=name)
+
+
 class TierRun:
     """One run in one tier.
 
