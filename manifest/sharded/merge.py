@@ -302,8 +302,11 @@ class MergePlan:
     as to put the digests in order.
     """
 
-    def __init__(self, parts: Sequence[Version], merged: MergeResult, copies: Array) -> None:
+    def __init__(
+        self, parts: Sequence[Version], merged: MergeResult, copies: Array, ranks: Sequence[int] | None = None
+    ) -> None:
         """Args: as `merge_with_copies` takes and gives them; the leaves may have been sorted since."""
+        self._ranks = ranks
         self._version, self._rows = merged
         self._copies = copies
         self._pieces = [part.catalog.pieces for part in parts]  # which `PartReader` has once for all parts
@@ -327,7 +330,7 @@ class MergePlan:
             return None
         if any(_shape_of(part) != shape for part, shape in zip(parts, self._shapes, strict=True)):
             return None
-        order, owners = _in_order(parts, None)
+        order, owners = _in_order(parts, self._ranks)
         _check_heads([parts[p] for p in order], owners)
         every = np.concatenate([part.digests for part in parts])
         if not np.array_equal(every[self._copies[0]], every[self._copies[1]]):

@@ -114,6 +114,18 @@ def test_what_ranks_hold_comes_to_be_one_version_on_every_tier(job: Any) -> None
                 assert not alone.verify(deep=True).problems
 
 
+def test_the_metadata_are_those_of_rank_0_also_where_it_has_no_shards(place: Path) -> None:
+    def rank(team: Team) -> None:
+        with ts.Checkpointer(nvme(place), "run", team) as ckpt:
+            for step in range(3):  # the later ones are merged by the plan of the first
+                state = {f"of {team.rank}": torch.arange(10.0) + step} if team.rank else {}
+                ckpt.save(state, step=step, metadata={"loss": step} if team.rank == 0 else None).wait()
+
+    ranks(3, rank)
+    with ts.Checkpointer(nvme(place), "run") as alone:
+        assert [version.metadata for version in alone.versions()] == [{"loss": step} for step in range(3)]
+
+
 def test_what_all_hold_is_written_once_and_spread_over_the_ranks(place: Path) -> None:
     state = {f"w{i}": torch.randn(2048) for i in range(8)}
 

@@ -104,7 +104,7 @@ class MergedVersions:
             return self._versions[seq] if self._noted.wait_for(there, seconds) else None
 
     def merge(self, seq: int, parts: Sequence[Version]) -> tuple[Version, Sequence[Array]]:
-        """Merge the parts of a version, one of each rank.
+        """Merge the parts of a version, one of each rank, in the order of the ranks.
 
         Returns:
             The version, and for each part the version's row of each chunk of the part.
@@ -125,9 +125,10 @@ class MergedVersions:
         if self._plan is not None and self._plan[1] == order and (again := self._plan[0].again(parts, parent)):
             return again
         self._plan = None  # before the next one is made: it may take gigabytes
-        merged, copies = merge_with_copies(parts, parent=parent)
+        ranks = range(len(parts))  # of a part without shards nothing else says whose it is
+        merged, copies = merge_with_copies(parts, parent=parent, ranks=ranks)
         merged = merged if order is None else in_state_order(merged, order)
-        self._plan = MergePlan(parts, merged, copies), order
+        self._plan = MergePlan(parts, merged, copies, ranks), order
         self._drop_pieces(parts)
         return merged
 
