@@ -174,6 +174,31 @@ def test_what_is_repaired_from_a_fork_outlives_what_the_fork_drops() -> None:
                 assert alike(states[step], ckpt.load(step=step))
 
 
+def test_what_a_fork_has_repaired_is_not_repaired_for_its_source(place: Path) -> None:
+    """A restore of the source looks for repaired copies in its own packs only."""
+    state, tiers = tensors(9000), {name: {"type": "nvme", "path": str(place / name)} for name in ("one", "two")}
+    both, alone = policy(tiers), policy({"one": tiers["one"]})
+    with ts.Checkpointer(both, "run") as ckpt:
+        save = ckpt.save(state, step=1)
+        for name in tiers:
+            save.wait(name)
+        ckpt.fork("fork")
+    one = opened(both, "one")
+    one.discard(names(one, "packs/run/"))
+    with ts.Checkpointer(both, "fork") as ckpt:
+        assert alike(ckpt.load(), state)
+    assert len(names(one, "packs/fork/")) == 1
+    with ts.Checkpointer(alone, "run") as ckpt:
+        with pytest.raises(ts.Damaged):
+            ckpt.load()
+        (found,) = ckpt.doctor().versions
+        assert (found.state, found.restorable) == ("damaged", False)
+        assert [repair.done for repair in ckpt.doctor(apply=True).repairs] == [True]
+        assert alike(ckpt.load(), state)
+    with ts.Checkpointer(alone, "fork") as ckpt:
+        assert ckpt.doctor().ok
+
+
 @pytest.mark.parametrize("kind", ["lustre", "nvme"])
 def test_a_tier_that_all_hosts_see_gets_a_version_of_several_ranks_as_a_whole(place: Path, kind: str) -> None:
     """Its record and the packs of a rank are lost. A tier of one host had the chunks of its own ranks only."""

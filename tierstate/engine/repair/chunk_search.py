@@ -6,13 +6,13 @@ another format. Each is read and compared with the digest that is wanted, so a w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tierstate.engine.codecs.codecs import BLOSC, decompress
 from tierstate.engine.packs.formats import format_of_key
-from tierstate.engine.packs.keys import has_footer, is_mend
+from tierstate.engine.packs.keys import has_footer, is_mend, run_of
 from tierstate.engine.packs.pack import PackScan
 from tierstate.engine.store.delta_base import SLACK, xor
 from tierstate.engine.store.run_in_tier import TierRun
@@ -64,6 +64,7 @@ class _Tier:
     tier_run: TierRun
     scan: PackScan
     lasts: Callable[[str], bool]
+    mending: Collection[str]
     packs: dict[str, _Pack] = field(default_factory=dict)
     mends: dict[bytes, list[ChunkPlace]] = field(default_factory=dict)
     said: dict[str, int] = field(default_factory=dict)
@@ -73,8 +74,9 @@ class ChunkSearch:
     """Which of the wanted chunks exist undamaged, and where.
 
     Args:
-        scans: the tiers that can be read, nearest first, with the footers of their packs, and a function that says of
-            the key of a pack whether it stays for a record of the run that names it.
+        scans: the tiers that can be read, nearest first, with the footers of their packs, a function that says of the
+            key of a pack whether it stays for a record of the run that names it, and the runs in whose packs readers
+            look for repaired copies: another run that has repaired a chunk has not done so for this one.
         progress: called with the stored bytes read since the last call.
 
     Attributes:
@@ -83,9 +85,11 @@ class ChunkSearch:
     """
 
     def __init__(
-        self, scans: Sequence[tuple[TierRun, PackScan, Callable[[str], bool]]], progress: Callable[[int], object]
+        self,
+        scans: Sequence[tuple[TierRun, PackScan, Callable[[str], bool], Collection[str]]],
+        progress: Callable[[int], object],
     ) -> None:
-        self._tiers = {tier_run.name: _Tier(tier_run, scan, lasts) for tier_run, scan, lasts in scans}
+        self._tiers = {tier_run.name: _Tier(tier_run, scan, lasts, runs) for tier_run, scan, lasts, runs in scans}
         self._progress = progress
         self._wanted: set[ChunkId] = set()
         self._places: dict[bytes, dict[Found, None]] = {}
@@ -96,7 +100,8 @@ class ChunkSearch:
         for tier in self._tiers.values():
             for row in tier.scan.rows:
                 self._add(row.digest, Found(tier.tier_run.name, row.place, row.base))
-                if is_mend(row.place.object) and not row.base:
+                key = row.place.object
+                if is_mend(key) and not row.base and run_of(key) in tier.mending:
                     tier.mends.setdefault(row.digest, []).append(row.place)
 
     def want(self, version: Version) -> None:

@@ -75,7 +75,8 @@ class Diagnosis:
         self._lasting = [view for view in views if view.lasts]
         self._routes = Routes(policy)
         self._steps: list[RepairStep] = []
-        self.search = ChunkSearch([(view.tier_run, view.scan, view.lasting.has) for view in views], progress)
+        scans = [(view.tier_run, view.scan, view.lasting.has, view.pack_runs) for view in views]
+        self.search = ChunkSearch(scans, progress)
         self._ids: dict[str, list[ChunkId]] = {}
         self._has: dict[str, Array] = {}
         self._missing: dict[str, set[int]] = {}

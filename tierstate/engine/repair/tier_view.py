@@ -119,6 +119,12 @@ class TierView:
                 return None
         return None
 
+    @property
+    def pack_runs(self) -> list[str]:
+        """Runs in whose packs a restore looks for repaired copies (`TierRun.pack_runs`)."""
+        found = (self.current(seq) for seq in sorted(self.records, reverse=True))
+        return self.tier_run.pack_runs(next((record for record in found if record is not None), None))
+
     def has(self, version: Version) -> bool:
         """Whether a restore finds a record of this version."""
         record = self.current(version.head.seq)

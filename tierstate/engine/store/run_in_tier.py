@@ -321,15 +321,15 @@ class TierRun:
         return self._mended().get(digest)
 
     def _mended(self) -> dict[bytes, ChunkPlace]:
-        runs = self._packs_of() if self._mends is None else ()
+        runs = self.pack_runs(self.newest()) if self._mends is None else ()
         with self._lock:
             if self._mends is None:
                 self._mends = self._load_mends(runs)
             return self._mends
 
-    def _packs_of(self) -> list[str]:
-        """Runs whose packs have chunks of this run: the runs that it was forked from, and last itself."""
-        newest = self.newest()
+    def pack_runs(self, newest: Record | None) -> list[str]:
+        """Runs whose packs have chunks of this run, as its newest record says: those that it was forked from, and last
+        itself. Readers look for repaired copies in their packs."""
         named = {run_of(key) for key in newest.layout.objects} if newest is not None else set()
         return [*sorted(named - {self.run}), self.run]
 
