@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, names, opened, policy, scratch, tensors, wrapped
-from support.damaged_runs import Blow, Oracle, Shape, World, blows, damage, make_world, shapes, whole_shapes
+from support.damaged_runs import Blow, Oracle, Shape, World, blows, damage, make_world, shapes, spec_of, whole_shapes
 from support.ill_tiers import ANSWERS, HEALTH, Health, Ill
 from support.sharded_versions import keep, mesh
 
@@ -79,6 +79,25 @@ def test_nothing_is_wrong_with_what_was_saved(shape: Shape) -> None:
             for version in report.versions:
                 assert world.restorable(run, version.id) == version.restorable == (version.state == "whole")
         assert world.files() == world.before
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(shapes, st.sampled_from([1, 2]))
+@example(Shape((("raw", "native", 1),), (15, 3, 13), fork=False), 1)
+def test_what_retention_has_dropped_is_not_lost_when_keep_becomes_wider(shape: Shape, kept: int) -> None:
+    """Packs that newer versions share are still there, and one of them may say what the version consisted of. What is
+    all there is had again."""
+    with scratch() as place:
+        world = make_world(shape._replace(keep=kept), place)
+        world.spec = spec_of(shape._replace(keep=0), place)
+        for run in world.runs():
+            report = look(world, run, apply=True)
+            assert {version.state for version in report.versions} <= {"whole", "part", "damaged"}
+            again = look(world, run)
+            assert (again.ok, again.repairs) == (True, [])
+            for version in again.versions:
+                assert world.restorable(run, version.id) == version.restorable == (version.state == "whole")
 
 
 health = st.sampled_from(HEALTH)

@@ -153,7 +153,10 @@ def _show_repairs(found: DoctorReport) -> None:
     if left and not found.applied:
         say(f"{plural(left, 'repair')} to do, in this order: `tierstate doctor --apply`, while nobody saves this run")
     if lost:
-        say(f"{plural(lost, 'version')} cannot be had as a whole; `tierstate rm --seq N` removes one for good")
+        bare = sum(v.state == "lost" and not v.tiers for v in found.versions)
+        how = "`tierstate rm --seq N` removes one for good" if bare < lost else ""
+        prune = "`tierstate prune` deletes what is left of one without a record" if bare else ""
+        say(f"{plural(lost, 'version')} cannot be had as a whole; {', '.join(filter(None, (how, prune)))}")
     if unknown:
         say(f"{plural(unknown, 'version')} may be had yet: remove none, and look again when every tier answers")
 

@@ -323,6 +323,15 @@ class ChunkSearch:
         """Names of the tiers that have a chunk undamaged."""
         return list(dict.fromkeys(found.tier for found in self._good.get(one, ())))
 
+    def is_gone(self, one: ChunkId) -> bool:
+        """Whether no pack is there that ever had a chunk, as far as is known, or its delta and the base of that."""
+
+        def gone(found: Found) -> bool:
+            based = bool(found.base) and self.is_gone(ChunkId(found.base, one.nbytes, one.function))
+            return based or self.size(found.tier, found.place.object) is None
+
+        return not self.exists(one) and all(map(gone, self._places.get(one.digest, ())))
+
     def in_doubt(self, one: ChunkId) -> bool:
         """Whether a chunk was found nowhere, and a place of it cannot be asked now."""
         places = self._places.get(one.digest, ())

@@ -80,6 +80,7 @@ class Diagnosis:
         self._ids: dict[str, list[ChunkId]] = {}
         self._has: dict[str, Array] = {}
         self._missing: dict[str, set[int]] = {}
+        self._dropped: set[int] = set()
 
     def run(self) -> list[RepairStep]:
         """Fill in the report, but for the repairs, which are returned in their order."""
@@ -205,6 +206,17 @@ class Diagnosis:
             case.states |= view.unread(version.head.seq) if view.name not in case.states else {}
         self._judge(case, repairs=len(self._steps) > before)
 
+    def _was_dropped(self, case: CopyHealth) -> bool:
+        """Whether all that is known of a version is what retention leaves of one that it has dropped: no record, packs
+        that newer versions share, and of the other packs no trace. `keep` may have become wider since."""
+        seq, lost = case.version.head.seq, [self._ids[case.version.id][row] for row in np.flatnonzero(case.lost)]
+        if not lost or case.states or self._report.unreachable or any(view.scan.unread for view in self._views):
+            return False
+        if not all(map(self.search.is_gone, lost)):
+            return False
+        packs_here = [view for view in self._lasting if seq in view.scan.seqs]
+        return all(any(newer > seq for newer in view.records) for view in packs_here)
+
     def _lacks_record(
         self, view: TierView, version: Version, versions: Sequence[Version], wanted: Mapping[str, set[int]]
     ) -> str:
@@ -218,6 +230,9 @@ class Diagnosis:
 
     def _judge(self, case: CopyHealth, *, repairs: bool) -> None:
         version, lost = case.version, case.lost
+        if self._was_dropped(case):
+            self._dropped.add(version.head.seq)
+            return
         head, ids = version.head, self._ids[version.id]
         away = {*self._report.unreachable, *(view.name for view in self._views if head.seq in view.away)}
         away |= set(self.search.unasked) if any(self.search.in_doubt(ids[r]) for r in np.flatnonzero(lost)) else set()
@@ -376,7 +391,7 @@ class Diagnosis:
             report.versions.append(VersionHealth(seq, None, "", "unknown" if away else "lost", there, why=why))
         packs = {seq for one in self._views for seq in one.scan.seqs}
         taken = {seq for one in self._views for seq in packs if one.taken(seq) or seq in one.removed}
-        report.unknown = sorted(packs - known - seen - taken)
+        report.unknown = sorted(packs - (known - self._dropped) - seen - taken)
 
     def _tags(self) -> None:
         lasting = [view.tier_run for view in self._lasting]

@@ -83,7 +83,8 @@ class DoctorReport:
         repairs: in the order in which they are to be carried out.
         unreachable: tiers that could not be read, or not everywhere, and why.
         notes: other damage, with what can be done about it.
-        unknown: numbers of which packs are there, and neither a record nor a copy: dropped, or lost as a whole.
+        unknown: numbers of which packs are there, and no record, and not enough to rebuild one: dropped, or lost as a
+            whole.
     """
 
     applied: bool = False
