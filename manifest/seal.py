@@ -39,6 +39,14 @@ SEAL_BYTES = 64
 KEY_ID_BYTES = 8
 
 
+ENCRYPTED_MAGIC = b"\x89TSE\r\n\x1a\n"
+"""With this begins the trailer of an encrypted object, which is its end (the key ``encrypt`` of a tier)."""
+
+
+ENCRYPTED_TRAILER = 64
+"""Length of that trailer."""
+
+
 _PURPOSE = b"tierstate seal 1\0"
 
 _FIXED = 32
@@ -112,6 +120,11 @@ def unseal(keys: Sequence[SealKey], name: str, sealed: memoryview, what: str) ->
 def sealed_with(data: memoryview) -> str:
     """The id of the key with which an object says that it is sealed; empty if it has no seal. Verifies nothing."""
     return bytes(data[16 : 16 + KEY_ID_BYTES]).hex() if bytes(data[:8]) == SEAL_MAGIC else ""
+
+
+def is_encrypted(data: memoryview) -> bool:
+    """Whether an object says that it is encrypted. Verifies nothing."""
+    return bytes(data[-ENCRYPTED_TRAILER:][:8]) == ENCRYPTED_MAGIC
 
 
 def _head(key: SealKey) -> bytes:

@@ -27,7 +27,7 @@ import numpy as np
 from tierstate.manifest.arrays import Array, check_rising, starts_of
 from tierstate.manifest.digest import checksum, checksum_of
 from tierstate.manifest.errors import FormatError, untrusted
-from tierstate.manifest.seal import sealed_with
+from tierstate.manifest.seal import is_encrypted, sealed_with
 
 from . import table as col
 from .layout import Layout, is_pack_key
@@ -189,14 +189,20 @@ def surviving_parts(data: memoryview) -> tuple[Version | None, Layout | None]:
         return version, None
 
 
+def _not_a_record(data: memoryview) -> FormatError:
+    """The error for what does not begin as a record; what is sealed or encrypted lacks a key in the policy."""
+    if id := sealed_with(data):
+        return FormatError(f"{RECORD_NAME} is sealed with key {id}; give it to the policy, as in 'seal: {{file: ...}}'")
+    if is_encrypted(data):
+        how = "give the tier its key in the policy, as in 'encrypt: {file: ...}'"
+        return FormatError(f"{RECORD_NAME} is encrypted; {how}")
+    return FormatError(f"not a record: it starts with {bytes(data[:8])!r}, a record with {RECORD_MAGIC!r}")
+
+
 def _check_frame(data: memoryview) -> int:
     """Check magic, format number, length and checksum; returns the number of sections."""
     if bytes(data[:8]) != RECORD_MAGIC[: min(8, len(data))] or len(data) == 0:
-        if id := sealed_with(data):
-            raise FormatError(
-                f"{RECORD_NAME} is sealed with key {id}; give it to the policy, as in 'seal: {{file: ...}}'"
-            )
-        raise FormatError(f"not a record: it starts with {bytes(data[:8])!r}, a record with {RECORD_MAGIC!r}")
+        raise _not_a_record(data)
     if len(data) < _FIXED + _TAIL:
         raise FormatError(f"{RECORD_NAME} is truncated: {len(data)} bytes")
     number, count = int.from_bytes(data[8:12], "little"), int.from_bytes(data[12:16], "little")

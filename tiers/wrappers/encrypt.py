@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, spans, view
 from tierstate.manifest.errors import Unauthentic
-from tierstate.manifest.seal import derive
+from tierstate.manifest.seal import ENCRYPTED_MAGIC, derive
 from tierstate.tiers.base import AtomicWriter, ObjectWriter, Range, Release, Tier, check_key, check_ranges, layers
 from tierstate.tiers.keys import SecretKey
 from tierstate.tiers.memory.pages import map_pages
@@ -58,8 +58,6 @@ OBJECTS_KEPT = 64
 RANGES_AT_ONCE = 16
 """Ranges whose first and last blocks are in memory at once."""
 
-
-_MAGIC = b"\x89TSE\r\n\x1a\n"
 
 _FORMAT, _TAG, _SALT = 1, 16, 16
 
@@ -98,7 +96,9 @@ class ObjectCipher:
 
     def trailer(self, key_id: str, salt: bytes, nbytes: int) -> bytes:
         """The trailer of the object."""
-        fields = _TRAILER.pack(_MAGIC, _FORMAT, BLOCK, bytes.fromhex(key_id), salt, nbytes, bytes(_TAG))[:-_TAG]
+        fields = _TRAILER.pack(ENCRYPTED_MAGIC, _FORMAT, BLOCK, bytes.fromhex(key_id), salt, nbytes, bytes(_TAG))[
+            :-_TAG
+        ]
         return fields + bytes(self._aes.encrypt(_TRAILER_NONCE, b"", fields))
 
     def knows(self, trailer: bytes) -> bool:
@@ -207,7 +207,7 @@ class Encrypted(Wrapping):
         """The object that ends with these tags and this trailer."""
         tags, trailer = end[: -_TRAILER.size], bytes(end[-_TRAILER.size :])
         magic, number, block, key_id, salt, length, _ = _TRAILER.unpack(trailer)
-        if (magic, number, block) != (_MAGIC, _FORMAT, BLOCK):
+        if (magic, number, block) != (ENCRYPTED_MAGIC, _FORMAT, BLOCK):
             raise Unauthentic(f"{self.name}: {key}: is not encrypted, or in a way that is not known here")
         cipher = ObjectCipher(self._data_key(key, key_id.hex()), key, salt)
         if length != nbytes or not cipher.knows(trailer):
