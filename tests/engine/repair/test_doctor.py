@@ -100,6 +100,43 @@ def test_what_retention_has_dropped_is_not_lost_when_keep_becomes_wider(shape: S
                 assert world.restorable(run, version.id) == version.restorable == (version.state == "whole")
 
 
+@pytest.mark.parametrize("record", ["lost", "damaged"])
+@pytest.mark.parametrize("others", [None, 1])
+def test_leaves_that_a_rule_has_dropped_are_not_lost_with_a_record(
+    place: Path, record: str, others: int | None
+) -> None:
+    """The chunks of the others are there, and are had again."""
+    states = [tensors(9000, 9 << 20, seed=step) for step in range(4)]
+    keep = {"keep": {"last": 5, "every": others}} if others else {}
+    spec = policy(
+        {"only": {"type": "nvme", "path": str(place / "only"), **keep}},
+        rules=[{"match": "b", "keep": {"last": 1}}], chunk="1MiB", arena={"size": "32MiB"},
+    )  # fmt: skip
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step, state in enumerate(states):
+            ckpt.save(state, step=step).wait()
+        ckpt.prune(grace=0)
+        ckpt.prune(grace=0)  # what the first one has emptied
+        seq = ckpt.info(step=1).seq
+    only = opened(spec, "only")
+    assert sum(map(only.size, names(only, "packs/"))) < 20 << 20, "those of two versions at most"
+    (key,) = (key for key in names(only, "versions/") if f"{seq:012d}" in key)
+    path = place / "only" / key
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    if record == "damaged":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with ts.Checkpointer(spec, "run") as ckpt:
+        (repair,) = ckpt.doctor(apply=True).repairs
+        assert (repair.kind, repair.seq, repair.done, repair.chunks) == ("rebuild", seq, True, 0)
+        again = ckpt.doctor()
+        assert (again.ok, again.repairs) == (True, [])
+        assert {v.seq: v.left_out for v in again.versions}[seq] == 1
+        assert alike(ckpt.load(step=1, only=["a"]), {"a": states[1]["a"]})
+        assert all(tier.thin == {} for tier in ckpt.prune(dry_run=True, grace=0).tiers)
+
+
 health = st.sampled_from(HEALTH)
 PASSING = ("away", "denied")
 Places = list[list[tuple[Health, Health]]]

@@ -324,13 +324,10 @@ class ChunkSearch:
         return list(dict.fromkeys(found.tier for found in self._good.get(one, ())))
 
     def is_gone(self, one: ChunkId) -> bool:
-        """Whether no pack is there that ever had a chunk, as far as is known, or its delta and the base of that."""
-
-        def gone(found: Found) -> bool:
-            based = bool(found.base) and self.is_gone(ChunkId(found.base, one.nbytes, one.function))
-            return based or self.size(found.tier, found.place.object) is None
-
-        return not self.exists(one) and all(map(gone, self._places.get(one.digest, ())))
+        """Whether a chunk has gone without a trace, as if its pack was deleted since no record needed it: no record and
+        no footer has a place of it, but for deltas whose base has gone so."""
+        places = self._places.get(one.digest, ())
+        return all(found.base and self.is_gone(one._replace(digest=found.base)) for found in places)
 
     def in_doubt(self, one: ChunkId) -> bool:
         """Whether a chunk was found nowhere, and a place of it cannot be asked now."""

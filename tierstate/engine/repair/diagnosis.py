@@ -210,9 +210,7 @@ class Diagnosis:
         """Whether all that is known of a version is what retention leaves of one that it has dropped: no record, packs
         that newer versions share, and of the other packs no trace. `keep` may have become wider since."""
         seq, lost = case.version.head.seq, [self._ids[case.version.id][row] for row in np.flatnonzero(case.lost)]
-        if not lost or case.states or self._report.unreachable or any(view.scan.unread for view in self._views):
-            return False
-        if not all(map(self.search.is_gone, lost)):
+        if not lost or case.states or self._may_be_elsewhere() or not all(map(self.search.is_gone, lost)):
             return False
         packs_here = [view for view in self._lasting if seq in view.scan.seqs]
         return all(any(newer > seq for newer in view.records) for view in packs_here)
@@ -261,8 +259,22 @@ class Diagnosis:
                 for record in view.records[seq].values():
                     rows |= record.layout.present
             elif view.taken(seq) or seq in self._missing.get(view.name, ()):
-                rows |= self._route(view, version)
+                rows |= self._route(view, version) & ~self._thinned(view, version)
         return rows
+
+    def _thinned(self, view: TierView, version: Version) -> Array:
+        """``(chunks,)`` of bool: the chunks of leaves that a rule has dropped from a version whose record is lost. They
+        are in no pack any more, and were perhaps in none when it was lost."""
+        gone = np.zeros(len(version.leaves), bool)
+        if any(seq > version.head.seq for seq in view.records) and not self._may_be_elsewhere():
+            rows = np.array([self.search.is_gone(one) for one in self._ids[version.id]], bool)
+            gone[version.chunk_leaf[rows]] = True
+        found: Array = view.tier_run.retention.thinned(version, gone)[version.chunk_leaf]
+        return found
+
+    def _may_be_elsewhere(self) -> bool:
+        """Whether what is in no pack that was read may be in one that was not."""
+        return bool(self._report.unreachable) or any(view.scan.unread for view in self._views)
 
     def _served(self, view: TierView, record: Record) -> Array:
         """``(chunks,)`` of bool: which chunks a restore gets from this record, as far as that could be asked."""

@@ -14,10 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from tierstate.engine.packs.keys import is_mend, pack_prefix
 from tierstate.engine.progress import Progress, no_progress
+from tierstate.manifest.arrays import Array
 from tierstate.manifest.errors import FormatError, NotFound, TierFull, TierstateError
 from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.leases import FORK, Leases
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.removals import removed_since
@@ -278,6 +282,25 @@ class Retention:
                 coming = [mark._replace(groups=self._groups.names) for mark in (*marks, *beside)]
                 seqs -= set(self._decide([*self._marks(), *coming], (), None, self._keep, self._rules).drop)
         return seqs
+
+    def thinned(self, version: Version, gone: Array) -> Array:
+        """The leaves that rules have dropped here from a version that stays, if leaves are gone without a trace: these,
+        as far as a rule may have dropped them, and what is kept as long as they are.
+
+        Args:
+            gone: ``(leaves,)`` of bool.
+
+        Returns:
+            ``(leaves,)`` of bool.
+        """
+        belongs = self._groups.of(version)
+        terms = [self._rules.get(name, self._keep) for name in self._groups.names]
+        mortal = np.array([keep is not None and not keep.all for keep in terms], bool)
+        dropped: Array = np.any(belongs[gone], axis=0) & mortal
+        if dropped.all():
+            return np.zeros(len(gone), bool)  # then the version as a whole would have been dropped
+        left: Array = np.any(belongs[:, ~dropped], axis=1)
+        return ~left
 
     def _marks(self) -> list[RetentionEntry]:
         return [known.mark for known in self._known.values()]
