@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from tierstate.manifest.arguments import check_class
 from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.format.leaf import CONTAINERS, TIED
 from tierstate.providers.tensors.arrays import ArrayProvider
@@ -71,8 +72,11 @@ class Registry:
         """Use this provider for values of this type, and of its subclasses without a provider of their own.
 
         Raises:
+            TypeError: one of them is no class, or the provider none that is derived from `Provider`.
             ValueError: the provider's kind is empty, reserved, or used by another class.
         """
+        check_class(value_type, "value_type", object)
+        check_class(provider, "provider", Provider)
         kind = getattr(provider, "kind", "")
         if not kind or kind in CONTAINERS or kind == TIED:
             raise ValueError(f"{provider.__qualname__}.kind is {kind!r}; give it a name that is not taken by the tree")
@@ -150,6 +154,7 @@ def register_provider(value_type: type, provider: type[Provider] | None = None) 
     as its fields, name or items; ``load`` makes no value of a class that only the version names.
     """
     if provider is None:
+        check_class(value_type, "value_type", object)
         trust_class(value_type)
     else:
         REGISTRY.register(value_type, provider)

@@ -9,6 +9,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from tierstate.manifest.arguments import as_text
 from tierstate.manifest.errors import NotFound
 
 from .base import Tier
@@ -25,8 +26,9 @@ def register_tier(name: str, cls: type[Tier]) -> None:
     """Register a class under a type name in this process; it takes precedence over installed classes.
 
     Raises:
-        TypeError: it is not a subclass of `Tier`.
+        TypeError: it is not a subclass of `Tier`, or the name is no text.
     """
+    name = as_text(name, "name", "a type of tier is named by text, as a policy's `type` has it")
     _registered[name] = _checked(name, cls)
 
 

@@ -46,6 +46,7 @@ from tierstate.engine.save.preemption import Preemption, PreemptionWish, keys_of
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.alarm_tags import AlarmTags
+from tierstate.manifest.arguments import as_path, as_text, as_timeout
 from tierstate.manifest.errors import CaptureError, TierstateError, TierUnavailable
 from tierstate.manifest.format.globs import check_globs
 from tierstate.manifest.format.leaf_path import Path
@@ -128,6 +129,7 @@ class Save:
             Reentered: called by a signal handler that has interrupted a call of a `Checkpointer`.
         """
         refuse_inside("wait_captured")
+        timeout = as_timeout(timeout)
         try:
             self._save_state.captured.result(timeout)
         except TimeoutError:
@@ -143,11 +145,22 @@ class Save:
             Reentered: called by a signal handler that has interrupted a call of a `Checkpointer`.
         """
         refuse_inside("wait")
-        self._save_state.wait(tier or self._durable, timeout)
+        self._save_state.wait(self._tier(tier), as_timeout(timeout))
 
     def done(self, tier: str | None = None) -> bool:
-        """Whether the version is committed on a tier by now; False also if the tier does not get it."""
-        return self._save_state.done(tier or self._durable)
+        """Whether the version is committed on a tier by now; False also if the tier does not get it.
+
+        Raises:
+            NotFound: the policy has no such tier.
+        """
+        name = self._tier(tier)
+        self._save_state.check_tier(name)  # a loop until it is done would not end
+        return self._save_state.done(name)
+
+    def _tier(self, name: str | None) -> str:
+        if name is None:
+            return self._durable
+        return as_text(name, "tier", "name a tier of the policy; seconds to wait are the timeout")
 
     def errors(self) -> dict[str, TierstateError | BaseException]:
         """The errors so far, by the tier's name. That a tier left the save out (``on_lag``) is not an error."""
@@ -227,7 +240,7 @@ class Checkpointer(Run):
     ) -> None:
         begin_by_environment()
         policy = policy if isinstance(policy, Policy) else Policy.load(policy)
-        check_run(run)  # before any tier is opened
+        run = check_run(run)  # before any tier is opened
         signals = keys_of(preemption, policy.preemption)
         self._together = join_team(process_group, run, policy)
         self._blocked: deque[float] = deque(maxlen=HISTORY)
@@ -268,7 +281,7 @@ class Checkpointer(Run):
             RuntimeError: this process is being traced already.
             OSError: the file cannot be written.
         """
-        begin_trace(path)
+        begin_trace(as_path(path, "path"))
         try:
             yield
         finally:
@@ -391,7 +404,7 @@ class Checkpointer(Run):
         Args:
             state: nested dict, list, tuple of tensors, arrays, plain values, modules, optimizers, or anything with a
                 provider.
-            step: the training step, 0 or more.
+            step: the training step, an int of 0 or more.
             metadata: what is stored with the version as JSON values, such as the loss: numbers (also scalars of NumPy
                 and torch), text, lists, dicts; dates, paths and Enums as text or their values.
 
@@ -414,7 +427,7 @@ class Checkpointer(Run):
             finally:
                 seconds = time.monotonic() - start
                 self._blocked.append(seconds)
-                self._events.emit("saved", step=step, seq=save.seq, seconds=seconds)
+                self._events.emit("saved", step=save.step, seq=save.seq, seconds=seconds)
 
     def _save_state(self, state: Any, step: int, metadata: Mapping[str, Any] | None) -> Save:
         return self._save_planned(lambda seq: self._plan(state, seq), step, metadata, planned=False)
@@ -592,9 +605,8 @@ class Checkpointer(Run):
 
         Raises: as `restore`; ValueError: tensors cannot be loaded to this device, or this process has no such one.
         """
-        place = torch.device(device) if device is not None else None
         wanted = RestoreSpec(
-            step, version, NEW, only, place, on_damage, self._pickles, allow_lossy, rename=rename, progress=progress
+            step, version, NEW, only, device, on_damage, self._pickles, allow_lossy, rename=rename, progress=progress
         )
         return self._restored(wanted, tag)
 
@@ -711,7 +723,7 @@ class Checkpointer(Run):
             self._closed = True
             return  # a forked child: threads, files and locks belong to the parent
         error: BaseException | None = None
-        owed, preemption = "", self._preemption
+        owed, preemption, timeout = "", self._preemption, as_timeout(timeout)
         end = math.inf if timeout is None else time.monotonic() + timeout
         mine = self._last_turn(end)
         if self._closed_meanwhile(mine):

@@ -20,11 +20,13 @@ from tierstate.engine.restore.restore import READ_WORKERS, RestoreSpec, find_ver
 from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies, VersionMoved
 from tierstate.engine.store.run_in_tier import TierRun, tier_run_named
 from tierstate.engine.versions.copy import copy_version
+from tierstate.manifest.arguments import check_callable
 from tierstate.manifest.arrays import Array, starts_of
 from tierstate.manifest.chunk import Buffer, Chunk, empty_buffer, spans
 from tierstate.manifest.digest import DIGEST_SIZE, digest_function
 from tierstate.manifest.errors import AlreadyExists, NotFound, StateMismatch, TierError, TierFull
 from tierstate.manifest.format.version import Version
+from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.removals import removal_key
 from tierstate.manifest.history.retention import RetentionEntry
 from tierstate.tiers.base import Tier
@@ -88,15 +90,16 @@ def copy(
     """
     if (to is None) == (into is None):
         raise ValueError("a copy goes either to a tier (to=) or into another policy (into=); name one of them")
+    check_callable(progress, "progress", "give a function of the bytes read since its last call")
     if into_run is not None and into is None:
         raise ValueError("a run's name (into_run=) goes with into=; a copy to a tier stays in its run")
-    wanted = RestoreSpec(step, version)
+    wanted, name = RestoreSpec(step, version), run.run if into_run is None else check_run(into_run)
 
     def made() -> CopyResult:
         entry = find_version(run._catalog(), run.run, wanted)
         with reading(entry):
             if into is not None:
-                return _copy_into(open_run, entry, run._arena, into, into_run or run.run, progress)
+                return _copy_into(open_run, entry, run._arena, into, name, progress)
             return _copy_to(run, entry, str(to), progress)
 
     return restarting(made, newest=wanted.newest)

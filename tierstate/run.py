@@ -31,6 +31,7 @@ from tierstate.engine.versions.leaf_history import (
 )
 from tierstate.engine.versions.leaf_locations import LeafLocation, locate_leaves
 from tierstate.engine.versions.tags import Tags
+from tierstate.manifest.arguments import as_int, as_number, as_step, check_callable, check_flags
 from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.globs import check_globs
 from tierstate.manifest.format.leaf import Leaf
@@ -137,6 +138,7 @@ class Run:
             TierstateError: no tier can be read; one of several is passed over with a warning.
         """
         self._check_open()
+        since = as_number(since, "since", "write seconds since 1970, as of time.time()")
         tiers = {s.name: s.tier for s in self._tier_runs if s.tier.traits.persistent}
         with gc_paused():  # it may make a hundred thousand small objects, and none of them is garbage
             return read_events(tiers, self.run, since)
@@ -199,7 +201,7 @@ class Run:
         Raises:
             ValueError: ``last`` is negative.
         """
-        _check_last(last)
+        last = _last(last)
         # One more, with which the first is compared.
         found = list(leaf_history(read_versions(self._catalog(), last=last and last + 1), _globs(only)))
         return found[-last:]
@@ -216,8 +218,9 @@ class Run:
         Raises:
             ValueError: ``last`` is negative.
         """
-        _check_last(last)
-        found = layer_history(read_versions(self._catalog(), seqs, last and last + 1), _globs(only))
+        last = _last(last)
+        numbers = None if seqs is None else {as_int(seq, "seqs", "write numbers of versions") for seq in seqs}
+        found = layer_history(read_versions(self._catalog(), numbers, last and last + 1), _globs(only))
         return found.newest(last) if last else found
 
     @not_reentrant
@@ -256,8 +259,11 @@ class Run:
             StateMismatch: no leaf of either matches ``only``.
             Damaged: with ``values``, a chunk is whole in no tier.
         """
+        check_flags(values=values)
         if not values:
             return compare(self._named(old), self._named(new), self._arena, only=only)
+
+        check_callable(progress, "progress", PROGRESS)
 
         def compared() -> list[LeafDiff]:
             one, other = self._named(old), self._named(new)
@@ -288,6 +294,8 @@ class Run:
             mend: repair what is damaged in one tier and whole in another.
             progress: called with the bytes read since the last call.
         """
+        check_flags(deep=deep, data=data, mend=mend)
+        check_callable(progress, "progress", PROGRESS)
         how = Depth.of(deep=deep, data=data, sample=sample, seed=seed, mend=mend)
         return verify_run(self._catalog(), self._arena, how, progress)
 
@@ -305,6 +313,7 @@ class Run:
             TierError: the tier could not be read or written to.
         """
         self._check_open()
+        check_flags(partial=partial, dry_run=dry_run)
         return rebuild(self._tier_runs, tier, self.policy, partial=partial, dry_run=dry_run)
 
     @not_reentrant
@@ -319,6 +328,8 @@ class Run:
             progress: called with the bytes read since the last call.
         """
         self._check_open()
+        check_flags(apply=apply)
+        check_callable(progress, "progress", PROGRESS)
         return doctor(self._tier_runs, self.policy, self._arena, apply=apply, progress=progress)
 
     @not_reentrant
@@ -376,7 +387,7 @@ class Run:
 
     def _named(self, which: int | str) -> VersionCopies:
         """The version of a step, or the one whose id begins so."""
-        return self._find(version=which) if isinstance(which, str) else self._find(which)
+        return self._find(version=which) if isinstance(which, str) else self._find(as_step(which))
 
     def _tagged(self, tag: str | None, step: int | None, version: str | None) -> TaggedVersion | None:
         """The version that a tag names, if one is given."""
@@ -407,6 +418,8 @@ class Run:
             PolicyError: two tiers lie in one place; nothing was deleted.
         """
         self._check_open()
+        check_flags(dry_run=dry_run)
+        check_callable(progress, "progress", "give a function of a text")
         check_places([tier_run.tier for tier_run in self._tier_runs])
         return PruneRun(
             self.policy,
@@ -443,12 +456,14 @@ class Run:
             NotFound: there is no such version or tier.
             TierstateError: it must stay; nothing was changed.
         """
+        check_flags(force=force, dry_run=dry_run)
         if sum(one is not None for one in (step, version, seq)) != 1:
             raise ValueError("name the version to remove: by its step, or the beginning of its id, or its number")
         found: VersionCopies | int
         if seq is None:
             found = self._find(step, version)
         else:
+            seq = as_int(seq, "seq", "write the number of a version")
             entries = RunCatalog.look(seq, self._tier_runs).entries
             # Two tiers that did not see each other may have two versions of that number.
             found = next((entry for entry in entries if tier in entry.tiers), entries[0] if entries else seq)
@@ -482,9 +497,11 @@ def _begin_children() -> None:
 os.register_at_fork(after_in_child=_begin_children)
 
 
-def _check_last(last: int) -> None:
-    if last < 0:
-        raise ValueError(f"{last} versions: write how many of the newest ones, or 0 for all")
+PROGRESS = "give a function of the bytes read since its last call"
+
+
+def _last(last: int) -> int:
+    return as_int(last, "last", "write how many of the newest versions, or 0 for all")
 
 
 def _globs(only: Sequence[str] | None) -> tuple[str, ...]:

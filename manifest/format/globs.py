@@ -9,6 +9,8 @@ from fnmatch import translate
 from functools import lru_cache
 from typing import Any
 
+from tierstate.manifest.arguments import short_repr
+
 from .leaf_path import Path, format_key
 
 _NO_GLOB = "{!r} is not a pattern of leaf paths; write keys with dots between, as in 'model.**'"
@@ -86,6 +88,8 @@ def check_globs(patterns: Iterable[str]) -> tuple[str, ...]:
         ValueError: as `check_glob`.
     """
     _check_no_glob(patterns)
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{short_repr(patterns)} is no list of patterns of leaf paths; write one, as in ['model.**']")
     found = tuple(patterns)
     for pattern in found:
         if not isinstance(pattern, str):
@@ -96,7 +100,8 @@ def check_globs(patterns: Iterable[str]) -> tuple[str, ...]:
 
 def _check_no_glob(patterns: Iterable[str]) -> None:
     if isinstance(patterns, str):
-        raise TypeError(f"{patterns!r} is one glob where a list of them is right, as in [{patterns!r}]")
+        text = f"{patterns!r:.80}"
+        raise TypeError(f"{text} is one glob where a list of them is right, as in [{text}]")
 
 
 def matches(pattern: str, path: Path) -> bool:

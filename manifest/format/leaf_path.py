@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
+from tierstate.manifest.arguments import short_repr
 from tierstate.manifest.errors import CaptureError, FormatError
 
 Path: TypeAlias = tuple[Any, ...]
@@ -170,15 +171,6 @@ def _encode_key(key: Any, depth: int = 0) -> Any:
         f"a key of type {type(key).__qualname__} ({short_repr(key)}) cannot be saved; "
         f"use str, int, bool, float, bytes, None or a tuple of these, at most {MAX_NESTING} deep"
     )
-
-
-def short_repr(value: object) -> str:
-    """A value as Python writes it, shortened, for messages; also one with an int of more digits than Python writes."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:
-        bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
-        return f"<{type(value).__qualname__}{bits}>"
 
 
 def _surrogate_bytes(text: str) -> bytes:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from tierstate.manifest.arguments import as_text
 from tierstate.manifest.chunk import Buffer, as_buffer, view
 from tierstate.manifest.errors import (
     AlreadyExists,
@@ -76,8 +77,10 @@ def check_run(run: str) -> str:
     """Check that a name can be the name of a run; returns it.
 
     Raises:
+        TypeError: it is no text.
         ValueError: anything but letters, digits, ``.``, ``_``, ``-``, starting with a letter or digit.
     """
+    run = as_text(run, "run", "the name of a run is text, as in 'gpt-small'")
     if not _RUN.fullmatch(run):
         raise ValueError(f"{run[:80]!r} cannot name a run; use up to 100 letters, digits, '.', '_' and '-'")
     return run

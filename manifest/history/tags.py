@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierstate.manifest.arguments import as_text
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, NotFound
@@ -79,8 +80,10 @@ def check_tag(name: str) -> str:
     """Check that a name can be a tag; returns it.
 
     Raises:
+        TypeError: it is no text.
         ValueError: it is not up to 64 letters, digits, ``.``, ``_``, ``-``, starting with a letter, a digit or ``_``.
     """
+    name = as_text(name, "tag", "a tag is text, as in 'best'")
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"{name[:80]!r} cannot be a tag; use up to 64 letters, digits, '.', '_' and '-', and no '.' or '-' first"

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 
+from tierstate.manifest.arguments import short_repr
 from tierstate.manifest.boxes import Box, Shape
 from tierstate.manifest.chunk import Buffer, Chunk
 from tierstate.manifest.errors import CaptureError
@@ -241,11 +242,14 @@ class Shard:
         global_shape: the global tensor's shape.
 
     Raises:
+        TypeError: it is no tensor.
         ValueError: the tensor at this offset is not inside the global shape.
         CaptureError: the tensor is not a plain strided one: for example it is sparse, or a DTensor.
     """
 
     def __init__(self, tensor: torch.Tensor, offset: Sequence[int], global_shape: Sequence[int]) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensor {short_repr(tensor)}: give the part of the global tensor that this rank has")
         self.tensor = tensor
         self.offset, self.global_shape = _numbers("offset", offset), _numbers("global_shape", global_shape)
         box = Box(self.offset, tuple(tensor.shape))

@@ -417,4 +417,4 @@ def _alike(node: VersionNode, place: StateNode) -> bool:
 def no_match_error(leaves: Sequence[Leaf], only: Sequence[str]) -> StateMismatch:
     """The error for patterns that match no leaf."""
     some = ", ".join(format_path(leaf.path) for leaf in leaves if leaf.spec.has_bytes and leaf.spec.kind != STORAGE)
-    return StateMismatch(f"no leaf of the version matches {', '.join(only)}; it has {some:.400}")
+    return StateMismatch(f"no leaf of the version matches {', '.join(only) or 'an empty list'}; it has {some:.400}")

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 
 from torch.utils.data import DataLoader
 
+from tierstate.manifest.arguments import short_repr
 from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.format.leaf_path import (
     Path,
@@ -17,7 +18,6 @@ from tierstate.manifest.format.leaf_path import (
     float_bits,
     format_path,
     path_key,
-    short_repr,
 )
 from tierstate.providers.base import Provider
 from tierstate.providers.registry import Registry

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierstate.manifest.arguments import short_repr
 from tierstate.manifest.errors import CaptureError
-from tierstate.manifest.format.leaf_path import MAX_INT_BITS, short_repr
+from tierstate.manifest.format.leaf_path import MAX_INT_BITS
 
 _MAX_DEPTH = 50
 

@@ -216,7 +216,7 @@ def test_without_statistics_there_are_none(place: Path) -> None:
         (version,) = ckpt.history()
         assert (version.step, version.statistics, version.changed) == (1, {}, {})
         for ask in (ckpt.history, ckpt.layers):
-            with pytest.raises(ValueError, match="-1 versions: write how many of the newest ones"):
+            with pytest.raises(ValueError, match="last -1: write how many of the newest versions"):
                 ask(last=-1)
     with pytest.raises(ts.PolicyError, match="alarms: watch the statistics of saves"):
         policy({"nvme": tier("nvme", place)}, alarms={"action": "warn"})

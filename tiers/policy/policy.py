@@ -17,6 +17,7 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, PrivateAttr
 
+from tierstate.manifest.arguments import as_int, as_path, as_text
 from tierstate.manifest.digest import UNFORGEABLE
 from tierstate.manifest.errors import NotFound, PolicyError, TierstateError
 from tierstate.manifest.format.layout import holds_chunks
@@ -97,13 +98,20 @@ class Policy(PolicyKeys):
 
         Raises:
             PolicyError: the file cannot be read or used; the message has one line for each error in it.
+            TypeError: it is no path.
+            ValueError: no file can have this path.
         """
-        name = os.fspath(path)
+        name = as_path(path, "policy", "give the path of a YAML file, or a Policy, as of ts.Policy.parse(text)")
         try:
             with open(name, "rb") as file:
                 # One byte more than allowed, so that `parse` sees that it is too long.
                 text = file.read(MAX_POLICY_BYTES + 1).decode("utf-8-sig")
         except OSError as error:
+            if "\n" in name:  # it may hold secrets
+                raise PolicyError(
+                    "the path of a policy file has several lines; is it the text of a policy? "
+                    "then give ts.Policy.parse(text)"
+                ) from None
             raise PolicyError(f"{name}: cannot be read ({error.strerror}); name a YAML file") from error
         except UnicodeDecodeError as error:
             raise PolicyError(f"{name}: is not UTF-8 at byte {error.start}; save it as UTF-8 text") from error
@@ -118,7 +126,9 @@ class Policy(PolicyKeys):
 
         Raises:
             PolicyError: as for `load`.
+            TypeError: it is no text.
         """
+        text = as_text(text, "policy", "give the text of one, or its file to ts.Policy.load")
         findings = PolicyErrors(name)
         document = read_yaml(text, findings)
         data = expand_variables(document, os.environ, findings)
@@ -159,7 +169,7 @@ class Policy(PolicyKeys):
                     "arena": {"size": "512MiB"},
                     "tiers": {
                         "host": {"type": "host", "capacity": "1GiB", "keep": {"last": 1}},
-                        "nvme": {"type": "nvme", "path": escape_variables(os.fsdecode(path)), "keep": {"last": 3}},
+                        "nvme": {"type": "nvme", "path": escape_variables(as_path(path, "path")), "keep": {"last": 3}},
                     },
                 },
                 sort_keys=False,
@@ -190,7 +200,7 @@ class Policy(PolicyKeys):
         from .auto import choose_places, policy_text, policy_warnings
         from .machine import look_at_machine
 
-        facts = choose_places(look_at_machine([os.fspath(place) for place in places]))
+        facts = choose_places(look_at_machine([as_path(place, "place") for place in places]))
         for warning in policy_warnings(facts):
             log.warning("%s", warning)
         return cls.parse(policy_text(facts), "<policy for this machine>")
@@ -214,10 +224,12 @@ class Policy(PolicyKeys):
 
     def trusting(self, files: Sequence[str]) -> Self:
         """The same policy, with the keys in these files in place of those of its ``seal``."""
-        return self._with_seal(SecretKeys(file=tuple(files)))
+        names = [files] if isinstance(files, (str, os.PathLike)) else files
+        return self._with_seal(SecretKeys(file=tuple(as_path(name, "file") for name in names)))
 
     def keeping_last(self, count: int) -> Self:
         """The same policy, in which a tier for which the text says no ``keep`` keeps the newest so many versions."""
+        count = as_int(count, "count", "write how many versions are kept, 1 or more", least=1)
         said = self._document.get("tiers", {})
         keep = KeepKeys(last=count)
         tiers = tuple(t if "keep" in said.get(t.name, {}) else t.model_copy(update={"keep": keep}) for t in self.tiers)

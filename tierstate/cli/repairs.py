@@ -97,7 +97,8 @@ def verify(
             "verifying", shown=reads and not as_json, total=lambda: bytes_to_verify(ckpt._tier_runs, how)
         ) as progress,
     ):
-        report = ckpt.verify(data=data, sample=share, seed=how.seed, deep=deep, mend=mend, progress=progress)
+        drawn = how.seed if share else None
+        report = ckpt.verify(data=data, sample=share, seed=drawn, deep=deep, mend=mend, progress=progress)
         if not report.versions and report.ok:
             raise no_versions(ckpt)
     show_report(report, as_json)

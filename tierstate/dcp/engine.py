@@ -14,12 +14,13 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from tierstate.checkpointer import Checkpointer, Save
-from tierstate.engine.capture.plan import checked_step
 from tierstate.engine.placement import may_pickle
+from tierstate.engine.ranks.save.join import size_of
 from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.tags import Tags
+from tierstate.manifest.arguments import as_step
 from tierstate.manifest.errors import RankFailed, TierstateError
 from tierstate.manifest.history.tags import TaggedVersion, TagTarget
 from tierstate.tiers.concurrency import run_concurrently
@@ -85,7 +86,7 @@ class DcpEngine:
             if step is None:
                 newest = self._pipeline.newest_step()
                 step = 0 if newest is None else newest + 1
-            checked_step(step)
+            step = as_step(step)
             start = time.monotonic()
             save = self.checkpointer._save_planned(lambda seq: self._plans.plan(seq, plan, planner), step, metadata)
         # DCP tells of the failure of this save; in other tiers it is logged. So no later save tells of it again.
@@ -274,13 +275,6 @@ def _on_one_host() -> bool:
 
 def _lasts(tier_run: TierRun) -> bool:
     return tier_run.tier.traits.persistent
-
-
-def size_of(group: Any) -> int:
-    """The number of ranks of a process group or a `Team`; 1 for None."""
-    if group is None:
-        return 1
-    return group.size if isinstance(group, Team) else torch.distributed.get_world_size(group)
 
 
 def close() -> None:

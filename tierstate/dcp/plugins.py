@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from tierstate.engine.capture.plan import checked_step
 from tierstate.engine.placement import may_pickle
+from tierstate.engine.ranks.save.join import size_of
 from tierstate.engine.restore.restore import RestoreSpec
+from tierstate.manifest.arguments import as_step
 from tierstate.manifest.errors import PolicyError, StateMismatch, TierstateError
 from tierstate.manifest.history.log import check_run
 from tierstate.manifest.history.tags import check_tag
@@ -27,7 +28,7 @@ from tierstate.providers.values.metadata import json_metadata
 from tierstate.tiers.policy.policy import Policy
 
 from .commitment import Commitment
-from .engine import group_of, loading_engine, saves_before, saving_engine, size_of
+from .engine import group_of, loading_engine, saves_before, saving_engine
 from .read import VersionLoad, choose_version, read_alone
 from .step import names_step, step_of
 from .together import load_together
@@ -91,8 +92,9 @@ class TierWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._policy, self._run = _policy(policy), check_run(run)
-        self._step = None if step is None else checked_step(step)
+        self._step = None if step is None else as_step(step)
         self._metadata = json_metadata(metadata)
+        size_of(process_group)  # raises if it is none
         self._group = process_group
         self._tag, self._marker = None if tag is None else check_tag(tag), marker
         self._said: int | None = None
@@ -236,7 +238,8 @@ class TierReader(StorageReader):
         if tag is not None and not (step is None and version is None):
             raise ValueError(f"tag {tag!r} names a version; give no step and no id beside it")
         self._policy, self._run = _policy(policy), check_run(run)
-        self._step, self._version, self._tag = step, version, tag
+        self._step, self._version, self._tag = None if step is None else as_step(step), version, tag
+        size_of(process_group)  # raises if it is none
         self._rename, self._group, self._alone = rename, process_group, alone
         self._said: int | None = None
         self._load: VersionLoad | None = None

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self, TypeAlias
 
+from tierstate.manifest.arguments import check_callable, short_repr
 from tierstate.manifest.errors import FormatError
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.units import format_size, rough_duration
@@ -246,10 +247,12 @@ class EventBus:
 
         Raises:
             ValueError: there is no such kind.
-            TypeError: ``call`` cannot be called.
+            TypeError: ``call`` cannot be called, or no kind is given.
         """
-        if not callable(call):  # it would fail, and be logged, at each event
-            raise TypeError(f"{call!r:.80} cannot be called; give a function of an event, as print")
+        # It would fail, and be logged, at each event.
+        check_callable(call, "call", "give a function of an event, as print")
+        if not isinstance(kinds, Iterable) or not kinds:
+            raise TypeError(f"event {short_repr(kinds)}: name a kind of event, as 'committed', several, or {EVERY!r}")
         names = [kinds] if isinstance(kinds, str) else list(kinds)
         if wrong := [name for name in names if name != EVERY and name not in KINDS]:
             raise ValueError(f"{wrong[0]!r} is no kind of event; known are {', '.join(KINDS)}, and {EVERY!r} for all")

@@ -61,7 +61,7 @@ class TierStorageConfig(StorageConfig):  # type: ignore[misc]
     def __post_init__(self) -> None:
         if not isinstance(self.policy, ts.Policy):
             self.policy = ts.Policy.load(self.policy)
-        check_run(self.run)
+        self.run = check_run(self.run)
 
     def create_storage(self) -> TierStorage:
         """The storage; it opens the tiers when it needs them."""

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from tierstate.engine.packs.slab_layout import capture_order
+from tierstate.manifest.arguments import as_step
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer, Chunk, StreamEvent
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf
-from tierstate.manifest.format.leaf_path import short_repr
 from tierstate.manifest.format.statistics import ChunkStatistics
 from tierstate.manifest.format.version import Head, ShardRow
 from tierstate.manifest.sharded.ownership import ONE_OWNER
@@ -424,15 +424,8 @@ def new_head(policy: Policy, run: str, seq: int, step: int, metadata: Mapping[st
     """The head of a new version.
 
     Raises:
-        ValueError: as `checked_step`.
+        ValueError: as `as_step`.
         CaptureError: the metadata have no form in JSON.
     """
     said, now = json_metadata(metadata), time.time()
-    return Head(run, seq, checked_step(step), now, chunk=policy.chunk, digest=policy.digest, metadata=said)
-
-
-def checked_step(step: int) -> int:
-    """Return the step. Raises ValueError if it is not an int of 0 or more, below 2^63."""
-    if type(step) is not int or not 0 <= step < 1 << 63:
-        raise ValueError(f"step {short_repr(step)}: a step is an int, 0 or more, and less than 2^63")
-    return step
+    return Head(run, seq, as_step(step), now, chunk=policy.chunk, digest=policy.digest, metadata=said)

@@ -13,6 +13,7 @@ from tierstate.engine.progress import Pace
 from tierstate.engine.publish.backlog import held_versions
 from tierstate.engine.store.identity import learn_newest
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.arguments import as_seconds
 from tierstate.manifest.errors import TierFull, TierstateError
 from tierstate.manifest.history.retention import RetentionDecision
 from tierstate.tiers.policy.policy import Policy
@@ -114,10 +115,8 @@ class PruneRun:
         dry_run: bool = False,
         progress: Callable[[str], object] = lambda _what: None,
     ) -> None:
-        if grace is not None and not (isinstance(grace, (int, float)) and grace >= 0):
-            raise ValueError(f"a grace of {grace!r}: right is a number of seconds, 0 or more")
         self._policy, self._tier_runs, self._saving = policy, list(tier_runs), saving
-        self._grace, self._dry, self._progress = DAY if grace is None else grace, dry_run, progress
+        self._grace, self._dry, self._progress = DAY if grace is None else as_seconds(grace, "grace"), dry_run, progress
 
     def run(self) -> PruneReport:
         """Prune every tier; one that fails does not stop the others."""

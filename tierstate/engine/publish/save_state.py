@@ -174,7 +174,8 @@ class SaveState:
             TierstateError: the save failed on that tier.
         """
         if tier not in self.tiers:
-            why = self.elsewhere.get(tier, "the policy has no such tier")
+            self.check_tier(tier)
+            why = self.elsewhere[tier]
             raise NotFound(f"the save of step {self.head.step} does not go to tier {tier!r}: {why}", tier=tier)
         try:
             self.tiers[tier].result(timeout)
@@ -185,6 +186,12 @@ class SaveState:
             if self.tiers[tier].done():
                 self.told.add(tier)
             raise
+
+    def check_tier(self, tier: str) -> None:
+        """Raise NotFound if the policy has no such tier."""
+        if tier not in self.tiers and tier not in self.elsewhere:
+            names = ", ".join([*self.tiers, *self.elsewhere])
+            raise NotFound(f"tier {tier!r}: the policy has no such tier; it has {names}", tier=tier)
 
     def settled(self) -> bool:
         """Whether the save has ended: captured, and committed or failed on every tier."""

@@ -16,6 +16,7 @@ import numpy as np
 from tierstate.engine.progress import Progress
 from tierstate.engine.restore.fetch import Fetch, RepairWriter
 from tierstate.engine.store.catalog import Holding, VersionCopies
+from tierstate.manifest.arguments import as_int, as_seconds
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import TierstateError
@@ -57,14 +58,20 @@ class Depth:
         """The depth of these options. ``deep``, and ``mend`` without a sample, read all data.
 
         Raises:
-            ValueError: the sample is not between 0 and 1, or all data is read anyway.
+            ValueError: the sample is not between 0 and 1, or all data is read anyway, or there is a seed and no sample.
+            TypeError: the sample or the seed is no number.
         """
-        if not 0 <= sample <= 1:
-            raise ValueError(f"a sample of {sample!r}: a share is between 0 and 1, or between 0% and 100%")
+        share = "a share is between 0 and 1, or between 0% and 100%"
+        if (sample := as_seconds(sample, "sample", share)) > 1:
+            raise ValueError(f"sample {sample!r}: {share}")
         if sample and (deep or data):
             raise ValueError("either a sample of the data is read or all of it; leave out one of them")
-        if seed is not None and seed < 0:
-            raise ValueError(f"a seed of {seed}: right is a number from 0 on")
+        if seed is not None:
+            seed = as_int(seed, "seed", "write an int, 0 or more")
+            if not sample:
+                raise ValueError(
+                    f"seed {seed}: it draws a sample, and no sample is read; write its share too, as sample"
+                )
         whole = data or deep or (mend and not sample)
         return cls(whole, sample, secrets.randbits(32) if seed is None else seed, deep, mend)
 

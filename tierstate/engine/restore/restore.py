@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import operator
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from tierstate.engine.store.catalog import (
     lease_for_reading,
     read_sources,
 )
+from tierstate.manifest.arguments import as_step, as_text, check_callable, check_flags, short_repr
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import Buffer
@@ -257,7 +257,7 @@ class RestoreSpec(NamedTuple):
     version: str | None = None
     into: Any = NEW
     only: Sequence[str] | None = None
-    device: torch.device | None = None
+    device: torch.device | str | None = None
     on_damage: OnDamage = "raise"
     allow_pickle: Callable[[Path], bool] = lambda _path: False
     allow_lossy: bool = False
@@ -271,6 +271,11 @@ class RestoreSpec(NamedTuple):
         """Whether no version is named."""
         return self.step is None and self.version is None and self.tag is None
 
+    @property
+    def place(self) -> torch.device | None:
+        """The device as torch has it."""
+        return None if self.device is None else torch.device(self.device)
+
 
 def check_wanted(wanted: RestoreSpec) -> RestoreSpec:
     """Check what a caller asks for, before anything is looked up; returns it.
@@ -283,25 +288,29 @@ def check_wanted(wanted: RestoreSpec) -> RestoreSpec:
     step, version = wanted.step, wanted.version
     if step is not None and version is not None:
         raise ValueError(f"step {step!r} and version {version!r:.40} are two ways to name a version; give one of them")
-    if version is not None and not isinstance(version, str):
-        raise TypeError(f"version {version!r:.40}: an id is text, or the beginning of it; name a step as the step")
+    if version is not None:
+        version = as_text(version, "version", "an id is text, or the beginning of it; name a step as the step")
     if wanted.on_damage not in get_args(OnDamage):
         raise ValueError(f"what to do about damage is 'raise' or 'older', not {wanted.on_damage!r:.40}")
-    only = None if wanted.only is None else check_globs(wanted.only)
-    # Later it would look as if the version were damaged.
-    if wanted.device is not None and (refused := refusal(wanted.device) or absence(wanted.device)):
-        raise ValueError(f"load(device={str(wanted.device)!r}): {refused}")
-    return wanted._replace(step=None if step is None else _as_step(step), only=only)
+    _check_device(wanted)
+    check_flags(allow_lossy=wanted.allow_lossy)
+    check_callable(wanted.progress, "progress", "give a function of the bytes read since its last call")
+    return wanted._replace(
+        step=None if step is None else as_step(step),
+        version=version,
+        only=None if wanted.only is None else check_globs(wanted.only),
+    )
 
 
-def _as_step(step: int) -> int:
-    """A step as an int; other integers, as those of NumPy, are taken too."""
+def _check_device(wanted: RestoreSpec) -> None:
+    """Check that this process can load tensors to the device; later it would look as if the version were damaged."""
     try:
-        if not isinstance(step, bool):
-            return operator.index(step)
-    except TypeError:
-        pass
-    raise ValueError(f"step {step!r:.40}: a step is an int, 0 or more")
+        place = wanted.place
+    except (RuntimeError, TypeError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"load(device={short_repr(wanted.device)}): {why}; write as in 'cpu' or 'cuda:0'") from None
+    if place is not None and (refused := refusal(place) or absence(place)):
+        raise ValueError(f"load(device={str(place)!r}): {refused}")
 
 
 class Restored(NamedTuple):
@@ -431,7 +440,7 @@ def _plan(catalog: RunCatalog, entry: VersionCopies, wanted: RestoreSpec) -> Tar
         entry.version.leaves,
         into=wanted.into,
         only=wanted.only,
-        device=wanted.device,
+        device=wanted.place,
         allow_pickle=wanted.allow_pickle,
         allow_lossy=wanted.allow_lossy,
         content=content_of(entry.version),

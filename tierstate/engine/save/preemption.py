@@ -20,6 +20,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
+from tierstate.manifest.arguments import short_repr
 from tierstate.manifest.errors import PolicyError
 from tierstate.tiers.policy.errors import validate_keys
 from tierstate.tiers.policy.models import PreemptionKeys
@@ -213,6 +214,7 @@ def keys_of(given: PreemptionWish, policy: PreemptionKeys | None) -> PreemptionK
 
     Raises:
         PolicyError: the keys are not valid.
+        TypeError: it is none of these.
     """
     if given is None:
         return policy
@@ -220,6 +222,8 @@ def keys_of(given: PreemptionWish, policy: PreemptionKeys | None) -> PreemptionK
         return (policy or PreemptionKeys()) if given else None
     if isinstance(given, PreemptionKeys):
         return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"preemption {short_repr(given)}: give True, False, or keys as of a policy, {{'grace': '30s'}}")
     findings = PolicyErrors("preemption=")
     keys = validate_keys(PreemptionKeys, dict(given), (), findings)
     findings.raise_any()

@@ -15,12 +15,13 @@ from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.restore.restore import READ_WORKERS
 from tierstate.engine.store.catalog import VersionCopies
+from tierstate.manifest.arguments import short_repr
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer, view
 from tierstate.manifest.digest import DIGEST_SIZE
 from tierstate.manifest.format.globs import check_globs
 from tierstate.manifest.format.leaf import TIED, Leaf, Spec
-from tierstate.manifest.format.leaf_path import encode_path, short_repr
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.diff import ElementDiff, LeafDiff, diff_versions
 from tierstate.providers.tree.compare import no_match_error

@@ -56,8 +56,8 @@ def fork(entry: VersionCopies, tier_runs: Sequence[TierRun], new_run: str) -> Ve
         NotFound: retention has dropped leaves of the version that no persistent tier has.
         TierError: no persistent tier has the version or could store the fork, or a tier cannot be listed.
     """
-    old = entry.version.head
-    if check_run(new_run) == old.run:
+    old, new_run = entry.version.head, check_run(new_run)
+    if new_run == old.run:
         raise ValueError(f"run {new_run!r} cannot be forked into itself; name another run")
     head = replace(old, run=new_run, seq=1, time=time.time(), parent=entry.version.id)
     version = _begun(tier_runs, new_run, entry.version) or fork_version(entry.version, head)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tierstate.engine.store.catalog import VersionCopies
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.arguments import as_text
 from tierstate.manifest.errors import (
     AlreadyExists,
     FormatError,
@@ -109,13 +110,14 @@ class Tags:
             FormatError: the tag exists, but no tier has a readable object of it.
             Unreadable: a tier that may have it, or a readable object of it, cannot be asked now.
         """
+        name = as_text(name, "tag", "a tag is text, as in 'best'")
         look = self._look()
         tag = self._read(check_tag(name), look) if name in look.highest else None
         if tag is None:
             known = ", ".join(self.current()) or "there are none"
             lost = "".join(f"; {tier} cannot be asked: {error}" for tier, error in look.failed.items())
             kind = Unreadable if look.failed else NotFound
-            raise kind(f"run {self._run!r} has no tag {name!r}; known tags: {known}{lost}")
+            raise kind(f"run {self._run!r} has no tag {name!r:.80}; known tags: {known}{lost}")
         self._tell(look.failed, f"its tags cannot be listed, and {name!r} may be another version's there")
         return TaggedVersion(name, *tag)
 
@@ -126,7 +128,7 @@ class Tags:
             AlreadyExists: other writers kept setting the same tag at the same time.
             TierError: no tier stored it.
         """
-        check_tag(name)
+        name = check_tag(name)
         for _ in range(RACE_RETRIES):
             look = self._look()
             number = max(look.highest.get(name, 0) + 1, int(self._clock() * 1000))
@@ -142,7 +144,7 @@ class Tags:
             NotFound: the version was dropped meanwhile; the tag is set back to what it was.
             TierstateError: as `give`.
         """
-        check_tag(name)
+        name = check_tag(name)
         tag, before = TagTarget(entry.version.head.seq, entry.version.id), self._now(name)
         self.give(name, tag)
         if _is_there(entry):

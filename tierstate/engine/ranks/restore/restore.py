@@ -297,7 +297,7 @@ class RestoreAttempt(SharedReads):
             self._version.leaves,
             into=wanted.into,
             only=wanted.only,
-            device=wanted.device,
+            device=wanted.place,
             allow_pickle=wanted.allow_pickle,
             allow_lossy=wanted.allow_lossy,
             elsewhere=True,

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from tierstate.engine.capture.plan import checked_step
 from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.store.run_in_tier import TierRun
+from tierstate.manifest.arguments import as_step, short_repr
 from tierstate.manifest.errors import RankFailed
 from tierstate.manifest.history.retention import RetentionPolicy
 from tierstate.manifest.sharded.state_order import StateOrder
@@ -43,13 +43,12 @@ def join_team(process_group: Any, run: str, policy: Policy) -> TeamMember | None
     Raises:
         RankFailed: not all ranks came in time.
         PolicyError: their policies differ, or they have no secret by which they know each other.
+        TypeError: it is no process group.
     """
+    if size_of(process_group) == 1:
+        return None
     if isinstance(process_group, Team):
         team = process_group
-        if team.size == 1:
-            return None
-    elif process_group is None or torch.distributed.get_world_size(process_group) == 1:
-        return None
     else:
         timeouts = Timeouts(policy.ranks.timeout, policy.ranks.silence)
         team = Team.of(process_group, run, timeouts=timeouts, trust=policy.ranks.trust)
@@ -60,6 +59,27 @@ def join_team(process_group: Any, run: str, policy: Policy) -> TeamMember | None
         together.close()
         raise
     return together
+
+
+def size_of(process_group: Any) -> int:
+    """The number of ranks of a process group or a `Team`; 1 for None, negative if this process is not in the group.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if process_group is None:
+        return 1
+    if isinstance(process_group, Team):
+        return process_group.size
+    dist = torch.distributed
+    if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
+        if dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            return -1
+        raise TypeError(
+            f"process group {short_repr(process_group)}: give a group of torch.distributed, as group.WORLD of it, or "
+            "mesh.get_group() of a mesh with one dimension; or None, and this process saves alone"
+        )
+    return dist.get_world_size(process_group)
 
 
 class TeamMember:
@@ -113,13 +133,14 @@ class TeamMember:
         """
         assert self._pipeline is not None
         assert self._sharing is not None
+        known = None
         try:
-            checked_step(step)
+            known = as_step(step)
             yield
         except BaseException as error:
             if not planned:
                 self._sharing.absent(seq)
-            self._pipeline.miss(seq, step if type(step) is int and step >= 0 else None, time.time(), error)
+            self._pipeline.miss(seq, known, time.time(), error)
             raise
 
     def tell_lost(self, before: int) -> None:
