@@ -219,6 +219,32 @@ def test_errors_are_one_message_and_status_2(call: Call, policy: Path, name: str
     assert answer.out == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ls"], ["show"], ["events"], ["diff", "1", "2"], ["copy", "--to", "store"], ["tag", "best"], ["fork", "new"],
+        ["rm", "--step", "1"], ["prune"], ["log"], ["status"], ["explain", "--step", "1"], ["doctor"], ["verify"],
+        ["rebuild", "nvme"], ["restore", "/tmp/never-written.pt"], ["export", "/tmp/never-written.safetensors"],
+    ],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_a_misspelt_run_is_answered_with_the_runs_that_there_are(call: Call, policy: Path, words: list[str]) -> None:
+    answer = call(*words, "-p", policy, "-r", "gtp")
+    assert answer.status == 2, answer
+    assert answer.err.endswith("; did you mean run 'gpt'?\n")
+    as_json = call(*words, "-p", policy, "-r", "nobody", "--json")
+    assert as_json.status == 2
+    assert json.loads(as_json.err)["error"]["message"].endswith("; the runs that there are: gpt, other")
+
+
+def test_a_run_that_has_versions_is_told_of_no_other_runs(call: Call, policy: Path) -> None:
+    assert call("fork", "-p", policy, "-r", "gpt", "gpt-2").status == 0
+    answer = call("show", "-p", policy, "-r", "gpt", "--step", "9")
+    assert "no version with step 9" in answer.err
+    assert "gpt-2" not in answer.err
+
+
 def test_a_broken_policy_is_status_2_with_its_lines(call: Call, place: Path) -> None:
     path = place / "broken.yaml"
     path.write_text("version: 1\nchunk: 3 bananas\ntiers:\n  nvme: {type: nvmee, path: x}\n")

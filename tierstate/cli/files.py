@@ -20,7 +20,7 @@ from tierstate.files.readers.reader import MAX_STEP
 from tierstate.manifest.errors import TierstateError
 from tierstate.tiers.units import parse_size
 
-from .options import Force, Id, Json, Only, PolicyFile, Rename, Run, Step, TagName, parse_rename
+from .options import Force, Id, Json, Only, PolicyFile, Rename, Run, Step, TagName, open_run, parse_rename
 
 app = typer.Typer()
 
@@ -45,7 +45,7 @@ def restore(
     By default the newest. Every chunk is verified.
     """
     AtomicFiles(force=force).check(to)  # now, as the rest takes a while
-    with open_quietly(policy, run, allow_pickle=allow_pickle or ()) as ckpt:
+    with open_run(policy, run, allow_pickle=allow_pickle or ()) as ckpt:
         damage: OnDamage = "older" if older else "raise"
         with byte_progress("restoring", shown=not as_json, total=_nbytes(ckpt, step, version, tag, only)) as progress:
             state = ckpt.load(
@@ -93,7 +93,7 @@ def export(
     from tierstate.files.export import export as write
 
     with (
-        open_quietly(policy, run) as ckpt,
+        open_run(policy, run) as ckpt,
         byte_progress(
             "exporting",
             shown=not as_json,

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from tierstate.agent.launch import agents_of_user, ask_agent
-from tierstate.checkpointer import Checkpointer, open_quietly
+from tierstate.checkpointer import Checkpointer
 from tierstate.cli.output.history import show_bisection, show_layer_history, show_leaf_history
 from tierstate.cli.output.lines import print_json, say
 from tierstate.cli.output.status import RunStatus, TierStatus, show_again_and_again, show_status
@@ -29,7 +29,7 @@ from tierstate.telemetry.explain import explain as explain_save
 from tierstate.tiers.units import parse_seconds
 
 from .completion import steps
-from .options import Json, PolicyFile, Run, check_exists, no_versions
+from .options import Json, PolicyFile, Run, check_exists, no_versions, open_run
 
 app = typer.Typer()
 
@@ -65,7 +65,7 @@ def log(
     """
     if drift and not leaf:
         raise ValueError("--drift reads all values of the leaves: say which by --leaf, as in --leaf 'model.**'")
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         if leaf:
             versions = ckpt.history(leaf, last=last and last + drift)  # the first drift is from the one before
             drifts = _drifts(ckpt, versions, leaf) if drift else None
@@ -115,7 +115,7 @@ def bisect(
     """
     if (when is None) == (cmd is None):
         raise ValueError("give one of --when and --cmd")
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         versions = [version for version in ckpt.versions() if version.id]
         if not versions:
             raise no_versions(ckpt)
@@ -191,7 +191,7 @@ def status(policy: PolicyFile, run: Run, as_json: Json = False) -> None:
     Speeds and failures are known from the events in the tiers (policy: metrics: {events: true}). Exit status 1 if a
     tier hangs or a record cannot be read.
     """
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         found, hung = _status(ckpt, run)
     show_status(found, as_json)
     raise typer.Exit(1 if hung or any(tier.unreadable for tier in found.tiers) else 0)
@@ -209,7 +209,7 @@ def watch(
     On a terminal in place; elsewhere one status after the other, with --json each in a line.
     """
     seconds = parse_seconds(interval)
-    with suppress(KeyboardInterrupt), open_quietly(policy, run) as ckpt:
+    with suppress(KeyboardInterrupt), open_run(policy, run) as ckpt:
         show_again_and_again(run, partial(_looked, ckpt, run), seconds, as_json)
 
 
@@ -247,7 +247,7 @@ def explain(
 
     From the events that are logged in the tiers (policy: metrics: {events: true}).
     """
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         events = ckpt.events()
         if not events:
             check_exists(ckpt)

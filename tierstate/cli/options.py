@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tierstate import run as runs
+from tierstate.checkpointer import Checkpointer, open_quietly
 from tierstate.engine.store.catalog import RunCatalog
-from tierstate.manifest.errors import NotFound
+from tierstate.manifest.errors import NotFound, TierstateError
+from tierstate.manifest.history.log import list_runs
 from tierstate.providers.tree.rename import RenameStep, unwrapped
+from tierstate.tiers.policy.policy import Policy
 
 from .completion import ids, run_names, steps, tags
 
@@ -48,6 +54,33 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exi
 
 
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of a table.")]
+
+
+@contextmanager
+def open_run(policy: Path | Policy, run: str, *, allow_pickle: Sequence[str] = ()) -> Iterator[Checkpointer]:
+    """A run, for a command that is about what is there. If it has no version, the error that something is not found is
+    followed by the runs that there are."""
+    with open_quietly(policy, run, allow_pickle=allow_pickle) as ckpt:
+        try:
+            yield ckpt
+        except NotFound as error:
+            if names := _other_runs(ckpt):
+                near = get_close_matches(run, names, n=1)
+                told = f"did you mean run {near[0]!r}?" if near else f"the runs that there are: {', '.join(names)}"
+                error.args = (f"{error}; {told}",)
+            raise
+
+
+def _other_runs(ckpt: Checkpointer) -> list[str]:
+    """The runs in the tiers that can be asked; none if this one has versions."""
+    found = set[str]()
+    with suppress(TierstateError):
+        if RunCatalog(ckpt._tier_runs).seqs():
+            return []
+    for tier_run in ckpt._tier_runs:
+        with suppress(TierstateError):
+            found.update(list_runs(tier_run.tier))
+    return sorted(found - {ckpt.run})
 
 
 def check_exists(run: runs.Run) -> None:

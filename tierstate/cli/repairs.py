@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from tierstate.checkpointer import open_quietly
 from tierstate.cli.output.repairs import show_doctor, show_rebuilt, show_report
 from tierstate.engine.progress import byte_progress
 from tierstate.engine.repair.check_chunks import Depth
@@ -15,7 +14,7 @@ from tierstate.manifest.errors import NotFound
 from tierstate.tiers.policy.policy import Policy
 
 from .completion import tier_names
-from .options import Json, PolicyFile, Run, no_versions, parse_share
+from .options import Json, PolicyFile, Run, no_versions, open_run, parse_share
 
 app = typer.Typer()
 
@@ -34,7 +33,7 @@ def doctor(
     Exit status 1 if something is wrong and was not repaired.
     """
     with (
-        open_quietly(policy, run) as ckpt,
+        open_run(policy, run) as ckpt,
         byte_progress("reading", shown=not as_json, total=lambda: bytes_to_examine(ckpt._tier_runs)) as progress,
     ):
         report = ckpt.doctor(apply=apply, progress=progress)
@@ -58,7 +57,7 @@ def rebuild(
 
     `tierstate doctor` does this and more, over all tiers. Exit status 1 if a record cannot be made.
     """
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         found = ckpt.rebuild(tier, partial=partial, dry_run=dry_run)
         if not (found.packs or found.versions or found.unknown or ckpt.versions()):
             raise NotFound(f"run {run!r} has neither records nor packs in {tier}")
@@ -92,7 +91,7 @@ def verify(
     spec = spec.trusting(trusted_key) if trusted_key else spec
     how = Depth.of(deep=deep, data=data, sample=share, seed=seed, mend=mend)
     with (
-        open_quietly(spec, run) as ckpt,
+        open_run(spec, run) as ckpt,
         byte_progress(
             "verifying", shown=reads and not as_json, total=lambda: bytes_to_verify(ckpt._tier_runs, how)
         ) as progress,

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from tierstate.checkpointer import open_quietly
 from tierstate.cli.output.history import show_events
 from tierstate.cli.output.repairs import show_prune, show_removed
 from tierstate.cli.output.versions import (
@@ -30,7 +29,7 @@ from tierstate.tiers.units import parse_seconds
 
 from .completion import steps, tags, tier_names
 from .errors import warn
-from .options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, check_exists, no_versions
+from .options import AnyRun, Id, Json, Only, PolicyFile, Run, Step, TagName, check_exists, no_versions, open_run
 
 app = typer.Typer()
 
@@ -44,7 +43,7 @@ def list_versions(policy: PolicyFile, run: AnyRun = None, as_json: Json = False)
     if run is None:
         show_runs(_runs(Policy.load(policy), as_json), as_json)
         return
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         versions = ckpt.versions()
         hung = {name: tier.hung for name, tier in ckpt.stats().tiers.items() if tier.hung}
         for name, trouble in hung.items():
@@ -76,7 +75,7 @@ def show(
 
     By default the newest. Reads records only.
     """
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         info = ckpt.info(step=step, version=version, tag=tag)
         show_leaves(info, ckpt.located(version=info.id, only=only), depth, as_json)
 
@@ -93,7 +92,7 @@ def events(
     start = time.time() - parse_seconds(since) if since else 0.0
     if wrong := [name for name in kind or () if name not in KINDS]:
         raise ValueError(f"--kind {wrong[0]}: right are {', '.join(KINDS)}")
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         happened = ckpt.events(since=start)
         if not happened:
             check_exists(ckpt)
@@ -112,7 +111,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two versions leaf by leaf; exit 1 if they differ."""
-    with open_quietly(policy, run) as ckpt, byte_progress("comparing", shown=values and not as_json) as progress:
+    with open_run(policy, run) as ckpt, byte_progress("comparing", shown=values and not as_json) as progress:
         found = ckpt.diff(old, new, values=values, only=only, progress=progress)
     show_diff(found, values, as_json)
     raise typer.Exit(0 if all(leaf.change == "same" for leaf in found) else 1)
@@ -136,7 +135,7 @@ def copy(
     By default the newest. Every chunk is verified. Say --to or --into.
     """
     with (
-        open_quietly(policy, run) as ckpt,
+        open_run(policy, run) as ckpt,
         byte_progress(
             "copying", shown=not as_json, total=lambda: ckpt.info(step=step, version=version).nbytes
         ) as progress,
@@ -164,7 +163,7 @@ def tag_version(
         raise ValueError(f"--delete {delete} takes a name back, and {name} is one to give: one at a time")
     if name is None and not (step is None and version is None):
         raise ValueError("say a name for that version")
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         if delete is not None:
             ckpt.untag(delete)
         if name is None:
@@ -187,7 +186,7 @@ def fork_run(
     as_json: Json = False,
 ) -> None:
     """Begin a new run with a version of this one, whose data it shares."""
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         show_fork(ckpt.fork(new_run, step, version=version, tag=tag), run, as_json)
 
 
@@ -214,7 +213,7 @@ def remove(
     """
     if sum(one is not None for one in (step, version, seq)) != 1:
         raise ValueError("say which version to remove: --step, --version or --seq")
-    with open_quietly(policy, run) as ckpt:
+    with open_run(policy, run) as ckpt:
         report = ckpt.remove(step=step, version=version, seq=seq, tier=tier, force=force, dry_run=dry_run)
     show_removed(report, force, as_json)
     raise typer.Exit(0 if report.ok or (dry_run and force and not any(t.reasons for t in report.tiers)) else 1)
@@ -233,10 +232,10 @@ def prune(
     Exit status 1 if a tier could not be pruned.
     """
     seconds = 0.0 if grace.strip() == "0" else parse_seconds(grace)
-    with open_quietly(policy, run) as ckpt, status_line(shown=not as_json) as on_step:
+    with open_run(policy, run) as ckpt, status_line(shown=not as_json) as on_step:
         report = ckpt.prune(dry_run=dry_run, grace=seconds, progress=on_step)
-    if report.ok and not any(t.keep or t.drop or t.packs or t.young or t.ageless for t in report.tiers):
-        raise NotFound(f"run {run!r} has nothing in {', '.join(t.name for t in ckpt.policy.tiers)}")
+        if report.ok and not any(t.keep or t.drop or t.packs or t.young or t.ageless for t in report.tiers):
+            raise NotFound(f"run {run!r} has nothing in {', '.join(t.name for t in ckpt.policy.tiers)}")
     show_prune(report, as_json)
     raise typer.Exit(0 if report.ok else 1)
 
