@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -291,6 +292,32 @@ def test_the_program_itself(policy: Path) -> None:
     helped = program("--help")
     assert helped.returncode == 0
     assert all(verb in helped.stdout for verb in ("ls", "show", "verify", "restore", "policy"))
+
+
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+_, module, asked = sys.argv
+sys.argv[1:] = ["--version"]
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+signal.signal(signal.SIGINT, signal.SIG_IGN if asked == "ignored" else signal.default_int_handler)
+runpy.run_module("tierstate", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["typer", "torch", "tierstate.cli.tiers"])
+@pytest.mark.parametrize("asked", ["", "ignored"])
+def test_an_interrupt_during_the_imports_ends_it_without_a_traceback(module: str, asked: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, asked]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert (found.returncode, found.stderr) == (0 if asked else -signal.SIGINT, "")
 
 
 @pytest.mark.slow
