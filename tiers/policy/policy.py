@@ -150,7 +150,8 @@ class Policy(PolicyKeys):
         durable = _check_durable(data, tiers, findings)
         _check_rules(data, findings)
         findings.raise_any()
-        policy = cls(**{**dict(keys or {}), "durable": durable, "tiers": tiers})
+        assert keys is not None  # or there are findings
+        policy = cls(**{**dict(keys), "durable": durable, "tiers": tiers})
         policy = policy._with_seal(policy.seal)
         policy._document = document
         return policy

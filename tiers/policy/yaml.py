@@ -266,6 +266,10 @@ class _Build:
             name = self._key(key, keys)
             if name is None:
                 continue
+            if name == "<<" and key.style is None:
+                text = "YAML's merge key is not known here; write the keys out that are merged"
+                self._findings.add((*keys, name), text, _position(key))
+                continue
             if name in out:
                 first = self.lines[*keys, name]
                 self._findings.add((*keys, name), f"is written twice, first in line {first}; keep one", _position(key))

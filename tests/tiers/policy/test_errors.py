@@ -198,8 +198,7 @@ def test_the_good_one_is_good() -> None:
         (
             14,
             "    <<: {a: b}",
-            "tiers.nvme.<<: unknown key; known are type, every, keep, codec, format, bandwidth, "
-            "operations, retries, on_lag, initialized, max_lag, encrypt, path, capacity",
+            "tiers.nvme.<<: YAML's merge key is not known here; write the keys out that are merged",
         ),
         (15, "  s 3:", "tiers.s 3: 's 3' is no name of a tier; write at most 64 letters, digits, - and _"),
         (20, "  - match: a..b", "rules.0.match: 'a..b' is not a pattern of leaf paths; write keys with dots between"),
@@ -239,6 +238,21 @@ def test_one_wrong_line_is_one_finding_there(line: int, text: str, message: str)
 )
 def test_what_is_missing_is_told_at_what_lacks_it(text: str, message: str) -> None:
     assert told(text).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "statistics: {on: true}", "arena: {prepare: {}}", "metrics: {events: {level: info}}", "alarms: {frozen: {}}",
+        "rules: [{match: 'a.**', pickle: {trust: true}}]", "tiers: {a: {type: nvme, path: x, initialized: {}}}",
+        "tiers: {a: {type: nvme, path: x, keep: {all: {}}}}",
+    ],
+)  # fmt: skip
+def test_a_mapping_in_place_of_true_or_false_drops_no_key(key: str) -> None:
+    """All keys beside it were dropped with it, without a word: the chunk's length, the rules, a whole tier."""
+    rest = "chunk: 1MiB\ntiers: {a: {type: nvme, path: x}, b: {type: nvme, path: y}}\n"
+    text = f"chunk: 1MiB\n{key}\n" if key.startswith("tiers") else f"{rest}{key}\n"
+    assert re.search(r"a mapping is neither true nor false; write one of them$", told(text))
 
 
 def test_all_is_told_at_once_in_the_files_order() -> None:

@@ -92,6 +92,7 @@ def test_every_key_has_its_line(blanks: list[int]) -> None:
             "a:\n  - !!python/object/apply:os.system [x]",
             "p.yaml:2:5: a.0: has the tag 'tag:yaml.org,2002:python/object",
         ),
+        ("a: &a {x: 1}\nb: {<<: *a}", "p.yaml:2:5: b.<<: YAML's merge key is not known here; write the keys out"),
         ("a: !secret x", "p.yaml:1:4: a: has the tag '!secret'; take it away"),
         ("a: !!int x", "p.yaml:1:4: a: is tagged as int and is none; take the tag away"),
         (
