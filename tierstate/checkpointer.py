@@ -782,6 +782,7 @@ class Checkpointer(Run):
             self._telemetry.close()
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     @not_reentrant

@@ -122,8 +122,9 @@ class Run:
 
         Raises:
             ValueError: there is no such kind of event.
-            TypeError: ``call`` cannot be called.
+            TypeError: ``call`` cannot be called, or no kind is given.
         """
+        self._check_open()
         return self._events.subscribe(event, call)
 
     @not_reentrant

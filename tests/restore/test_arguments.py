@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpointer_worlds import alone
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tierstate as ts
 
@@ -178,6 +179,22 @@ def test_a_save_knows_no_other_tiers_than_those_of_the_policy(saved: Any, tier: 
             call(tier)
         with pytest.raises(TypeError, match="tier 30: name a tier of the policy; seconds to wait are the timeout"):
             call(30)
+
+
+def test_a_closed_checkpointer_is_neither_entered_nor_listened_to(saved: Any) -> None:
+    saved.close()
+    for call in (saved.__enter__, lambda: saved.on("saved", print)):
+        with pytest.raises(ts.TierstateError, match="this Checkpointer is closed; make a new one"):
+            call()
+
+
+@pytest.mark.parametrize("call", ["load", "restore", "resume", "info"])
+def test_nothing_is_read_where_tensors_have_no_memory(saved: Any, call: str) -> None:
+    into = {"w": torch.zeros(4)}
+    asked = {} if call in ("load", "info") else {"into": into}
+    with FakeTensorMode(), pytest.raises(ts.StateMismatch, match="as in the block of a FakeTensorMode"):
+        getattr(saved, call)(**asked)
+    assert saved.restore(into)["w"].tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 10**400, np.float32(60), torch.tensor(60)], ids=repr)

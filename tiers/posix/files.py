@@ -51,6 +51,9 @@ _REMEDIES: dict[type[TierError], str] = {
 }
 
 
+_TOO_LONG = "raise the limit of a file's length (`ulimit -f`), or use a file system that has none as low"
+
+
 class BufferedFile:
     """One open file, read and written through the page cache.
 
@@ -295,7 +298,7 @@ def translate_os_error(error: OSError, doing: str, tier: str, key: str, path: Pa
     name = errno.errorcode.get(error.errno or 0, "no errno")
     where = ": ".join(filter(None, (tier, key)))
     text = escape_controls(f"{where}: cannot {doing} {path}: {error.strerror or error} ({name})")
-    remedy = _REMEDIES.get(kind)
+    remedy = _TOO_LONG if error.errno == errno.EFBIG else _REMEDIES.get(kind)
     return kind(f"{text}; {remedy}" if remedy else text, tier=tier, key=key)
 
 

@@ -196,6 +196,7 @@ def test_every_errno_has_the_class_that_says_what_may_help(number: int, doing: s
         if number != errno.ENOTDIR:
             assert isinstance(found, kind) is (name in names)
     assert isinstance(found, TierFull) is (name in {"ENOSPC", "EDQUOT", "EFBIG", "EMLINK"})
+    assert ("ulimit -f" in str(found)) is (name == "EFBIG")
     if name in PASSING:
         assert found.transient
     if name in LASTING or isinstance(found, (TierFull, AccessDenied, AlreadyExists, NotFound)):

@@ -284,6 +284,7 @@ def check_wanted(wanted: RestoreSpec) -> RestoreSpec:
         ValueError: a step and an id are given together, the step is no int, ``on_damage`` is not known, a glob is not
             valid, or tensors cannot be loaded to the device, or this process has no such one.
         TypeError: the id is no text, or ``only`` is no list of texts.
+        StateMismatch: a mode of torch makes tensors that nothing can be read into.
     """
     step, version = wanted.step, wanted.version
     if step is not None and version is not None:
@@ -293,6 +294,11 @@ def check_wanted(wanted: RestoreSpec) -> RestoreSpec:
     if wanted.on_damage not in get_args(OnDamage):
         raise ValueError(f"what to do about damage is 'raise' or 'older', not {wanted.on_damage!r:.40}")
     _check_device(wanted)
+    if type(torch.empty(0, device="cpu")) is not torch.Tensor:  # which a mode of torch has replaced
+        raise StateMismatch(
+            "tensors that are made here are no plain ones, as in the block of a FakeTensorMode, and have no memory to "
+            "read into; ask for the version outside of that block"
+        )
     check_flags(allow_lossy=wanted.allow_lossy)
     check_callable(wanted.progress, "progress", "give a function of the bytes read since its last call")
     return wanted._replace(
