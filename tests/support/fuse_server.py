@@ -2,8 +2,8 @@
 
     python fuse_server.py FOLDER MOUNT LACKS...
 
-Serves a folder at another place by FUSE, until it is unmounted. ``LACKS`` are of `links`, `noreplace`, `case`, `locks`.
-Run by `support.filesystems.fuse`.
+Serves a folder at another place by FUSE, until it is unmounted. ``LACKS`` are of `links`, `noreplace`, `case`, `locks`,
+`closes` (close(2) answers EDQUOT). Run by `support.filesystems.fuse`.
 """
 
 from __future__ import annotations
@@ -98,6 +98,10 @@ class Lacking(mfusepy.Operations):
 
     def fsync(self, path: str, datasync: int, fh: int) -> None:
         os.fsync(fh)
+
+    def flush(self, path: str, fh: int) -> None:
+        if "closes" in self._lacks:
+            raise mfusepy.FuseOSError(errno.EDQUOT)
 
     def release(self, path: str, fh: int) -> None:
         os.close(fh)

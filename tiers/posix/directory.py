@@ -112,6 +112,8 @@ class Folder(Protocol):
     @property
     def gauge(self) -> CapacityCounter: ...
 
+    def take_back(self, path: Path, made: os.stat_result) -> None: ...
+
 
 class FileWriter(AtomicWriter):
     """Writes a temporary file, and gives it the object's name when closed."""
@@ -132,12 +134,12 @@ class FileWriter(AtomicWriter):
         with os_errors_translated("write", self._tier.name, self._key, self._path):
             self._stream.finish()
             self._file.sync()
-            self._name()
+            made = self._file.status()
             try:
+                self._name()
                 sync_folder(self._path.parent)
-            except OSError:
-                # The name is visible but a crash could lose it: the object must not stay.
-                os.unlink(self._path)
+            except BaseException:
+                self._tier.take_back(self._path, made)
                 raise
         self._tier.gauge.made(self._length)
         self._clear()
@@ -145,12 +147,13 @@ class FileWriter(AtomicWriter):
     def _name(self) -> None:
         try:
             self._tier.naming = give_name(self._file, self._path, self._tier.leftover_age, self._tier.permissions)
-        except (FileExistsError, FileNotFoundError) as error:
+        except OSError as error:
             # On a network file system the answer may be lost, and the repeated call then finds what the first one did.
             # If the name was taken all the same and is free again, whoever took it has undone that since.
             if is_at(self._file, self._path):
                 return
-            raise translate_os_error(error, "create", self._tier.name, self._key, self._path) from error
+            doing = "create" if isinstance(error, FileExistsError | FileNotFoundError) else "write"
+            raise translate_os_error(error, doing, self._tier.name, self._key, self._path) from error
 
     def _discard(self) -> None:
         self._stream.give_up()
@@ -215,6 +218,7 @@ class Directory(Tier):
         self._ready = False
         self._readying = threading.Lock()
         self._synced: set[Path] = set()
+        self._doubtful: dict[Path, os.stat_result] = {}
         self._clock = FolderClock(self.path)
         self._case = LetterCase(self.path)
         self.naming = Naming.LINK
@@ -292,6 +296,7 @@ class Directory(Tier):
         path = self.file(key)
         self._check_folders(path)
         with os_errors_translated("read", self.name, key, path):
+            self._remove_doubtful(path)
             if (other := self._case.spelled_otherwise(path)) is not None:
                 raise NotFound(f"{self.name}: {key}: there is {other}, spelled otherwise", tier=self.name, key=key)
         return path
@@ -379,6 +384,7 @@ class Directory(Tier):
         self._check_folders(path)
         with os_errors_translated("write", self.name, key, path):
             self._check_spelling(key, path)
+            self._remove_doubtful(path)
             if os.path.lexists(path):
                 raise AlreadyExists(f"{self.name}: {key}: {path} exists, nothing was changed", tier=self.name, key=key)
             try:
@@ -392,6 +398,26 @@ class Directory(Tier):
                 file = self._create_temp(path.parent)
         stream = AppendStream(file, lambda: self._io.engine(file.descriptor), self._part)
         return self.file_writer(self, key, path, file, stream)
+
+    def take_back(self, path: Path, made: os.stat_result) -> None:
+        """Remove a name that a file may have got while its folder could not be synced: it is visible, and a crash could
+        lose it. If that fails too, it is done before this tier next reads or writes the object, since who reads an
+        object back after an error takes it for durable.
+
+        Args:
+            made: of the file, so that no other one is removed.
+        """
+        self._doubtful[path] = made
+        with suppress(OSError):
+            self._remove_doubtful(path)
+
+    def _remove_doubtful(self, path: Path) -> None:
+        if (made := self._doubtful.get(path)) is None:
+            return
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(path), made):
+                os.unlink(path)
+        self._doubtful.pop(path, None)
 
     def _create_temp(self, folder: Path) -> BufferedFile:
         file = create_temp(folder)
@@ -412,32 +438,32 @@ class Directory(Tier):
         folders: set[Path] = set()
         try:
             for key, path in paths.items():
-                if self._unlink(key, path):
-                    folders.add(path.parent)
+                self._unlink(key, path)
+                folders.add(path.parent)
         finally:
-            # A deleted object must not come back after a crash, when objects that it refers to are already gone.
+            # A deleted object must not come back after a crash, when objects that it refers to are already gone. So
+            # the folder is synced also if the object was gone: an earlier try may have removed it and failed to sync.
             for folder in folders:
-                with os_errors_translated("delete", self.name, "", folder), suppress(FileNotFoundError):
+                gone = suppress(FileNotFoundError, NotADirectoryError)
+                with os_errors_translated("delete", self.name, "", folder), gone:
                     sync_folder(folder)
         for key, path in paths.items():
             if key.startswith(SCRATCH_PREFIX):
                 self._tidy(path.parent)
 
-    def _unlink(self, key: str, path: Path) -> bool:
-        """Remove an object's file; returns whether it existed."""
+    def _unlink(self, key: str, path: Path) -> None:
+        """Remove an object's file, if there is one."""
         self._check_folders(path)
         with os_errors_translated("delete", self.name, key, path), suppress(FileNotFoundError):
             if self._case.spelled_otherwise(path) is not None:
-                return False
+                return
             try:
                 status = os.lstat(path)
                 if not stat.S_ISDIR(status.st_mode):
                     os.unlink(path)
                     self.gauge.give_back(status.st_size)
-                    return True
             except NotADirectoryError:
                 self._check_root()
-        return False
 
     def _tidy(self, folder: Path) -> None:
         """Remove empty folders. A writer that needs one creates it again."""

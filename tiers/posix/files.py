@@ -121,8 +121,13 @@ class BufferedFile:
         return True
 
     def close(self) -> None:
-        """Close the descriptor, which releases the lock."""
-        self._file.close()
+        """Close the descriptor, which releases the lock.
+
+        An error of close(2) is no news: the descriptor is gone all the same, and `sync` has told before whether the
+        bytes arrived. NFS and quotas give one here; it would fail an object that is whole, or hide the real failure.
+        """
+        with suppress(OSError):
+            self._file.close()
 
 
 def open_file(path: Path, flags: int = 0) -> BufferedFile:

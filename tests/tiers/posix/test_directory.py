@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tierstate.manifest.errors import AccessDenied, AlreadyExists, Damaged, NotF
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.posix.directory import Directory, Nvme
 from tierstate.tiers.testing import TierContract, random_bytes
+from tierstate.tiers.wrappers.retry import Retried
 
 
 class TestNvmeContract(TierContract):
@@ -121,6 +123,81 @@ def test_a_failed_sync_of_the_folder_takes_the_name_back(tier: Nvme, monkeypatch
         with pytest.raises(TierUnavailable, match=r"nvme: b: cannot write .*tier/b.*EIO"):
             writer.close()
     assert files(tier.path) == ["a"]
+
+
+def failing_once(real: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
+    """A system call that answers EIO the first time: before it does anything, or, as a network may, after it."""
+    calls = count(1)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first = next(calls) == 1
+        result = None if first and not after else real(*args, **kwargs)
+        if first:
+            raise OSError(errno.EIO, "Input/output error")
+        return result
+
+    return call
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that are synced."""
+    paths: list[str] = []
+    real = os.fsync
+
+    def note(fd: int) -> None:
+        real(fd)
+        paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fsync", note)
+    return paths
+
+
+def test_a_name_that_cannot_be_taken_back_now_is_before_it_is_read(tier: Nvme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is away for two calls: its folder is not synced, so who reads the object back must not find it."""
+    tier.put("a", empty_buffer(1))
+    with monkeypatch.context() as patch:
+        for call in ("fsync", "unlink"):
+            patch.setattr(os, call, failing_once(getattr(os, call)))
+        with pytest.raises(TierUnavailable, match=r"nvme: b: cannot write .*tier/b.*EIO"):
+            tier.put("b", random_bytes(100))
+    assert "b" in files(tier.path)
+    with pytest.raises(NotFound):
+        tier.size("b")
+    assert "b" not in files(tier.path)
+    tier.put("b", random_bytes(200))
+    assert torch.equal(tier.get("b"), random_bytes(200))
+
+
+def test_a_put_that_is_repeated_is_durable(tier: Nvme, synced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tier.put("a", empty_buffer(1))
+    synced.clear()
+    for call in ("fsync", "unlink"):
+        monkeypatch.setattr(os, call, failing_once(getattr(os, call)))
+    Retried(tier, 2).put("b", random_bytes(100))
+    assert synced == [str(tier.path)]
+    assert torch.equal(Nvme(path=tier.path).get("b"), random_bytes(100))
+
+
+def test_a_link_whose_answer_is_lost_is_synced(tier: Nvme, synced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tier.put("a", empty_buffer(1))
+    synced.clear()
+    monkeypatch.setattr(os, "link", failing_once(os.link, after=True))
+    tier.put("b", random_bytes(100))
+    assert synced == [str(tier.path)]
+    assert files(tier.path) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("call", "after"), [("fsync", False), ("unlink", True)])
+def test_a_delete_that_is_repeated_is_durable(
+    tier: Nvme, synced: list[str], monkeypatch: pytest.MonkeyPatch, call: str, after: bool
+) -> None:
+    tier.put("packs/a", empty_buffer(1))
+    synced.clear()
+    monkeypatch.setattr(os, call, failing_once(getattr(os, call), after=after))
+    Retried(tier, 2).delete("packs/a")
+    assert files(tier.path) == []
+    assert synced == [str(tier.path / "packs")]
 
 
 def test_a_name_taken_by_our_own_link_is_no_conflict(tier: Nvme, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.filesystems import fuse
 
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import (
@@ -116,6 +117,20 @@ def test_a_full_file_system(mount: Callable[[str], Path]) -> None:
     assert files(tier.path) == ["small"]
     tier.put("other", random_bytes(500_000))
     assert torch.equal(tier.get("small"), random_bytes(1000))
+
+
+@needs_root
+def test_a_close_that_fails_says_nothing_of_an_object_that_is_synced(tmp_path: Path) -> None:
+    """As with NFS, and where a quota is used up."""
+    with fuse(tmp_path, "closes") as disk:
+        tier = Nvme(path=disk.path / "tier")
+        tier.put("a", random_bytes(2 << 20))
+        assert torch.equal(tier.get("a"), random_bytes(2 << 20))
+        with pytest.raises(AlreadyExists):
+            tier.put("a", random_bytes(1))
+        tier.put("b", random_bytes(1))
+        tier.delete("a")
+        assert list(Nvme(path=tier.path).list("")) == ["b"]
 
 
 @needs_root
