@@ -178,9 +178,9 @@ class CallThreads:
             RuntimeError: no thread can be started. The call may be run later, if another one can.
         """
         self._calls.put(call)
-        self._staff()
+        self.staff()
 
-    def _staff(self) -> None:
+    def staff(self) -> None:
         """Start a thread, if fewer threads are idle than calls wait."""
         with self._lock:
             if self._calls.qsize() <= self._idle:
@@ -214,12 +214,13 @@ class CallThreads:
             call = self._calls.get(timeout=THREAD_IDLE)
         except Empty:
             call = None
-        with self._lock:
-            self._idle -= 1
+        finally:
+            with self._lock:
+                self._idle -= 1
         call = call or self._left()
         if call is not None:
             with suppress(RuntimeError):  # no thread can be started: this one takes the next call too
-                self._staff()
+                self.staff()
         elif self._ended:
             self._calls.put(None)  # for the next thread
         return call
@@ -312,6 +313,9 @@ class Watchdog:
     def _admit(self, call: WatchedCall[Any]) -> None:
         with self._lock:
             if self.trouble and (self._has_given_up() or self._deferred):
+                # What hangs may be a call whose thread ended before it took it, for lack of memory.
+                with suppress(RuntimeError, MemoryError):
+                    self._threads.staff()
                 raise self._breaker.refusal()
             call.asks = True  # should this be interrupted
             try:
@@ -393,8 +397,10 @@ class Watchdog:
             if in_time:
                 self._drop(call)
         if in_time:
-            self._report(call)
-            call.tell()
+            try:
+                self._report(call)
+            finally:
+                call.tell()
         else:
             self._breaker.undecided(asks=call.asks)
             call.discard()

@@ -6,6 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -453,6 +455,43 @@ def test_it_hangs_again_and_again(tier: Deadline, inner: Stuck) -> None:
         gate.set()
         back(tier)
         assert tier.size("a") == 1
+
+
+def test_a_thread_that_dies_for_lack_of_memory_does_not_leave_the_tier_out_for_ever(
+    tier: Deadline, inner: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call is taken by another thread, once there is memory again."""
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    threads, deaths = tier._watch._threads, count()
+    real = threads._next
+
+    def die_first() -> Callable[[], None] | None:
+        if next(deaths) == 0:
+            set_deadline(tier, SOON)
+            raise MemoryError
+        set_deadline(tier, LONG)
+        return real()
+
+    inner.inner.put("a", random_bytes(3))
+    monkeypatch.setattr(threads, "_next", die_first)
+    with pytest.raises(Hung, match="size of a has not come back"):
+        tier.size("a")
+    with suppress(Hung):
+        tier.size("a")
+    back(tier)
+    assert tier.size("a") == 3
+
+
+def test_a_caller_is_told_though_the_breaker_cannot_be(
+    tier: Deadline, inner: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    inner.inner.put("a", random_bytes(3))
+    monkeypatch.setattr(tier._watch._breaker, "answered", no_memory)
+    assert tier.size("a") == 3
 
 
 def test_close_does_not_wait_for_what_hangs(inner: Stuck) -> None:
