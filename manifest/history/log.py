@@ -272,20 +272,23 @@ class Log:
             raise FormatError(f"a record of run {record.version.head.run!r} has no place in the log of {self.run!r}")
         try:
             self.tier.put(self.key(seq, generation), as_buffer(record.encode()))
-        except (AlreadyExists, TierUnavailable) as error:
-            if not self._is_ours(seq, generation, record, error):
+        except Exception as error:
+            # What is no error of ours, as for lack of memory, does not say either how far the put came.
+            lost = isinstance(error, AlreadyExists | TierUnavailable) or not isinstance(error, TierstateError)
+            if not lost or not self._is_ours(seq, generation, record, error):
                 raise
 
-    def _is_ours(self, seq: int, generation: int, record: Record, error: TierstateError) -> bool:
+    def _is_ours(self, seq: int, generation: int, record: Record, error: Exception) -> bool:
         try:
             return bool(self.read_generation(seq, generation).commit["id"] == record.commit["id"])
         except NotFound:
             return False
-        except TierstateError as second:
+        except Exception as second:
             # Also for a FormatError: it may be our record, damaged in transfer, and its packs must not be deleted.
+            first, then = (str(each) or type(each).__name__ for each in (error, second))
             raise CommitUnknown(
-                f"{self.tier.name}: the commit of version {seq} of run {self.run!r} was not confirmed ({error}), "
-                f"and reading it back failed too ({second}); nothing was deleted"
+                f"{self.tier.name}: the commit of version {seq} of run {self.run!r} was not confirmed ({first}), "
+                f"and reading it back failed too ({then}); nothing was deleted"
             ) from error
 
     def stands(self, record: Record) -> bool:

@@ -161,6 +161,20 @@ def test_packs_stay_while_a_record_that_was_not_answered_may_still_arrive() -> N
         assert len(list(inner.list("packs/"))) == 1, "deleting it would make the record a lie, should it arrive"
 
 
+@pytest.mark.parametrize("error", [MemoryError("no memory"), OSError("the answer was lost")])
+def test_packs_stay_while_a_record_may_be_there_for_all_that_its_error_says(error: Exception) -> None:
+    """It is no error of a tier, and it cannot be read back: the record is there, and so must be what it names."""
+    with wrapped(Memory()) as keys, ts.Checkpointer(policy({"bad": keys}), "run") as ckpt:
+        tier = faulty(keys)
+        tier.add(Fault("put", 2, error, after=True))  # the first one is of the marker
+        tier.add(Fault("read", 0, error))
+        made = ckpt.save(tensors(*SIZES), step=0)
+        assert "nothing was deleted" in outcome(made, "bad")
+        tier.heal()
+        assert ckpt.verify(deep=True).ok
+        assert [version.step for version in ckpt.versions()] == [0]
+
+
 @pytest.mark.parametrize("operation", ["put", "writer", "append", "close"])
 def test_a_tier_that_always_fails_is_tried_at_every_save(operation: Any) -> None:
     with wrapped(Memory()) as bad, wrapped(Memory()) as good:

@@ -20,7 +20,7 @@ from tierstate.manifest.arrays import Array, digest_array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import CommitUnknown, Damaged, FormatError, NotFound, TierUnavailable
+from tierstate.manifest.errors import AccessDenied, CommitUnknown, Damaged, FormatError, NotFound, TierUnavailable
 from tierstate.manifest.format.layout import ChunkPlace, Layout, LayoutBuilder
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.record import Record
@@ -31,6 +31,7 @@ from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.testing import Fault, Faulty
+from tierstate.tiers.testing.faulty import FaultyCall
 
 CHUNK = 4096
 
@@ -172,6 +173,18 @@ def test_a_version_is_taken_back_when_what_it_builds_on_was_dropped_meanwhile() 
     with pytest.raises(NotFound, match="version 1, which this save builds on, was dropped by another process"):
         tier_run.publish(coming)
     assert tier_run.log.seqs() == [2]
+
+
+@pytest.mark.parametrize(("operation", "at"), [("list", 2), ("delete", 1)])
+def test_where_it_cannot_be_taken_back_its_packs_must_stay(operation: FaultyCall, at: int) -> None:
+    tier = Faulty(Memory())
+    tier_run, coming = building_on_the_first(tier)
+    other = TierRun(tier, "run", RetentionPolicy(last=1))
+    other.publish(record(tier, 2, {"a": b"a2"}))
+    assert other.retire().drop == (1,)
+    tier.add(Fault(operation, at, AccessDenied("no")))
+    with pytest.raises(CommitUnknown, match="was dropped by another process, and the record of version 3 stays"):
+        tier_run.publish(coming)
 
 
 def test_a_version_stays_when_only_the_record_that_it_builds_on_was_dropped() -> None:

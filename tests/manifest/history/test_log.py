@@ -250,6 +250,18 @@ def test_nobody_knows_when_what_is_read_back_is_garbled(tier_run, log):
     log.commit(ours)
 
 
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_what_is_no_error_of_a_tier_does_not_say_that_there_is_no_record(tier_run, log, error):
+    tier_run.put_fails, tier_run.stores_first = error("late"), True
+    log.commit(record(1))
+    tier_run.put_fails, tier_run.stores_first = error("late"), False
+    with pytest.raises(error, match="late"):
+        log.commit(record(2))
+    tier_run.put_fails, tier_run.stores_first, tier_run.get_fails = error("late"), True, error("again")
+    with pytest.raises(CommitUnknown, match=r"late.*again.*nothing was deleted"):
+        log.commit(record(3))
+
+
 @pytest.mark.parametrize("error", [TierFull, AccessDenied])
 def test_other_errors_of_a_commit_come_through(tier_run, log, error):
     tier_run.put_fails = error("no")

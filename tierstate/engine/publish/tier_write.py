@@ -290,10 +290,12 @@ class TierWrite:
     def abort(self, error: BaseException) -> None:
         """Delete what was written, unless the record may still be created: then its packs must stay.
 
-        A create request without an answer may still take effect later, even if no record could be read back.
+        A create request without an answer may still take effect later, even if no record could be read back; and what
+        is no error of ours (no memory, an interrupt) says nothing of how far the commit came.
         """
         self._encoder.workers.abort()
-        if isinstance(error, CommitUnknown) or (self._sent and isinstance(error, TierUnavailable)):
+        settled = isinstance(error, TierstateError) and not isinstance(error, TierUnavailable)
+        if isinstance(error, CommitUnknown) or (self._sent and not settled):
             return
         try:
             self._discard()

@@ -19,7 +19,7 @@ from tierstate.engine.packs.pack import FooterRow, read_footer
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.digest import UNFORGEABLE, DigestIndex
-from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierstateError, Unauthentic
+from tierstate.manifest.errors import CommitUnknown, FormatError, MediaError, NotFound, TierstateError, Unauthentic
 from tierstate.manifest.format.layout import ABSENT, DELTA, ChunkPlace, Layout, LayoutBuilder
 from tierstate.manifest.format.marker import names_tiers
 from tierstate.manifest.format.record import Record
@@ -57,6 +57,7 @@ def check_base(tier_run: TierRun, record: Record, base: Record | None) -> None:
 
     Raises:
         BaseDropped: the base no longer exists; the new record was deleted again.
+        CommitUnknown: it could not be deleted, so the packs that it names must stay.
     """
     shared = set(base.layout.objects) & set(record.layout.objects) if base else set()
     try:
@@ -68,11 +69,16 @@ def check_base(tier_run: TierRun, record: Record, base: Record | None) -> None:
         log.warning("%s: whether what a save builds on stands cannot be told: %s", tier_run.name, error)
         return
     seq = record.version.head.seq
-    if tier_run.highest_seq() == seq and shared <= set(tier_run.tier.list(PACKS)):
-        return
-    tier_run.log.forget(seq)
-    text = f"version {base.version.head.seq}, which this save builds on, was dropped by another process meanwhile"
-    raise BaseDropped(f"{tier_run.name}: {text}", tier=tier_run.name)
+    text = (
+        f"{tier_run.name}: version {base.version.head.seq}, which this save builds on, was dropped by another process"
+    )
+    try:
+        if tier_run.highest_seq() == seq and shared <= set(tier_run.tier.list(PACKS)):
+            return
+        tier_run.log.forget(seq)
+    except Exception as error:
+        raise CommitUnknown(f"{text}, and the record of version {seq} stays: {error}; nothing was deleted") from error
+    raise BaseDropped(f"{text} meanwhile", tier=tier_run.name)
 
 
 def pack_flaw(tier: Tier, key: str, nbytes: int) -> str:
