@@ -207,7 +207,7 @@ class StateWalk:
             del self._open[id(value)]
 
     def _container(self, value: Any, path: Path, kind: str) -> StateNode:
-        place = StateNode(path, value, value, kind, container_attrs(value))
+        place = StateNode(path, value, value, kind, self._attrs_of(value, path))
         for key, item in tuple(container_items(value)):  # at one moment: another thread may change it meanwhile
             mark = typed_key(key)
             if mark in place.children or not _faithful(key):
@@ -221,6 +221,14 @@ class StateWalk:
                 )
             place.children[mark] = (key, self._visit(item, (*path, path_key(key))))
         return place
+
+    def _attrs_of(self, value: Any, path: Path) -> Mapping[str, Any]:
+        try:
+            return container_attrs(value)
+        except CaptureError as error:  # of a state dict's metadata, which a restore replaces
+            if self._lenient:
+                return {}
+            raise CaptureError(f"{format_path(path)}: {error}") from error
 
     def _state_of(self, value: Any, path: Path) -> StateNode:
         how = self._how(value)

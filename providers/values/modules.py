@@ -7,6 +7,7 @@ says where. Versions of module classes, by which such code knows old states, tra
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from collections import OrderedDict
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstate.manifest.errors import FormatError
+from tierstate.manifest.errors import CaptureError, FormatError
 from tierstate.manifest.format.leaf import METADATA
 from tierstate.providers.tensors.tensors import PLAIN_TENSORS, is_meta, local_of
 
 from .copies import copy_state
+from .encoding import decode_value, encode_value
 
 _WITHOUT_EFFECT = {
     # They add a buffer that old states lack, or refuse states without metadata; a complete state they load as usual.
@@ -193,15 +195,18 @@ def metadata_of(state: Any) -> dict[str, Any]:
 
     Submodules are named by the prefix of their keys. ``{"version": 1}``, which most have, is left out for those that
     have a key, and None stands for a prefix of a key without metadata.
+
+    Raises:
+        CaptureError: there is something in it that is no plain value.
     """
     found = getattr(state, "_metadata", None)
     if not isinstance(found, Mapping):
         return {}
     implied = set(_prefixes(state))
     told = {
-        prefix: _json(metadata)
+        prefix: _as_json(prefix, metadata)
         for prefix, metadata in found.items()
-        if isinstance(prefix, str) and not (prefix in implied and metadata == {"version": 1})
+        if not (prefix in implied and metadata == {"version": 1})
     }
     return {METADATA: told | dict.fromkeys(implied - found.keys())}
 
@@ -221,10 +226,10 @@ def set_metadata(state: OrderedDict[Any, Any], attrs: Mapping[str, Any], name: s
     told = attrs.get(METADATA)
     if told is None:
         return
-    if not isinstance(told, dict) or not all(isinstance(one, dict | None) for one in told.values()):
+    if not isinstance(told, dict) or not all(isinstance(one, dict | str | None) for one in told.values()):
         raise FormatError(f"{name}: {told!r:.80} is no metadata of a module's state dict")
     found = {prefix: {"version": 1} for prefix in _prefixes(state) if prefix not in told}
-    state._metadata = OrderedDict(found | {k: dict(v) for k, v in told.items() if v is not None})  # type: ignore[attr-defined]
+    state._metadata = OrderedDict(found | {k: _from_json(v, name) for k, v in told.items() if v is not None})  # type: ignore[attr-defined]
 
 
 def _prefixes(keys: Iterable[Any]) -> Iterator[str]:
@@ -239,15 +244,34 @@ def _prefixes(keys: Iterable[Any]) -> Iterator[str]:
             prefix = prefix.rpartition(".")[0]
 
 
-def _json(metadata: Any) -> Any:
-    """The metadata of one submodule without what JSON does not have."""
-    if not isinstance(metadata, Mapping):
-        return None
-    return {key: value for key, value in metadata.items() if isinstance(key, str) and _is_json(value)}
+def _as_json(prefix: Any, metadata: Any) -> Any:
+    """The metadata of one submodule: itself where JSON keeps it as it is, otherwise text, its encoded bytes in base64.
 
-
-def _is_json(value: Any) -> bool:
+    A TensorDict has its batch size, its device and all that is no tensor there.
+    """
     try:
-        return bool(json.loads(json.dumps(value)) == value)
+        if not (isinstance(prefix, str) and isinstance(metadata, Mapping)):
+            raise CaptureError("only a mapping under a name of a module is known")
+        exact = encode_value(dict(metadata))
+    except CaptureError as error:
+        raise CaptureError(
+            f"its attribute _metadata has {metadata!r:.80} for {prefix!r:.60}, which cannot be saved: {error}; "
+            "keep that as a value of the state, or leave it out"
+        ) from error
+    try:
+        again = json.loads(json.dumps(metadata, allow_nan=False))
+        if encode_value(again) == exact:
+            return again
     except (TypeError, ValueError, RecursionError):
-        return False
+        pass
+    return base64.b64encode(exact).decode()
+
+
+def _from_json(told: dict[str, Any] | str, name: str) -> dict[str, Any]:
+    try:
+        found = decode_value(base64.b64decode(told, validate=True)) if isinstance(told, str) else dict(told)
+    except (ValueError, FormatError) as error:
+        raise FormatError(f"{name}: {told!r:.80} is no metadata of a module: {error}") from error
+    if type(found) is not dict:
+        raise FormatError(f"{name}: {found!r:.80} is no metadata of a module")
+    return found

@@ -18,7 +18,7 @@ from support.transfer import restore, transfer
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from tierstate.manifest.errors import FormatError, StateMismatch
+from tierstate.manifest.errors import CaptureError, FormatError, StateMismatch
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.providers.tree.flatten import flatten
 from tierstate.providers.tree.flatten_cache import FlattenCache
@@ -454,7 +454,41 @@ def test_metadata_of_a_state_that_is_saved_again() -> None:
     assert cache.flatten({"m": state}).leaves[1].spec.attrs == {"metadata": {"0": None}}
 
 
-@pytest.mark.parametrize("wrong", [7, [1], {"a": 3}, {"a": [1]}])
+_METADATA = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from([torch.Size([3]), torch.device("cpu")]),
+    lambda inner: st.tuples(inner) | st.lists(inner, max_size=2) | st.dictionaries(st.integers() | st.text(), inner),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["", "a", "b", "b.c"]), st.dictionaries(st.text(), _METADATA, max_size=3)))
+def test_metadata_that_json_would_change_comes_back_as_it_was(metadata: dict[str, Any]) -> None:
+    """A TensorDict has its batch size (torch.Size), its device and its values that are no tensors there."""
+    state = OrderedDict({"a.weight": torch.ones(2), "b.c.weight": torch.ones(2)})
+    state._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
+    leaves, data = transfer(flatten({"m": state}))
+    again = restore(leaves, data)["m"]._metadata
+    assert difference({prefix: again[prefix] for prefix in metadata}, metadata) == ""
+    assert again.keys() == metadata.keys()
+
+
+def test_metadata_that_cannot_be_saved_is_refused_and_no_hindrance_to_a_restore() -> None:
+    saved, given = nn.Linear(1, 1).state_dict(), nn.Linear(1, 1).state_dict()
+    given._metadata["0"] = {"kind": nn.Linear}
+    with pytest.raises(
+        CaptureError, match=r"^m: its attribute _metadata has .*Linear.* for '0', .*builtins.type is not"
+    ):
+        flatten({"m": given})
+    restore(*transfer(flatten({"m": saved})), into={"m": given})
+    assert torch.equal(given["weight"], saved["weight"])
+
+
+@pytest.mark.parametrize("wrong", [7, [1], {"a": 3}, {"a": [1]}, {"a": "AQ"}, {"a": "é"}, {"a": "AU4="}])
 def test_metadata_from_anybody(wrong: Any) -> None:
     leaves = [Leaf((), Spec("odict", attrs={"metadata": wrong}))]
     with pytest.raises(FormatError, match="no metadata of a module"):
