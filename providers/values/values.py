@@ -5,11 +5,15 @@ Plain values are encoded without pickle. An object is pickled only where the use
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any, ClassVar, Self
+
+import torch
 
 from tierstate.manifest.chunk import Buffer, Chunk, as_buffer, empty_buffer, spans, to_bytes
 from tierstate.manifest.errors import CaptureError, FormatError
@@ -133,8 +137,10 @@ class ObjectProvider(EncodedProvider):
 
     @staticmethod
     def _encode(value: Any) -> bytes:
+        out = io.BytesIO()
         try:
-            return pickle.dumps(value, protocol=5)
+            _Pickler(out, protocol=5).dump(value)
+            return out.getvalue()
         except Exception as error:
             raise CaptureError(f"a {type(value).__qualname__} cannot be pickled: {error}") from error
 
@@ -144,3 +150,25 @@ class ObjectProvider(EncodedProvider):
             return pickle.loads(data)
         except Exception as error:
             raise FormatError(f"a pickle cannot be read here: {type(error).__name__}: {error}") from error
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors of every dtype so that they can be read. Those of uint16, uint32, uint64, float8, complex32 and
+    other new dtypes have an untyped storage, and what torch 2.13 writes for one by itself, it cannot read.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.UntypedStorage:
+            return methodcaller("untyped_storage"), (
+                torch.empty(0, dtype=torch.uint8, device=value.device).set_(value),
+            )
+        return _typed(value.__reduce_ex__(5)) if isinstance(value, torch.Tensor) else NotImplemented
+
+
+def _typed(part: Any) -> Any:
+    """A part of what torch makes of a tensor, with the storage in it typed, as ``torch.load`` hands it over."""
+    if type(part) is tuple:
+        return tuple(map(_typed, part))
+    if type(part) is torch.UntypedStorage:
+        return torch.storage.TypedStorage(wrap_storage=part, dtype=torch.uint8, _internal=True)
+    return part
