@@ -189,13 +189,15 @@ def notify_done(transfer: Transfer, error: OSError | None) -> None:
 
 def _call(transfer: Transfer) -> int:
     """Make one system call; its result, or the negative errno, as with io_uring."""
-    memory = view(transfer.buffer)[transfer.moved : transfer.moved + transfer.left]
     try:
+        memory = view(transfer.buffer)[transfer.moved : transfer.moved + transfer.left]
         if transfer.write:
             return os.pwritev(transfer.descriptor, [memory], transfer.offset + transfer.moved)
         return os.preadv(transfer.descriptor, [memory], transfer.offset + transfer.moved)
     except OSError as error:
         return -(error.errno or errno.EIO)
+    except MemoryError:  # an error as from the kernel: if this thread ended, the transfer would never be over
+        return -errno.ENOMEM
 
 
 @contextmanager

@@ -124,6 +124,19 @@ def test_an_error_of_one_transfer_is_not_another_ones(engine: Engine, file):
     assert {i: r is None for i, r in results.items()} == {i: i % 3 != 0 for i in range(20)}
 
 
+def test_a_lack_of_memory_ends_the_transfer_and_no_thread(file, monkeypatch):
+    def no_memory(_buffer):
+        raise MemoryError
+
+    with closing(ThreadEngine(depth=1)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(io_engine, "view", no_memory)
+            with pytest.raises(OSError, match="Cannot allocate memory"):
+                engine.run(Transfer(True, file.descriptor, random_bytes(10, 4), 0))
+        engine.run(Transfer(True, file.descriptor, random_bytes(10, 4), 0))
+    assert file.status().st_size == 10
+
+
 def test_nothing_is_done_at_once(engine: Engine):
     engine.run(Transfer(True, 9999, empty_buffer(0), 0))
 
