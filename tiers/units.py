@@ -225,6 +225,3 @@ Seconds: TypeAlias = Annotated[
     float, BeforeValidator(parse_seconds), _schema("duration", "a time, as in `30min`", _DURATION.pattern, "number")
 ]
 """Seconds, more than zero. In a policy a number, or text such as ``30min``."""
-
-
-Duration: TypeAlias = Seconds

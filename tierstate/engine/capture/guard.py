@@ -87,6 +87,7 @@ class Guard:
 
     Attributes:
         waited: seconds that steps have waited.
+        when_waited: called with the seconds of each wait that is long enough to be told.
         when_sized: called once, before the third step, by which optimizers have made their state: with the bytes of
             parameters and state, of this process.
         unstable: paths of leaves that were changed outside of a step, so that a save failed. They are captured before
