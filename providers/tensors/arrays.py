@@ -111,7 +111,7 @@ class ArrayProvider(Provider):
         if not found and spec.attrs.get("fields") != mine:
             return f"has fields {mine} here, {spec.attrs.get('fields')} in the version"
         if not found and not self._value.flags.writeable:
-            return "is read-only here"
+            return "is read-only here; give a copy of it, as by np.array(it)"
         if not found and overlaps_itself(self._value.shape, tuple(map(abs, self._value.strides))):
             return f"has elements that share memory here (strides {self._value.strides})"
         return found

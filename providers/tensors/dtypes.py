@@ -75,7 +75,10 @@ def numpy_name(dtype: np.dtype[Any]) -> Any:
 
 def _describe(dtype: np.dtype[Any]) -> Any:
     if dtype.hasobject:
-        raise CaptureError(f"an array of dtype {dtype} holds Python objects; allow pickle for this leaf, or convert it")
+        raise CaptureError(
+            f"an array of dtype {dtype} has no elements of fixed length (they are Python objects, or text); "
+            "convert it, as by astype()"
+        )
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return {"base": _describe(base), "shape": list(shape)}

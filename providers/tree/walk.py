@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from tierstate.manifest.arguments import short_repr
@@ -54,6 +56,8 @@ def pickle_remedy(path: Path) -> str:
 def _remedy(path: Path, value: Any) -> str:
     if isinstance(value, DataLoader):
         return "save and restore its position with ts.Loader(loader), and iterate over that"
+    if type(value) in (torch.Tensor, torch.nn.Parameter, np.ndarray):  # a provider for the type would get all of them
+        return pickle_remedy(path)
     kind = type(value).__qualname__
     return f"{pickle_remedy(path)}, or register a provider for its type (ts.register_provider({kind}, MyProvider))"
 

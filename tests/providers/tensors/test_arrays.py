@@ -98,7 +98,7 @@ def test_targets_that_cannot_take_it_say_why() -> None:
     array = np.zeros((2, 3))
     array.flags.writeable = False
     spec = ArrayProvider(np.ones((2, 3))).spec
-    assert ArrayProvider(array).mismatch(spec) == "is read-only here"
+    assert ArrayProvider(array).mismatch(spec) == "is read-only here; give a copy of it, as by np.array(it)"
     shared = np.lib.stride_tricks.as_strided(np.zeros(3), (2, 3), (0, 8))
     assert "share memory" in ArrayProvider(shared).mismatch(spec)
     assert "dtype" in ArrayProvider(np.zeros((2, 3), ">f8")).mismatch(spec)

@@ -85,8 +85,11 @@ def test_keys_that_look_alike_are_apart() -> None:
         ({"a": {10**5000: torch.zeros(1)}}, "a: the key <int of 16610 bits> of type int cannot be saved"),
         ({"a": {(1, 10**5000): torch.zeros(1)}}, "a: the key <tuple> of type tuple cannot be saved"),
         ({"a": {float("nan"): torch.zeros(1), float("inf") - float("inf"): 2, float("nan") * 1: 3}}, "a: the key nan"),
-        ({"a": np.array([object()])}, "a: .*objects"),
-        ({"a": torch.eye(2).to_sparse()}, "a: .*layout"),
+        ({"a": np.array([object()])}, r"a: .*objects.*; or allow pickle .*pickle: true\}\]`\)$"),
+        (
+            {"a": torch.eye(2).to_sparse()},
+            r"a: .*layout.*; or allow pickle .*pickle: true\}\]`\)$",
+        ),  # no provider for all
         ({"a": torch.zeros(4, dtype=torch.uint8).view(torch.qint8)}, "a: a quantized tensor"),
         ({"a": torch.ones([1] * 65)}, "a: .* is not a shape of at most 64 dimensions"),
         ({"a": torch.empty(0, 1 << 40, 1 << 20)}, "a: .* is not a shape of"),
