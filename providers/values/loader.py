@@ -414,12 +414,18 @@ class _Stateful(_Source):
         self._holder = holder
 
     def begin(self, stream: _Stream, skip: int, position: Mapping[str, Any]) -> Iterator[Any]:
+        if hasattr(
+            self.loader, "restart_on_stop_iteration"
+        ):  # whether another epoch begins where nothing is left of one
+            self.loader.restart_on_stop_iteration = not skip
         with stream.swapped_in():
             if "position" in position:
                 self._holder.load_state_dict(position["position"])
-            elif hasattr(self._holder, "_starting_state_dict"):
-                self._holder._starting_state_dict = None  # datasets of Hugging Face begin all later epochs there too
-            return iter(self.loader)
+            batches = iter(self.loader)
+        dataset = getattr(self.loader, "dataset", None)
+        if not skip and hasattr(dataset, "_starting_state_dict"):
+            dataset._starting_state_dict = None  # datasets of Hugging Face begin all later epochs there too
+        return batches if skip else _with_first_from(_Stream(stream.seed), batches)
 
     def position(self, *, under_way: bool) -> dict[str, Any]:
         # A loader also keeps what is behind an exhausted epoch; a dataset would go on at its end.
@@ -429,6 +435,17 @@ class _Stateful(_Source):
         super().check(state)
         if state["batches"] is not None and "position" not in state:
             raise ValueError("was saved with a DataLoader that does not save its position itself, as this one does")
+
+
+def _with_first_from(stream: _Stream, batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches, of which the first is made with draws from the stream: samplers in nodes of torchdata draw their
+    order then, and when a restore makes them give again what they have given.
+    """
+    with stream.swapped_in():
+        first = next(batches, _END)
+    if first is not _END:
+        yield first
+        yield from batches
 
 
 def _source_of(loader: Any) -> _Source:

@@ -71,6 +71,18 @@ def test_torchdata(before: list[str], after: list[str], shuffle: bool, workers: 
     goes_on(lambda: stateful.StatefulDataLoader(data, 4, shuffle, num_workers=workers), before, after)
 
 
+@pytest.mark.parametrize(("before", "after"), [*CASES, (["batch"] * 5, ["epoch", "draw", "epoch"])])
+def test_nodes_of_torchdata(before: list[str], after: list[str]) -> None:
+    """Their samplers draw the order of an epoch with its first batch, and again when a restore skips what was given."""
+    nodes = pytest.importorskip("torchdata.nodes")
+
+    def make() -> Any:
+        items = nodes.MapStyleWrapper(range(20), torch.utils.data.RandomSampler(range(20)))
+        return nodes.Loader(nodes.Mapper(nodes.Batcher(items, 4), torch.tensor))
+
+    goes_on(make, before, after)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_save_before_the_first_iteration_changes_nothing(shuffle: bool, workers: int, place: Path) -> None:
@@ -108,6 +120,8 @@ def test_datasets_of_hugging_face(before: list[str], after: list[str], workers: 
     def collate(rows: list[Any]) -> Any:
         return torch.stack([row["x"] for row in rows])
 
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    goes_on(lambda: stateful.StatefulDataLoader(numbers(), 4, collate_fn=collate, num_workers=workers), before, after)
     if not workers:
         goes_on(lambda: torch.utils.data.DataLoader(numbers(), 4, collate_fn=collate), before, after)
     with pytest.raises(ValueError, match="StatefulDataLoader"):

@@ -261,6 +261,56 @@ def test_a_dataset_that_saves_its_position(count: int, size: int) -> None:
     assert run(again, 12) == truth
 
 
+class LazyOrder:
+    """As the nodes of torchdata: the order is drawn with the first batch of an epoch, or to skip what a restored state
+    says was given; where nothing is left of that epoch, the next one begins at once.
+    """
+
+    def __init__(self) -> None:
+        self.given, self._skip, self.restart_on_stop_iteration = 0, 0, True
+
+    def __iter__(self) -> Any:
+        skip, self._skip = self._skip, 0
+        order = torch.randperm(5).tolist() if skip else []
+        if skip == 5 and self.restart_on_stop_iteration:
+            skip, order = 0, []
+        self.given = skip
+        return self._rest(order, skip)
+
+    def _rest(self, order: list[int], skip: int) -> Any:
+        order = order or torch.randperm(5).tolist()
+        for self.given in range(skip + 1, 6):
+            yield order[self.given - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._skip = state["given"]
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("count", range(7))
+def test_a_loader_that_draws_its_order_late(epochs: int, count: int) -> None:
+    def run(loader: ts.Loader, epochs: int) -> list[Any]:
+        return [(list(loader), torch.rand(()).item()) for _ in range(epochs)]
+
+    seed(1)
+    loader = ts.Loader(LazyOrder())
+    run(loader, epochs)
+    batches = iter(loader)
+    for _ in range(count):
+        next(batches, None)
+    state, rng = loader.state_dict(), ts.Rng().state_dict()
+    truth = [(list(batches), torch.rand(()).item())] if count < 6 else []
+    truth += run(loader, 2)
+    seed(2)
+    again = ts.Loader(LazyOrder())
+    again.load_state_dict(state)
+    ts.Rng().load_state_dict(rng)
+    assert run(again, len(truth)) == truth
+
+
 class Shard(DataLoader[Any]):
     def __iter__(self) -> Any:
         return super().__iter__()
