@@ -422,7 +422,7 @@ class _Stateful(_Source):
             if "position" in position:
                 self._holder.load_state_dict(position["position"])
             batches = iter(self.loader)
-        dataset = getattr(self.loader, "dataset", None)
+        dataset: Any = getattr(self.loader, "dataset", None)
         if not skip and hasattr(dataset, "_starting_state_dict"):
             dataset._starting_state_dict = None  # datasets of Hugging Face begin all later epochs there too
         return batches if skip else _with_first_from(_Stream(stream.seed), batches)

@@ -162,7 +162,9 @@ class _Pickler(pickle.Pickler):
             return methodcaller("untyped_storage"), (
                 torch.empty(0, dtype=torch.uint8, device=value.device).set_(value),
             )
-        return _typed(value.__reduce_ex__(5)) if isinstance(value, torch.Tensor) else NotImplemented
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        return _typed(value.__reduce_ex__(5))  # type: ignore[no-untyped-call]
 
 
 def _typed(part: Any) -> Any:
@@ -170,5 +172,5 @@ def _typed(part: Any) -> Any:
     if type(part) is tuple:
         return tuple(map(_typed, part))
     if type(part) is torch.UntypedStorage:
-        return torch.storage.TypedStorage(wrap_storage=part, dtype=torch.uint8, _internal=True)
+        return torch.storage.TypedStorage(wrap_storage=part, dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
     return part
