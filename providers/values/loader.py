@@ -61,7 +61,8 @@ class Loader:
     after ``ts.Rng`` is restored. What the sampler draws comes from its own ``generator``, whose state is saved too, or
     else from ``seed`` and the number of the epoch. What a dataset draws within worker processes comes from the seed and
     the number of the batch (not with torchdata's loader: after a restore within an epoch its workers draw other
-    numbers); without workers it comes from the process's generators, which ``ts.Rng`` saves.
+    numbers); without workers it comes from the process's generators, which ``ts.Rng`` saves (for the first batch of a
+    loader that saves its position itself: from the seed).
 
     Args:
         loader: a ``torch.utils.data.DataLoader``, with any number of workers; or a loader with ``state_dict`` and
