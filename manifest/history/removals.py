@@ -26,6 +26,9 @@ from .retention import RetentionEntry
 MAX_MARK_BYTES = 64 << 10
 """A longer mark is not read: no program writes one."""
 
+ReadEach = Callable[[Callable[[str], bytes | None], Iterable[str]], Iterable[bytes | None]]
+"""Calls a function that reads an object for each of several keys; gives the results in the order of the keys."""
+
 _MARK = re.compile(r"([0-9]{12})-([0-9a-f]{1,64})")
 
 
@@ -120,29 +123,29 @@ def was_removed(gone: Iterable[Removal], seq: int, step: int, saved: float) -> b
     return any(removal.is_of(seq, step, saved) for removal in gone)
 
 
-def removals(tier: KeyValueStore, run: str, seqs: Collection[int] | None = None) -> list[Removal]:
+def removals(tier: KeyValueStore, run: str, seqs: Collection[int] | None = None, each: ReadEach = map) -> list[Removal]:
     """The versions that were removed from a tier.
 
     Args:
         seqs: only those with these numbers.
+        each: calls a function for each key, as `map` does, or for several at the same time.
 
     Raises:
         Unauthentic: the tier's objects are sealed, and a mark is not.
         TierError: the tier could not be read.
     """
-    found = []
-    for key, seq in removal_marks(tier, run):
-        if seqs is None or seq in seqs:
-            with suppress(NotFound):  # copied back meanwhile
-                found.append(_removal(seq, _contents(tier, key)))
-    return found
+    wanted = [(key, seq) for key, seq in removal_marks(tier, run) if seqs is None or seq in seqs]
+    marks = each(lambda key: _contents(tier, key), [key for key, _ in wanted])
+    return [_removal(seq, mark) for (_, seq), mark in zip(wanted, marks, strict=True) if mark is not None]
 
 
-def _contents(tier: KeyValueStore, key: str) -> bytes:
+def _contents(tier: KeyValueStore, key: str) -> bytes | None:
     try:
         return to_bytes(tier.get_within(key, MAX_MARK_BYTES, "a mark"))
     except (Oversized, MediaError):
         return b""  # what its key says counts
+    except NotFound:
+        return None  # copied back meanwhile
 
 
 def _removal(seq: int, mark: bytes) -> Removal:

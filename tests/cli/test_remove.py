@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ import tierstate as ts
 from tierstate.cli.output.repairs import show_removed
 from tierstate.engine.maintain.remove import RemoveReport
 from tierstate.engine.packs.keys import PACKS
+from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import TierError
 from tierstate.manifest.history.log import Log
+from tierstate.manifest.history.removals import mark_removed
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
 
@@ -259,3 +262,19 @@ def test_no_room_is_needed_to_take_a_tag_back() -> None:
         ckpt.untag("other")
         assert ckpt.tags() == {}
         assert ckpt.remove(step=1).ok
+
+
+def test_marks_of_removed_versions_are_read_several_at_a_time() -> None:
+    """Where each takes long to come, they come together; in the order of the versions."""
+    together = threading.Barrier(3, timeout=30)
+
+    class Far(Memory):
+        def get_within(self, key: str, limit: int, what: str) -> Buffer:
+            together.wait()
+            return super().get_within(key, limit, what)
+
+    far = Far()
+    for seq in range(1, 7):
+        mark_removed(far, "run", seq, f"{seq:x}")
+    assert [one.entry.seq for one in TierRun(far, "run").removals()] == [1, 2, 3, 4, 5, 6]
+    assert [one.entry.seq for one in TierRun(far, "run").removals({2, 4, 5})] == [2, 4, 5]

@@ -20,7 +20,7 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.manifest.format.leaf import stored_lossy_methods
 from tierstate.manifest.format.record import Summary
-from tierstate.manifest.history.removals import Removal, removals, was_removed
+from tierstate.manifest.history.removals import Removal, was_removed
 from tierstate.tiers.base import Tier
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.wrappers.measure import OperationStats, operations_of
@@ -312,7 +312,7 @@ class _Late:
         """Those of the versions, or others of their numbers, that were removed from a tier by hand."""
         tier_run = self._tier_runs[name]
         try:
-            return removals(tier_run.tier, tier_run.run, {due.seq for due in late})
+            return tier_run.removals({due.seq for due in late})
         except TierstateError as error:
             log.warning("%s: what was removed from it cannot be listed: %s", name, error)
             return ()

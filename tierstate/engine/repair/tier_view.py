@@ -12,7 +12,7 @@ from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record, surviving_parts
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
-from tierstate.manifest.history.removals import removals, was_removed
+from tierstate.manifest.history.removals import was_removed
 from tierstate.tiers.concurrency import results_ahead
 
 from .rebuild import LastingPacks, is_intact
@@ -31,7 +31,7 @@ class TierView:
         self._sectors: set[tuple[int, int]] = set()
         self.legible: list[Version] = []
         self.layouts: list[tuple[Version, Layout]] = []
-        self._removals = removals(tier_run.tier, tier_run.run)
+        self._removals = tier_run.removals()
         self._read((seq, g) for seq, generations in tier_run.log.generations().items() for g in generations)
         self.scan = PackScan(tier_run.tier, tier_run.run, related, go_on=True)
         for run in self.scan.runs[:-1]:
@@ -76,7 +76,7 @@ class TierView:
             gone = known - there
             new = [one for one in there - known if one[0] in seqs and not {one[0]} & {*self.away, *self.foreign}]
             if gone:
-                self._removals = removals(self.tier_run.tier, self.tier_run.run)
+                self._removals = self.tier_run.removals()
         except TierstateError:
             return False  # what was read before is what is known
         for seq, generation in gone:

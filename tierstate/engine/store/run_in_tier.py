@@ -29,6 +29,7 @@ from tierstate.manifest.history.log import Log, commit_id
 from tierstate.manifest.history.removals import Removal, is_removed, removals, was_removed
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
 from tierstate.tiers.base import Tier
+from tierstate.tiers.concurrency import results_ahead
 from tierstate.tiers.memory.gpu import gpu_in
 from tierstate.tiers.wrappers.encrypt import encryption_of
 from tierstate.tiers.wrappers.seal import seals_of
@@ -479,6 +480,10 @@ class TierRun:
         record, and again before it deletes the packs."""
         return Leases(self.tier, self.run).live(self.tier.age)
 
+    def removals(self, seqs: Collection[int] | None = None) -> list[Removal]:
+        """The versions that were removed from the tier by hand: all, or those with these numbers."""
+        return removals(self.tier, self.run, seqs, results_ahead)
+
     @property
     def known(self) -> Collection[int]:
         """Numbers of the versions that this process knows to be in the tier; does not access the tier."""
@@ -487,7 +492,7 @@ class TierRun:
     def worth_bringing(self, marks: Collection[RetentionEntry]) -> set[int]:
         """The numbers, of versions that are not in the tier yet, that the policy would keep there; not those that were
         removed by hand."""
-        gone = removals(self.tier, self.run, {mark.seq for mark in marks}) if marks else ()
+        gone = self.removals({mark.seq for mark in marks}) if marks else ()
         return self.retention.worth_bringing(_not_removed(marks, gone))
 
     def worth_repairing(self, marks: Collection[RetentionEntry]) -> set[int]:
@@ -496,7 +501,7 @@ class TierRun:
         Versions that were removed by hand count beside those that are there: what was dropped on account of them must
         not come back because they were removed later.
         """
-        gone = removals(self.tier, self.run) if marks else ()
+        gone = self.removals() if marks else ()
         return self.retention.worth_bringing(_not_removed(marks, gone), [removal.entry for removal in gone])
 
 
