@@ -166,9 +166,12 @@ class S3Session:
             client.meta.method_to_api_mapping[method]
         ).input_shape.members
         extra = {name: value for name, value in self._options.extra.items() if name in members}
+        given = {**extra, **params}
+        if "Metadata" in extra and "Metadata" in params:
+            given["Metadata"] = {**extra["Metadata"], **params["Metadata"]}
         assert self._http is not None
         with self._http.within(left):
-            return getattr(client, method)(**extra, **params)
+            return getattr(client, method)(**given)
 
     def _open(self) -> _Opened:
         with self._opening:

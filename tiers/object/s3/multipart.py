@@ -10,6 +10,7 @@ import hashlib
 import logging
 import re
 import threading
+import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -55,6 +56,11 @@ SentPart = Task[dict[str, Any]]
 
 S3Call = Callable[..., Any]
 """Sends a request, given by the name of the operation and its parameters."""
+
+
+MARK = "tierstate-upload"
+"""The metadata of an object in which its upload is named: ETags are no digests where the store encrypts, and in others
+(Cloudflare R2, S3 Express One Zone)."""
 
 
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
@@ -260,11 +266,13 @@ class S3Upload:
 
     def __init__(self, session: Session, where: Mapping[str, str], checksum: Checksum) -> None:
         self._session, self._object, self._checksum = session, where, checksum
+        self._mark = uuid.uuid4().hex
         algorithm = {"ChecksumAlgorithm": checksum.algorithm} if checksum.algorithm else {}
         self._where = {**where, "UploadId": session.patiently(lambda: self._begin(algorithm))}
 
     def _begin(self, algorithm: Mapping[str, str]) -> str:
-        begun = self._session.once("create_multipart_upload", **self._object, **algorithm)
+        mark = {"Metadata": {MARK: self._mark}}
+        begun = self._session.once("create_multipart_upload", **self._object, **mark, **algorithm)
         if not begun.get("UploadId"):
             raise Broken("the answer to the beginning of an upload has no id")
         return str(begun["UploadId"])
@@ -278,8 +286,8 @@ class S3Upload:
     def complete(self, parts: Sequence[dict[str, Any]], nbytes: int) -> None:
         """Make the object visible if the name is free: AWS checks that condition here, Ceph does not.
 
-        It counts as done when the object's ETag is the right one: by the answer, or by one HEAD. That also shows
-        whether this upload created the object when an answer is lost.
+        It counts as done when the object's ETag is the right one, by the answer, or by one HEAD, which also says by
+        the object's metadata whether it is this upload's. That shows too who created it when an answer is lost.
 
         Args:
             parts: the entries of the parts, in their order.
@@ -330,7 +338,8 @@ class S3Upload:
             if store_error_class(error).transient or store_error_class(error) is NotFound:
                 return False
             raise
-        return str(head["ETag"]).strip('"') in {tag, wanted} - {""} and head.get("ContentLength", nbytes) == nbytes
+        ours = self._mark == _mark_in(head) or str(head["ETag"]).strip('"') in {tag, wanted} - {""}
+        return ours and head.get("ContentLength", nbytes) == nbytes
 
     def _is_complete(self, wanted: str) -> bool:
         """Whether the object exists and was made by this upload.
@@ -346,6 +355,10 @@ class S3Upload:
                 return False
             raise
         found = str(head["ETag"]).strip('"')
+        if mark := _mark_in(head):
+            if mark == self._mark:
+                return True
+            raise FileExistsError("an object of another upload is there")
         if not wanted or is_encrypted(head):
             raise ConnectionError("an object of this name is there now, and its ETag does not tell whether it is ours")
         if found != wanted:
@@ -355,6 +368,11 @@ class S3Upload:
     def abort(self) -> None:
         """Abort the upload and delete its parts."""
         abort(self._session.briefly, self._where)
+
+
+def _mark_in(head: Mapping[str, Any]) -> str:
+    """The mark of the upload that created an object; empty if it has none."""
+    return next((str(value) for name, value in head.get("Metadata", {}).items() if name.lower() == MARK), "")
 
 
 def abort(call: S3Call, where: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from email.utils import formatdate
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,12 @@ from support.servers.scripted import KEY, SECRET, WHOLE, Answer, Handler, Server
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
 from tierstate.manifest.errors import AccessDenied, Damaged, NotFound, TierError, TierFull, TierUnavailable
 from tierstate.tiers.base import Range
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.object.s3 import multipart
 from tierstate.tiers.object.s3.checksums import CHECKSUMS
 from tierstate.tiers.object.s3.client import S3Client
-from tierstate.tiers.object.s3.multipart import IN_FLIGHT
-from tierstate.tiers.object.s3.retry import MAX_USELESS
+from tierstate.tiers.object.s3.multipart import IN_FLIGHT, S3Upload
+from tierstate.tiers.object.s3.retry import MAX_USELESS, GaveUp
 from tierstate.tiers.object.tier import ObjectStore
 from tierstate.tiers.testing import Lease, random_bytes
 
@@ -412,6 +413,25 @@ def test_parts_are_sent_and_completed(server: Server, tier: ObjectStore) -> None
     assert b"".join(sent[number] for number in sorted(sent)) == whole
     assert [lease.releases for lease in leases] == [1, 1, 1, 1]
     assert (asked(server, "POST"), asked(server, "DELETE")) == (2, 0)
+
+
+@pytest.mark.parametrize("whose", ["ours", "another's", "unknown"])
+def test_a_completion_whose_answer_was_lost_and_whose_etag_is_no_digest(server: Server, whose: str) -> None:
+    """The object's metadata say whose it is; they stand beside those that the options give to each object."""
+    given = options(server, s3_additional_kwargs={"Metadata": {"team": "red"}})
+    store = S3Client("s3://bucket/ckpt", given, deadline=0.5)
+    upload = S3Upload(store.session, store.where("a"), CHECKSUMS["none"])
+    part = upload.send(1, [memoryview(b"abc")], Latch(), lambda _: None).result()
+    begun = server.seen[0].headers
+    assert begun["x-amz-meta-team"] == "red"
+    mark = {"ours": begun["x-amz-meta-tierstate-upload"], "another's": "f" * 32}.get(whose)
+    more = {"X-Amz-Meta-Tierstate-Upload": mark} if mark else {}
+    head = {"ETag": '"opaque"', "x_amz_server_side_encryption": "aws:kms", "Last_Modified": formatdate(usegmt=True)}
+    server.script = [hang_up, *[lambda one: one.say(200, b"", 3, **head, **more)] * 10]
+    failure = {"another's": FileExistsError, "unknown": GaveUp}.get(whose)
+    with pytest.raises(failure) if failure else nullcontext():
+        upload.complete([part], 3)
+    store.close()
 
 
 @pytest.mark.slow
