@@ -36,7 +36,7 @@ from tierstate.manifest.format.layout import LayoutBuilder
 from tierstate.manifest.format.leaf import Leaf, LeafTable, Spec
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, Shards, Version
-from tierstate.manifest.sharded.merge import MergePlan, join_layouts, merge_with_copies, rows_in_merged
+from tierstate.manifest.sharded.merge import MergePlan, join_layouts, merge_parts, rows_in_merged
 from tierstate.manifest.sharded.ownership import SaveCandidates, assign_owners
 from tierstate.manifest.sharded.part import PartReader, encode_part, part_of
 
@@ -150,15 +150,15 @@ def coordinate(folder: Path) -> dict[str, Any]:
     pieces: dict[bytes, LeafTable] = {}
     reader = PartReader(pieces)
     records = timed(seconds, "read parts", lambda: [reader.decode(data) for data in parts])
-    merged, copies = timed(seconds, "merge", lambda: merge_with_copies([r.version for r in records]))
+    merged = timed(seconds, "merge", lambda: merge_parts([r.version for r in records]))
     # The next save, as mostly only digests change.
-    plan = MergePlan([r.version for r in records], merged, copies)
+    plan = MergePlan([r.version for r in records], merged)
     del records
     reader = PartReader(pieces)
     records = [reader.decode(data) for data in parts]
     again = timed(seconds, "merge again", lambda: plan.again([r.version for r in records]))
     assert again is not None
-    version, rows = again
+    version, rows, _ = again
     pairs = [(mine, r.layout) for mine, r in zip(rows, records, strict=True)]
     records[:] = records[-1:]  # as the coordinator forgets the parts
     layout = timed(seconds, "join", lambda: join_layouts(version, pairs))

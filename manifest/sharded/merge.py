@@ -8,9 +8,7 @@ of each chunk in the whole version (`MergeResult.rows`); `rows_in_merged` finds 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ import numpy as np
 
 from tierstate.manifest.arrays import BLOCK, Array, expand_runs, starts_of
 from tierstate.manifest.boxes import Boxes
-from tierstate.manifest.digest import checksum, checksum_of
+from tierstate.manifest.digest import checksum_of
 from tierstate.manifest.errors import FormatError, StateMismatch, format_ranks
 from tierstate.manifest.format.layout import Layout, LayoutBuilder
 from tierstate.manifest.format.leaf import METADATA, STRIDES, TIED, Leaf, LeafTable, Spec
@@ -67,14 +65,14 @@ class UnitedLeaves(NamedTuple):
     places: list[Array]
 
 
-def unite_leaves(catalogs: Sequence[LeafTable], ranks: Sequence[int]) -> UnitedLeaves:
-    """The union of the leaf tables of these ranks. Pieces that tables share are processed once.
+def unite_leaves(catalogs: Sequence[LeafTable]) -> UnitedLeaves:
+    """The union of the leaf tables, one of each rank. Pieces that tables share are processed once.
 
     Raises:
         StateMismatch: ranks disagree on a leaf.
     """
     union = _UnionBuilder()
-    places = [union.place(catalog, rank) for catalog, rank in zip(catalogs, ranks, strict=True)]
+    places = [union.place(catalog, rank) for rank, catalog in enumerate(catalogs)]
     first = catalogs[0]
     # Usually no rank has a leaf that the first does not have; then the first table is reused with its columns.
     same = len(union.leaves) == len(first.leaves) and not union.united
@@ -219,10 +217,18 @@ def _find(version: Version, leaf: Array, boxes: Boxes) -> Array:
 
 
 class MergeResult(NamedTuple):
-    """A whole version, and for each part the rows of its chunks in it (-1: another rank's copy was kept)."""
+    """A whole version, and what its parts became in it.
+
+    Attributes:
+        version: the whole version.
+        rows: for each part the rows of its chunks in the version (-1: another rank's copy was kept).
+        copies: ``(2, copies)``: for each chunk of which another rank's copy was kept its index in the chunks of all
+            parts, one part after the other, and that of the other copy. Both were compared.
+    """
 
     version: Version
     rows: tuple[Array, ...]
+    copies: Array
 
 
 class _AllShards(NamedTuple):
@@ -240,59 +246,36 @@ class _AllShards(NamedTuple):
     digests: Array
 
 
-def merge_parts(parts: Sequence[Version], *, parent: str = "", ranks: Sequence[int] | None = None) -> MergeResult:
-    """Merge the parts of all ranks. A part is a version with the shards of one rank.
+def merge_parts(parts: Sequence[Version], *, parent: str = "") -> MergeResult:
+    """Merge the parts of all ranks, in the order of the ranks. A part is a version with the shards of one rank.
 
-    Leaves are united by path, in order of first appearance from the lowest rank on. Of shards with the same box
-    (replicated leaves) the lowest rank's is kept; all copies must have the same digests. Metadata and time are also the
-    lowest rank's. The order of the given parts does not matter.
+    Leaves are united by path, in order of first appearance. Of shards with the same box (replicated leaves) the lowest
+    rank's is kept; all copies must have the same digests. Metadata and time are those of the lowest rank.
 
     Args:
         parent: id of the previous version of the run.
-        ranks: the rank of each part. By default the rank of its shards; parts without shards come last.
 
     Raises:
         StateMismatch: parts disagree on a leaf or on the version's head, copies differ, shards overlap, or elements
             are missing; the message names leaves and ranks.
     """
-    return merge_with_copies(parts, parent=parent, ranks=ranks)[0]
-
-
-def merge_with_copies(
-    parts: Sequence[Version], *, parent: str = "", ranks: Sequence[int] | None = None
-) -> tuple[MergeResult, Array]:
-    """As `merge_parts`; also gives the copies that were compared, for a `MergePlan`.
-
-    Returns:
-        the result, and ``(2, copies)``: for each chunk of which another rank's copy was kept its index in the chunks of
-        all parts, one part after the other, and that of the other copy.
-    """
-    order, owners = _in_order(parts, ranks)
-    ordered = [parts[p] for p in order]
-    _check_heads(ordered, owners)
-    union = unite_leaves([p.catalog for p in ordered], owners)
-    every = _concat(ordered, union)
+    _check_heads(parts)
+    union = unite_leaves([p.catalog for p in parts])
+    every = _concat(parts, union)
     kept, twin = _distinct(every)
     copies = _checked_copies(every, twin, union.catalog)
     chunks = expand_runs(every.start[kept], every.chunks[kept])
     rows = np.full(len(every.digests), -1, "i8")
     rows[chunks] = np.arange(len(chunks))
-    statistics = joined_statistics([p.statistics for p in ordered])
-    # A rank that holds only copies may have a part without shards; it still counts as a participant.
-    world = max(len(parts), len(np.unique(every.shards.rank)))
-    head = dataclasses.replace(ordered[0].head, world=world, parent=parent)
+    statistics = joined_statistics([p.statistics for p in parts])
+    head = dataclasses.replace(parts[0].head, world=len(parts), parent=parent)
     shards = Shards(every.shards.leaf[kept], every.shards.rank[kept], every.shards.boxes[kept])
     digests, known = every.digests[chunks], statistics and statistics.rows(chunks)
     del every, kept, twin, chunks, statistics  # there may be tens of millions of rows
     version = Version.build(head, union.catalog, shards, digests, known)
     check_complete(version)
-    counts = np.array([len(p.digests) for p in parts])
-    starts, places = starts_of(np.cumsum(counts)), np.array(order)
-    begins = starts_of(np.cumsum(counts[places]))  # of the parts in order, in the columns of all
-    cut = [rows[begin : begin + count] for begin, count in zip(begins.tolist(), counts[places].tolist(), strict=True)]
-    part = np.searchsorted(begins, copies, side="right") - 1
-    copies += (starts[places] - begins)[part]
-    return MergeResult(version, tuple(cut[place] for place in np.argsort(order))), copies
+    ends = np.cumsum([len(p.digests) for p in parts])
+    return MergeResult(version, tuple(np.split(rows, ends[:-1])), copies)
 
 
 class MergePlan:
@@ -302,13 +285,9 @@ class MergePlan:
     as to put the digests in order.
     """
 
-    def __init__(
-        self, parts: Sequence[Version], merged: MergeResult, copies: Array, ranks: Sequence[int] | None = None
-    ) -> None:
-        """Args: as `merge_with_copies` takes and gives them; the leaves may have been sorted since."""
-        self._ranks = ranks
-        self._version, self._rows = merged
-        self._copies = copies
+    def __init__(self, parts: Sequence[Version], merged: MergeResult) -> None:
+        """Args: the parts, and what `merge_parts` made of them; the leaves may have been sorted since."""
+        self._merged = merged
         self._pieces = [part.catalog.pieces for part in parts]  # which `PartReader` has once for all parts
         self._shapes = [_shape_of(part) for part in parts]
         rows = np.concatenate(merged.rows)
@@ -330,15 +309,15 @@ class MergePlan:
             return None
         if any(_shape_of(part) != shape for part, shape in zip(parts, self._shapes, strict=True)):
             return None
-        order, owners = _in_order(parts, self._ranks)
-        _check_heads([parts[p] for p in order], owners)
+        _check_heads(parts)
+        before, rows, copies = self._merged
         every = np.concatenate([part.digests for part in parts])
-        if not np.array_equal(every[self._copies[0]], every[self._copies[1]]):
+        if not np.array_equal(every[copies[0]], every[copies[1]]):
             return None
         statistics = joined_statistics([part.statistics for part in parts])
-        head = dataclasses.replace(parts[order[0]].head, world=self._version.head.world, parent=parent)
-        version = self._version.again(head, every[self._source], statistics and statistics.rows(self._source))
-        return MergeResult(version, self._rows)
+        head = dataclasses.replace(parts[0].head, world=len(parts), parent=parent)
+        version = before.again(head, every[self._source], statistics and statistics.rows(self._source))
+        return MergeResult(version, rows, copies)
 
 
 def _shape_of(part: Version) -> bytes:
@@ -349,31 +328,9 @@ def _shape_of(part: Version) -> bytes:
     return checksum_of(column.tobytes() for column in (sizes, *numbers))
 
 
-def _in_order(parts: Sequence[Version], ranks: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """The indices of the parts in order of rank, and their ranks; -1 if the rank is not known.
-
-    Parts with the same or no rank are ordered by their content, so that the result is deterministic.
-    """
-    if not parts:
-        raise StateMismatch("no rank gave a part")
-    found = [int(p.shard_rank.min()) if len(p.shard_rank) else -1 for p in parts] if ranks is None else list(ranks)
-    often = Counter(found)
-    # Ascending ranks; parts without a rank come last.
-    keys = [(r < 0, r, _content(p) if often[r] > 1 else b"") for r, p in zip(found, parts, strict=True)]
-    order = sorted(range(len(parts)), key=keys.__getitem__)
-    return order, [found[p] for p in order]
-
-
-def _content(part: Version) -> bytes:
-    """A sort key for parts with the same rank, without encoding them."""
-    numbers = (part.shard_leaf, part.shard_rank, part.boxes.offset, part.boxes.shape, part.digests)
-    head = json.dumps(part.head.encode(), sort_keys=True).encode()
-    return part.catalog.digest + checksum(head + b"".join(n.tobytes() for n in numbers))
-
-
-def _check_heads(parts: Sequence[Version], owners: list[int]) -> None:
+def _check_heads(parts: Sequence[Version]) -> None:
     first = _identity(parts[0].head)
-    for part, rank in zip(parts, owners, strict=True):
+    for rank, part in enumerate(parts):
         if _identity(part.head) != first:
             told = ", ".join(
                 f"{name} {theirs!r} where {mine!r} is right"
@@ -432,11 +389,10 @@ def _whole_leaves(by_leaf: Array, leaf: Array) -> Iterator[Array]:
 def _distinct_of(shards: Shards, these: Array, twin: Array) -> Array:
     """Of these shards the first one of each leaf and box, ordered by number of axes, leaf and box. Notes in ``twin``
     for each shard the one that is kept instead of it."""
-    leaf, rank, kept = shards.leaf[these], shards.rank[these], [np.zeros(0, "i8")]
+    leaf, kept = shards.leaf[these], [np.zeros(0, "i8")]
     for rows, offset, shape in shards.boxes[these].groups():
         keys = [*shape.T[::-1], *offset.T[::-1], leaf[rows]]
-        falls = bool(np.any(rank[rows][1:] < rank[rows][:-1]))
-        order = np.lexsort([rank[rows], *keys] if falls else keys)  # stable, so that the lower rank comes first
+        order = np.lexsort(keys)  # stable, so that the lower rank comes first
         fresh = np.ones(len(rows), bool)
         fresh[1:] = False
         for key in keys:

@@ -60,7 +60,7 @@ def in_state_order(merged: MergeResult, order: StateOrder) -> MergeResult:
     shards = Shards(leaf[by_leaf].astype("<u4"), version.shard_rank[by_leaf], version.boxes[by_leaf])
     rows = tuple(np.where(there < 0, -1, moved[there]) if len(there) else there for there in merged.rows)
     statistics = version.statistics and version.statistics.rows(np.argsort(moved))
-    return MergeResult(Version.build(version.head, leaves, shards, digests, statistics), rows)
+    return MergeResult(Version.build(version.head, leaves, shards, digests, statistics), rows, merged.copies)
 
 
 def new_numbers(old: Array, count: int) -> Array:

@@ -81,7 +81,7 @@ class Hosts:
             records.append(self._part(part, r, step, trees[r].leaves, mine))
         reader = PartReader()
         records = [reader.decode(encode_part(record)) for record in records]
-        whole, rows = merge_parts([record.version for record in records], parent="")
+        whole, rows, _ = merge_parts([record.version for record in records])
         for host in sorted(set(part.hosts)):
             here = [r for r in range(part.size) if part.hosts[r] == host]
             for r in here:

@@ -23,7 +23,7 @@ from tierstate.manifest.format.version import ShardRow, Version
 from tierstate.manifest.reshard import coverage
 from tierstate.manifest.reshard.coverage import check_complete
 from tierstate.manifest.sharded import merge
-from tierstate.manifest.sharded.merge import MergePlan, merge_parts, merge_with_copies, rows_in_merged
+from tierstate.manifest.sharded.merge import MergePlan, merge_parts, rows_in_merged
 from tierstate.manifest.sharded.part import PartReader, encode_part
 from tierstate.manifest.sharded.state_order import in_state_order, state_order
 
@@ -31,7 +31,7 @@ from tierstate.manifest.sharded.state_order import in_state_order, state_order
 @given(worlds())
 def test_parts_become_the_whole(world):
     parts = parts_of(world)
-    version, rows = merge_parts(parts)
+    version, rows, _ = merge_parts(parts)
     check_complete(version)
     by_name = {leaf.name: leaf.spec for leaf in version.leaves}
     assert by_name == {leaf.name: leaf.spec for leaf in world.leaves}
@@ -51,7 +51,7 @@ def test_parts_become_the_whole(world):
 @given(worlds())
 def test_every_row_of_the_whole_comes_from_the_lowest_rank_that_has_it(world):
     parts = parts_of(world)
-    version, rows = merge_parts(parts)
+    version, rows, _ = merge_parts(parts)
     where = {chunk: row for row, chunk in enumerate(chunks(version))}
     lowest = {(world.leaves[s.leaf].name, s.box): min(s.ranks) for s in world.shards}
     for rank, (given_part, became) in enumerate(zip(parts, rows, strict=True)):
@@ -68,7 +68,7 @@ def test_every_row_of_the_whole_comes_from_the_lowest_rank_that_has_it(world):
 @given(worlds())
 def test_a_part_finds_its_place_in_the_whole(world):
     parts = parts_of(world)
-    version, rows = merge_parts(parts)
+    version, rows, _ = merge_parts(parts)
     read = Version.decode(memoryview(version.data))
     for part_, became in zip(parts, rows, strict=True):
         assert rows_in_merged(version, part_).tolist() == rows_in_merged(read, part_).tolist() == became.tolist()
@@ -80,7 +80,7 @@ def test_a_part_that_does_not_belong_is_refused(world, data):
     assume(solid)
     held = data.draw(st.sampled_from(solid))
     rank, name = min(held.ranks), world.leaves[held.leaf].name
-    version, _ = merge_parts(parts_of(world))
+    version = merge_parts(parts_of(world)).version
     right = part(world, rank)
     other = right.digests.copy()
     row = next(k for k, chunk in enumerate(chunks(right)) if chunk[:2] == (name, held.box))
@@ -119,29 +119,17 @@ def test_copies_that_differ_are_refused(world, data):
     other[row, 1] ^= np.uint64(1)
     parts[odd] = dataclasses.replace(parts[odd], digests=other)
     with pytest.raises(StateMismatch, match="different values") as caught:
-        merge_parts(data.draw(st.permutations(parts)))
+        merge_parts(parts)
     (line,) = str(caught.value).splitlines()[1:]
     assert line.startswith(f"  {leaf.name}: ranks ")
     assert str(odd) in line
     assert ("ts.PerRank" in line) == (kind == "value")
 
 
-@given(worlds(), st.data())
-def test_the_order_of_parts_does_not_matter(world, data):
-    parts = [part(world, r, head=dataclasses.replace(HEAD, metadata={"rank": r})) for r in range(world.size)]
-    version, rows = merge_parts(parts)
-    order = data.draw(st.permutations(range(world.size)))
-    turned = merge_parts([parts[i] for i in order])
-    assert turned.version.data == version.data
-    assert [r.tolist() for r in turned.rows] == [rows[i].tolist() for i in order]
-    if all(len(p.shard_rank) for p in parts):
-        assert version.head.metadata == {"rank": 0}
-
-
 @given(worlds())
 def test_merging_the_whole_changes_nothing(world):
-    version, _ = merge_parts(parts_of(world))
-    again, rows = merge_parts([Version.decode(memoryview(version.data))])
+    version = merge_parts(parts_of(world)).version
+    again, rows, _ = merge_parts([Version.decode(memoryview(version.data))])
     assert [leaf.name for leaf in again.leaves] == [leaf.name for leaf in version.leaves]
     assert np.array_equal(again.digests, version.digests)
     assert rows[0].tolist() == list(range(len(version.digests)))
@@ -215,7 +203,7 @@ def test_a_leaf_on_which_ranks_disagree_is_named(world, data):
     odd = data.draw(st.sampled_from(holders))
     parts = [part(world, r, changed if r == odd else None) for r in range(world.size)]
     with pytest.raises(StateMismatch, match="ranks disagree on") as caught:
-        merge_parts(parts, ranks=range(world.size))
+        merge_parts(parts)
     assert f"on {leaf.name}: rank" in str(caught.value)
     # Whichever is taken for the odd one: both sides are named.
     assert f"rank {odd} " in str(caught.value)
@@ -225,8 +213,8 @@ def test_a_leaf_on_which_ranks_disagree_is_named(world, data):
 def test_heads_that_differ_are_refused(change):
     world = World(1, [Leaf((), Spec("dict"))], [])
     odd = part(world, 0, head=dataclasses.replace(HEAD, **change))
-    with pytest.raises(StateMismatch, match=f"different versions: rank 7 has {next(iter(change))} ") as caught:
-        merge_parts([part(world, 0), odd], ranks=[3, 7])
+    with pytest.raises(StateMismatch, match=f"different versions: rank 1 has {next(iter(change))} ") as caught:
+        merge_parts([part(world, 0), odd])
     assert str(next(iter(change.values()))) in str(caught.value)
     with pytest.raises(StateMismatch, match="is none of a version of"):
         rows_in_merged(part(world, 0), odd)
@@ -236,14 +224,7 @@ def test_the_head_is_that_of_the_lowest_rank_but_for_its_parent():
     world = World(2, [Leaf(("a",), Spec("tensor", shape=(4,)))], [Held(0, Box((0,), (4,)), frozenset({1}))])
     heads = [dataclasses.replace(HEAD, time=float(r), world=9, parent=f"p{r}", metadata={"r": r}) for r in range(2)]
     parts = [part(world, r, head=heads[r]) for r in range(2)]
-    assert merge_parts(parts, parent="x").version.head == dataclasses.replace(heads[1], world=2, parent="x")
-    told = merge_parts(parts[::-1], parent="x", ranks=[1, 0]).version.head
-    assert told == dataclasses.replace(heads[0], world=2, parent="x")
-
-
-def test_no_part_at_all_is_refused():
-    with pytest.raises(StateMismatch, match="no rank"):
-        merge_parts([])
+    assert merge_parts(parts, parent="x").version.head == dataclasses.replace(heads[0], world=2, parent="x")
 
 
 def test_what_is_missing_is_listed_with_a_limit():
@@ -295,14 +276,14 @@ def test_a_later_save_of_the_same_shards_is_merged_as_the_first_one(world, seed,
     sort = sort and ("d", 0) not in paths  # whose container these worlds do not have
 
     def merged(parts):
-        found, copies = merge_with_copies(parts, parent="p")
-        return (in_state_order(found, state_order(paths)) if sort else found), copies
+        found = merge_parts(parts, parent="p")
+        return in_state_order(found, state_order(paths)) if sort else found
 
-    parts = data.draw(st.permutations(parts_of(world)))
+    parts = parts_of(world)
     first = read_again(parts, pieces)
-    plan = MergePlan(first, *merged(first))
+    plan = MergePlan(first, merged(first))
     later = [with_other_digests(one, rank, seed) for rank, one in enumerate(read_again(parts, pieces))]
-    found, right = plan.again(later, "p"), merged(later)[0]
+    found, right = plan.again(later, "p"), merged(later)
     assert found.version.data == right.version.data
     assert found.version.id == right.version.id
     assert [rows.tolist() for rows in found.rows] == [rows.tolist() for rows in right.rows]
@@ -327,9 +308,9 @@ def told(version):
 def test_statistics_stay_with_their_chunks(world):
     pieces = {}
     parts = [told(one) for one in read_again(parts_of(world), pieces)]
-    merged, copies = merge_with_copies(parts)
+    merged = merge_parts(parts)
     later = [told(one) for one in read_again(parts_of(world), pieces)]
-    for version in (merged.version, MergePlan(parts, merged, copies).again(later).version):
+    for version in (merged.version, MergePlan(parts, merged).again(later).version):
         for found, right in zip(version.statistics, told(version).statistics, strict=True):
             assert found.tolist() == right.tolist()
 
@@ -338,7 +319,7 @@ def test_statistics_stay_with_their_chunks(world):
 def test_what_a_plan_merges_is_what_is_merged_without_it(world, other, how, data):
     pieces = {}
     first = read_again(parts_of(world), pieces)
-    plan = MergePlan(first, *merge_with_copies(first))
+    plan = MergePlan(first, merge_parts(first))
     head = dataclasses.replace(HEAD, chunk=32) if how == "chunk" else HEAD
     if how == "other":
         world = other
@@ -360,7 +341,7 @@ def test_the_parts_of_a_later_save_must_be_of_one_version():
     two = World(2, leaves, [Held(1, Box((i,), (1,)), frozenset([i])) for i in range(2)])
     pieces = {}
     first = read_again(parts_of(two), pieces)
-    plan = MergePlan(first, *merge_with_copies(first))
+    plan = MergePlan(first, merge_parts(first))
     parts = [part(two, rank, head=dataclasses.replace(HEAD, step=10 + rank)) for rank in range(2)]
     with pytest.raises(StateMismatch, match="ranks saved different versions"):
         plan.again(read_again(parts, pieces))

@@ -21,7 +21,7 @@ from tierstate.manifest.format.leaf import LeafTable
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
-from tierstate.manifest.sharded.merge import MergePlan, MergeResult, join_layouts, merge_with_copies, rows_in_merged
+from tierstate.manifest.sharded.merge import MergePlan, MergeResult, join_layouts, merge_parts, rows_in_merged
 from tierstate.manifest.sharded.part import PartReader
 from tierstate.manifest.sharded.state_order import StateOrder, in_state_order
 
@@ -125,10 +125,9 @@ class MergedVersions:
         if self._plan is not None and self._plan[1] == order and (again := self._plan[0].again(parts, parent)):
             return again
         self._plan = None  # before the next one is made: it may take gigabytes
-        ranks = range(len(parts))  # of a part without shards nothing else says whose it is
-        merged, copies = merge_with_copies(parts, parent=parent, ranks=ranks)
+        merged = merge_parts(parts, parent=parent)
         merged = merged if order is None else in_state_order(merged, order)
-        self._plan = MergePlan(parts, merged, copies, ranks), order
+        self._plan = MergePlan(parts, merged), order
         self._drop_pieces(parts)
         return merged
 
