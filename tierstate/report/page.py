@@ -190,10 +190,10 @@ def _tiles(numbers: Numbers) -> str:
     durable = next(i for i, tier in enumerate(run["tiers"]) if tier["name"] == run["durable"])
     at: Place = ("runs", 0, "tiers", durable)
     tiles: list[tuple[str, str, str, Place, Format]] = [
-        ("Newest version", _or(numbers.show(str, "runs", 0, "newest"), "step {}"), "state of ", ("nbytes",), as_size),
+        ("Newest version", _newest_step(numbers, "runs", 0), "state of ", ("nbytes",), as_size),
         (
             f"Durable in {run['durable']}",
-            _or(numbers.show(str, *at, "newest"), "step {}"),
+            _newest_step(numbers, *at),
             "behind by ",
             (*at[2:], "behind_seconds"),
             as_seconds,
@@ -213,7 +213,7 @@ def _tiles(numbers: Numbers) -> str:
             as_seconds,
         ),
         ("Written", numbers.show(as_size, *at, "written_total"), "of ", (*at[2:], "raw_total"), as_size),
-        ("Failures", _failures(numbers), "in all tiers", (), str),
+        ("Failures", numbers.show(as_count, "runs", 0, "failures"), "in all tiers", (), str),
     ]
     return f'<dl class="tiles">{"".join(_tile(numbers, *tile) for tile in tiles)}</dl>'
 
@@ -223,12 +223,9 @@ def _tile(numbers: Numbers, name: str, value: str, about: str, place: Place, how
     return f"<div><dt>{escape(name)}</dt><dd>{value}<small>{more}</small></dd></div>"
 
 
-def _or(shown: str, pattern: str) -> str:
-    return shown if shown == NOTHING else pattern.format(shown)
-
-
-def _failures(numbers: Numbers) -> str:
-    return numbers.show(as_count, "runs", 0, "failures")
+def _newest_step(numbers: Numbers, *place: str | int) -> str:
+    shown = numbers.show(str, *place, "newest")
+    return shown if shown == NOTHING else f"step {shown}"
 
 
 def _of_tier(numbers: Numbers, run: int, name: str, how: Format, key: str) -> str:
