@@ -15,12 +15,12 @@ from support.thread_teams import Seen, World, part, together
 
 import tierstate as ts
 from tierstate.engine.maintain.sweep import DAY, sweep
-from tierstate.engine.packs.keys import PackKey, is_mend, is_part, seq_of
+from tierstate.engine.packs.keys import PackKey, is_mend, seq_of
 from tierstate.engine.packs.pack import PackWriter
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.format.layout import PART, is_pack_key
+from tierstate.manifest.format.layout import PART, holds_chunks, is_pack_key
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.sharded.part import encode_part
 from tierstate.tiers.base import Tier, check_key
@@ -38,9 +38,9 @@ def part_key(run: str, seq: int, rank: int) -> str:
 def test_parts_are_named_as_packs_and_told_from_them(run: str, seq: int, rank: int) -> None:
     key = check_key(part_key(run, seq, rank))
     assert is_pack_key(key)
-    assert is_part(key)
+    assert not holds_chunks(key)
     assert (is_mend(key), seq_of(key)) == (False, seq)
-    assert not is_part(f"packs/{run}/{seq:012d}-{rank}-0-abc")
+    assert holds_chunks(f"packs/{run}/{seq:012d}-{rank}-0-abc")
     assert part_key(run, seq, rank) != key
 
 

@@ -21,11 +21,11 @@ from support.thread_ranks import as_ranks
 from support.tier_claims import Look, claimed, newest, unmended, whole
 
 import tierstate as ts
-from tierstate.engine.packs.keys import is_part
 from tierstate.engine.publish import backlog
 from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import RankFailed
+from tierstate.manifest.format.layout import holds_chunks
 from tierstate.tiers.backoff import Backoff
 
 CALM = Timeouts(timeout=100.0, silence=20.0)
@@ -206,7 +206,7 @@ class Ranks(RuleBasedStateMachine):
         for n in range(len(self.truths))[-kept:]:
             assert whole(versions[n], looks, None), n
         for look in looks:
-            assert not [key for key in look.packs if is_part(key)]
+            assert all(holds_chunks(key) for key in look.packs)
 
     # What happens to tiers
 

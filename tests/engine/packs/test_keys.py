@@ -6,18 +6,16 @@ from hypothesis import strategies as st
 
 from tierstate.engine.packs.keys import (
     MEND,
-    PART,
     SNAPSHOT,
     PackKey,
     has_footer,
     is_mend,
-    is_part,
     pack_prefix,
     run_of,
     seq_of,
     seq_prefix,
 )
-from tierstate.manifest.format.layout import is_pack_key
+from tierstate.manifest.format.layout import PART, holds_chunks, is_pack_key
 
 RUNS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,99}", fullmatch=True)
 
@@ -37,7 +35,7 @@ def test_a_key_is_parsed_into_what_it_was_made_of(run: str, seq: int, rank: int,
     assert (run_of(key), seq_of(key)) == (run, seq)
     assert key.startswith(seq_prefix(run, seq))
     assert key.startswith(pack_prefix(run))
-    assert (is_mend(key), is_part(key), has_footer(key)) == (label == MEND, label == PART, not suffix)
+    assert (is_mend(key), holds_chunks(key), has_footer(key)) == (label == MEND, label != PART, not suffix)
     assert str(PackKey.new(run, seq, rank, label, suffix)) != key
 
 
@@ -49,4 +47,3 @@ def test_other_names_say_nothing(name: str) -> None:
     assert PackKey.parse(key) is None
     assert seq_of(key) is None
     assert not is_mend(key)
-    assert not is_part(key)

@@ -5,11 +5,12 @@
     packs/<run>/<seq>-<rank>-<label>-<unique><suffix>
 
 ``seq`` is the number of the version that the pack was written for, in 12 digits. ``label`` is the pack's number within
-the save, or a word for another kind of pack (`MEND`, `PART`, `SNAPSHOT`). ``unique`` is random, so that no two
-writers use one key. ``suffix`` is empty for our own pack layout, and the file extension of a pack that is a file of
-another format, such as ``.safetensors``.
+the save, or a word for another kind of object (`MEND`, `SNAPSHOT`, `PART` of `manifest.format.layout`). ``unique`` is
+random, so that no two writers use one key. ``suffix`` is empty for our own pack layout, and the file extension of a
+pack that is a file of another format, such as ``.safetensors``.
 
-What a record may name as a pack at all is checked where records are read (`manifest.format.layout.is_pack_key`).
+What a record may name as a pack at all is checked where records are read (`is_pack_key` and `holds_chunks` of
+`manifest.format.layout`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import dataclass
-
-from tierstate.manifest.format.layout import PART
 
 PACKS = "packs/"
 """The prefix of all packs of all runs."""
@@ -84,19 +83,10 @@ def seq_of(key: str) -> int | None:
 
 def is_mend(key: str) -> bool:
     """Whether a pack is a repair pack: it has chunks that were damaged elsewhere in the tier."""
-    return _has_label(key, MEND)
-
-
-def is_part(key: str) -> bool:
-    """Whether an object is a rank's part of a version, and no pack of chunks."""
-    return _has_label(key, PART)
+    found = PackKey.parse(key)
+    return found is not None and found.label == MEND
 
 
 def has_footer(key: str) -> bool:
     """Whether a pack has our own layout with a footer, and is not a file of another format."""
     return "." not in key.rpartition("/")[2]
-
-
-def _has_label(key: str, label: str) -> bool:
-    found = PackKey.parse(key)
-    return found is not None and found.label == label

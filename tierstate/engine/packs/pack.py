@@ -24,7 +24,7 @@ from tierstate.manifest.chunk import Buffer, as_buffer, view
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierError, TierstateError, Unauthentic
 from tierstate.manifest.format import table as col
-from tierstate.manifest.format.layout import DELTA, ChunkPlace, DeltaBase, Layout, is_pack_key
+from tierstate.manifest.format.layout import DELTA, ChunkPlace, DeltaBase, Layout, holds_chunks
 from tierstate.manifest.format.version import Version, check_features
 from tierstate.manifest.history.leases import pinned_runs
 from tierstate.manifest.history.log import check_run
@@ -32,7 +32,7 @@ from tierstate.tiers.base import ObjectWriter, Release, Tier, read_range
 from tierstate.tiers.concurrency import results_ahead
 from tierstate.tiers.wrappers.seal import seals_of
 
-from .keys import PackKey, has_footer, is_mend, is_part, pack_prefix, seq_of
+from .keys import PackKey, has_footer, is_mend, pack_prefix, seq_of
 from .slab_layout import BIG, BLOCK
 
 MAGIC = b"\x89TSP\r\n\x1a\n"
@@ -417,7 +417,7 @@ class PackScan:
     def _keys(self, run: str) -> Iterator[str]:
         """Packs of the related runs, then of the run; repair packs last."""
         for name in self.runs:
-            keys = [key for key in self._tier.list(pack_prefix(name)) if is_pack_key(key) and not is_part(key)]
+            keys = filter(holds_chunks, self._tier.list(pack_prefix(name)))
             for key in sorted(keys, key=lambda key: (is_mend(key), key)):
                 if name == run and not is_mend(key) and (seq := seq_of(key)) is not None:
                     self.seqs.add(seq)
