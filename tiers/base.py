@@ -27,13 +27,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import Damaged, Oversized, TierError
 from tierstate.tiers.connections.secret import JobSecret
 
 Release = Callable[[], None]
+
+AnyTier = TypeVar("AnyTier", bound="Tier")
 
 
 DEFAULT_PART_SIZE = 16 << 20
@@ -484,3 +486,8 @@ def layers(tier: Tier) -> Iterator[Tier]:
     while tier.inner is not None:
         tier = tier.inner
         yield tier
+
+
+def layer_of(tier: Tier, kind: type[AnyTier]) -> AnyTier | None:
+    """The first of a tier's `layers` that is of a class; None if there is none."""
+    return next((layer for layer in layers(tier) if isinstance(layer, kind)), None)

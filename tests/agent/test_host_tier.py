@@ -28,8 +28,9 @@ from support.processes import Gang
 
 import tierstate as ts
 from tierstate.agent.handing import HandingPipeline
-from tierstate.agent.memory_tier import handed_in
+from tierstate.agent.memory_tier import HandedMemory
 from tierstate.agent.shared_pipeline import decide
+from tierstate.tiers.base import layer_of
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ RAM = {"RAM": "capacity: 64MiB, keep: {last: 3}"}
 
 def own_bytes(ckpt: ts.Checkpointer) -> int:
     """Bytes of versions in the trainer's own memory."""
-    handed = handed_in(ckpt._tier_runs[0].tier)
+    handed = layer_of(ckpt._tier_runs[0].tier, HandedMemory)
     assert handed is not None
     return handed.inner.used  # type: ignore[no-any-return]
 

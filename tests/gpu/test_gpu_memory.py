@@ -11,8 +11,9 @@ from support.checkpointer_worlds import policy, tier
 from support.outcomes import until
 
 import tierstate as ts
+from tierstate.tiers.base import layer_of
 from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums
-from tierstate.tiers.memory.gpu import Gpu, gpu_in
+from tierstate.tiers.memory.gpu import Gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +31,7 @@ def ckpt(place: Path) -> Iterator[ts.Checkpointer]:
 
 
 def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
-    found = gpu_in(ckpt._tier_runs[0].tier)
+    found = layer_of(ckpt._tier_runs[0].tier, Gpu)
     assert found is not None
     return found
 

@@ -18,10 +18,10 @@ import tierstate as ts
 from tierstate.engine.restore import restore
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import TierFull
-from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.base import Range, Tier, layer_of
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums, sums_on_host
-from tierstate.tiers.memory.gpu import DeviceObject, Gpu, gpu_in
+from tierstate.tiers.memory.gpu import DeviceObject, Gpu
 from tierstate.tiers.memory.host import Host
 from tierstate.tiers.testing import TierContract, random_bytes
 
@@ -51,7 +51,7 @@ def ckpt(place: Path) -> Iterator[ts.Checkpointer]:
 
 
 def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
-    found = gpu_in(ckpt._tier_runs[0].tier)
+    found = layer_of(ckpt._tier_runs[0].tier, Gpu)
     assert found is not None
     return found
 

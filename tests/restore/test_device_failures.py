@@ -24,9 +24,10 @@ from tierstate.engine.capture import snapshot
 from tierstate.engine.restore import gpu as restore_gpu
 from tierstate.engine.restore import restore
 from tierstate.manifest.errors import untrusted
+from tierstate.tiers.base import layer_of
 from tierstate.tiers.memory import gpu as gpu_tier
 from tierstate.tiers.memory.cuda import CopyStream
-from tierstate.tiers.memory.gpu import gpu_in
+from tierstate.tiers.memory.gpu import Gpu
 
 ERRORS = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -170,7 +171,7 @@ def test_a_snapshot_that_fails_at_any_place_is_captured_by_way_of_the_host_in_ti
 
 
 def gpu_of(ckpt: ts.Checkpointer) -> gpu_tier.Gpu:
-    found = gpu_in(ckpt._tier_runs[0].tier)
+    found = layer_of(ckpt._tier_runs[0].tier, Gpu)
     assert found is not None
     return found
 

@@ -29,10 +29,10 @@ from tierstate.engine.capture import capture
 from tierstate.engine.restore import restore
 from tierstate.manifest.errors import CaptureError, Damaged, TierError
 from tierstate.manifest.format.leaf import Spec
-from tierstate.tiers.base import Range
+from tierstate.tiers.base import Range, layer_of
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.block_sums import SUM_BLOCK
-from tierstate.tiers.memory.gpu import DeviceObject, Gpu, gpu_in
+from tierstate.tiers.memory.gpu import DeviceObject, Gpu
 
 SIZES = (30_000, 500, 8192, 60)
 
@@ -44,7 +44,7 @@ def ring(place: Path, keep: int = 2, capacity: str | None = None, **keys: Any) -
 
 
 def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
-    found = gpu_in(ckpt._tier_runs[0].tier)
+    found = layer_of(ckpt._tier_runs[0].tier, Gpu)
     assert found is not None
     return found
 

@@ -18,7 +18,8 @@ import tierstate as ts
 from tierstate.engine.maintain.adopt import adopt_tier
 from tierstate.engine.maintain.rekey import rekey_tiers
 from tierstate.manifest.errors import TierstateError, Unauthentic
-from tierstate.tiers.wrappers.encrypt import encryption_of
+from tierstate.tiers.base import layer_of
+from tierstate.tiers.wrappers.encrypt import Encrypted
 
 
 def saved(spec: ts.Policy, versions: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -141,7 +142,7 @@ def test_nothing_that_is_stored_tells_what_it_is(kept: Kept) -> None:
     assert not [word for word in words if word in hidden]
     with ts.Checkpointer(encrypted(kept.place, kept.key), "run") as ckpt:
         assert (
-            encryption_of(ckpt._tier_runs[0].tier) is not None
+            layer_of(ckpt._tier_runs[0].tier, Encrypted) is not None
         )  # so it is shown nowhere else, such as in the ranks' store
 
 

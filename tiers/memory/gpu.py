@@ -19,7 +19,7 @@ from pydantic import AfterValidator
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import TierError, TierFull, TierstateError, TierUnavailable
-from tierstate.tiers.base import Range, Release, Tier, check_key, check_ranges, layers
+from tierstate.tiers.base import Range, Release, check_key, check_ranges
 from tierstate.tiers.units import Size, format_size
 
 from .arena import current_device
@@ -267,8 +267,3 @@ class Gpu(InMemoryTier):
         super().close()
         while self._drop_spare():
             pass
-
-
-def gpu_in(tier: Tier) -> Gpu | None:
-    """The gpu tier that this tier is, or wraps. Copies within the device bypass the wrappers."""
-    return next((layer for layer in layers(tier) if isinstance(layer, Gpu)), None)

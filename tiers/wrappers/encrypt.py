@@ -28,7 +28,7 @@ from typing import NamedTuple
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, spans, view
 from tierstate.manifest.errors import Unauthentic
 from tierstate.manifest.seal import ENCRYPTED_MAGIC, derive
-from tierstate.tiers.base import AtomicWriter, ObjectWriter, Range, Release, Tier, check_key, check_ranges, layers
+from tierstate.tiers.base import AtomicWriter, ObjectWriter, Range, Release, Tier, check_key, check_ranges
 from tierstate.tiers.keys import SecretKey
 from tierstate.tiers.memory.pages import map_pages
 
@@ -397,8 +397,3 @@ def plain_length(stored: int) -> int | None:
     blocks = -(-(stored - _TRAILER.size) // (BLOCK + _TAG))
     nbytes = stored - _TRAILER.size - _TAG * blocks
     return nbytes if nbytes >= 0 and stored_length(nbytes) == stored else None
-
-
-def encryption_of(tier: Tier) -> Encrypted | None:
-    """The encryption wrapper of a tier; None if its objects are not encrypted."""
-    return next((layer for layer in layers(tier) if isinstance(layer, Encrypted)), None)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tierstate.manifest.chunk import Buffer
-from tierstate.tiers.base import ObjectWriter, Range, Release, Tier, layers
+from tierstate.tiers.base import ObjectWriter, Range, Release, Tier, layer_of
 from tierstate.tiers.trace import span
 
 from .base import Wrapping, WrappingWriter
@@ -186,7 +186,7 @@ class MeasuredWriter(WrappingWriter):
 
 def operations_of(tier: Tier) -> Mapping[str, OperationStats]:
     """Statistics of a tier's operations, if it or a tier inside it is `Measured`; otherwise empty."""
-    return next((layer.operations for layer in layers(tier) if isinstance(layer, Measured)), {})
+    return {} if (found := layer_of(tier, Measured)) is None else found.operations
 
 
 class Throughput:

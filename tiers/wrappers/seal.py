@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, view
 from tierstate.manifest.errors import NotFound
 from tierstate.manifest.seal import SEAL_BYTES, SealKey, seal, sealed_with, unseal
-from tierstate.tiers.base import BufferingWriter, ObjectWriter, Range, Tier, check_key, check_ranges, layers
+from tierstate.tiers.base import BufferingWriter, ObjectWriter, Range, Tier, check_key, check_ranges
 
 from .base import Wrapping
 
@@ -95,8 +95,3 @@ class Sealed(Wrapping):
             Unauthentic: they were not sealed with a trusted key under this name.
         """
         return unseal(self._keys, name, sealed, f"{self.name}: {name}")
-
-
-def seals_of(tier: Tier) -> Sealed | None:
-    """The seal wrapper of a tier; None if its objects are not sealed."""
-    return next((layer for layer in layers(tier) if isinstance(layer, Sealed)), None)

@@ -32,13 +32,14 @@ from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, TierstateError, TierUnavailable
 from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.sharded.state_order import StateOrder
+from tierstate.tiers.base import layer_of
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.policy.policy import wrap_policy_tier
 from tierstate.tiers.wrappers.measure import OperationStats
 
 from .handover import AgentLink, HandOver
 from .launch import GREETING, STARTING, agent_name, greet, policy_text, socket_path, start_agent
-from .memory_tier import AgentMemory, HandedMemory, handed_in
+from .memory_tier import AgentMemory, HandedMemory
 from .messages import ConnectionLost, Message, decode_error
 from .received import MEMORY, encode_keep, with_memory
 from .version import check_up_to_date
@@ -118,7 +119,7 @@ class HandingPipeline(SavePipeline):
         self._holding: AgentLink | None = None
         """The lost connection, as long as it is not known what becomes of the saves that went over it."""
         self._handed: dict[int, HandOver] = {}
-        found = {name: handed_in(tier_run.tier) for name, tier_run in self._tier_runs.items()}
+        found = {name: layer_of(tier_run.tier, HandedMemory) for name, tier_run in self._tier_runs.items()}
         self._in_memory: dict[str, HandedMemory] = {name: tier for name, tier in found.items() if tier is not None}
         self._changing = threading.RLock()
         self._path = socket_path(agent_name(policy_text(self._policy), os.environ))

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from tierstate.manifest.chunk import Buffer, as_buffer, view
 from tierstate.manifest.errors import TierstateError, TierUnavailable
-from tierstate.tiers.base import ObjectWriter, Range, Tier, Traits, check_key, check_spans, layers
+from tierstate.tiers.base import ObjectWriter, Range, Tier, Traits, check_key, check_spans
 from tierstate.tiers.memory.host import InMemoryTier
 from tierstate.tiers.policy.policy import TierPolicy, wrap_policy_tier
 from tierstate.tiers.registry import open_tier
@@ -249,11 +249,6 @@ def open_handed_tier(spec: TierPolicy, arena: object) -> Tier:
     the trainer's own memory."""
     opened = open_tier(spec.name, spec.type, spec.options, arena)
     return wrap_policy_tier(spec, HandedMemory(opened) if isinstance(opened, InMemoryTier) else opened)
-
-
-def handed_in(tier: Tier) -> HandedMemory | None:
-    """The `HandedMemory` that a tier wraps; None if there is none."""
-    return next((layer for layer in layers(tier) if isinstance(layer, HandedMemory)), None)
 
 
 def serve_memory(tier: InMemoryTier, slabs: AllSlabs, link: MessageSocket) -> None:

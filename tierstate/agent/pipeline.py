@@ -16,12 +16,13 @@ from tierstate.engine.save.pipeline import SavePipeline
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.errors import PolicyError, TierstateError
 from tierstate.manifest.format.version import Head
+from tierstate.tiers.base import layer_of
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
 from .handing import BackgroundStart, HandingPipeline, slower_tiers
 from .handover import HandOver
-from .memory_tier import handed_in
+from .memory_tier import HandedMemory
 from .messages import ConnectionLost
 
 log = logging.getLogger("tierstate")
@@ -161,6 +162,6 @@ def agent_refusal(tier_runs: Sequence[TierRun]) -> str:
     for tier_run in tier_runs:
         if tier_run.gpu is not None:
             return f"tiers.{tier_run.name}: an agent cannot keep what lies in this process's device memory"
-        if tier_run.tier.traits.shared == "process" and handed_in(tier_run.tier) is None:
+        if tier_run.tier.traits.shared == "process" and layer_of(tier_run.tier, HandedMemory) is None:
             return f"tiers.{tier_run.name}: an agent cannot show this process what is in a tier of its own process"
     return ""

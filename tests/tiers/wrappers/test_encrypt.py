@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import TierUnavailable, Unauthentic
-from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.base import Range, Tier, layer_of
 from tierstate.tiers.keys import SecretKey
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.memory.pages import map_pages
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import Fault, Faulty, TierContract, random_bytes
 from tierstate.tiers.wrappers import encrypt
-from tierstate.tiers.wrappers.encrypt import BLOCK, Encrypted, encryption_of, plain_length, stored_length
+from tierstate.tiers.wrappers.encrypt import BLOCK, Encrypted, plain_length, stored_length
 from tierstate.tiers.wrappers.keyring import RING_PREFIX, read_ring
 
 KEYS = [SecretKey(bytes([n]) * 32) for n in range(3)]
@@ -277,8 +277,8 @@ def test_the_ring_is_no_object_of_the_tier() -> None:
     assert [*tier.list("")] == ["a"]
     with pytest.raises(ValueError, match="keys of an encrypted tier"):
         tier.put("keys/000009.0", random_bytes(10, 1))
-    assert encryption_of(tier) is tier
-    assert encryption_of(inner) is None
+    assert layer_of(tier, Encrypted) is tier
+    assert layer_of(inner, Encrypted) is None
 
 
 def test_what_is_not_encrypted_is_refused() -> None:

@@ -9,11 +9,11 @@ import torch
 
 from tierstate.manifest.errors import Unauthentic
 from tierstate.manifest.seal import SealKey
-from tierstate.tiers.base import Range, Tier
+from tierstate.tiers.base import Range, Tier, layer_of
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import TierContract, random_bytes
-from tierstate.tiers.wrappers.seal import Sealed, seals_of
+from tierstate.tiers.wrappers.seal import Sealed
 
 KEYS = [SealKey.of(bytes([n]) * 32) for n in range(3)]
 
@@ -39,8 +39,8 @@ def test_what_is_bare_is_stored_as_it_is() -> None:
         out = torch.zeros(10, dtype=torch.uint8)
         tier.read(key, [Range(7, out)])
         assert torch.equal(out, data[7:17])
-    assert seals_of(tier) is tier
-    assert seals_of(inner) is None
+    assert layer_of(tier, Sealed) is tier
+    assert layer_of(inner, Sealed) is None
 
 
 def test_a_range_of_a_changed_object_is_refused() -> None:

@@ -12,11 +12,11 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AlreadyExists, NotFound, TierstateError
 from tierstate.manifest.format.marker import MARKER_KEY
 from tierstate.manifest.history.removals import removal_key, removal_marks
-from tierstate.tiers.base import Tier
+from tierstate.tiers.base import Tier, layer_of
 from tierstate.tiers.concurrency import results_ahead
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
-from tierstate.tiers.wrappers.encrypt import encryption_of
-from tierstate.tiers.wrappers.seal import Sealed, seals_of
+from tierstate.tiers.wrappers.encrypt import Encrypted
+from tierstate.tiers.wrappers.seal import Sealed
 
 WITH_RUNS = ("versions/", "tags/", "removed/")
 """Prefixes of the objects that are sealed and stay: the name of their run comes next. Leases, indexes and events are
@@ -74,10 +74,10 @@ def rekey_tiers(policy: Policy, names: Sequence[str] = ()) -> list[RekeyResult]:
 
 def _rekeyed(tier: Tier) -> RekeyResult | None:
     """Replaces the key of a tier that is encrypted; None for a tier that is neither that nor sealed."""
-    if (encryption := encryption_of(tier)) is not None:
+    if (encryption := layer_of(tier, Encrypted)) is not None:
         ring = encryption.replace_key()
         return RekeyResult(tier.name, encryption.key_id, len(ring.keys))
-    seals = seals_of(tier)
+    seals = layer_of(tier, Sealed)
     return None if seals is None else RekeyResult(tier.name, seals.key_id)
 
 
@@ -94,7 +94,7 @@ class _Resealing:
 
     def __init__(self, tiers: Sequence[Tier], found: Mapping[str, RekeyResult]) -> None:
         self._tiers, self._found = tiers, found
-        self._seals = {tier.name: seals for tier in tiers if (seals := seals_of(tier)) and tier.name in found}
+        self._seals = {tier.name: seals for tier in tiers if (seals := layer_of(tier, Sealed)) and tier.name in found}
 
     def run(self) -> None:
         """Seal the objects of all runs, and then the markers: until those have the new seal, nothing is saved with the

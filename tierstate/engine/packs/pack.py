@@ -28,9 +28,9 @@ from tierstate.manifest.format.layout import DELTA, ChunkPlace, DeltaBase, Layou
 from tierstate.manifest.format.version import Version, check_features
 from tierstate.manifest.history.leases import pinned_runs
 from tierstate.manifest.history.log import check_run
-from tierstate.tiers.base import ObjectWriter, Release, Tier, read_range
+from tierstate.tiers.base import ObjectWriter, Release, Tier, layer_of, read_range
 from tierstate.tiers.concurrency import results_ahead
-from tierstate.tiers.wrappers.seal import seals_of
+from tierstate.tiers.wrappers.seal import Sealed
 
 from .keys import PackKey, has_footer, is_mend, pack_prefix, seq_of
 from .slab_layout import BIG, BLOCK
@@ -178,7 +178,7 @@ class PackWriter:
 
     def _finish(self, *versions: bytes) -> None:
         assert self._object is not None
-        if (seals := seals_of(self._tier)) is not None:
+        if (seals := layer_of(self._tier, Sealed)) is not None:
             versions = tuple(seals.seal(_copy_name(self._key), version) for version in versions)
         footer = as_buffer(b"".join(versions) + encode_footer(self._rows, self._at, versions))
         self._object.append(footer)
@@ -256,7 +256,7 @@ def version_sections(tier: Tier, key: str) -> list[memoryview]:
     more = head.get("versions", [])
     copies = [*(more if isinstance(more, list) else [more]), *([head["version"]] if head.get("version") else [])]
     sections = [_section(tier, key, copy, end) for copy in copies]
-    if (seals := seals_of(tier)) is not None:
+    if (seals := layer_of(tier, Sealed)) is not None:
         return [seals.unseal(_copy_name(key), section) for section in sections]
     return sections
 

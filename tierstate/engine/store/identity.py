@@ -30,9 +30,9 @@ from tierstate.manifest.format.marker import MARKER_KEY, MAX_MARKER_BYTES, TierM
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log, list_runs
 from tierstate.manifest.seal import sealed_with
-from tierstate.tiers.base import Place, Tier
+from tierstate.tiers.base import Place, Tier, layer_of
 from tierstate.tiers.latch import Latch
-from tierstate.tiers.wrappers.encrypt import encryption_of
+from tierstate.tiers.wrappers.encrypt import Encrypted
 from tierstate.tiers.wrappers.keyring import RING_PREFIX
 
 log = logging.getLogger("tierstate")
@@ -107,7 +107,7 @@ def check_key(tier: Tier) -> None:
         return
     except FormatError as error:
         log.debug("%s: %s", tier.name, error)
-    if encryption_of(tier) is None and (ring := next(iter(tier.list(RING_PREFIX)), None)) is not None:
+    if layer_of(tier, Encrypted) is None and (ring := next(iter(tier.list(RING_PREFIX)), None)) is not None:
         raise AccessDenied(
             f"{tier.name}: is encrypted (it has {ring}), and the policy has no `encrypt` for it: nothing is saved "
             "there in plain; write `encrypt` with the key of this tier, or use an empty place",

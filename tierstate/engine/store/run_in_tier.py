@@ -28,11 +28,11 @@ from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.log import Log, commit_id
 from tierstate.manifest.history.removals import Removal, is_removed, removals, was_removed
 from tierstate.manifest.history.retention import RetentionDecision, RetentionEntry, RetentionPolicy
-from tierstate.tiers.base import Tier
+from tierstate.tiers.base import Tier, layer_of
 from tierstate.tiers.concurrency import results_ahead
-from tierstate.tiers.memory.gpu import gpu_in
-from tierstate.tiers.wrappers.encrypt import encryption_of
-from tierstate.tiers.wrappers.seal import seals_of
+from tierstate.tiers.memory.gpu import Gpu
+from tierstate.tiers.wrappers.encrypt import Encrypted
+from tierstate.tiers.wrappers.seal import Sealed
 
 from .identity import TierIdentity
 from .index import Summaries
@@ -140,8 +140,8 @@ class TierRun:
         rules: Mapping[str, RetentionPolicy] = MappingProxyType({}),
     ) -> None:
         self.tier, self.run, self.keep, self.rules = tier, run, keep, rules
-        self._sealed = seals_of(tier) is not None
-        self.authentic = self._sealed or encryption_of(tier) is not None
+        self._sealed = layer_of(tier, Sealed) is not None
+        self.authentic = self._sealed or layer_of(tier, Encrypted) is not None
         self.log = Log(tier, run, self._accept)
         self.identity = TierIdentity(tier, self._find_newest)
         self.identity.authentic = self.authentic
@@ -157,7 +157,7 @@ class TierRun:
         self._sound: dict[str, bool] = {}
         self._indexed: tuple[Record, DigestIndex] | None = None
         self.choices = CodecChooser(tier)
-        self.gpu = gpu_in(tier)
+        self.gpu = layer_of(tier, Gpu)  # without the wrappers: copies within the device bypass them
         self.before_commit: Callable[[], None] = lambda: None
         self.events = EventBus(run)
 

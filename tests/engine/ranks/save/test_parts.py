@@ -330,7 +330,7 @@ def test_a_part_that_was_changed_in_the_store_is_no_part(shared: Shared, monkeyp
 
 
 def test_what_a_tier_encrypts_is_not_shown_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "encryption_of", lambda asked: asked)
+    monkeypatch.setattr(commit, "layer_of", lambda asked, _kind: asked)
     for most, shared, requests in [(1 << 30, "site", 1), (0, "site", 1), (0, "host", 0)]:
         monkeypatch.setattr(commit, "PARTS_IN_STORE", most)
         world, written = World(shared, [0, 0], relay=True), list[str]()  # type: ignore[arg-type]

@@ -29,8 +29,8 @@ from tierstate.manifest.format.layout import PART
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.sharded.part import encode_part
-from tierstate.tiers.base import Tier
-from tierstate.tiers.wrappers.encrypt import encryption_of
+from tierstate.tiers.base import Tier, layer_of
+from tierstate.tiers.wrappers.encrypt import Encrypted
 
 from .coordinator import Coordinator
 from .leader import HostLeader, MergedVersions
@@ -174,7 +174,7 @@ class GroupCommit:
     def _vote(self, part: Record, keys: CommitKeys) -> Vote:
         """A vote of yes with this part. If all ranks see the tier, a part that is long stays here until it is fetched.
         If that cannot be, or the tier would encrypt it, it is written there first."""
-        data, hidden, relay = encode_part(part), encryption_of(self._tier) is not None, self._merged.relay
+        data, hidden, relay = encode_part(part), layer_of(self._tier, Encrypted) is not None, self._merged.relay
         mac = self._messages.mac(keys, self._team.rank, data)
         if self._tier.traits.shared != "site" or (len(data) * self._team.size <= PARTS_IN_STORE and not hidden):
             return Vote("yes", part=data, mac=mac)
