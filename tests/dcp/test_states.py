@@ -22,6 +22,7 @@ from support.checkpointer_worlds import opened, policy, tier, wrapped
 from support.dcp_jobs import same
 from support.equality import difference
 from support.meshes import mesh_at, pretended
+from support.storage_sites import sites
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as FsdpShard
@@ -520,6 +521,31 @@ def test_any_region_of_a_shard_comes_to_any_place(place: Path) -> None:
         close()
 
     comes()
+
+
+def test_what_may_be_whole_in_a_tier_that_is_away_is_not_passed_over(place: Path) -> None:
+    def state(step: int) -> dict[str, Any]:
+        return {name: {"w": torch.full((3000,), float(step))} for name in ("model", "optimizer")}
+
+    def at(**keys: Any) -> ts.Policy:
+        return policy({name: site.keys() for name, site in there.items()}, durable="lustre", **keys)
+
+    with sites(["nvme", "lustre"], place) as there:
+        split = at(rules=[{"match": "optimizer.**", "tiers": ["lustre"]}])
+        for step, where in ((1, at()), (2, split)):
+            with ts.Checkpointer(where, "run") as ckpt:
+                ckpt.save(state(step), step)
+        there["lustre"].away = True
+        for named in ({}, {"step": 2}):
+            with pytest.raises(ts.Unreadable, match=r"\(step 2\).*it may be whole where .*lustre is away"):
+                TierReader(split, "run", **named).read_metadata()
+        found = state(0)
+        dcp.load(found, storage_reader=TierReader(split, "run", step=1), no_dist=True)
+        assert not difference(found, state(1))
+        there["lustre"].away = False
+        dcp.load(found, storage_reader=TierReader(split, "run"), no_dist=True)
+        assert not difference(found, state(2))
+        close()
 
 
 def test_a_save_does_not_wait_for_its_retention(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

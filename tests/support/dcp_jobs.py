@@ -390,7 +390,7 @@ def hosts(policy: str) -> None:
         said = failure(lambda: dcp.load({}, storage_reader=TierReader(policy, "run", step=9)))
         assert "no rank has it" in said, said
         said = failure(lambda: dcp.load({}, storage_reader=TierReader(policy, "run", step=3, alone=True)))
-        assert "chunks are in none of disk" in said, said
+        assert "is not whole in disk" in said, said
         same(loaded(policy), saved[3])
 
         # A path with a name, and folders that the other host does not see: all hosts know of the version.

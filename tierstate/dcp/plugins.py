@@ -256,6 +256,7 @@ class TierReader(StorageReader):
         Raises:
             NotFound: there is no such version.
             Damaged: no tier has all chunks of the version, or an intact copy of a value.
+            Unreadable: a tier that may have the rest of the version cannot be asked now.
             StateMismatch: ``rename`` gives one name to several leaves, or the version is none that DCP can load.
             RankFailed: the ranks load together, and another one failed, or did not come.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from tierstate.engine.capture.graph_steps import wait_for_captures
-from tierstate.engine.restore.restore import RestoreSpec, check_scatter, find_version, read_into
+from tierstate.engine.restore.restore import RestoreSpec, check_scatter, find_whole_version, read_into, restarting
 from tierstate.engine.restore.scatter import Destination, ScatterTargets
-from tierstate.engine.store.catalog import LOOK_FURTHER, VersionCopies
+from tierstate.engine.store.catalog import VersionCopies
 from tierstate.manifest.boxes import Box
-from tierstate.manifest.errors import Damaged, StateMismatch, Unsafe
+from tierstate.manifest.errors import StateMismatch, Unsafe
 from tierstate.manifest.format.leaf import LOSSY, STORAGE
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.tags import TaggedVersion
@@ -30,44 +29,16 @@ from .engine import DcpEngine
 from .leaves import PickleAllowed
 from .metadata import DcpView, dcp_view, resolve, unread_leaves, value_leaves
 
-log = logging.getLogger("tierstate")
-
 
 def choose_version(
     engine: DcpEngine, step: int | None, version: str | None, tag: TaggedVersion | None
 ) -> VersionCopies:
-    """The requested version, by default the newest one that is complete in the tiers that answer.
+    """The requested version, by default the newest one that is whole.
 
-    Raises:
-        NotFound: there is no such version.
-        WrongTier: a tier is not the one that is expected.
-        Damaged: chunks of it are in no tier.
+    Raises: as `find_whole_version`.
     """
-    catalog = engine.catalog()
     wanted = RestoreSpec(step, version, tag=tag)
-    entry = find_version(catalog, engine.run, wanted)
-    if wanted.newest:
-        catalog.check_tiers()
-    passed: list[str] = []
-    for place in catalog.newest_first(entry.version.head.seq) if wanted.newest else ():
-        for one in place.entries:
-            if not _lack(one):
-                return one
-            passed.append(f"version {one.version.head.seq}: {_lack(one)}")
-            log.warning("%s is passed over", passed[-1])
-    if lack := _lack(entry):
-        raise Damaged(f"run {engine.run!r}: step {entry.version.head.step}: {'; '.join(passed) or lack}")
-    return entry
-
-
-def _lack(entry: VersionCopies) -> str:
-    """A message about chunks of a version that no tier has; empty if none is missing."""
-    rows = entry.absent(entry.version.rows_of(range(len(entry.version.leaves))))
-    if not len(rows):
-        return ""
-    first = entry.version.leaves[int(entry.version.chunk_leaf[rows[0]])].name
-    dropped = f"; {entry.thinned or LOOK_FURTHER}"
-    return f"{len(rows)} chunks are in none of {', '.join(entry.tiers)}, the first of {first}{dropped}"
+    return restarting(lambda: find_whole_version(engine.catalog(), engine.run, wanted), newest=wanted.newest)
 
 
 class TensorPart(TensorProvider):

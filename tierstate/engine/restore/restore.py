@@ -438,10 +438,15 @@ def check_missing(catalog: RunCatalog, wanted: RestoreSpec, passed: Sequence[str
         catalog.check_tiers()
 
 
-def _plan(catalog: RunCatalog, entry: VersionCopies, wanted: RestoreSpec) -> Target:
+def _check_newest(catalog: RunCatalog, wanted: RestoreSpec) -> None:
+    """Check, before anything is touched, that no tier is missing or turned back, which may have a newer version."""
     if wanted.newest:
-        catalog.check_tiers()  # before anything is touched: a tier that is missing may have a newer one
+        catalog.check_tiers()
         catalog.check_not_turned_back()
+
+
+def _plan(catalog: RunCatalog, entry: VersionCopies, wanted: RestoreSpec) -> Target:
+    _check_newest(catalog, wanted)
     return plan_restore(
         entry.version.leaves,
         into=wanted.into,
@@ -466,6 +471,28 @@ def find_version(catalog: RunCatalog, run: str, wanted: RestoreSpec) -> VersionC
     passed: list[str] = []
     for entry in _candidates(catalog, wanted, passed, goes_back=False):
         return entry
+    check_missing(catalog, wanted, passed)
+    raise no_such_version(run, wanted, catalog, passed)
+
+
+def find_whole_version(catalog: RunCatalog, run: str, wanted: RestoreSpec) -> VersionCopies:
+    """As `find_version`, the first version that the reachable tiers have whole, with all its leaves.
+
+    Raises:
+        NotFound, WrongTier, ValueError, TypeError: as `find_version`.
+        Damaged: chunks of the named version, or of every version, are in no tier.
+        Unreadable: the version may be whole in a tier that cannot be asked now.
+    """
+    wanted = check_wanted(wanted)
+    passed: list[str] = []
+    for entry in _candidates(catalog, wanted, passed, goes_back=False):
+        _check_newest(catalog, wanted)
+        try:
+            if _is_whole(entry, np.arange(len(entry.version.digests)), wanted, passed):
+                return entry
+        except Damaged as error:
+            _raise_unless_older(entry, wanted, error)
+            _pass_over(passed, name_version(entry.version), error)
     check_missing(catalog, wanted, passed)
     raise no_such_version(run, wanted, catalog, passed)
 
