@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from tierstate.manifest.errors import AccessDenied, PolicyError
 from tierstate.tiers.memory.limits import MemoryLimits
-from tierstate.tiers.posix.mounts import Mount, mount_of, read_mounts
+from tierstate.tiers.posix.mounts import Mount, is_within, mount_of, read_mounts
 from tierstate.tiers.posix.ownership import check_path
 from tierstate.tiers.secrets import SHORTEST_SECRET, credentials_in
 
@@ -371,7 +371,7 @@ class _Host:
         mount = mount_of(self._real(path), self.mounts)
         medium = medium_of(mount, self.root)
         size, free = self._room(path)
-        job = next((name for above, name in self.job_folders if _is_below(path, above)), "")
+        job = next((name for above, name in self.job_folders if is_within(path, above)), "")
         return FolderFacts(
             written=written,
             kind=mount.kind if mount else "",
@@ -380,7 +380,7 @@ class _Host:
             size=size,
             free=free,
             job=job,
-            temporary=_is_below(path, "/tmp"),
+            temporary=is_within(path, "/tmp"),
             refused=self._refusal(path),
         )
 
@@ -392,13 +392,13 @@ class _Host:
     def written(self, path: str) -> str:
         """An absolute path as a policy writes it. A job's folder is another one in each job: the variable names it."""
         for above, name in self.job_folders:
-            if _is_below(path, above):
+            if is_within(path, above):
                 return f"${{{name}}}{escape_variables(path[len(above.rstrip('/')) :])}"
         return escape_variables(path)
 
     def _real(self, path: str) -> str:
         top, real = os.path.realpath(self.root), os.path.realpath(self.here(path))
-        return "/" + os.path.relpath(real, top) if _is_below(real, top) and real != top else path
+        return "/" + os.path.relpath(real, top) if is_within(real, top) and real != top else path
 
     def _nearest(self, path: str) -> Path:
         place = self.here(path)
@@ -434,10 +434,6 @@ class _Host:
 
 def _one_slash(text: str) -> str:
     return re.sub("/+", "/", text).strip("/")
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def _each_once(places: Iterable[str]) -> Iterator[str]:

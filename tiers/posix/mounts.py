@@ -56,7 +56,7 @@ def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
     others. None if there is none."""
     found = None
     for mount in mounts:
-        if _is_within(path, mount.point) and (found is None or len(mount.point) >= len(found.point)):
+        if is_within(path, mount.point) and (found is None or len(mount.point) >= len(found.point)):
             found = mount
     return found
 
@@ -120,7 +120,8 @@ def _state(path: str) -> str:
     return f"{found.st_dev}:{found.st_ino}" if stat.S_ISDIR(found.st_mode) else "no directory"
 
 
-def _is_within(path: str, folder: str) -> bool:
+def is_within(path: str, folder: str) -> bool:
+    """Whether an absolute path is that of a folder, or below it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
