@@ -7,8 +7,9 @@ digests in the table of a version, which may have a million rows, without a Pyth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -99,6 +100,11 @@ def checksum_of(pieces: Iterable[bytes]) -> bytes:
     for piece in pieces:
         found.update(piece)
     return found.digest()
+
+
+def json_checksum(fields: Mapping[str, Any]) -> str:
+    """`checksum` of JSON values, as hexadecimal digits. Tags and markers have that of their other fields as ``sum``."""
+    return checksum(json.dumps(fields, sort_keys=True).encode()).hex()
 
 
 class DigestIndex:

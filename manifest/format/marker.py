@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from tierstate.manifest.digest import checksum
+from tierstate.manifest.digest import json_checksum
 from tierstate.manifest.errors import FormatError, WrongTier, untrusted
 
 MARKER_KEY = "tier.json"
@@ -54,7 +54,7 @@ class TierMarker:
     def encode(self) -> bytes:
         """The marker's bytes: JSON."""
         fields = {"format": MARKER_FORMAT, **asdict(self), "replaces": list(self.replaces)}
-        return json.dumps({**fields, "sum": _sum(fields)}, sort_keys=True).encode()
+        return json.dumps({**fields, "sum": json_checksum(fields)}, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, data: bytes, what: str) -> TierMarker:
@@ -75,7 +75,7 @@ class TierMarker:
             fields = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{what}: is not JSON; {_REMEDY}") from error
-        if not isinstance(fields, dict) or fields.pop("sum", None) != _sum(fields):
+        if not isinstance(fields, dict) or fields.pop("sum", None) != json_checksum(fields):
             raise FormatError(f"{what}: is not what was written: its checksum differs; {_REMEDY}")
         if fields.get("format") != MARKER_FORMAT:
             raise FormatError(f"{what}: has the format number {fields.get('format')!r:.20}; {MARKER_FORMAT} is known")
@@ -86,10 +86,6 @@ class TierMarker:
 
 
 _REMEDY = "`tierstate adopt` writes it again"
-
-
-def _sum(fields: Mapping[str, Any]) -> str:
-    return checksum(json.dumps(fields, sort_keys=True).encode()).hex()
 
 
 def _is_id(value: object) -> bool:

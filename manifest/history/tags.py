@@ -16,7 +16,7 @@ import numpy as np
 
 from tierstate.manifest.arguments import as_text
 from tierstate.manifest.chunk import as_buffer, to_bytes
-from tierstate.manifest.digest import checksum
+from tierstate.manifest.digest import json_checksum
 from tierstate.manifest.errors import FormatError, NotFound
 from tierstate.manifest.format import table as col
 from tierstate.manifest.format.layout import ChunkPlace, Layout, LayoutBuilder
@@ -152,11 +152,9 @@ def write_tag(tier: KeyValueStore, run: str, name: str, number: int, tag: TagTar
         raise FormatError(f"{tier.name}: {text}")
     said: dict[str, Any] = {"seq": None} if tag is None else tag._asdict()
     said |= {"run": run, "name": check_tag(name), "number": number}
-    tier.put(tag_key(run, name, number), as_buffer(json.dumps({**said, "sum": _sum(said)}, sort_keys=True).encode()))
-
-
-def _sum(fields: Mapping[str, Any]) -> str:
-    return checksum(json.dumps(fields, sort_keys=True).encode()).hex()
+    tier.put(
+        tag_key(run, name, number), as_buffer(json.dumps({**said, "sum": json_checksum(said)}, sort_keys=True).encode())
+    )
 
 
 def _check_own(found: Any, run: str, name: str, number: int, what: str) -> None:
@@ -165,7 +163,7 @@ def _check_own(found: Any, run: str, name: str, number: int, what: str) -> None:
     if not isinstance(found, dict) or "sum" not in found:
         return
     fields = {key: value for key, value in found.items() if key != "sum"}
-    if found["sum"] != _sum(fields):
+    if found["sum"] != json_checksum(fields):
         raise FormatError(f"{what}: is not what was written: its checksum differs; give or delete the tag again")
     written = fields.get("run"), fields.get("name"), fields.get("number")
     if written != (run, name, number):
