@@ -225,16 +225,15 @@ class Run:
         return found.newest(last) if last else found
 
     @not_reentrant
-    def located(
-        self, *, step: int | None = None, version: str | None = None, only: Sequence[str] | None = None
-    ) -> list[LeafLocation]:
-        """The leaves of a version, or those that match a glob, and where each tier has them. Reads records only.
+    def located(self, *, version: str | None = None, only: Sequence[str] | None = None) -> list[LeafLocation]:
+        """The leaves of a version, by default the newest, or those that match a glob, and where each tier has them.
+        Reads records only.
 
         Raises:
             NotFound: there is no such version.
             StateMismatch: no leaf matches.
         """
-        return locate_leaves(self._find(step, version), only)
+        return locate_leaves(self._find(version=version), only)
 
     @not_reentrant
     def diff(
