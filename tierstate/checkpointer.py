@@ -683,13 +683,19 @@ class Checkpointer(Run):
         run: str | None = None,
         progress: Progress = no_progress,
     ) -> CopyResult:
-        """Copy a version to another tier, or into the tiers of another policy, and verify every chunk.
+        """Copy a version to another tier, or into the tiers of another policy, and verify every chunk. Give either
+        ``to`` or ``into``.
+
+        A tier that has it already gets what was in packs of it that are missing or cut off.
 
         Args:
             step, version: which version; by default the newest.
             to: the name of a tier of this policy. The copy is the same version, with the leaves that the rules send to
                 that tier; the tier's ``keep`` applies to it from the next save on.
-            into: another policy. The copy is a new version there, with the same leaves, step and metadata.
+            into: another policy. The copy is a new version, in every tier to which the rules of that policy send a
+                leaf; ``every`` is ignored. It has the same leaves, step and metadata, and the same digests if both
+                policies have the same chunk length and digest function. If some of the tiers have it already, the
+                others get it.
             run: the name of the run in the other policy; by default the same name.
             progress: called with the raw bytes read since the last call.
 

@@ -66,27 +66,15 @@ def copy(
     into_run: str | None = None,
     progress: Progress = no_progress,
 ) -> CopyResult:
-    """Copy a version and verify every chunk. Give either ``to`` or ``into``.
-
-    A tier that has it already gets what was in packs of it that are missing or cut off.
+    """Copy a version of a run, as `Checkpointer.copy` says.
 
     Args:
+        run: the run that has the version.
         open_run: opens the run of the other policy.
-        step, version: which version; by default the newest.
-        to: the name of a tier of the run's own policy. The copy is the same version, with the leaves that the rules
-            send to that tier; the tier's `keep` applies to it from the next save on.
-        into: another policy. The copy is a new version, in every tier to which the rules of that policy send a leaf;
-            `every` is ignored. It has the same leaves, step and metadata, and the same digests if both policies have
-            the same chunk length and digest function. If some of the tiers have it already, the others get it.
-        into_run: the name of the run in the other policy; by default the same name.
-        progress: called with the raw bytes read since the last call.
+        step, version, to, into, progress: as for `Checkpointer.copy`.
+        into_run: as its ``run``.
 
-    Raises:
-        NotFound: there is no such version or tier, or no rule sends a leaf to the target.
-        StateMismatch: leaves that go there are in no tier: `keep` has dropped them.
-        WrongTier: the tier ``to`` is not the expected one; it may not be mounted.
-        AlreadyExists: the tier ``to`` has another version of that number.
-        Damaged: a chunk is missing or damaged in every tier.
+    Raises: as `Checkpointer.copy`.
     """
     if (to is None) == (into is None):
         raise ValueError("a copy goes either to a tier (to=) or into another policy (into=); name one of them")
