@@ -186,6 +186,17 @@ def test_another_stage(saved: str, loaded: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_no_older_checkpoint_is_loaded_where_the_newest_version_cannot_be_read(tmp_path: Path) -> None:
+    run(2, "save", tmp_path, "zero-1")
+    with ts.Checkpointer(policy(str(tmp_path)), "job") as ckpt:
+        ckpt.save({"model": torch.ones(3)}, step=9).wait()
+    *_, newest = sorted((tmp_path / "tier/versions/job").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    for ranks in (2, 1):
+        run(ranks, "refuse", tmp_path, "zero-1")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["zero-1", "zero-3"])
 def test_weights_without_the_optimizer(config: str, tmp_path: Path) -> None:
     run(2, "save", tmp_path, config)

@@ -172,6 +172,19 @@ def load(folder: str, config: str) -> None:
     end()
 
 
+def refuse(folder: str, config: str) -> None:
+    """Try to load the newest checkpoint, where a newer version cannot be read."""
+    engine = begin(json.loads(config), 1)
+    import tierstate as ts
+    from tierstate.integrations import deepspeed as integration
+
+    integration.use(engine, policy(folder), "job")
+    with pytest.raises(ts.Damaged, match="is the newest, and its record can"):
+        engine.load_checkpoint(f"{folder}/checkpoints")
+    assert engine.global_steps == 0
+    end()
+
+
 def load_weights(folder: str, config: str) -> None:
     """Load a version without the optimizer's state, and report."""
     engine = begin(json.loads(config), 1)

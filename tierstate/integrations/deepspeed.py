@@ -26,6 +26,7 @@ import tierstate as ts
 from tierstate.engine.ranks.restore.agreement import GroupQuery
 from tierstate.engine.ranks.team.heartbeat import Timeouts
 from tierstate.engine.ranks.team.team import Team
+from tierstate.engine.restore.restore import RestoreSpec, find_whole_version
 from tierstate.files.lazy_version import open_zero_version
 from tierstate.files.readers.zero import MODEL, is_zero
 
@@ -261,12 +262,17 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             ValueError: ranks ask for different ones.
             NotFound: there is no such checkpoint.
+            Damaged, Unreadable: no tag was given, and there may be a newer one, which cannot be read.
         """
-        found, _ = self._find(os.path.normpath(folder), tag)
+        found, newest = self._find(os.path.normpath(folder), tag)
         if found is None or not found.id or not is_zero(found.files):
             return None
-        same = ranks in (None, found.ranks) and {_name(file) for file in files} <= set(found.files)
-        return None if same else found
+        if ranks in (None, found.ranks) and {_name(file) for file in files} <= set(found.files):
+            return None
+        if newest:  # looked up as `loading` does, which refuses to go back to an older one
+            catalog, run = self.checkpointer._catalog, self.checkpointer.run
+            self._gather(lambda: find_whole_version(catalog(), run, RestoreSpec()).version.id)
+        return found
 
     @contextmanager
     def universal(self, folder: str, found: _Found) -> Iterator[Path]:
