@@ -273,3 +273,11 @@ class untrusted(ContextDecorator):
         if refused or any(words in text for words in _NO_MEMORY):
             return OutOfMemory(f"{what}: {error}"[:500])
         return None if type(error).__name__ == _DEVICE_FAILURE else FormatError(f"{what}: {text}")
+
+
+def error_text(error: BaseException) -> str:
+    """Type and message of an error, for messages; also of one of a program's own type that cannot say what it is."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

@@ -18,7 +18,7 @@ from tierstate.engine.publish.save_state import SaveState
 from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.digest import digest_function
-from tierstate.manifest.errors import CaptureError, TierstateError
+from tierstate.manifest.errors import CaptureError, TierstateError, error_text
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.reshard.coverage import check_complete
@@ -118,13 +118,13 @@ class CaptureThread:
                 self.parent = work
             elif not work.save_state.begun:
                 work.save_state.begun = True
-                # A list and not a generator: every job must be put, also after the first queue that is not idle.
-                idle = all([queue.put(job) or isinstance(job, CascadeJob) for queue, job in work.jobs])
-                self._save(work, partial(self._before, work) if idle else lambda: None)
+                self._save(work)
             # The plan keeps the state's memory alive: drop it before waiting for the next save.
             del work
-        self._ended()
-        self._over.set()
+        try:
+            self._ended()
+        finally:
+            self._over.set()
 
     def _before(self, work: CaptureJob) -> LastCapture | None:
         """The last capture, with ``likely`` set for the chunks that every tier written from slabs has already.
@@ -138,8 +138,28 @@ class CaptureThread:
         likely = np.logical_and.reduce([one.needless(last.digests) for one in receivers])
         return dataclasses.replace(last, likely=likely)
 
-    def _save(self, work: CaptureJob, before: Before) -> None:
+    def _save(self, work: CaptureJob) -> None:
+        """Capture a save and tell its outcome, whatever fails: `save`, the tiers and `close` wait for it."""
         outcome: Version | BaseException
+        idle, put = True, 0
+        try:
+            for queue, job in work.jobs:
+                idle &= queue.put(job) or isinstance(job, CascadeJob)
+                put += 1
+            outcome = self._outcome(work, partial(self._before, work) if idle else lambda: None)
+        except BaseException as error:
+            outcome = _told(error)
+            work.save_state.capture_ended(outcome)
+            for queue, _ in work.jobs[put:]:
+                work.save_state.failed(queue.tier_run.name, outcome)
+        work.save_state.lost = isinstance(outcome, BaseException)
+        for receiver in work.receivers():
+            receiver.feed(outcome)
+        if not work.save_state.captured.done():
+            work.save_state.capture_ended(None)
+
+    def _outcome(self, work: CaptureJob, before: Before) -> Version | BaseException:
+        """Capture a save. Returns its version, or the error why there is none."""
         statistics: StatisticsWorker | None = None
         try:
             statistics = self._statistics(work)
@@ -152,19 +172,14 @@ class CaptureThread:
                 statistics.abandon()
             outcome = _told(error)
             work.save_state.capture_ended(outcome)
-        else:
-            if work.handed_over is None:
-                work.save_state.capture_ended(None)
-            else:
-                work.save_state.queued.set()  # steps may go on: the state is copied, and only not handed over yet
-            if statistics is not None:
-                captured = dataclasses.replace(captured, statistics=statistics.end())
-            outcome = self._describe(work, captured)
-        work.save_state.lost = isinstance(outcome, BaseException)
-        for receiver in work.receivers():
-            receiver.feed(outcome)
-        if not work.save_state.captured.done():
+            return outcome
+        if work.handed_over is None:
             work.save_state.capture_ended(None)
+        else:
+            work.save_state.queued.set()  # steps may go on: the state is copied, and only not handed over yet
+        if statistics is not None:
+            captured = dataclasses.replace(captured, statistics=statistics.end())
+        return self._describe(work, captured)
 
     def _statistics(self, work: CaptureJob) -> StatisticsWorker | None:
         """What finds out the statistics of this save's chunks; None if they are not asked for."""
@@ -247,4 +262,4 @@ def _same(one: tuple[Leaf, ...], other: tuple[Leaf, ...]) -> bool:
 
 def _told(error: BaseException) -> TierstateError:
     """The error that is reported to the caller of `save`: unexpected ones become a CaptureError."""
-    return error if isinstance(error, TierstateError) else CaptureError(f"the capture failed: {error!r}")
+    return error if isinstance(error, TierstateError) else CaptureError(f"the capture failed: {error_text(error)}")

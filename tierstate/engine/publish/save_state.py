@@ -110,17 +110,19 @@ class SaveState:
 
     def capture_ended(self, error: BaseException | None) -> None:
         """The capture is complete (``error`` is None), or has failed."""
-        if self.captured.done():
-            pass  # a snapshot has everything; later reads are from the snapshot and not from the state
-        elif error is not None:
-            self.captured.set_exception(error)
-        else:
-            self.captured.set_result(None)
-            if self.when_captured is not None:
-                self.when_captured(time.monotonic() - self._start)
-        self._copies = None  # it refers to the state's memory, which must not stay for as long as somebody has this
-        self.freed.set()
-        self.queued.set()
+        try:
+            if self.captured.done():
+                pass  # a snapshot has everything; later reads are from the snapshot and not from the state
+            elif error is not None:
+                self.captured.set_exception(error)
+            else:
+                self.captured.set_result(None)
+                if self.when_captured is not None:
+                    self.when_captured(time.monotonic() - self._start)
+        finally:
+            self._copies = None  # it refers to the state's memory, which must not stay for as long as somebody has this
+            self.freed.set()
+            self.queued.set()
 
     def measured(self, tier: str) -> float:
         """Record the time of the commit on a tier, before `committed`. Returns the seconds since the call of `save`."""

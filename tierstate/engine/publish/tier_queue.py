@@ -10,13 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tierstate.engine.placement import LastSave, Routes
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import RankFailed, SaveSkipped, TierFull, TierstateError
+from tierstate.manifest.errors import RankFailed, SaveSkipped, TierError, TierFull, TierstateError, error_text
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.retention import RetentionEntry
 from tierstate.tiers.concurrency import start_thread
@@ -43,6 +44,10 @@ RECENT_COPIES = 16
 MANY_HELD = 2
 """A warning is logged when a tier holds more versions than this longer than ``keep`` says. One or two are normal:
 they are just being copied."""
+
+
+TRY_AGAIN = 0.5
+"""Seconds after which a tier's thread goes on that could not find out what is to be written next."""
 
 
 LOOK_AT_OTHERS = 0.5
@@ -215,10 +220,24 @@ class TierQueue:
         self.tier_run.identity.prepare()
         self._look_back()
         while (job := self._next()) is not None:
-            self._publish(job)
+            with self._goes_on("what follows a save"):
+                self._publish(job)
             # The job holds the version and its tables: drop it before waiting for the next one.
             del job
         self._over.set()
+
+    @contextmanager
+    def _goes_on(self, what: str) -> Iterator[None]:
+        """Whatever fails in the block, as for lack of memory, is only logged: if the thread ended, every later save
+        would wait for ever, and so would `close`."""
+        try:
+            yield
+        except BaseException as error:
+            self._note_failure(what, error)
+
+    def _note_failure(self, what: str, error: BaseException) -> None:
+        with suppress(BaseException):
+            log.error("%s: %s failed: %s", self._name, what, error_text(error), exc_info=error)
 
     def _look_back(self) -> None:
         try:
@@ -232,6 +251,15 @@ class TierQueue:
         self.looked = True
 
     def _next(self) -> Job | None:
+        """The next job, which is waited for; None at the end."""
+        while True:
+            try:
+                return self._wait_for_job()
+            except BaseException as error:  # as for `_goes_on`
+                self._note_failure("the look for what is to be written next", error)
+            time.sleep(TRY_AGAIN)
+
+    def _wait_for_job(self) -> Job | None:
         with self._lock:
             self._running, self._busy = None, False
             while True:
@@ -239,8 +267,9 @@ class TierQueue:
                 missing = not self._gave_up and (self._ended or not self._retry_timer.left)
                 waits = bool(self._backlog.owed) and not self._ended
                 others = self._cascade.coming_from_others(self._name) if waits else set()
-                job = self._take(missing, others)
                 paused = max(0.0, self._paused_until - time.monotonic())
+                # Last, so that nothing can fail once a job is taken.
+                job = self._take(missing, others)
                 if job is not None or (self._ended and not paused):
                     self._running, self._busy = job, job is not None
                     return job
@@ -260,23 +289,26 @@ class TierQueue:
         name = self._name
         for copy in copies:
             self.counters.skipped += 1
-            level = logging.WARNING if copy.save_state else logging.INFO
-            log.log(level, "step %d is left out on %s, which lags behind: newer saves wait", copy.due.step, name)
+            why = f"{name} lags behind, and newer saves waited for it (see `on_lag`)"
+            with self._goes_on("a report"):
+                level = logging.WARNING if copy.save_state else logging.INFO
+                log.log(level, "step %d is left out on %s, which lags behind: newer saves wait", copy.due.step, name)
+                if copy.save_state is not None:
+                    self.tier_run.withdraw(copy.due.seq, why, left_out=True)
             if copy.save_state is not None:
-                why = f"{name} lags behind, and newer saves waited for it (see `on_lag`)"
-                self.tier_run.withdraw(copy.due.seq, why, left_out=True)
                 copy.save_state.leave_out(name, why)
-            self._emit("left_out", copy.due, reason="newer saves wait")
+            with self._goes_on("a report"):
+                self._emit("left_out", copy.due, reason="newer saves wait")
 
     def _publish(self, job: Job) -> None:
-        if not self.tier_run.tier.traits.persistent:
-            # A tier that is not persistent drops its oldest versions before the next save, to have room for it.
-            self.retire(room_for_one=True)
-        elif self.held or not self._retired:
-            # Slower tiers may have got by now what was held for them, and in a full tier no version would arrive after
-            # which it would be dropped.
-            self.retire()
         try:
+            if not self.tier_run.tier.traits.persistent:
+                # A tier that is not persistent drops its oldest versions before the next save, to have room for it.
+                self.retire(room_for_one=True)
+            elif self.held or not self._retired:
+                # Slower tiers may have got by now what was held for them, and in a full tier no version would arrive
+                # after which it would be dropped.
+                self.retire()
             if self._ended and isinstance(job, CascadeJob) and job.save_state is not None and self.tier_run.forsaken():
                 # Now, and not after this rank has read and written its part.
                 raise RankFailed("other ranks have died, and this one ends")
@@ -287,13 +319,34 @@ class TierQueue:
             with span(what, tier=self._name, step=job.due.step) as traced:
                 record = job.run()
                 traced.also(bytes=job.stored)
-        except BaseException as error:
-            self._fail(job, error)
+        except BaseException as raised:
+            error = self._told(raised)
+            with self._goes_on("the report of a failure"):
+                self._fail(job, error)
+            self._settle(job, error)
             if isinstance(error, TierFull):
                 self.retire()  # for the next save: `keep` may be shorter than it was when the tier became full
         else:
-            self._arrived(job, record)
+            with self._goes_on("the report of a commit"):
+                self._arrived(job, record)
+            self._settle(job, None)
             self.retire()
+
+    def _told(self, error: BaseException) -> Exception:
+        """The error for callers that wait: in their threads `SystemExit`, say, would end the program without a word."""
+        if isinstance(error, Exception):
+            return error
+        return TierError(f"{self._name}: ended with {error_text(error)}, which is no error of a tier", tier=self._name)
+
+    def _settle(self, job: Job, error: BaseException | None) -> None:
+        """See to it that callers that wait for a job get its outcome, also where the report of it has failed."""
+        self._running = None
+        if job.save_state is not None and not job.save_state.tiers[self._name].done():
+            if error is None:
+                job.save_state.committed(self._name)
+            else:
+                drop_frames(error)
+                job.save_state.failed(self._name, error)
 
     def _needless(self, due: PendingVersion) -> bool:
         """Whether a missing version is on the tier already, or retention would drop it at once."""
@@ -356,7 +409,7 @@ class TierQueue:
         # Before the failure is reported: until then faster tiers hold the version from which it is copied later.
         owed = may_succeed_later(error) and self._owe(job)
         for kind in (["failed"] if save_state is not None else []) + (["owed"] if owed else []):
-            self._emit(kind, job.due, reason=_reason(error))
+            self._emit(kind, job.due, reason=error_text(error))
         if save_state is None:
             said = "is still owed" if owed else "cannot be brought"
             log.log(logging.INFO if owed else logging.WARNING, "step %d %s to %s: %s", job.due.step, said, name, error)
@@ -381,7 +434,7 @@ class TierQueue:
     def _is_away(self, error: BaseException) -> None:
         """A failure of the tier itself, and not of the source or the capture."""
         if self.healthy:
-            self.tier_run.events.emit("away", tier=self._name, reason=_reason(error))
+            self.tier_run.events.emit("away", tier=self._name, reason=error_text(error))
         self.healthy = False
 
     def _owe(self, job: Job) -> bool:
@@ -434,11 +487,6 @@ class TierQueue:
 
     def _reasons(self) -> str:
         return ", ".join(sorted(set(self.held.values())))
-
-
-def _reason(error: BaseException) -> str:
-    """An error as the reason of an event."""
-    return f"{type(error).__name__}: {error}"
 
 
 class SaveObserver(Protocol):

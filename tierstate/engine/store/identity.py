@@ -299,7 +299,7 @@ class TierIdentity:
         is only logged: the saves will raise it."""
         try:
             self.ensure()
-        except Exception as error:
+        except BaseException as error:
             # Whatever a tier raises: the thread must not end.
             log.debug("%s: its marker is looked at again by the first save: %s", self.name, error)
         finally:
