@@ -206,17 +206,22 @@ class WorkerPool:
 
     def _run(self, task: Task[Any]) -> bool:
         """Run a task, unless the pool is stopped. Returns whether it was run."""
-        over = Latch()
-        self._working[over] = None
+        over: Latch | None = None
         try:
+            over = Latch()
+            self._working[over] = None
             if self.stopped:
                 task.end()
                 return False
             task.run()
-            return True
+        except BaseException as error:  # no memory to begin it: if the thread ended, the task would never be over
+            task.error = error
+            task.end()
         finally:
-            del self._working[over]
-            over.set()
+            if over is not None:
+                self._working.pop(over, None)
+                over.set()
+        return True
 
     def map(self, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Run a call for each item; returns the results in the order of the items, or raises the first error at once.

@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.interrupts import Interrupted, in_a_thread_of_its_own, interrupt_at
+from support.outcomes import until
 
+from tierstate.tiers import concurrency
 from tierstate.tiers.concurrency import Cancelled, WorkerPool, results_ahead, run_concurrently, start_thread
+from tierstate.tiers.latch import Latch
 
 
 class Writers:
@@ -145,6 +148,24 @@ def test_calls_that_were_not_begun_are_cancelled() -> None:
         second.result()
     with pytest.raises(Cancelled):
         pool.submit(lambda: None)
+
+
+def test_a_call_that_cannot_be_begun_for_lack_of_memory_fails_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory() -> Latch:
+        monkeypatch.undo()
+        raise MemoryError
+
+    gate = threading.Event()
+    with WorkerPool(1, "tierstate-any") as pool:
+        first = pool.submit(gate.wait)
+        second, third = pool.submit(lambda: 2), pool.submit(lambda: 3)
+        monkeypatch.setattr(concurrency, "Latch", no_memory)
+        gate.set()
+        until(lambda: third.done(), within=10)
+    assert first.result() is True
+    with pytest.raises(MemoryError):
+        second.result()
+    assert third.result() == 3
 
 
 def test_where_no_thread_can_be_started_calls_run_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ class WatchedCall(Pending, Generic[T]):
             return
         try:
             self._late(self._result[0])
-        except Exception as error:
+        except BaseException as error:  # also `SystemExit` of a tier's method: the tier would be left out for ever
             log.warning("%s came back after it was given up, and could not be undone: %r", self.what, error)
 
     def result(self) -> T:
@@ -525,7 +525,7 @@ def _all(calls: list[Callable[[], object]]) -> None:
     for call in calls:
         try:
             call()
-        except Exception as error:
+        except BaseException as error:
             log.warning("clearing up after what was given up failed: %r", error)
             silent = error if isinstance(error, TierUnavailable) else silent
     if silent is not None:

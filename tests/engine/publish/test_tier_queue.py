@@ -35,7 +35,7 @@ from tierstate.manifest.errors import TierFull, error_text
 from tierstate.manifest.format.marker import MARKER_KEY
 from tierstate.manifest.history.log import Log
 from tierstate.tiers.base import Tier
-from tierstate.tiers.latch import Latch
+from tierstate.tiers.latch import Completion, Latch
 from tierstate.tiers.memory.host import Host, Memory
 from tierstate.tiers.testing import Fault
 
@@ -474,7 +474,17 @@ def test_a_lack_of_memory_in_a_thread_of_a_tier_ends_neither_the_thread_nor_what
         assert engine_threads() == []
 
 
-@pytest.mark.parametrize(("owner", "name", "at"), [(TierQueue, "put", 1), (TierQueue, "put", 2), (EventBus, "emit", 1)])
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [
+        (TierQueue, "put", 1),
+        (TierQueue, "put", 2),
+        (EventBus, "emit", 1),
+        (SaveState, "capture_ended", 1),
+        (Completion, "done", 2),
+        (Completion, "done", 3),
+    ],
+)
 def test_a_lack_of_memory_in_the_thread_that_captures_fails_a_save_and_not_the_next(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int
 ) -> None:

@@ -21,7 +21,7 @@ from tierstate.manifest.chunk import Buffer, empty_buffer
 from tierstate.manifest.errors import AlreadyExists, CommitUnknown, NotFound, TierUnavailable
 from tierstate.tiers.base import ObjectWriter, Range, Release, Tier, Traits, layers
 from tierstate.tiers.memory.arena import Arena
-from tierstate.tiers.posix.directory import Nvme
+from tierstate.tiers.posix.directory import FileWriter, Nvme
 from tierstate.tiers.testing import Lease, TierContract, random_bytes
 from tierstate.tiers.wrappers import watchdog
 from tierstate.tiers.wrappers.breaker import Hung
@@ -290,6 +290,25 @@ def test_a_late_writer_is_aborted(tier: Deadline, inner: Stuck, place: Path) -> 
     gate.set()
     back(tier)
     assert temporary(place) == []
+    tier.put("a", random_bytes(1))
+
+
+def test_a_late_writer_that_cannot_be_aborted_does_not_leave_the_tier_out_for_ever(
+    tier: Deadline, inner: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort = FileWriter.abort
+
+    def leave(writer: FileWriter) -> None:
+        abort(writer)
+        raise SystemExit(3)
+
+    monkeypatch.setattr(FileWriter, "abort", leave)
+    tier.put("other", random_bytes(1))
+    gate = inner.shut("writer", after=True)
+    with pytest.raises(TierUnavailable):
+        tier.writer("a")
+    gate.set()
+    back(tier)
     tier.put("a", random_bytes(1))
 
 

@@ -118,7 +118,10 @@ class CaptureThread:
                 self.parent = work
             elif not work.save_state.begun:
                 work.save_state.begun = True
-                self._save(work)
+                try:
+                    self._save(work)
+                except BaseException as error:  # if this thread ended, every later `save` would wait for ever
+                    work.save_state.capture_ended(_told(error))
             # The plan keeps the state's memory alive: drop it before waiting for the next save.
             del work
         try:
