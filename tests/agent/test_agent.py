@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import random
@@ -548,3 +549,17 @@ def test_lazy_capture_by_an_agent(place: Path) -> None:
         for step, expected in enumerate(saved, 1):
             found = ckpt.load(step=step)["model"]
             assert all(torch.equal(found[k], v) for k, v in expected.items())
+
+
+def test_a_start_that_fails_in_any_way_is_not_tried_again_at_each_save() -> None:
+    tries: list[None] = []
+
+    def start() -> None:
+        tries.append(None)
+        raise OSError(errno.EMFILE, "no file can be opened")
+
+    agent_start = BackgroundStart(start)
+    for _ in range(3):
+        assert not agent_start.has_started()
+        agent_start._thread.join()
+    assert len(tries) == 1

@@ -21,7 +21,7 @@ from support.thread_ranks import QUICK
 
 import tierstate as ts
 from tierstate.dcp import TierReader, TierWriter, close
-from tierstate.dcp.engine import _OPEN
+from tierstate.dcp.engine import _OPEN, DcpEngine
 from tierstate.engine.ranks.team.heartbeat import read_beats
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import TierUnavailable
@@ -203,5 +203,26 @@ def test_a_node_local_tier_of_several_hosts_has_its_own_part_of_a_version(place:
     found = [log.read(log.seqs()[0]) for log in (*records, site)]
     assert len({record.version.id for record in found}) == 1
     assert [int(record.layout.present.sum()) for record in found] == [3, 3, 6]
+    for team in teams:
+        team.close()
+
+
+def test_whatever_keeps_a_host_from_its_tag_is_raised_by_the_save(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator waits for each host to say that it has its tag, for as long as that one lives."""
+    tag = DcpEngine.tag
+
+    def leave(engine: DcpEngine, name: str, seq: int) -> None:
+        if threading.current_thread().name == "tierstate-committed":
+            raise SystemExit(3)
+        tag(engine, name, seq)
+
+    monkeypatch.setattr(DcpEngine, "tag", leave)
+    store, secret = dist.HashStore(), JobSecret.random()
+    teams = [Team(store, rank, 2, [0, 1], timeouts=QUICK, secret=secret) for rank in (0, 1)]
+    specs = [policy({"local": tier("nvme", place / f"host-{host}")}) for host in (0, 1)]
+    writers = [TierWriter(s, "run", tag="good", process_group=team) for s, team in zip(specs, teams, strict=True)]
+    with pytest.raises(ts.TierstateError, match="not marked everywhere: rank 1: SystemExit: 3"):
+        save_as_ranks(writers, parts_of({"a": torch.randn(3000), "b": torch.randn(3000)}))
+    close()
     for team in teams:
         team.close()

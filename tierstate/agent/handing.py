@@ -75,7 +75,7 @@ class BackgroundStart:
         try:
             self._start()
             self._started = True
-        except TierstateError as error:
+        except Exception as error:  # of any type: or each save would try it again at once
             self.put_off()
             log.warning("saves are published by this process, since no agent could be started: %s", error)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tierstate.checkpointer import Save
 from tierstate.engine.ranks.team.team import Team
-from tierstate.manifest.errors import TierstateError
+from tierstate.manifest.errors import TierstateError, error_text
 
 from .engine import DcpEngine
 from .marker import write_marker
@@ -82,8 +82,8 @@ class Commitment:
         try:
             self._wait()
             self._mark()
-        except Exception as error:  # the coordinator raises it
-            said = f"{type(error).__name__}: {error}".encode(errors="replace")[:4000]
+        except BaseException as error:  # the coordinator, which waits for this, raises it
+            said = error_text(error).encode(errors="replace")[:4000]
         try:
             self._engine.told.append(self._key)
             team.forget(self._engine.told[:-TOLD_KEPT])

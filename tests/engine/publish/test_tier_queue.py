@@ -451,6 +451,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, thread: s
         (Backlog, "arrived", 1),
         (SaveState, "measured", 1),
         (Cascade, "pinned", 1),
+        (TierQueue, "retire", 2),
         (EventBus, "emit", 1),
         (EventBus, "emit", 2),
         (EventBus, "emit", 3),

@@ -220,8 +220,11 @@ class TierQueue:
         self.tier_run.identity.prepare()
         self._look_back()
         while (job := self._next()) is not None:
-            with self._goes_on("what follows a save"):
+            try:
                 self._publish(job)
+            except BaseException as error:  # as for `_goes_on`
+                self._note_failure("a save", error)
+                self._settle(job, self._told(error))
             # The job holds the version and its tables: drop it before waiting for the next one.
             del job
         self._over.set()
@@ -301,7 +304,7 @@ class TierQueue:
                 self._emit("left_out", copy.due, reason="newer saves wait")
 
     def _publish(self, job: Job) -> None:
-        try:
+        with self._goes_on("retention"):  # the job must run: it gives the slabs back that it is fed
             if not self.tier_run.tier.traits.persistent:
                 # A tier that is not persistent drops its oldest versions before the next save, to have room for it.
                 self.retire(room_for_one=True)
@@ -309,6 +312,7 @@ class TierQueue:
                 # Slower tiers may have got by now what was held for them, and in a full tier no version would arrive
                 # after which it would be dropped.
                 self.retire()
+        try:
             if self._ended and isinstance(job, CascadeJob) and job.save_state is not None and self.tier_run.forsaken():
                 # Now, and not after this rank has read and written its part.
                 raise RankFailed("other ranks have died, and this one ends")
