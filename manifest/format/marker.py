@@ -74,18 +74,15 @@ class TierMarker:
         try:
             fields = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{what}: is not JSON; {_REMEDY}") from error
+            raise FormatError(f"{what}: is not JSON") from error
         if not isinstance(fields, dict) or fields.pop("sum", None) != json_checksum(fields):
-            raise FormatError(f"{what}: is not what was written: its checksum differs; {_REMEDY}")
+            raise FormatError(f"{what}: is not what was written: its checksum differs")
         if fields.get("format") != MARKER_FORMAT:
             raise FormatError(f"{what}: has the format number {fields.get('format')!r:.20}; {MARKER_FORMAT} is known")
         id, tier, made, replaces = (fields.get(name) for name in ("id", "tier", "time", "replaces"))
         if not (_is_id(id) and isinstance(tier, str) and isinstance(made, (int, float)) and isinstance(replaces, list)):
-            raise FormatError(f"{what}: lacks a field of a marker; {_REMEDY}")
+            raise FormatError(f"{what}: lacks a field of a marker")
         return cls(str(id), tier, float(made), tuple(one for one in replaces if _is_id(one)))
-
-
-_REMEDY = "`tierstate adopt` writes it again"
 
 
 def _is_id(value: object) -> bool:

@@ -17,6 +17,7 @@ from support.equality import difference
 
 import tierstate as ts
 from tierstate.cli.output import lines as output
+from tierstate.tiers.units import rough_size
 
 # ls, show
 
@@ -146,6 +147,7 @@ def test_restore_writes_a_file_that_torch_reads(call: Call, policy: Path) -> Non
     assert "restored step 2" in answer.out
     assert difference(state(2), torch.load(to, weights_only=True)) == ""
     before = to.read_bytes()
+    assert rough_size(len(before)) in answer.out, "of the file, which may have only some of the leaves"
     refused = call("restore", "-p", policy, "-r", "gpt", to)
     assert refused.status == 2
     assert "--force" in refused.err

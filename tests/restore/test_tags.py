@@ -160,7 +160,7 @@ def test_a_tag_that_cannot_be_read_is_told_and_can_be_given_again(
     assert ours.resolve("best") == TaggedVersion("best", 1, "ff"), "the third tier has it"
     three[2].delete(key)
     assert ours.current() == {}
-    assert "tag 'best' of run run cannot be read" in caplog.text
+    assert caplog.text.count("tag 'best' of run") == 1
     with pytest.raises(FormatError, match="give or delete the tag again"):
         ours.resolve("best")
     with away(three[2]), pytest.raises(Unreadable, match=r"has no tag 'last'; .*c cannot be asked: c is away"):

@@ -42,7 +42,8 @@ def restore(
 ) -> None:
     """Restore a version into one file that torch.load reads.
 
-    By default the newest. Every chunk is verified.
+    By default the newest. Every chunk is verified. A state with NumPy arrays, as ts.Rng has, takes
+    torch.load(FILE, weights_only=False).
     """
     AtomicFiles(force=force).check(to)  # now, as the rest takes a while
     with open_run(policy, run, allow_pickle=allow_pickle or ()) as ckpt:

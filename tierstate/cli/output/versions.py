@@ -95,7 +95,7 @@ def show_restored(info: VersionInfo, to: Path, as_json: bool) -> None:
     if as_json:
         print_fields(info, file=to)
     else:
-        say(f"restored step {info.step} ({info.id[:12]}, {rough_size(info.nbytes)}) to {to}")
+        say(f"restored step {info.step} ({info.id[:12]}) to {to}, {rough_size(to.stat().st_size)}")
 
 
 def show_exported(found: ExportResult, as_json: bool) -> None:

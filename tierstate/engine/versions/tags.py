@@ -87,7 +87,7 @@ class Tags:
             try:
                 tag = self._read(name, look)
             except TierstateError as error:
-                log.warning("tag %r of run %s cannot be read: %s", name, self._run, error)
+                log.warning("%s", error)
             else:
                 if tag is not None:
                     found[name] = tag
@@ -216,7 +216,7 @@ class Tags:
         try:
             return self._read(name, look) if name in look.highest else None
         except TierstateError as error:
-            log.warning("tag %r of run %s cannot be read: %s", name, self._run, error)
+            log.warning("%s", error)
             return None
 
     def _write(self, name: str, number: int, tag: TagTarget | None, look: _Look) -> bool:
