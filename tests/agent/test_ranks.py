@@ -8,7 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
-from support.agents import of_hosts, statuses, steps_in, wait_until, whole, whole_on_all_hosts
+from support.agents import (
+    FAIL_ONCE,
+    of_hosts,
+    policy,
+    start_with,
+    statuses,
+    steps_in,
+    wait_until,
+    whole,
+    whole_on_all_hosts,
+)
 from support.processes import Gang
 
 pytestmark = pytest.mark.slow
@@ -67,6 +77,22 @@ def test_ranks_go_on_without_an_agent_that_was_killed(place: Path, after: float)
     assert all("by None" in text for text in said)
     whole(place, "fast", [1, 2, 3, 4, 5])
     whole(place, "slow", [1, 2, 3, 4, 5])
+
+
+def test_a_save_that_fails_in_one_rank_of_an_agent_and_is_brought_soon_has_failed_for_all(place: Path) -> None:
+    """Only the first rank hears that it was brought, within the seconds for which it doubts the failure."""
+    gate = place / "gate"
+    start_with(policy(place), FAIL_ONCE.format(prefix=f"{place}/slow/packs/", gate=str(gate)))
+    with Gang(2, "support.agent_ranks:tell_outcomes", place, 3) as gang:
+        for rank in range(2):
+            gang.hear(rank, "1 arrived")
+        gate.touch()
+        gang.wait()
+        assert not gate.exists()
+        for rank in range(2):
+            assert "(ETIMEDOUT)" in gang.hear(rank, "2 failed")
+            gang.hear(rank, "3 arrived")
+    whole(place, "slow", [1, 2, 3])
 
 
 def test_after_a_loss_ranks_find_agents_again(place: Path) -> None:

@@ -96,6 +96,23 @@ def one_within_capture(place: str, victim: str) -> None:
     os._exit(0)
 
 
+def tell_outcomes(place: str, steps: str) -> None:
+    """Save so many steps, one after the other, and say what becomes of each in the slow tier."""
+    ckpt, rank, size = opened(place)
+    with ckpt:
+        for step in range(1, int(steps) + 1):
+            saved = ckpt.save(state_of(step, rank, size), step=step)
+            try:
+                saved.wait("slow", timeout=60)
+                print(step, "arrived", flush=True)
+            except ts.TierstateError as error:
+                print(step, "failed", error, flush=True)
+            if step == 1:
+                until((Path(place) / "gate").exists)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
 def go_back(place: str, steps: str, to: str) -> None:
     """Save so many steps, wait for the host tier, restore one of them, and say from where; then go on from there."""
     ckpt, rank, size = opened(place)

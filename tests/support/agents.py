@@ -71,6 +71,20 @@ sys.addaudithook(hold)
 """Run by an agent as it starts: before a file gets its name in one of these folders, it waits for the gate to go."""
 
 
+FAIL_ONCE = """
+import errno, os, sys
+
+def fail(event, args):
+    if event == "os.link" and os.fspath(args[1]).startswith({prefix!r}) and os.path.exists({gate!r}):
+        os.unlink({gate!r})
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), os.fspath(args[1]))
+
+sys.addaudithook(fail)
+"""
+"""Run by an agent as it starts: as long as the gate is there, the next file with this prefix does not get its name, and
+the gate goes."""
+
+
 @contextmanager
 def held(spec: ts.Policy, place: Path, *tiers: str) -> Iterator[None]:
     """The agent of a policy is there from now on, and until the end of the block nothing comes to be in these tiers.
@@ -78,14 +92,20 @@ def held(spec: ts.Policy, place: Path, *tiers: str) -> Iterator[None]:
     What a test does while saves are under way, it does then on a machine of any speed.
     """
     folders = tuple(f"{place}/{tier}/" for tier in tiers)
-    with tempfile.TemporaryDirectory() as site, tempfile.NamedTemporaryFile() as gate:
-        (Path(site) / "sitecustomize.py").write_text(HOLD.format(folders=folders, marker=MARKER_KEY, gate=gate.name))
+    with tempfile.NamedTemporaryFile() as gate:
+        start_with(spec, HOLD.format(folders=folders, marker=MARKER_KEY, gate=gate.name))
+        yield
+
+
+def start_with(spec: ts.Policy, script: str) -> None:
+    """Start the agent of a policy; its process runs this script first."""
+    with tempfile.TemporaryDirectory() as site:
+        (Path(site) / "sitecustomize.py").write_text(script)
         sys.path.insert(0, site)
         try:
             start_agent(spec, socket_path(agent_name(text_of(spec), os.environ)))
         finally:
             sys.path.remove(site)
-        yield
 
 
 def statuses() -> list[dict[str, Any]]:

@@ -264,6 +264,15 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
                 if not looks:
                     super()._settle("failed", name, save_state, head)
 
+    def brought(self, name: str, due: PendingVersion) -> None:
+        """What is brought had failed for all ranks. Only the one that brings it hears of it, so a failure that it still
+        doubts counts at once: else it would tell of a save that has arrived, and the others of one that has failed."""
+        with self._changing:
+            for one in [one for one in self._doubtful if (one[1], one[2].head.seq) == (name, due.seq)]:
+                self._doubtful.remove(one)
+                super()._settle("failed", *one[1:])
+        super().brought(name, due)
+
     # Saves
 
     def continue_from(self, version: str) -> None:
