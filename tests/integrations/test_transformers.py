@@ -205,6 +205,20 @@ def test_folders_that_are_lost_are_made_again_of_the_versions(tmp_path: Path) ->
     assert [line["step"] for line in job.state.log_history if "loss" in line] == [*range(1, 15)]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_no_older_version_is_resumed_from_where_the_newest_cannot_be_read(lost: bool, tmp_path: Path) -> None:
+    output, policy = tmp_path / "job", policy_of(tmp_path / "tier")
+    trainer(output, tier={"policy": policy}).train()
+    there = steps_of(output)
+    *_, newest = sorted((tmp_path / "tier/versions/job").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    if lost:
+        shutil.rmtree(output)
+    with pytest.raises(ts.Damaged, match="is the newest, and its record cannot be read"):
+        trainer(output, tier={"policy": policy}, max_steps=13).train(resume_from_checkpoint=True)
+    assert lost or steps_of(output) == there
+
+
 @pytest.mark.parametrize("file", ["tierstate.json", "trainer_state.json"])
 @pytest.mark.parametrize("resume", [True, "checkpoint-12"])
 def test_a_folder_that_a_crash_has_torn_is_made_again(resume: bool | str, file: str, tmp_path: Path) -> None:

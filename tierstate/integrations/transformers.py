@@ -427,12 +427,12 @@ class TrainerVersions:
     def _rotate(self, ckpt: Checkpointer) -> None:
         """Delete folders whose versions go, then those beyond ``save_total_limit``, as the Trainer does."""
         try:
-            kept = kept_versions(ckpt)
+            is_kept = kept_versions(ckpt)
         except TierstateError as error:
             log.warning("folders of versions that are gone stay for now: %s", error)
             return
         for folder, reference in numbered_folders(self._output_dir, PREFIX):
-            if reference.run == self._run and reference.version not in kept:
+            if reference.run == self._run and not is_kept(reference):
                 shutil.rmtree(folder, ignore_errors=True)
         rotate_checkpoints(
             output_dir=str(self._output_dir),
@@ -463,6 +463,8 @@ class TrainerVersions:
         self._output_dir.mkdir(parents=True, exist_ok=True)
         versions = [version for version in ckpt.versions() if version.tiers]
         if resume is True:
+            with suppress(NotFound):
+                ckpt.info()  # raises where the newest cannot be read: an older one is no substitute
             self._rotate(ckpt)
             for folder in filter(_is_torn, self._output_dir.glob(f"{PREFIX}[0-9]*")):
                 _remove(folder)  # the Trainer would resume from it, if it is the last

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -111,15 +111,20 @@ def saved_version(ckpt: Checkpointer, save: Save) -> VersionInfo:
     raise NotFound(f"the version of step {save.step} is gone, as `keep` says")
 
 
-def kept_versions(ckpt: Checkpointer) -> set[str]:
-    """Ids of the versions that a tier has and keeps. Retention has dropped the others, or is about to: it comes some
-    time after the version that it makes room for.
+def kept_versions(ckpt: Checkpointer) -> Callable[[VersionReference], bool]:
+    """Returns a function: whether a tier has the version of a reference and keeps it, or may, since its record cannot
+    be read now. Retention has dropped the others, or is about to: it comes some time after the version that it makes
+    room for.
 
     Raises:
         TierUnavailable: a tier cannot be listed, so it may have others.
     """
     drops = {t.name: t.decision(ckpt._pipeline.pinned(t.name)).drop for t in ckpt._tier_runs}
-    return {v.id for v in ckpt.versions() if not v.tiers or any(v.seq not in drops[tier] for tier in v.tiers)}
+    versions = [
+        v for v in ckpt.versions() if v.unreadable or not v.tiers or any(v.seq not in drops[tier] for tier in v.tiers)
+    ]
+    ids, unread = {v.id for v in versions if v.id}, {v.seq for v in versions if not v.id}
+    return lambda reference: reference.version in ids or reference.seq in unread
 
 
 def write_reference(folder: str | os.PathLike[str], info: VersionInfo) -> None:
