@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jsonschema
@@ -33,6 +34,15 @@ def test_policy_check_tells_of_a_network_that_is_trusted(call: Call, place: Path
     answer = call("policy", "check", path)
     assert answer.status == 0
     assert "whoever reaches the network between the hosts can read and change" in answer.err
+
+
+def test_policy_check_shows_cadences_in_the_notation_of_a_policy(call: Call, tmp_path: Path) -> None:
+    cadences = {"a": "90min", "b": "{min: 1min, max: 2h}", "c": "auto", "d": "100"}
+    lines = [f"  {name}: {{type: nvme, path: {tmp_path / name}, every: {every}}}" for name, every in cadences.items()]
+    file = tmp_path / "cadences.yaml"
+    file.write_text("\n".join(["tiers:", *lines]))
+    shown = json.loads(call("policy", "check", file, "--json").out)["tiers"]
+    assert [tier["every"] for tier in shown] == ["90min", "auto (1min to 2h)", "auto (at most 1h)", "100 steps"]
 
 
 def test_policy_check_lists_every_error(call: Call, place: Path) -> None:

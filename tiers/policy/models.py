@@ -34,6 +34,7 @@ from pydantic.errors import PydanticUserError
 
 from tierstate.manifest.chunk import CHUNK_GRAIN, CHUNK_SIZE, MAX_CHUNK_SIZE
 from tierstate.manifest.format.globs import check_glob
+from tierstate.manifest.history.retention import format_duration
 from tierstate.tiers.base import Tier
 from tierstate.tiers.keys import SecretKey, parse_key, read_key
 from tierstate.tiers.units import DURATION_PATTERN, Rate, Seconds, Size, Times, format_size, parse_seconds
@@ -184,8 +185,8 @@ class AutoEvery(Frozen):
         return self
 
     def __str__(self) -> str:
-        least = "" if self.min is None else f"{timedelta(seconds=self.min)} to "
-        return f"auto ({least or 'at most '}{timedelta(seconds=self.max)})"
+        least = "at most " if self.min is None else f"{format_duration(self.min)} to "
+        return f"auto ({least}{format_duration(self.max)})"
 
 
 def _parse_interval(value: object) -> int | timedelta:
@@ -227,6 +228,11 @@ Every: TypeAlias = Annotated[
     Discriminator(lambda value: "auto" if value == "auto" or isinstance(value, (dict, AutoEvery)) else "interval"),
 ]
 """A cadence: an int counts steps, a timedelta is a time, and `AutoEvery` is chosen at run time."""
+
+
+def format_every(every: int | timedelta | AutoEvery | None) -> str:
+    """A cadence in the notation of a policy, as in ``100`` or ``15min``."""
+    return format_duration(every.total_seconds()) if isinstance(every, timedelta) else str(every)
 
 
 class MaxLagKeys(Frozen):

@@ -112,7 +112,9 @@ class Policy(PolicyKeys):
                     "the path of a policy file has several lines; is it the text of a policy? "
                     "then give ts.Policy.parse(text)"
                 ) from None
-            raise PolicyError(f"{name}: cannot be read ({error.strerror}); name a YAML file") from error
+            raise PolicyError(
+                f"{name}: cannot be read ({error.strerror}); name a YAML file; `tierstate policy init` makes one"
+            ) from error
         except UnicodeDecodeError as error:
             raise PolicyError(f"{name}: is not UTF-8 at byte {error.start}; save it as UTF-8 text") from error
         return cls.parse(text, name)

@@ -12,10 +12,11 @@ from tierstate.engine.maintain.adopt import MarkerResult
 from tierstate.engine.maintain.rekey import RekeyResult
 from tierstate.manifest.printable import escape_controls
 from tierstate.report.collect import describe_keep
+from tierstate.tiers.policy.models import format_every
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import rough_size
 
-from .lines import print_json, say, table
+from .lines import plural, print_json, say, table
 
 _LIVE_COLUMNS = ["tier", "", "lasts", "races", ">put, list ms", ">write/s", ">read/s", ">room"]
 
@@ -31,11 +32,11 @@ def show_policy(policy: Policy, notes: Mapping[str, Sequence[str]], as_json: boo
     table(columns, rows)
     for name, said in notes.items():
         _lines(name, "", said)
-    say(f"durable: {policy.durable}; {len(policy.rules)} rules; no error found")
+    say(f"durable: {policy.durable}; {plural(len(policy.rules), 'rule')}; no error found")
 
 
 def _every(every: Any) -> str:
-    return "save" if every is None else f"{every} steps" if isinstance(every, int) else str(every)
+    return "save" if every is None else f"{every} steps" if isinstance(every, int) else format_every(every)
 
 
 def show_markers(found: Sequence[MarkerResult], as_json: bool) -> None:

@@ -61,7 +61,10 @@ def show_report(report: VerifyReport, as_json: bool) -> None:
     if as_json:
         print_fields(report, ok=report.ok)
         return
-    say(f"{report.versions} records, {report.chunks} chunks, {rough_size(report.nbytes)} of data read")
+    say(
+        f"{plural(report.versions, 'record')}, {plural(report.chunks, 'chunk')}, "
+        f"{rough_size(report.nbytes)} of data read"
+    )
     if report.sample:
         shares = (f"{n} {100 * report.read.get(n, 0) / held if held else 100:.3g} %" for n, held in report.held.items())
         say(f"a sample, by seed {report.seed}: of the bytes in {', '.join(shares)}")

@@ -43,6 +43,7 @@ from tierstate.manifest.format.version import Head, Version
 from tierstate.manifest.history.log import next_seq
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
+from tierstate.tiers.policy.models import format_every
 from tierstate.tiers.policy.policy import Policy
 
 from .alarms import LeafAlarms
@@ -334,7 +335,7 @@ class SavePipeline:
         going, elsewhere = [], {}
         for tier in self._policy.tiers:
             if tier.name not in names:
-                elsewhere[tier.name] = f"its `every: {tier.every}` is not due"
+                elsewhere[tier.name] = f"its `every: {format_every(tier.every)}` is not due"
             elif not routes[tier.name].leaves.any():
                 elsewhere[tier.name] = NO_LEAF
             else:

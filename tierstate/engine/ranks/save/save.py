@@ -32,7 +32,7 @@ from tierstate.manifest.sharded.part import part_of
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
-from tierstate.tiers.policy.models import AutoEvery
+from tierstate.tiers.policy.models import AutoEvery, format_every
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 from tierstate.tiers.trace import span
 
@@ -452,7 +452,7 @@ class SharedPipeline(SavePipeline):
         # A tier for which this rank has no leaf is due all the same: other ranks may have leaves for it.
         names = list(self._dues.of(head.seq, head.step, head.time, self._last_resort()))
         others = [tier for tier in self._policy.tiers if tier.name not in names]
-        return names, {tier.name: f"its `every: {tier.every}` is not due" for tier in others}
+        return names, {tier.name: f"its `every: {format_every(tier.every)}` is not due" for tier in others}
 
     def failed(self, name: str, save_state: SaveState, error: BaseException) -> None:
         self._settled(name, save_state.head.seq)
