@@ -226,7 +226,7 @@ def test_the_commands_of_the_readme_run(tmp_path, monkeypatch):
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == (1 if words[0] == "diff" else 0), line  # as of diff: 1, there are differences
-    assert torch.load("out.pt", weights_only=False)["step"] == 3
+    assert torch.load("model.pt").keys() == {"model"}
     assert Path("model.safetensors").exists()
 
 
