@@ -24,6 +24,7 @@ What the contract of tiers means here:
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tierstate.manifest.chunk import Buffer, view
-from tierstate.manifest.errors import NotFound, TierError, TierUnavailable
+from tierstate.manifest.errors import NotFound, TierError, TierstateError, TierUnavailable
 from tierstate.tiers.address import own_address
 from tierstate.tiers.base import MAX_KEY, ObjectWriter, Range, RankGroup, Tier, Traits, check_key
 from tierstate.tiers.latch import Latch
@@ -45,6 +46,8 @@ from .local import LocalMemory, remove_memory
 from .members import Member, Membership
 from .protocol import checked_capacity, checked_idle
 from .writer import SENT, PeerWriter
+
+log = logging.getLogger("tierstate")
 
 STOPPING = 30.0
 """Seconds that a keeper may take to end and free its memory."""
@@ -171,7 +174,20 @@ class Peer(Tier):
         if not prefix.isascii() or len(prefix) > MAX_KEY:
             return iter(())
         mine = self._kept.list(prefix)
-        return mine if peers.alone else iter(sorted(peers.list(prefix).union(mine)))
+        if peers.alone:
+            return mine
+        self._revive_keeper()
+        return iter(sorted(peers.list(prefix).union(mine)))
+
+    def _revive_keeper(self) -> None:
+        """As `HostMemory.watch`, for what reads: if it cannot be done, the other hosts may answer all the same.
+
+        If the keepers of all hosts have died, every save fails when it lists what is there, before it writes.
+        """
+        try:
+            self._home.watch()
+        except (TierstateError, OSError) as error:
+            log.warning("%s: the keeper of this host has died and cannot be started again: %s", self.name, error)
 
     def size(self, key: str) -> int:
         try:

@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.outcomes import until
 from support.peer_hosts import Hosts, meet
 
 import tierstate as ts
@@ -82,6 +84,28 @@ def test_killed_while_it_is_sent_an_object_and_back_again(two: list[Peer], place
     # What was being written is swept, by the keeper or whoever needs the room.
     assert not list((place / "host1").rglob(".tmp*"))
     again.close()
+
+
+def test_keepers_that_all_died_come_back_though_nobody_gets_as_far_as_to_write(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save lists what is there before it writes, and with more hosts away than there are copies that fails."""
+    monkeypatch.setattr("tierstate.tiers.peer.host.WATCH", 0.0)
+    tiers = [opened(place, number) for number in range(3)]
+    try:
+        assert meet(tiers) == [None] * 3
+        tiers[0].put("a", random_bytes(1000))
+        for pid in [pid_of(tiers[0], number) for number in range(3)]:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(isinstance(said, dict) for _, said in tiers[0].members()))
+        for tier in tiers:
+            with suppress(TierUnavailable):  # as long as the others are away
+                tier.list("")
+        assert [list(tier.list("")) for tier in tiers] == [["a"]] * 3
+    finally:
+        for tier in tiers:
+            tier.stop()
+            tier.close()
 
 
 @pytest.mark.soak
