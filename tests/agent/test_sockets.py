@@ -21,9 +21,9 @@ from support.agents import policy, state_of, statuses, wait_until
 
 import tierstate as ts
 from tierstate.agent import server
-from tierstate.agent.launch import greet
-from tierstate.agent.messages import MessageSocket
-from tierstate.agent.server import LOG, Agent, Door, listen
+from tierstate.agent.launch import agent_name, greet, policy_text, socket_path
+from tierstate.agent.messages import ConnectionLost, MessageSocket
+from tierstate.agent.server import LOCK, LOG, Agent, Door, listen
 from tierstate.cli import app
 from tierstate.manifest import errors
 from tierstate.manifest.errors import TierstateError
@@ -94,6 +94,28 @@ def test_a_look_at_an_agent_that_hangs_leaves_it_its_socket(
             assert not killed.exists()
         assert listen(hung) is None
     hung.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["", LOG, LOCK])
+def test_what_keeps_an_agent_from_listening_is_told_in_a_sentence(place: Path, suffix: str) -> None:
+    """And nothing is left there."""
+    spec = policy(place)
+    path = socket_path(agent_name(policy_text(spec), os.environ))
+    path.with_suffix(suffix).mkdir()
+    with pytest.raises(TierstateError, match=r"Is a directory.*remove what is in the way") as found:
+        ts.Checkpointer(spec, "run")
+    assert str(path) in str(found.value)
+    assert "Traceback" not in str(found.value)
+    path.with_suffix(suffix).rmdir()
+    assert not path.exists()
+    ts.Checkpointer(spec, "run").close()
+
+
+def test_an_agent_that_does_not_answer_is_named_by_its_socket() -> None:
+    path = runtime_folder() / "agent-mute"
+    with closing(listening(path)), pytest.raises(ConnectionLost, match=f"^{path}: .*does not answer"):
+        greet(path, {"kind": "status"}, seconds=0.2)
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -20,7 +20,7 @@ from tierstate.tiers.connections.distribution import runtime_folder
 from tierstate.tiers.connections.secret import SecretError
 from tierstate.tiers.policy.policy import Policy
 
-from .messages import Message, MessageSocket, decode_error
+from .messages import ConnectionLost, Message, MessageSocket, decode_error
 from .version import agent_version, check_up_to_date
 
 STARTING = 120.0
@@ -90,6 +90,9 @@ def greet(
             raise decode_error(answer.head["error"])
         link.limit(0.0)
         return link, answer
+    except ConnectionLost as error:
+        link.close()
+        raise ConnectionLost(f"{path}: {error}") from error
     except BaseException:
         link.close()
         raise

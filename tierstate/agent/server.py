@@ -450,9 +450,18 @@ def allow_all_files() -> None:
 def main() -> None:
     """Start an agent. Returns, with status 0, when it listens; errors before that are printed, with status 1."""
     path, text = Path(sys.argv[1]), sys.stdin.read()
-    door = listen(path)
-    if door is None:
-        return
+    try:
+        door = listen(path)
+        if door is None:
+            return
+        output = _open_log(door)
+    except OSError as error:
+        print(
+            f"{path}: {error}; an agent needs its socket, a lock and a log there: "
+            "remove what is in the way, or set XDG_RUNTIME_DIR to another folder",
+            file=sys.stderr,
+        )
+        sys.exit(1)
     told, tell = os.pipe()
     if os.fork():
         door.listener.close()
@@ -460,7 +469,7 @@ def main() -> None:
         _wait_for(told)
         return
     os.close(told)
-    _become_daemon(path)
+    _become_daemon(output)
     allow_all_files()
     starter = os.fdopen(tell, "wb", 0)
     Supervisor().run(lambda holder: _run_agent(text, door, holder, starter), starter.close)
@@ -494,14 +503,21 @@ def _wait_for(told: int) -> None:
         sys.exit(1)
 
 
-def _become_daemon(path: Path) -> None:
+def _open_log(door: Door) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(door.path.with_suffix(LOG), flags, 0o600)
+    except OSError:
+        door.remove()
+        raise
+
+
+def _become_daemon(output: int) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    written = os.open(path.with_suffix(LOG), flags, 0o600)
     for descriptor in (1, 2):
-        os.dup2(written, descriptor)
+        os.dup2(output, descriptor)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
 
