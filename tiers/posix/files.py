@@ -184,8 +184,14 @@ def is_at(file: BufferedFile, path: Path) -> bool:
 def create_temp(folder: Path, mode: int = PRIVATE_MODE) -> BufferedFile:
     """Create a file with a temporary name in ``folder``; as in `create_locked`."""
     while True:
-        if file := create_locked(folder / f"{TEMP}{uuid.uuid4().hex}", mode):
-            return file
+        path = folder / f"{TEMP}{uuid.uuid4().hex}"
+        try:
+            if file := create_locked(path, mode):
+                return file
+        except OSError:
+            with suppress(OSError):  # it was created, and could not be locked or looked at
+                os.unlink(path)
+            raise
 
 
 def remove_leftover(path: Path, now: float, min_age: float) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tierstate.manifest.chunk import empty_buffer
-from tierstate.manifest.errors import NotFound, TierFull
+from tierstate.manifest.errors import NotFound, TierFull, TierUnavailable
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.testing import random_bytes
 
@@ -128,6 +128,26 @@ def test_a_sweep_that_holds_the_lock(tier: Nvme, monkeypatch: pytest.MonkeyPatch
     tier.put("a", random_bytes(10))
     os.close(taken[0])
     assert torch.equal(tier.get("a"), random_bytes(10))
+
+
+@pytest.mark.parametrize("where", ["fcntl.flock", "os.lstat"])
+def test_a_file_that_cannot_be_locked_or_looked_at_is_removed(
+    tier: Nvme, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    tier.put("z", empty_buffer(1))
+    module, name = {"fcntl": fcntl, "os": os}[where.split(".")[0]], where.split(".")[1]
+    real = getattr(module, name)
+
+    def fail(what: object, *more: object, **named: object) -> object:
+        if ".tmp-" in (os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(what, *more, **named)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(module, name, fail)
+        with pytest.raises(TierUnavailable, match="ESTALE"):
+            tier.put("a", random_bytes(10))
+    assert files(tier.path) == ["z"]
 
 
 # Races and capacity
