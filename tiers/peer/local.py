@@ -385,8 +385,9 @@ class LocalMemory:
             return LocalWriter(self, key, path, create_temp(path.parent))
 
     def _prepare(self) -> None:
-        if not self._ready:
-            self.made = not self.root.exists()
+        there = self.root.exists()
+        if not self._ready or not there:  # it may have been freed since (`tierstate peer stop`)
+            self.made = not there
             make_folder(self.root, self.name)
             with os_errors_translated("write", self.name, "", self.path):
                 self.path.mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -106,6 +107,18 @@ def test_keepers_that_all_died_come_back_though_nobody_gets_as_far_as_to_write(
         for tier in tiers:
             tier.stop()
             tier.close()
+
+
+def test_memory_that_was_freed_under_a_job_is_made_again_for_this_user_alone(two: list[Peer], place: Path) -> None:
+    """`tierstate peer stop` on one host, while the job there goes on."""
+    two[1].put("before", random_bytes(1000))
+    assert opened(place, 1).stop()
+    with suppress(TierUnavailable):  # its keeper is gone, too
+        two[1].put("after", random_bytes(1000))
+    assert stat.S_IMODE((place / "host1").stat().st_mode) == 0o700
+    assert meet(two) == [None, None]
+    two[1].put("again", random_bytes(1000))
+    assert two[0].get("again").equal(random_bytes(1000))
 
 
 @pytest.mark.soak
