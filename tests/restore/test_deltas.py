@@ -18,11 +18,11 @@ from support.damage import FOLDER, objects
 import tierstate as ts
 from tierstate.engine.codecs import codecs
 from tierstate.engine.packs.pack import read_footer
-from tierstate.engine.store import delta_base
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.version import Version
 from tierstate.manifest.history.log import Log
+from tierstate.tiers import base
 
 State = dict[str, torch.Tensor]
 LEAVES = {"a": 3000, "b": 9001, "c": 500}
@@ -293,7 +293,7 @@ def test_restoring_deltas_takes_few_chunks_of_memory(place: Path, monkeypatch: p
         weakref.finalize(found.untyped_storage(), live.remove, nbytes)
         return found
 
-    monkeypatch.setattr(delta_base, "empty_buffer", counted)
+    monkeypatch.setattr(base, "empty_buffer", counted)
     monkeypatch.setattr(codecs, "empty_buffer", counted)
     with ts.Checkpointer(spec, "run") as ckpt:
         assert alike(now, ckpt.restore(into={"a": torch.zeros_like(now["a"])}))

@@ -176,10 +176,13 @@ class Disk:
         return result
 
     def entry(self, path: Any, node: Node | None, call: Callable[[], Any]) -> Any:
-        """Make a call that changes what a path leads to."""
+        """Make a call that changes what a path leads to.
+
+        One at a time: who sees the name, and syncs its folder, must not seem to have done so before the call was over.
+        """
         parent, name = os.path.split(os.fspath(path))
-        result = self.change(self._live.get(parent), Entry(0, name=name, node=node), call)
         with self._lock:
+            result = self.change(self._live.get(parent), Entry(0, name=name, node=node), call)
             if node is None:
                 self._live.pop(os.fspath(path), None)
             elif parent in self._live:
