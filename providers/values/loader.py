@@ -415,9 +415,8 @@ class _Stateful(_Source):
         self._holder = holder
 
     def begin(self, stream: _Stream, skip: int, position: Mapping[str, Any]) -> Iterator[Any]:
-        if hasattr(
-            self.loader, "restart_on_stop_iteration"
-        ):  # whether another epoch begins where nothing is left of one
+        # Of torchdata's nodes: whether another epoch begins where nothing is left of one.
+        if hasattr(self.loader, "restart_on_stop_iteration"):
             self.loader.restart_on_stop_iteration = not skip
         with stream.swapped_in():
             if "position" in position:
@@ -426,7 +425,11 @@ class _Stateful(_Source):
         dataset: Any = getattr(self.loader, "dataset", None)
         if not skip and hasattr(dataset, "_starting_state_dict"):
             dataset._starting_state_dict = None  # datasets of Hugging Face begin all later epochs there too
-        return batches if skip else _with_first_from(_Stream(stream.seed), batches)
+        if (
+            skip or self._holder is not self.loader
+        ):  # a dataset that begins anew may do so within an epoch of the loader
+            return batches
+        return _with_first_from(_Stream(stream.seed), batches)
 
     def position(self, *, under_way: bool) -> dict[str, Any]:
         # A loader also keeps what is behind an exhausted epoch; a dataset would go on at its end.
