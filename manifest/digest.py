@@ -103,8 +103,13 @@ def checksum_of(pieces: Iterable[bytes]) -> bytes:
 
 
 def json_checksum(fields: Mapping[str, Any]) -> str:
-    """`checksum` of JSON values, as hexadecimal digits. Tags and markers have that of their other fields as ``sum``."""
+    """`checksum` of JSON values, as hexadecimal digits."""
     return checksum(json.dumps(fields, sort_keys=True).encode()).hex()
+
+
+def json_with_checksum(fields: Mapping[str, Any]) -> bytes:
+    """An object of JSON as bytes, with the checksum of its fields as ``sum``, as tags and markers have it."""
+    return json.dumps({**fields, "sum": json_checksum(fields)}, sort_keys=True).encode()
 
 
 class DigestIndex:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from tierstate.manifest.digest import json_checksum
+from tierstate.manifest.digest import json_checksum, json_with_checksum
 from tierstate.manifest.errors import FormatError, WrongTier, untrusted
 
 MARKER_KEY = "tier.json"
@@ -54,7 +54,7 @@ class TierMarker:
     def encode(self) -> bytes:
         """The marker's bytes: JSON."""
         fields = {"format": MARKER_FORMAT, **asdict(self), "replaces": list(self.replaces)}
-        return json.dumps({**fields, "sum": json_checksum(fields)}, sort_keys=True).encode()
+        return json_with_checksum(fields)
 
     @classmethod
     def decode(cls, data: bytes, what: str) -> TierMarker:

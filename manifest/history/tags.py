@@ -16,7 +16,7 @@ import numpy as np
 
 from tierstate.manifest.arguments import as_text
 from tierstate.manifest.chunk import as_buffer, to_bytes
-from tierstate.manifest.digest import json_checksum
+from tierstate.manifest.digest import json_checksum, json_with_checksum
 from tierstate.manifest.errors import FormatError, NotFound
 from tierstate.manifest.format import table as col
 from tierstate.manifest.format.layout import ChunkPlace, Layout, LayoutBuilder
@@ -152,9 +152,7 @@ def write_tag(tier: KeyValueStore, run: str, name: str, number: int, tag: TagTar
         raise FormatError(f"{tier.name}: {text}")
     said: dict[str, Any] = {"seq": None} if tag is None else tag._asdict()
     said |= {"run": run, "name": check_tag(name), "number": number}
-    tier.put(
-        tag_key(run, name, number), as_buffer(json.dumps({**said, "sum": json_checksum(said)}, sort_keys=True).encode())
-    )
+    tier.put(tag_key(run, name, number), as_buffer(json_with_checksum(said)))
 
 
 def _check_own(found: Any, run: str, name: str, number: int, what: str) -> None:

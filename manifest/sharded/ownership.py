@@ -22,6 +22,8 @@ from tierstate.manifest.format.version import check_features
 ONE_OWNER = frozenset({"tensor", "array", "storage", "cast", "quantized"})
 """Kinds of leaves that one owner saves for all ranks. Replicated leaves of other kinds are saved by every rank, and
 their digests are compared in the merge."""
+
+
 WHAT = "sharing"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpointer_worlds import alike, faulty, names, opened, pins, policy, tensors, tier, wrapped
-from support.forked_runs import one_tier, saved, two_days_old
+from support.forked_runs import forked, one_tier, saved, two_days_old
 from support.outcomes import Background
 
 import tierstate as ts
@@ -142,12 +142,7 @@ def test_a_fork_whose_packs_have_gone_is_not_taken_for_done(place: Path) -> None
 
 
 def test_a_pin_that_was_lost_is_told_and_made_again(place: Path) -> None:
-    spec = one_tier(place, keep={"last": 1})
-    with ts.Checkpointer(spec, "run") as ckpt:
-        saved(ckpt, 1)
-        ckpt.fork("run-b")
-    nvme = opened(spec, "nvme")
-    (pin,) = names(nvme, "leases/run/")
+    spec, nvme, pin = forked(place)
     nvme.delete(pin)
     with ts.Checkpointer(spec, "run-b") as ckpt:
         (problem,) = ckpt.verify().problems

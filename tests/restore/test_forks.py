@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, names, opened, pins, policy, scratch, tensors, tier
-from support.forked_runs import one_tier, saved, two_days_old
+from support.forked_runs import forked, one_tier, saved, two_days_old
 
 import tierstate as ts
 from tierstate.manifest.errors import AlreadyExists, NotFound, TierError
@@ -79,12 +79,7 @@ def test_a_fork_that_has_dropped_its_first_version_keeps_no_packs_of_the_old_run
 
 def test_a_fork_that_was_removed_keeps_no_packs_of_the_old_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that has dropped its first version; one that is made again under its name is being made until it is."""
-    spec = one_tier(place, keep={"last": 1})
-    with ts.Checkpointer(spec, "run") as ckpt:
-        saved(ckpt, 1)
-        ckpt.fork("run-b")
-    nvme = opened(spec, "nvme")
-    (pin,) = names(nvme, "leases/run/")
+    spec, nvme, pin = forked(place)
     ages = {pin: 100.0}  # in seconds of the test, as files of one moment are of the same age
     monkeypatch.setattr(Nvme, "age", lambda self, key: ages.get(key, 50.0))
     with ts.Checkpointer(spec, "run-b") as ckpt:

@@ -96,10 +96,9 @@ class ObjectCipher:
 
     def trailer(self, key_id: str, salt: bytes, nbytes: int) -> bytes:
         """The trailer of the object."""
-        fields = _TRAILER.pack(ENCRYPTED_MAGIC, _FORMAT, BLOCK, bytes.fromhex(key_id), salt, nbytes, bytes(_TAG))[
-            :-_TAG
-        ]
-        return fields + bytes(self._aes.encrypt(_TRAILER_NONCE, b"", fields))
+        fields = (ENCRYPTED_MAGIC, _FORMAT, BLOCK, bytes.fromhex(key_id), salt, nbytes, bytes(_TAG))
+        told = _TRAILER.pack(*fields)[:-_TAG]
+        return told + bytes(self._aes.encrypt(_TRAILER_NONCE, b"", told))
 
     def knows(self, trailer: bytes) -> bool:
         """Whether a trailer is authentic."""
