@@ -421,7 +421,7 @@ class _Stateful(_Source):
         with stream.swapped_in():
             if "position" in position:
                 self._holder.load_state_dict(position["position"])
-            batches = iter(self.loader)
+            batches: Iterator[Any] = iter(self.loader)
         dataset: Any = getattr(self.loader, "dataset", None)
         if not skip and hasattr(dataset, "_starting_state_dict"):
             dataset._starting_state_dict = None  # datasets of Hugging Face begin all later epochs there too
