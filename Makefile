@@ -54,7 +54,9 @@ test-integrations: .venv-integrations/ready
 
 # With fewer examples of each property than make test has, to be done in half an hour.
 check: export HYPOTHESIS_PROFILE ?= ci
-check: $(VENV)/ready
+check:
+	@# pip uses one core, so two of the environments at a time.
+	@$(MAKE) --no-print-directory -j 2 $(VENV)/ready .venv-wheel/ready .venv-integrations/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -64,8 +66,15 @@ check: $(VENV)/ready
 	TIERSTATE_TEST_INSTALL=1 $(MAKE) --no-print-directory wheel
 
 # All tests against the built wheel, in an environment that has never seen the checkout.
-wheel: $(VENV)/ready
-	@sh tests/against_wheel.sh $(PYTHON) $(BIN)/python $(BESIDE)
+wheel: $(VENV)/ready .venv-wheel/ready
+	@sh tests/against_wheel.sh .venv-wheel/bin $(BIN)/python $(BESIDE)
+
+# What the tests need beside the wheel; and torch, which is not locked, in the version of the other environments.
+.venv-wheel/ready: constraints.txt requirements/test.txt
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/pip install --quiet --require-hashes --no-deps --requirement requirements/test.txt
+	.venv-wheel/bin/pip install --quiet --constraint constraints.txt torch
+	touch $@
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .
@@ -110,10 +119,11 @@ $(VENV)/ready: pyproject.toml constraints.txt requirements/dev.txt
 	$(call install,$(VENV),dev)
 	touch $@
 
-# All but torch by the hashes of their files; torch in the build that this machine's index has (CPU, CUDA, ROCm).
+# All but torch by the hashes of their files; torch in the build that this machine's index has (CPU, CUDA, ROCm). One at a
+# time builds in the checkout.
 define install
 	$(1)/bin/pip install --quiet --require-hashes --no-deps --requirement requirements/$(2).txt
-	$(1)/bin/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	flock . $(1)/bin/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
 endef
 
 # After a change of a policy's keys or of a public name: what pages have from the code.
@@ -144,4 +154,4 @@ audit:
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-docs .venv-fuzz .venv-integrations .venv-tools .venv-swift .venv-lowest .venv-newest .demo build dist *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-docs .venv-fuzz .venv-integrations .venv-tools .venv-swift .venv-lowest .venv-newest .venv-wheel .demo build dist *.egg-info
