@@ -70,6 +70,7 @@ MAY_IMPORT = {
     "agent": ("engine.info", "engine.ranks.save", "telemetry", "tiers.peer"),
     "telemetry": ("engine.info",),
     "checkpointer": ("copy", "engine.ranks.save", "agent", "telemetry"),
+    "report.echarts": (),  # a file of JavaScript
     "report": ("checkpointer",),
     "planning": ("report",),
     "": ("checkpointer",),
