@@ -28,7 +28,7 @@ from tierstate.tiers.libc import libc
 from tierstate.tiers.memory.pages import PAGE, map_pages
 
 from .files import BufferedFile, open_file
-from .io_engine import Engine, ThreadEngine, Transfer, UringEngine, transfers_done
+from .io_engine import Engine, ThreadEngine, Transfer, UringEngine, as_os_error, transfers_done
 
 _EMPTY_PATH = 0x1000
 
@@ -238,11 +238,11 @@ class AppendStream:
         for sent, (start, stop) in enumerate(pairwise(cuts)):
             try:
                 self._send(buffer[start:stop], release)
-            except OSError as error:
+            except Exception as error:
                 if not sent:
                     raise
                 # Transfers use the lease by now: the next call raises the error; the last transfer releases it.
-                self._error = self._error or error
+                self._error = self._error or as_os_error(error)
                 if release is not None:
                     for _ in cuts[sent + 1 :]:
                         release()
@@ -272,8 +272,8 @@ class AppendStream:
             self._in_flight += 1
         try:
             self._engine.submit(Transfer(True, self._file.descriptor, buffer, self._written, done))
-        except OSError as error:
-            finish_one(error)
+        except Exception as error:  # it was not started, as for lack of memory
+            finish_one(as_os_error(error))
             raise
         self._written += buffer.numel() if nbytes is None else nbytes
 

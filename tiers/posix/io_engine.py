@@ -15,9 +15,8 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -50,6 +49,7 @@ class Transfer:
         offset: of the first byte in the file.
         done: called when the transfer is over.
         moved: bytes moved so far.
+        error: why it failed; set before ``done`` is called.
     """
 
     write: bool
@@ -58,6 +58,7 @@ class Transfer:
     offset: int
     done: Done = lambda _error: None
     moved: int = 0
+    error: OSError | None = None
 
     @property
     def left(self) -> int:
@@ -171,20 +172,34 @@ class ThreadEngine(Engine):
         return not any(thread.is_alive() for thread in self._threads)
 
 
+def as_os_error(error: Exception) -> OSError:
+    """An error of this process, such as a lack of memory, as one of the kernel: if it ended the engine's thread, the
+    transfer would never be over."""
+    if isinstance(error, OSError):
+        return error
+    number = errno.ENOMEM if isinstance(error, MemoryError) else errno.EIO
+    return OSError(number, os.strerror(number) if isinstance(error, MemoryError) else repr(error))
+
+
 def run_transfer(transfer: Transfer) -> None:
     """Run a transfer in this thread, then call its ``done``."""
     error: OSError | None = None
-    while error is None and transfer.left:
-        error = transfer.advance(_call(transfer))
+    try:
+        while error is None and transfer.left:
+            error = transfer.advance(_call(transfer))
+    except Exception as failure:
+        error = as_os_error(failure)
     notify_done(transfer, error)
 
 
 def notify_done(transfer: Transfer, error: OSError | None) -> None:
     """Call ``done`` of a transfer. An error that it raises must not end the engine's thread."""
+    transfer.error = error
     try:
         transfer.done(error)
     except Exception:
-        log.exception("the completion callback of a transfer failed")
+        with suppress(Exception):
+            log.exception("the completion callback of a transfer failed")
 
 
 def _call(transfer: Transfer) -> int:
@@ -196,8 +211,6 @@ def _call(transfer: Transfer) -> int:
         return os.preadv(transfer.descriptor, [memory], transfer.offset + transfer.moved)
     except OSError as error:
         return -(error.errno or errno.EIO)
-    except MemoryError:  # an error as from the kernel: if this thread ended, the transfer would never be over
-        return -errno.ENOMEM
 
 
 @contextmanager
@@ -207,25 +220,19 @@ def transfers_done(engine: Engine, transfers: Sequence[Transfer]) -> Iterator[No
     Raises:
         OSError: the first error of a transfer.
     """
-    over, errors = threading.Semaphore(0), []
-
-    def done(error: OSError | None) -> None:
-        if error is not None:
-            errors.append(error)
-        over.release()
-
-    sent = 0
+    over, sent = threading.Semaphore(0), 0
     try:
         for transfer in transfers:
-            transfer.done = done
+            transfer.done = lambda _error: over.release()
             engine.submit(transfer)
             sent += 1
         yield
     finally:
         for _ in range(sent):
             over.acquire()
-    if errors:
-        raise errors[0]
+    for transfer in transfers:
+        if transfer.error is not None:
+            raise transfer.error
 
 
 class UringEngine(Engine):
@@ -244,10 +251,10 @@ class UringEngine(Engine):
     def __init__(self, depth: int = 8) -> None:
         super().__init__(depth)
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
-        self._waiting: deque[Transfer] = deque()
         self._flying: dict[int, Transfer] = {}
         # Our own small ids: with duplicates and ids of 2^63 or more, pyuring submits the transfer and still raises.
         self._numbers = itertools.count(1)
+        self._in_hand: Transfer | None = None  # neither in the queue nor in the ring
         self._ring: Any = None
         self._ending = False
         self._unsent = False
@@ -273,42 +280,55 @@ class UringEngine(Engine):
         """The ring's thread: takes submissions, keeps the ring full, and reports completions."""
         try:
             self._ring = _open_ring(self.depth)
-        except OSError as error:
-            started.put(error)
+        except Exception as error:
+            started.put(as_os_error(error))
             return
         started.put(None)
         try:
-            while not (self._ending and not self._waiting and not self._flying):
-                self._take(block=not self._waiting and not self._flying)
-                self._fill()
-                if self._flying:
-                    self._reap()
+            while self._flying or not self._ending:
+                try:
+                    self._fill()
+                    if self._flying:
+                        self._reap()
+                except Exception as error:
+                    self._give_up(error)
         finally:
             self._ring.close()
 
-    def _take(self, block: bool) -> None:
-        """Move submissions from the queue to the waiting list; block for one only if there is nothing else to do."""
-        while True:
-            try:
-                transfer = self._queue.get(block)
-            except Empty:
-                return
-            block = False
-            if transfer is None:
-                self._ending = True
-            else:
-                self._waiting.append(transfer)
+    def _give_up(self, error: Exception) -> None:
+        """After an error of this process, as a lack of memory: end the transfer that is in hand with it, and go on."""
+        transfer, self._in_hand = self._in_hand, None
+        if transfer is not None:
+            notify_done(transfer, as_os_error(error))
+        else:
+            time.sleep(RETRY_PAUSE)
 
     def _fill(self) -> None:
-        while self._waiting and len(self._flying) < self.depth:
-            transfer = self._waiting.popleft()
-            number = next(self._numbers)
-            call = self._ring.write_async_ptr if transfer.write else self._ring.read_async_ptr
-            address = ctypes.c_void_p(transfer.buffer.data_ptr() + transfer.moved)
+        """Start transfers while there is room in the ring; wait for one only if there is nothing else to do."""
+        while not self._ending and len(self._flying) < self.depth:
+            try:
+                self._in_hand = self._queue.get(block=not self._flying)
+            except Empty:
+                return
+            if self._in_hand is None:
+                self._ending = True
+            else:
+                self._start(self._in_hand)
+
+    def _start(self, transfer: Transfer) -> None:
+        """Submit a transfer, or what is left of it."""
+        number = next(self._numbers)
+        call = self._ring.write_async_ptr if transfer.write else self._ring.read_async_ptr
+        address = ctypes.c_void_p(transfer.buffer.data_ptr() + transfer.moved)
+        try:
             self._flying[number] = transfer
             self._submitting(
                 call, transfer.descriptor, address, transfer.left, transfer.offset + transfer.moved, number
             )
+        except BaseException:  # the arguments could not be passed on
+            self._flying.pop(number, None)
+            raise
+        self._in_hand = None
 
     def _submitting(self, call: Callable[..., Any], *args: Any) -> None:
         """Make one call that submits the ring's queue to the kernel.
@@ -340,14 +360,13 @@ class UringEngine(Engine):
                 log.error("io_uring could not be waited for, which is tried again: %s", error)
                 time.sleep(RETRY_PAUSE)
             return
-        transfer = self._flying.pop(number)
-        if -result in (errno.EINTR, errno.EAGAIN):
-            self._waiting.appendleft(transfer)
-            return
-        found = transfer.advance(result)
+        self._in_hand = transfer = self._flying.pop(number)
+        again = -result in (errno.EINTR, errno.EAGAIN)
+        found = None if again else transfer.advance(result)
         if found is None and transfer.left:
-            self._waiting.appendleft(transfer)
+            self._start(transfer)
         else:
+            self._in_hand = None
             notify_done(transfer, found)
 
 

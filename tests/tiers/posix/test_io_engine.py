@@ -4,9 +4,10 @@ import errno
 import fcntl
 import gc
 import os
+import queue
 import random
 import threading
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
 
 import pytest
@@ -25,6 +26,7 @@ from tierstate.tiers.posix.direct import BOUNCE_SIZE, AppendStream, preallocate,
 from tierstate.tiers.posix.directory import Nvme
 from tierstate.tiers.posix.files import BufferedFile
 from tierstate.tiers.posix.io_engine import Engine, ThreadEngine, Transfer, UringEngine
+from tierstate.tiers.posix.lustre import Lustre
 from tierstate.tiers.testing import Lease, random_bytes
 
 ENGINES = [
@@ -440,3 +442,84 @@ def test_pages_are_aligned_zeroed_and_a_storage_of_their_own(nbytes):
     pages.fill_(1)
     fault_in(pages)
     assert pages.all()
+
+
+@contextmanager
+def no_memory_at(step, *functions):
+    """Raise a MemoryError before a line of these functions, in threads that are started in the block. Yields the
+    number of lines so far."""
+    seen, codes = [], {function.__code__ for function in functions}
+
+    def trace(frame, event, _argument):
+        if frame.f_code not in codes:
+            return None
+        if event == "line":
+            seen.append(frame.f_lineno)
+            if len(seen) == step:
+                raise MemoryError
+        return trace
+
+    before = threading.gettrace()
+    threading.settrace(trace)
+    try:
+        yield seen
+    finally:
+        threading.settrace(before)
+
+
+@pytest.mark.parametrize(
+    ("make", "functions"),
+    [
+        pytest.param(ThreadEngine, (io_engine._call, Transfer.advance), id="threads"),
+        pytest.param(
+            UringEngine,
+            (UringEngine._start, Transfer.advance, Transfer.left.fget),
+            id="uring",
+            marks=pytest.mark.skipif(not has_uring(), reason="io_uring is forbidden here"),
+        ),
+    ],
+)
+def test_wherever_memory_lacks_every_transfer_ends_and_the_threads_go_on(make, functions, file):
+    """If a thread ended, or lost a transfer, what waits for it would do so for ever, and its memory with it."""
+    data = random_bytes(10_000, 1)
+    step = 0
+    while True:
+        step += 1
+        with no_memory_at(step, *functions) as seen:
+            engine = make(depth=1)
+        results = queue.SimpleQueue()
+        for i in range(4):
+            engine.submit(Transfer(True, file.descriptor, data, i * 20_000, results.put))
+        errors = [results.get(timeout=30) for _ in range(4)]
+        assert [error.errno for error in errors if error is not None] in ([], [errno.ENOMEM])
+        assert engine.close(30)
+        if len(seen) < step:
+            break
+    assert step > 6
+
+
+@pytest.mark.parametrize("nth", range(5))
+@pytest.mark.parametrize("make", ENGINES)
+def test_a_transfer_that_cannot_be_started_for_lack_of_memory_is_waited_for_by_nobody(make, nth, tmp_path, monkeypatch):
+    """Also not where transfers of the same buffer are under way: the lease is let go once, when they are over."""
+    tier = Lustre(path=tmp_path, io="threads" if make is ThreadEngine else "uring", stripe_size=1 << 20)
+    submit, calls = make.submit, iter(range(100))
+
+    def fail(engine, transfer):
+        if next(calls) == nth:
+            raise MemoryError
+        submit(engine, transfer)
+
+    monkeypatch.setattr(make, "submit", fail)
+    lease = Lease(empty_buffer(0))
+    lease.buffer = aligned(random_bytes(3 * BOUNCE_SIZE + 100, 1))
+    writer = tier.writer("a")
+    writer.append(random_bytes(PAGE, 2))  # so that the lease's bytes are cut where stripes begin
+    with suppress(MemoryError):
+        writer.append(lease.buffer, lease.release)
+    with pytest.raises((ts.TierUnavailable, MemoryError)):
+        writer.close()
+    writer.abort()
+    tier.close()
+    assert lease.releases == 1
+    assert list(tier.list("")) == []
