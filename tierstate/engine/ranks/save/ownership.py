@@ -28,7 +28,7 @@ from tierstate.engine.capture.plan import CaptureSource
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.arrays import Array
 from tierstate.manifest.boxes import Box
-from tierstate.manifest.errors import RankFailed, TierstateError
+from tierstate.manifest.errors import RankFailed, TierstateError, error_text
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.manifest.sharded.ownership import ONE_OWNER, Ownership, SaveCandidates, assign_owners
@@ -169,15 +169,15 @@ class OwnershipPlanner:
         while (report := self._reports.get()) is not None:
             try:
                 answer = self._answer_all(report) if self._team.coordinator else self._exchange(report)
-            except Exception as error:
+                self._apply(answer[0])
+            except BaseException as error:
                 # Any error is raised in the waiting caller, and the thread goes on: the next save may succeed.
-                log.debug("what ranks hold at save %d could not be told: %s", report.seq, error)
+                log.debug("what ranks hold at save %d could not be told: %s", report.seq, error_text(error))
                 if report.answer is not None:
                     report.answer.set_exception(_as_ours(error))
-                continue
-            self._apply(answer[0])
-            if report.answer is not None:
-                report.answer.set_result(answer)
+            else:
+                if report.answer is not None:
+                    report.answer.set_result(answer)
 
     def _apply(self, answer: bytes) -> None:
         """Note from an answer whether the next save must assign owners again."""
@@ -237,4 +237,4 @@ def _encode_failure(error: BaseException) -> bytes:
 
 
 def _as_ours(error: BaseException) -> TierstateError:
-    return error if isinstance(error, TierstateError) else RankFailed(f"sharing out failed: {error!r}")
+    return error if isinstance(error, TierstateError) else RankFailed(f"sharing out failed: {error_text(error)}")
