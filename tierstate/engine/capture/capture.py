@@ -435,12 +435,12 @@ class Capture:
             with span("digest", bytes=int(nbytes.sum())):
                 digests = self._finish(slab, rows, at, nbytes)
             self._digests[rows] = digests
+            batch = SlabChunks(slab, rows, at, nbytes, digests)
+            if self._statistics is not None:
+                self._statistics.take(batch)
         except BaseException:
             slab.release()
             raise
-        batch = SlabChunks(slab, rows, at, nbytes, digests)
-        if self._statistics is not None:
-            self._statistics.take(batch)
         self._sink.dispatch(batch)
 
     def _finish(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> Array:

@@ -170,18 +170,18 @@ class CaptureThread:
             node, step = self._arena.node if work.plan.fences else None, work.save_state.head.step
             with running_on(node), relaxed_capture(), span("capture", step=step, bytes=work.plan.total):
                 captured = self._capture(work, before, statistics)
+            if work.handed_over is None:
+                work.save_state.capture_ended(None)
+            else:
+                work.save_state.queued.set()  # steps may go on: the state is copied, and only not handed over yet
+            if statistics is not None:
+                captured = dataclasses.replace(captured, statistics=statistics.end())
         except BaseException as error:
             if statistics is not None:
                 statistics.abandon()
             outcome = _told(error)
             work.save_state.capture_ended(outcome)
             return outcome
-        if work.handed_over is None:
-            work.save_state.capture_ended(None)
-        else:
-            work.save_state.queued.set()  # steps may go on: the state is copied, and only not handed over yet
-        if statistics is not None:
-            captured = dataclasses.replace(captured, statistics=statistics.end())
         return self._describe(work, captured)
 
     def _statistics(self, work: CaptureJob) -> StatisticsWorker | None:
