@@ -81,3 +81,20 @@ def test_a_file_takes_the_place_of_a_file_or_of_a_link_to_one(tmp_path: Path) ->
             files.commit()
         assert path.read_bytes() == b""
     assert not link.is_symlink()
+
+
+def test_a_name_that_is_taken_in_the_last_moment_is_not_replaced(tmp_path: Path) -> None:
+    """After the last look, too; and of a set of files none is left then, not even those whose names were free."""
+    ours, index = tmp_path / "ours", tmp_path / "index"
+
+    class LateToSee(AtomicFiles):
+        def check(self, path: Path) -> None:
+            """Looks a moment before another process makes the file."""
+
+    with LateToSee() as files, pytest.raises(ts.AlreadyExists, match="index exists; name another file"):
+        for path in (ours, index):
+            files.create(path, 3)
+        index.write_bytes(b"other")
+        files.commit()
+    assert index.read_bytes() == b"other"
+    assert os.listdir(tmp_path) == ["index"]

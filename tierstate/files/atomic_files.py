@@ -6,13 +6,14 @@ import errno
 import os
 import stat
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tierstate.manifest.errors import AlreadyExists
-from tierstate.tiers.posix.files import BufferedFile, create_temp, sync_folder
+from tierstate.tiers.posix.files import UNLOCKED_AGE, BufferedFile, create_temp, sync_folder
+from tierstate.tiers.posix.naming import give_name
 
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -62,15 +63,32 @@ class AtomicFiles:
         for path, file in self._files:
             os.fsync(file.descriptor)
             self.check(path)
+        if self._force:
+            self._replace()
+        else:
+            self._name()
+        for folder in {path.parent for path, _ in self._files}:
+            sync_folder(folder)
+        return tuple(path for path, _ in self._files)
+
+    def _replace(self) -> None:
         last, _ = self._files[-1]
         # First delete the old index, so that it never lists new files.
         for path in (*([last] if len(self._files) > 1 else []), *self._beside):
             path.unlink(missing_ok=True)
         for path, file in self._files:
             os.replace(file.path, path)
-        for folder in {path.parent for path, _ in self._files}:
-            sync_folder(folder)
-        return tuple(path for path, _ in self._files)
+
+    def _name(self) -> None:
+        """Give the files their names, as long as all of them are free; if one is not, none of the files stays."""
+        with ExitStack() as undo:
+            for path, file in self._files:
+                try:
+                    give_name(file, path, UNLOCKED_AGE)
+                except FileExistsError as error:
+                    raise _taken(path) from error
+                undo.callback(path.unlink, missing_ok=True)
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +112,11 @@ class AtomicFiles:
         if path.is_dir() and not path.is_symlink():
             raise AlreadyExists(f"{path} is a folder; name another file, or move it away")
         if path.exists() and not self._force:
-            raise AlreadyExists(f"{path} exists; name another file, or say --force (force=True) to replace it")
+            raise _taken(path)
+
+
+def _taken(path: Path) -> AlreadyExists:
+    return AlreadyExists(f"{path} exists; name another file, or say --force (force=True) to replace it")
 
 
 def check_folder(path: Path) -> None:
