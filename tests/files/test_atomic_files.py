@@ -91,10 +91,11 @@ def test_a_name_that_is_taken_in_the_last_moment_is_not_replaced(tmp_path: Path)
         def check(self, path: Path) -> None:
             """Looks a moment before another process makes the file."""
 
-    with LateToSee() as files, pytest.raises(ts.AlreadyExists, match="index exists; name another file"):
+    with LateToSee() as files:
         for path in (ours, index):
             files.create(path, 3)
         index.write_bytes(b"other")
-        files.commit()
+        with pytest.raises(ts.AlreadyExists, match="index exists; name another file"):
+            files.commit()
     assert index.read_bytes() == b"other"
     assert os.listdir(tmp_path) == ["index"]

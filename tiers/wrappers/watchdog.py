@@ -219,7 +219,7 @@ class CallThreads:
                 self._idle -= 1
         call = call or self._left()
         if call is not None:
-            with suppress(RuntimeError):  # no thread can be started: this one takes the next call too
+            with suppress(RuntimeError, MemoryError):  # no thread can be started: this one takes the next call too
                 self.staff()
         elif self._ended:
             self._calls.put(None)  # for the next thread

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from support.checkpointer_worlds import engine_threads
 
 from tierstate.engine.codecs.pool import Encoded, EncoderPool, workers_here
+from tierstate.tiers import concurrency
+from tierstate.tiers.latch import Latch
 from tierstate.tiers.memory.arena import Arena
 
 CHUNK = torch.arange(64, dtype=torch.uint8)
@@ -110,6 +112,27 @@ def test_what_was_not_begun_is_cancelled_and_its_slab_let_go() -> None:
     encoding.abort()
     assert (arena.in_flight, engine_threads()) == (0, [])
     assert gauge.begun <= 3
+    arena.close()
+
+
+def test_what_cannot_be_begun_for_lack_of_memory_lets_its_slab_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory() -> Latch:
+        monkeypatch.undo()
+        raise MemoryError
+
+    gauge, arena = Gauge(), Arena(1 << 16, 4096)
+    encoding = EncoderPool(Taken(), workers=1)
+    gauge.gate.clear()
+    for number in range(2):
+        slab = arena.acquire()
+        encoding.add(number, lambda number=number: gauge(number), slab)
+        slab.release()
+    monkeypatch.setattr(concurrency, "Latch", no_memory)
+    gauge.gate.set()
+    with pytest.raises(MemoryError):
+        encoding.finish()
+    encoding.abort()
+    assert (gauge.begun, arena.in_flight) == (1, 0)
     arena.close()
 
 

@@ -501,6 +501,23 @@ def test_a_thread_that_dies_for_lack_of_memory_does_not_leave_the_tier_out_for_e
     assert tier.size("a") == 3
 
 
+def test_a_call_is_made_though_there_is_no_memory_for_another_thread(
+    tier: Deadline, inner: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has taken it looks for one for the next call, and must not end with the call."""
+    threads = tier._watch._threads
+    real = threads.staff
+
+    def staff() -> None:
+        if threading.current_thread().name == "tierstate-call":
+            raise MemoryError
+        real()
+
+    inner.inner.put("a", random_bytes(3))
+    monkeypatch.setattr(threads, "staff", staff)
+    assert tier.size("a") == 3
+
+
 def test_a_caller_is_told_though_the_breaker_cannot_be(
     tier: Deadline, inner: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,8 +109,8 @@ class EncoderPool(Generic[T]):
             self._next()
 
     def _next(self) -> None:
-        entry = self._entries.popleft()
-        self._put(entry.what, entry.task.result())
+        encoded = self._entries[0].task.result()  # one that was not begun has its slab until `abort`
+        self._put(self._entries.popleft().what, encoded)
 
     def finish(self) -> None:
         """Pass all chunks to ``put``, and end the threads.
