@@ -114,6 +114,7 @@ _SAY = {
     "int_from_float": "{found} is not a whole number; write one, as in 8",
     "float_type": _NUMBER,
     "float_parsing": _NUMBER,
+    "finite_number": _NUMBER,
     "bool_type": "{found} is neither true nor false; write one of them",
     "bool_parsing": "{found} is neither true nor false; write one of them",
     "string_type": _TEXT,
@@ -124,6 +125,7 @@ _SAY = {
     "tuple_type": _LIST,
     "string_too_short": "is empty; write at least one character",
     "too_short": "is empty; write at least one, or leave the key out",
+    "greater_than": "{found} is too small; write more than {gt:g}",
     "greater_than_equal": "{found} is too small; write at least {ge}",
     "less_than_equal": "{found} is too big; write at most {le}",
 }

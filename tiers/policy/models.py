@@ -75,6 +75,17 @@ def _has_unit(value: object) -> object:
     return value
 
 
+def _matching(pattern: str, otherwise: str) -> BeforeValidator:
+    """A check of text by a pattern; ``otherwise`` says what other text is not, and what is right."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and not re.search(pattern, value):
+            raise ValueError(f"{show_value(value)} {otherwise}")
+        return value
+
+    return BeforeValidator(check)
+
+
 Count: TypeAlias = Annotated[int, Field(ge=1), BeforeValidator(no_bool)]
 
 
@@ -445,6 +456,16 @@ class RanksKeys(Frozen):
     silence: Seconds = 60.0
 
 
+_PROM = r"\.prom$|\$\{"
+
+
+_PromFile: TypeAlias = Annotated[
+    str,
+    Field(pattern=_PROM),
+    _matching(_PROM, "does not end with '.prom', and the node exporter reads no other; write '/path/of/run.prom'"),
+]
+
+
 class MetricsKeys(Frozen):
     """``metrics``: what a process tells of its saves and restores to other programs.
 
@@ -462,7 +483,7 @@ class MetricsKeys(Frozen):
     events: bool = False
     port: Annotated[int, Field(ge=0, le=65535), BeforeValidator(no_bool)] | None = None
     address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    textfile: Annotated[str, Field(pattern=r"\.prom$|\$\{")] | None = None
+    textfile: _PromFile | None = None
     interval: Seconds = 15.0
     opentelemetry: bool = False
 
@@ -488,6 +509,14 @@ class AlarmsKeys(Frozen):
 AGENT_MEMORY = 64 << 30
 
 
+_CPUS = r"^[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*$"
+
+
+_Cpus: TypeAlias = Annotated[
+    str, Field(pattern=_CPUS), _matching(_CPUS, "is no list of CPUs; write one, as in '0-3,8'")
+]
+
+
 class AgentKeys(Frozen):
     """``agent``: a process of this host that publishes what trainers have captured, and outlives them.
 
@@ -508,7 +537,7 @@ class AgentKeys(Frozen):
     idle: Seconds = 600.0
     nice: Annotated[int, Field(ge=0, le=19), BeforeValidator(no_bool)] = 0
     ionice: Literal["none", "idle"] = "none"
-    cpus: Annotated[str, Field(pattern=r"^[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*$")] | None = None
+    cpus: _Cpus | None = None
 
 
 class FailuresKeys(Frozen):

@@ -89,7 +89,7 @@ def find_group(value: object) -> int:
     if isinstance(value, str) and not value.strip().isdecimal():
         try:
             gid = grp.getgrnam(value.strip()).gr_gid
-        except KeyError:
+        except (KeyError, ValueError):  # a character that no name has
             raise ValueError(f"{value!r} is no group on this machine; write a name that `getent group` knows") from None
     elif isinstance(value, (int, str)) and not isinstance(value, bool) and 0 <= int(value) < 1 << 32:
         gid = int(value)
