@@ -217,7 +217,8 @@ class CallThreads:
         finally:
             with self._lock:
                 self._idle -= 1
-        call = call or self._left()
+        if call is None:
+            call = self._left()
         if call is not None:
             with suppress(RuntimeError, MemoryError):  # no thread can be started: this one takes the next call too
                 self.staff()

@@ -28,6 +28,7 @@ from support.outcomes import until
 
 import tierstate as ts
 from tierstate.engine.events import EventBus
+from tierstate.engine.publish import tier_queue
 from tierstate.engine.publish.backlog import Backlog
 from tierstate.engine.publish.save_state import SaveState
 from tierstate.engine.publish.tier_queue import Cascade, TierQueue
@@ -462,6 +463,7 @@ def check_saves_go_on(ckpt: ts.Checkpointer, failed: Latch) -> None:
         (SaveState, "measured", 1),
         (Cascade, "pinned", 1),
         (TierQueue, "retire", 2),
+        (tier_queue, "span", 1),
         (EventBus, "emit", 1),
         (EventBus, "emit", 2),
         (EventBus, "emit", 3),

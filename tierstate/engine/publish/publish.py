@@ -74,6 +74,7 @@ class DirectJob(SlabReceiver):
         self.tier_write = tier_write
         self.due = PendingVersion.of(save_state.head, save_state.nbytes)
         self._queue: SimpleQueue[SlabChunks | UnchangedChunks | Version | BaseException] = SimpleQueue()
+        self._ended = False
 
     @property
     def stored(self) -> int:
@@ -94,7 +95,7 @@ class DirectJob(SlabReceiver):
     def run(self) -> Record:
         """Write slab by slab, then commit. After a failure still releases slabs, so that the capture need not wait."""
         failure = self._unexpected()
-        while isinstance(item := self._queue.get(), (SlabChunks, UnchangedChunks)):
+        while isinstance(item := self._next(), (SlabChunks, UnchangedChunks)):
             try:
                 if failure is None:
                     self._take(item)
@@ -112,6 +113,17 @@ class DirectJob(SlabReceiver):
         except BaseException as error:
             self.tier_write.abort(error)
             raise
+
+    def _next(self) -> SlabChunks | UnchangedChunks | Version | BaseException:
+        item = self._queue.get()
+        self._ended = not isinstance(item, (SlabChunks, UnchangedChunks))
+        return item
+
+    def drain(self) -> None:
+        """Release the slabs of a capture that `run` has not taken, as it failed or was not called, until its end."""
+        while not self._ended:
+            if isinstance(item := self._next(), SlabChunks):
+                item.slab.release()
 
     def _unexpected(self) -> BaseException | None:
         """The error if the tier is not the expected one, or cannot be asked."""

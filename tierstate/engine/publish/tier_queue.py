@@ -304,14 +304,7 @@ class TierQueue:
                 self._emit("left_out", copy.due, reason="newer saves wait")
 
     def _publish(self, job: Job) -> None:
-        with self._goes_on("retention"):  # the job must run: it gives the slabs back that it is fed
-            if not self.tier_run.tier.traits.persistent:
-                # A tier that is not persistent drops its oldest versions before the next save, to have room for it.
-                self.retire(room_for_one=True)
-            elif self.held or not self._retired:
-                # Slower tiers may have got by now what was held for them, and in a full tier no version would arrive
-                # after which it would be dropped.
-                self.retire()
+        self._make_room()
         try:
             if self._ended and isinstance(job, CascadeJob) and job.save_state is not None and self.tier_run.forsaken():
                 # Now, and not after this rank has read and written its part.
@@ -324,6 +317,8 @@ class TierQueue:
                 record = job.run()
                 traced.also(bytes=job.stored)
         except BaseException as raised:
+            if isinstance(job, DirectJob):
+                job.drain()
             error = self._told(raised)
             with self._goes_on("the report of a failure"):
                 self._fail(job, error)
@@ -335,6 +330,17 @@ class TierQueue:
                 self._arrived(job, record)
             self._settle(job, None)
             self.retire()
+
+    def _make_room(self) -> None:
+        """Retention before a save. Never raises: the job must run, as it gives the slabs back that it is fed."""
+        with self._goes_on("retention"):
+            if not self.tier_run.tier.traits.persistent:
+                # A tier that is not persistent drops its oldest versions before the next save, to have room for it.
+                self.retire(room_for_one=True)
+            elif self.held or not self._retired:
+                # Slower tiers may have got by now what was held for them, and in a full tier no version would arrive
+                # after which it would be dropped.
+                self.retire()
 
     def _told(self, error: BaseException) -> Exception:
         """The error for callers that wait: in their threads `SystemExit`, say, would end the program without a word."""
