@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -553,3 +553,28 @@ def test_records_are_read_once_by_a_saver_that_drops_at_every_step() -> None:
         tier_run.retire()
         assert seq == 9 or tier.calls["read"] == before
     assert unnamed(tier, tier_run) == set()
+
+
+def test_what_is_there_stays_known_while_the_log_is_read_and_if_it_cannot_be() -> None:
+    """Other threads ask meanwhile what a tier has: whether what is owed to a slower one is lost with this process."""
+    seen: list[set[int]] = []
+
+    class Watched(Memory):
+        silent = False
+
+        def list(self, prefix: str) -> Iterator[str]:
+            seen.append(set(tier_run.known))
+            if self.silent:
+                raise TierUnavailable("no answer")
+            return super().list(prefix)
+
+    tier = Watched()
+    tier_run = TierRun(tier, "run", *thinning(3, 3))
+    filled(tier, tier_run, [(0, 0), (1, 1)])
+    tier_run.retire(())
+    seen.clear()
+    tier_run.retire(())
+    tier.silent = True
+    with pytest.raises(TierUnavailable):
+        tier_run.retire(())
+    assert [*seen, set(tier_run.known)] == [{1, 2}] * (len(seen) + 1)

@@ -360,18 +360,19 @@ class Retention:
 
     def _learn(self) -> None:
         """Update `_Known` from the log. Versions whose records cannot be read are left alone."""
-        before, self._known = self._known, {}
+        found: dict[int, _Known] = {}
         for seq, seen in self._tier_run.summaries.look().items():
             for error in seen.problems:
                 self._leave(seq, error)
             if not seen.problems:
-                known = before.get(seq)
+                known = self._known.get(seq)
                 last = seen.summaries[-1].commit
                 alike = known is not None and (known.generations, known.commit) == (seen.generations, last)
                 try:
-                    self._known[seq] = known if known is not None and alike else self._of(seen)
+                    found[seq] = known if known is not None and alike else self._of(seen)
                 except TierstateError as error:
                     self._leave(seq, error)
+        self._known = found  # at once: `known` is read by other threads meanwhile
 
     def _of(self, seen: SeqSummaries, record: Record | None = None) -> _Known:
         *earlier, last = seen.summaries
