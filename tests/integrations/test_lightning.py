@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -423,6 +425,40 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     io.teardown()
 
 
+class Drawn(pl.Callback):  # type: ignore[misc, name-defined]
+    """Keeps what the generator would draw when a training starts."""
+
+    def on_train_start(self, *_: Any) -> None:
+        state = torch.get_rng_state()
+        self.numbers = torch.rand(3).tolist()
+        torch.set_rng_state(state)
+
+
+def test_a_training_that_does_not_resume_draws_other_numbers_than_a_checkpoint_would(tmp_path: Path) -> None:
+    """The trainer has loaded a checkpoint within an epoch before, for something else than to train on from it."""
+    fitted(tmp_path)
+    within = str(tmp_path / "ckpt" / "step=21.ckpt")
+
+    def drawn(earlier: Callable[[Any], object]) -> list[float]:
+        start = Drawn()
+        job = trainer(tmp_path, start, max_epochs=-1, max_steps=21)
+        earlier(job)
+        torch.manual_seed(8)
+        job.fit_loop.epoch_loop.max_steps = 24
+        job.fit(Small(), loader())
+        return start.numbers
+
+    def evaluate(path: str | None) -> torch.Tensor:
+        torch.manual_seed(8)
+        trainer(tmp_path).validate(Validated(), ckpt_path=path, verbose=False)
+        return torch.get_rng_state()
+
+    assert torch.equal(evaluate(within), evaluate(None)), "an evaluation is no training that resumes"
+    plain = drawn(lambda job: None)
+    assert drawn(lambda job: job.validate(Validated(), ckpt_path=within, verbose=False)) == plain
+    assert drawn(lambda job: job.fit(Small(), loader(), ckpt_path=within)) == plain, "it was over, and never started"
+
+
 def test_two_ranks_of_ddp(tmp_path: Path) -> None:
     for folder, more in ((tmp_path / "whole", []), (tmp_path / "cut", [2])):
         folder.mkdir()
@@ -437,7 +473,7 @@ def test_two_ranks_of_ddp(tmp_path: Path) -> None:
 
 def test_generators_of_another_number_of_ranks_are_not_restored(caplog: pytest.LogCaptureFixture) -> None:
     one = RngState()
-    job = type("Job", (), {"world_size": 2, "global_rank": 0})()
+    job = SimpleNamespace(world_size=2, global_rank=0, state=SimpleNamespace(fn="fit"))
     before = torch.get_rng_state()
     one.on_load_checkpoint(job, None, {RNG: {"ranks": [ts.Rng().state_dict()], "epoch_ended": False}})
     torch.rand(3)

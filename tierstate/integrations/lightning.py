@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core import saving
+from lightning.pytorch.trainer.states import TrainerFn
 
 import tierstate as ts
 
@@ -164,6 +165,10 @@ class RngState(Callback):  # type: ignore[misc]
         self._loaded: dict[str, Any] | None = None
         self._ended: dict[str, Any] | None = None
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget what an earlier call of the trainer has loaded, and ended before it was set again."""
+        self._loaded = self._ended = None
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of all ranks."""
         mine = ts.Rng().state_dict()
@@ -174,12 +179,12 @@ class RngState(Callback):  # type: ignore[misc]
         checkpoint[RNG] = {"ranks": every, "epoch_ended": bool(ended)}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Set the generators, if the checkpoint has those of as many ranks.
+        """Set the generators, if a training resumes and the checkpoint has those of as many ranks.
 
         After the end of an epoch the next one draws its order from them, when the loader makes its iterator.
         """
         found = checkpoint.get(RNG)
-        if found is None:
+        if found is None or trainer.state.fn != TrainerFn.FITTING:  # `validate`, `test` and `predict` come here too
             return
         if len(found["ranks"]) != trainer.world_size:
             saved = len(found["ranks"])
