@@ -31,7 +31,7 @@ from support.processes import Gang
 
 import tierstate as ts
 from tierstate.integrations.lightning import RNG, TAG, RngState, TierCheckpointIO
-from tierstate.integrations.lightning_strategies import RankVersions
+from tierstate.integrations.lightning_strategies import RankVersions, TierModelParallelStrategy
 from tierstate.integrations.lightning_versions import PathVersions
 from tierstate.providers.values.values import ObjectProvider
 
@@ -457,6 +457,14 @@ def test_a_training_that_does_not_resume_draws_other_numbers_than_a_checkpoint_w
     plain = drawn(lambda job: None)
     assert drawn(lambda job: job.validate(Validated(), ckpt_path=within, verbose=False)) == plain
     assert drawn(lambda job: job.fit(Small(), loader(), ckpt_path=within)) == plain, "it was over, and never started"
+
+
+@pytest.mark.parametrize("made", [TierCheckpointIO, TierModelParallelStrategy])
+def test_wrong_arguments_are_told_before_a_training_begins(made: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'a/b' cannot name a run"):
+        made(policy(tmp_path), run="a/b")
+    with pytest.raises(TypeError, match="is one glob where a list of them is right"):
+        made(policy(tmp_path), run="small", allow_pickle="hyper_parameters.**")
 
 
 def test_two_ranks_of_ddp(tmp_path: Path) -> None:

@@ -343,6 +343,13 @@ def test_ways_to_switch_on(tmp_path: Path) -> None:
     assert losses.found == {step: whole[step] for step in range(9, 13)}
 
 
+def test_a_run_is_named_before_the_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'a/b' cannot name a run"):
+        trainer(tmp_path, tier={"run": "a/b"})
+    for folder, name in (("größe 7", "gr--e-7"), ("_new", "run_new"), (".new", "run.new"), ("gpt-2.b", "gpt-2.b")):
+        assert trainer(tmp_path / folder)._versions._run == name
+
+
 class WithStateOfItsOwn(Own):
     """A trainer that puts a file beside the Trainer's own, as TRL's do."""
 

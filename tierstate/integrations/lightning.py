@@ -73,6 +73,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     Raises:
         PolicyError: the policy cannot be used.
+        TypeError, ValueError: another argument is not valid.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         loaded = policy if isinstance(policy, ts.Policy) else ts.Policy.load(policy)
         self._versions = PathVersions(keep_what_is_named(loaded), run, allow_pickle)
-        self._arguments = (loaded, run, tuple(allow_pickle))
+        self._arguments = (loaded, run, self._versions.allow_pickle)
         _made.pop(run, None)
         _made[run] = self
         saving.pl_load = _load_for_lightning

@@ -161,7 +161,7 @@ class RankVersions(PathVersions):
         return self._group
 
     def _new(self, run: str) -> ts.Checkpointer:
-        return ts.Checkpointer(self.policy, run, self._ranks(), allow_pickle=self._allow_pickle)
+        return ts.Checkpointer(self.policy, run, self._ranks(), allow_pickle=self.allow_pickle)
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,7 @@ class TierStrategyMixin:
     Raises:
         PolicyError: the policy cannot be used.
         TypeError: an option says that rank 0 gathers the state.
+        TypeError, ValueError: another argument is not valid.
     """
 
     model: Any
@@ -255,7 +256,7 @@ class TierStrategyMixin:
             raise TypeError(f"{type(self).__name__} takes no {refused[0]}: each rank saves its own shards")
         super().__init__(**options)
         self._alone = TierCheckpointIO(policy, run, allow_pickle=allow_pickle)  # for `load_from_checkpoint`
-        self._versions = RankVersions(self._alone._versions.policy, run, allow_pickle)
+        self._versions = RankVersions(self._alone._versions.policy, run, self._alone._versions.allow_pickle)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, with this rank's shards."""

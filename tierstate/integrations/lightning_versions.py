@@ -22,6 +22,8 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import tierstate as ts
+from tierstate.manifest.format.globs import check_globs
+from tierstate.manifest.history.log import check_run
 from tierstate.tiers.policy.models import KeepKeys
 from tierstate.tiers.posix.files import sync_folder
 
@@ -106,7 +108,8 @@ class PathVersions:
     """
 
     def __init__(self, policy: ts.Policy, run: str, allow_pickle: Sequence[str]) -> None:
-        self.policy, self.run, self._allow_pickle = policy, run, tuple(allow_pickle)
+        # Checked here, as the tiers are opened at the first save only.
+        self.policy, self.run, self.allow_pickle = policy, check_run(run), check_globs(allow_pickle)
         self._lock = threading.RLock()
         self._checkpointer: ts.Checkpointer | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -226,7 +229,7 @@ class PathVersions:
 
     def _new(self, run: str) -> ts.Checkpointer:
         """A Checkpointer of any run in these tiers."""
-        return ts.Checkpointer(self.policy, run, allow_pickle=self._allow_pickle)
+        return ts.Checkpointer(self.policy, run, allow_pickle=self.allow_pickle)
 
     def raise_error(self) -> None:
         """Raise the error of the background, once."""

@@ -38,6 +38,7 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.engine.info import VersionInfo
 from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError
+from tierstate.manifest.history.log import check_run
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.yaml import escape_variables
@@ -100,7 +101,8 @@ class TierTrainer(Trainer):  # type: ignore[misc]
         args, kwargs: as of `transformers.Trainer`.
 
     Raises:
-        ValueError: the training arguments ask for something that cannot be had with versions; the message says what.
+        ValueError: the training arguments ask for something that cannot be had with versions, or ``run`` cannot name a
+            run; the message says what.
         PolicyError: the policy cannot be used.
     """
 
@@ -192,10 +194,14 @@ def _switch_on(trainer: Any, policy: Policy | str | os.PathLike[str] | None, run
     policy = policy if isinstance(policy, Policy) else Policy.load(policy)
     if args.save_total_limit and args.save_total_limit > 0:
         policy = policy.keeping_last(args.save_total_limit)
-    name = run or re.sub(r"[^\w.-]", "-", Path(args.output_dir).resolve().name)
-    trainer._versions = TrainerVersions(trainer, policy, name)
+    trainer._versions = TrainerVersions(trainer, policy, run or _run_of(args.output_dir))
     _take_over_signals(trainer)
     trainer.add_callback(_Callback(trainer._versions))
+
+
+def _run_of(output_dir: str) -> str:
+    """The last part of a path as a name of a run, which has plain letters and begins with one or with a digit."""
+    return re.sub(r"^(?![A-Za-z0-9])", "run", re.sub(r"[^A-Za-z0-9._-]", "-", Path(output_dir).resolve().name))
 
 
 def _refuse(trainer: Any) -> None:
@@ -277,7 +283,7 @@ class TrainerVersions:
     """
 
     def __init__(self, trainer: Any, policy: Policy, run: str) -> None:
-        self._trainer, self._policy, self._run = trainer, policy, run
+        self._trainer, self._policy, self._run = trainer, policy, check_run(run)
         self._ckpt: Checkpointer | None = None
         self._publisher: ThreadPoolExecutor | None = None
         self._published: Future[None] | None = None
