@@ -350,6 +350,55 @@ def test_a_run_is_named_before_the_training(tmp_path: Path) -> None:
         assert trainer(tmp_path / folder)._versions._run == name
 
 
+class Recorded(TierTrainer):
+    """Keeps the loss of each step, and cannot begin once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps: list[float] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.steps.append(float(loss))
+        return loss
+
+
+class FailsOnce(Losses):
+    failed = False
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if not self.failed:
+            self.failed = True
+            raise OSError("no tracker")
+
+
+def test_losses_that_a_failed_resumption_has_read_are_not_counted_by_the_next_training(tmp_path: Path) -> None:
+    trainer(tmp_path, logging_steps=3).train()
+    losses = FailsOnce()
+    job = trainer(tmp_path, losses, kind=Recorded, logging_steps=3)
+    with pytest.raises(OSError, match="no tracker"):
+        job.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    job.train()
+    assert float.fromhex(losses.found[3]) == pytest.approx(sum(job.steps[:3]) / 3, abs=1e-3)
+
+
+def test_a_policy_that_is_given_later_takes_the_place_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[ts.Policy] = []
+
+    class Opened(ts.Checkpointer):
+        def __init__(self, policy: ts.Policy, *args: Any, **kwargs: Any) -> None:
+            opened.append(policy)
+            super().__init__(policy, *args, **kwargs)
+
+    monkeypatch.setattr("tierstate.integrations.transformers.Checkpointer", Opened)
+    job = trainer(tmp_path / "job", tier={"policy": policy_of(tmp_path / "first")}, max_steps=2)
+    use(job, second := policy_of(tmp_path / "second"))
+    job.train()
+    assert opened == [second]
+
+
 class WithStateOfItsOwn(Own):
     """A trainer that puts a file beside the Trainer's own, as TRL's do."""
 

@@ -195,6 +195,7 @@ def _switch_on(trainer: Any, policy: Policy | str | os.PathLike[str] | None, run
     if args.save_total_limit and args.save_total_limit > 0:
         policy = policy.keeping_last(args.save_total_limit)
     trainer._versions = TrainerVersions(trainer, policy, run or _run_of(args.output_dir))
+    trainer.remove_callback(_Callback)  # of a policy that was given before
     _take_over_signals(trainer)
     trainer.add_callback(_Callback(trainer._versions))
 
@@ -316,7 +317,7 @@ class TrainerVersions:
                 yield self._ckpt
                 self.wait_published()
             finally:
-                self._ckpt, self._guarded = None, None
+                self._ckpt, self._guarded, self._loss = None, None, None
 
     def preempted(self) -> bool:
         """Whether a signal has announced the end of this process; all ranks must ask."""
