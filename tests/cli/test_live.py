@@ -239,6 +239,21 @@ def test_errors_of_a_stranger_are_findings() -> None:
     assert list(found.broken.values()) == ["KeyError: 'odd'"]
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("call", ["put", "list", "read", "delete", "room", "close"])
+def test_errors_of_a_stranger_do_not_end_the_check(call: str) -> None:
+    """At the first use, and by what comes before and after the promises are tried."""
+
+    def raises(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("odd")
+
+    ts.register_tier("odd", type("Odd", (Memory,), {call: raises}))
+    found = check_tier(parse({"odd": {"type": "odd"}, "nvme": {"type": "nvme", "path": "x"}}).tiers[0])
+    assert found.error == "KeyError: 'odd'"
+    assert not found.ok
+    assert found.traits["failure_domain"]
+
+
 class Choosy(Memory):
     """Takes what it does not like for a fault of its caller."""
 

@@ -224,12 +224,8 @@ def _look(spec: TierPolicy, told: OnStep) -> TierFinding:
     told("open")
     try:
         tier = open_tier(spec.name, spec.type, spec.options)
-    except TierstateError as error:
-        finding.error = str(error)
-        return finding
     except Exception as error:
-        # A plug-in's constructor may raise anything, and its message may contain secrets of its configuration.
-        finding.error = f"{type(error).__name__}: {error}"
+        finding.error = _said(error)
         return finding
     prefix = f"scratch/{uuid.uuid4().hex[:12]}"
     told("reach")
@@ -243,15 +239,19 @@ def _look(spec: TierPolicy, told: OnStep) -> TierFinding:
         _try_promises(tier, prefix, finding, told)
         told("measure")
         _measure(tier, spec, prefix, finding)
-    except (TierstateError, OSError) as error:
-        finding.error = str(error)
+    except Exception as error:
+        finding.error = _said(error)
     finally:
         with suppress(BrokenPipeError):  # the parent process may have ended: the objects are deleted anyway
             told("clear")
         _clear(tier, prefix, finding)
-        finding.traits = asdict(tier.traits)
-        tier.close()
+        _close(tier, finding)
     return finding
+
+
+def _said(error: Exception) -> str:
+    """What a tier has raised. A plug-in may raise anything, of which the message alone may say little."""
+    return str(error) if isinstance(error, (TierstateError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def _no_answer(spec: TierPolicy, prefix: str) -> str:
@@ -325,5 +325,13 @@ def _clear(tier: Tier, prefix: str, finding: TierFinding) -> None:
     try:
         for key in list(tier.list(prefix)):
             tier.delete(key)
-    except TierstateError as error:
-        finding.error = finding.error or f"scratch objects under {prefix} could not be removed: {error}"
+    except Exception as error:
+        finding.error = finding.error or f"scratch objects under {prefix} could not be removed: {_said(error)}"
+
+
+def _close(tier: Tier, finding: TierFinding) -> None:
+    try:
+        finding.traits = asdict(tier.traits)
+        tier.close()
+    except Exception as error:
+        finding.error = finding.error or _said(error)
