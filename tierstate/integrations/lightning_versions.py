@@ -25,7 +25,8 @@ import tierstate as ts
 from tierstate.manifest.format.globs import check_globs
 from tierstate.manifest.history.log import check_run
 from tierstate.tiers.policy.models import KeepKeys
-from tierstate.tiers.posix.files import sync_folder
+
+from .version_folders import rename_synced, write_synced
 
 log = logging.getLogger("tierstate")
 
@@ -366,14 +367,10 @@ def _replace_file(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with written.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        written.replace(path)
+        write_synced(written, text)
+        rename_synced(written, path)
     finally:
         written.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def _bounded(targets: Sequence[Target]) -> list[Target]:
