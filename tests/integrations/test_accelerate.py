@@ -13,11 +13,12 @@ import pytest
 pytest.importorskip("accelerate")
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from support.accelerate_job import STEPS, Job, run
 
 import tierstate as ts
-from tierstate.integrations.accelerate import use
+from tierstate.integrations.accelerate import AcceleratorVersions, use
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 
@@ -120,6 +121,35 @@ def test_a_loader_for_evaluation_goes_on_too(done: int, stateful: bool, tmp_path
     second.accelerator.load_state(str(tmp_path / f"step_{done}"))
     assert trained(second, done=done, save=[]) == {step: whole[step] for step in range(done + 1, STEPS + 1)}
     second.accelerator.end_training()
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_generators_wait_for_the_loader_of_the_last_restore(skips: bool, tmp_path: Path, policy: str) -> None:
+    """Of two loaders; the restore before it was in the middle of the other one."""
+
+    def made(seed: int) -> tuple[Accelerator, AcceleratorVersions, list[Any]]:
+        _fresh.__wrapped__()  # type: ignore[attr-defined]
+        torch.manual_seed(seed)
+        accelerator = Accelerator(cpu=True)
+        versions = use(accelerator, policy, "two")
+        data = [torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2) for _ in range(2)]
+        return accelerator, versions, list(accelerator.prepare(*data))
+
+    accelerator, versions, loaders = made(1)
+    for name, loader in zip("ab", loaders, strict=True):
+        drawn = []
+        for place, _ in enumerate(loader):
+            drawn.append(float(torch.rand(1)))
+            if place == 1:
+                accelerator.save_state(str(tmp_path / name))
+    versions.close()
+    accelerator, versions, loaders = made(9)
+    for name in "ab":
+        accelerator.load_state(str(tmp_path / name))
+    for _ in accelerator.skip_first_batches(loaders[0], 1) if skips else loaders[0]:
+        torch.rand(1)
+    assert [float(torch.rand(1)) for _ in accelerator.skip_first_batches(loaders[1], 2)] == drawn[2:]
+    versions.close()
 
 
 @pytest.mark.parametrize("stateful", [False, True], ids=["skipped", "stateful"])

@@ -335,6 +335,8 @@ class AcceleratorVersions:
         """
         self._pending = None
         loaders = self._accelerator._dataloaders
+        for loader in loaders:  # nothing waits for one that an earlier restore has watched
+            vars(loader.base_dataloader).pop("__iter__", None)
         if active is not None and active < len(loaders):
             self._pending = active, Rng().state_dict()
             self._watch(loaders[active])
