@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -185,21 +186,24 @@ def test_a_leader_that_cannot_create_its_record_undoes_those_of_all(error: Tiers
     found = each(world, lambda team, group_commit: group_commit.commit(world.part(team.rank, 1)))
     assert found[2] is error
     assert [found[r].ranks for r in (0, 1, 4)] == [(2,)] * 3
-    assert "rank 2: " + type(error).__name__ in str(found[4])
+    assert str(found[4]) == f"rank 2 could not create the record: {type(error).__name__}: {error}"
     assert isinstance(found[3], RankFailed if isinstance(error, TierFull) else CommitUnknown)
     assert not world.records(1)
 
 
 def test_an_error_that_other_ranks_do_not_know_names_its_rank_once() -> None:
-    world = World("host", [0, 0])
+    def told(failing: Sequence[int]) -> str:
+        world = World("host", [0, 0, 0])
 
-    def rank(team: Team, group_commit: GroupCommit) -> Any:
-        return (
-            group_commit.commit(world.part(0, 1)) if team.rank == 0 else group_commit.withdraw(1, ValueError("a bug"))
-        )
+        def rank(team: Team, group_commit: GroupCommit) -> Any:
+            if team.rank in failing:
+                return group_commit.withdraw(1, ValueError("a bug"))
+            return group_commit.commit(world.part(team.rank, 1))
 
-    found = each(world, rank)
-    assert str(found[0]) == "rank 1 failed: rank 1: ValueError: a bug"
+        return str(each(world, rank)[0])
+
+    assert told([1]) == "rank 1 failed: ValueError: a bug"
+    assert told([1, 2]) == "ranks 1, 2 failed: rank 1: ValueError: a bug; rank 2: ValueError: a bug"
 
 
 def test_what_a_record_names_that_cannot_be_undone_is_deleted_by_nobody() -> None:

@@ -247,8 +247,9 @@ def _refusal(refused: Mapping[int, Vote]) -> RankFailed:
 
 
 def _why(errors: Mapping[int, Mapping[str, Any]]) -> str:
-    """The first four errors, for a message."""
-    return "; ".join(f"rank {rank}: {_text(rank, error)}" for rank, error in list(errors.items())[:4])
+    """The first four errors, for a message that has named the ranks; of several each with its rank."""
+    told = {rank: _text(rank, error) for rank, error in list(errors.items())[:4]}
+    return "; ".join(told.values() if len(told) == 1 else (f"rank {rank}: {text}" for rank, text in told.items()))
 
 
 def _text(rank: int, error: Mapping[str, Any]) -> str:
