@@ -32,7 +32,7 @@ from tierstate.manifest.seal import is_encrypted, sealed_with
 from . import table as col
 from .layout import Layout, is_pack_key
 from .leaf import stored_lossy_methods
-from .version import MAX_SEQ, Version, check_features
+from .version import MAX_SEQ, MAX_TIME, Version, check_features
 
 RECORD_MAGIC = b"\x89TSR\r\n\x1a\n"
 
@@ -388,7 +388,7 @@ def _check(seq: Array, generation: Array, time: Array) -> None:
         return
     if int(seq.max()) > MAX_SEQ or int(generation.max()) > _GENERATION:
         raise FormatError(f"{INDEX_NAME} has a number that no record has")
-    if not bool(np.all((time >= 0) & (time <= 2**53))):  # also fails for NaN
+    if not bool(np.all((time >= 0) & (time <= MAX_TIME))):  # also fails for NaN
         raise FormatError(f"{INDEX_NAME} has a time that no version has")
     if len(np.unique(np.stack([seq, generation.astype("<u8")], 1), axis=0)) != len(seq):
         raise FormatError(f"{INDEX_NAME} has two entries of one record")

@@ -31,6 +31,10 @@ MAX_SEQ = 10**12 - 1
 """Largest sequence number: what fits the twelve digits of a record's key."""
 
 
+MAX_TIME = 2**53
+"""Largest time of a save, in seconds since 1970."""
+
+
 FEATURES: frozenset[str] = frozenset({"delta"})
 """Names of features that this program can read; a table that requires another feature is refused."""
 
@@ -41,7 +45,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-_RANGES = (("seq", 0, MAX_SEQ), ("step", -(2**63), 2**63 - 1), ("time", 0, 2**53), ("world", 1, 2**32))
+_RANGES = (("seq", 0, MAX_SEQ), ("step", -(2**63), 2**63 - 1), ("time", 0, MAX_TIME), ("world", 1, 2**32))
 
 
 WHAT = "version"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.errors import AlreadyExists, MediaError, NotFound, Oversized
-from tierstate.manifest.format.version import Head
+from tierstate.manifest.format.version import MAX_TIME, Head
 
 from .log import KeyValueStore, check_run
 from .retention import RetentionEntry
@@ -156,9 +156,11 @@ def _removal(seq: int, mark: bytes) -> Removal:
     except (ValueError, RecursionError):
         return Removal(unknown)
     match said:
-        case {"time": int() | float() as at}:
+        case {"time": int() | float() as at} if 0 <= at <= MAX_TIME:
             when = float(at)
     match said:
-        case {"version": {"step": int(step), "time": int() | float() as saved, "metadata": dict(metadata)}}:
+        case {"version": {"step": int(step), "time": int() | float() as saved, "metadata": dict(metadata)}} if (
+            0 <= saved <= MAX_TIME  # no number that a float cannot have, and no NaN
+        ):
             return Removal(RetentionEntry(seq, step, float(saved), metadata), True, when)
     return Removal(unknown, time=when)
