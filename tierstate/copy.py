@@ -157,7 +157,7 @@ def _bring(run: Run, entry: VersionCopies, tier_run: TierRun, progress: Progress
 
 
 def _result(run: Run, entry: VersionCopies, done: tuple[str, ...]) -> CopyResult:
-    return CopyResult(VersionInfo.of(find_version(run._catalog(), run.run, RestoreSpec(None, entry.version.id))), done)
+    return CopyResult(run.info(version=entry.version.id), done)
 
 
 def _copy_into(
@@ -179,9 +179,7 @@ def _copy_into(
             raise NotFound(f"no rule of that policy sends a leaf of step {head.step} to any of its tiers")
         for tier in save.tiers:
             save.wait(tier)
-        places = there._catalog().newest_first()
-        made = next(e for place in places if place.seq == save.seq for e in place.entries)
-        return CopyResult(VersionInfo.of(made), save.tiers)
+        return CopyResult(there.info(version=save.version), save.tiers)
 
 
 def _complete(there: Run, known: VersionCopies, entry: VersionCopies, progress: Progress) -> CopyResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import safetensors.torch
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.checkpointer_worlds import scratch
+from support.checkpointer_worlds import policy as tiers_of
+from support.checkpointer_worlds import scratch, wrapped
 from support.cli_calls import Call, odd
 from support.equality import difference
 from support.state_strategies import states
@@ -28,6 +30,8 @@ from tierstate.files.readers.stored import FileValue
 from tierstate.manifest.errors import FormatError
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.providers.tree.flatten import flatten
+from tierstate.tiers.base import Range
+from tierstate.tiers.memory.host import Memory
 
 POLICY = "chunk: 4KiB\narena: {{size: 64KiB}}\ntiers: {{nvme: {{type: nvme, path: {place}/nvme}}}}\n"
 
@@ -391,3 +395,24 @@ def test_a_step_that_no_version_can_have_is_refused(call: Call, policy: Path, st
     assert answer.status == 2
     assert "--step" in answer.err
     assert said in answer.err
+
+
+class Unread(Memory):
+    """A tier that takes records, and does not answer when they are read."""
+
+    def read(self, key: str, ranges: Sequence[Range]) -> None:
+        if key.startswith("versions/"):
+            raise ts.TierUnavailable(f"{self.name}: no answer", tier=self.name)
+        super().read(key, ranges)
+
+
+def test_a_version_that_cannot_be_read_back_at_once_is_told_as_that(place: Path) -> None:
+    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, step=5).wait()
+        (file,) = export(ckpt, place / "out.safetensors").files
+        with wrapped(Unread()) as keys, pytest.raises(ts.Unreadable, match="only: no answer"):
+            ckpt.copy(into=tiers_of({"only": keys}))
+    with wrapped(Unread()) as keys, ts.Checkpointer(tiers_of({"only": keys}), "run") as ckpt:
+        with pytest.raises(ts.Unreadable, match=r"read now: version \d+: only: no answer"):
+            import_version(ckpt, file)
+        assert len(list(ckpt._tier_runs[0].log.seqs())) == 1, "it is saved"

@@ -134,6 +134,16 @@ def test_what_dcp_does_not_look_into_comes_back_as_it_is(
     assert difference(into, saved) == ""
 
 
+def test_a_version_that_cannot_be_read_back_is_saved_and_gets_no_tag(place: Path) -> None:
+    policy = text(place)
+    dcp.save({"n": torch.tensor([1])}, checkpoint_id=1, storage_writer=TierWriter(policy, "run"))
+    (place / "nvme/versions").rename(place / "elsewhere")
+    (place / "nvme/versions").symlink_to(place / "elsewhere")  # which the tier refuses to list
+    with pytest.raises(ts.Unreadable, match="version 1 is saved, and did not get the tag 'best'"):
+        engine_of(ts.Policy.parse(policy), "run").tag("best", 1)
+    close()
+
+
 def test_versions_are_found_by_step_id_and_tag(place: Path) -> None:
     policy = text(place)
     for step in (10, None, None):

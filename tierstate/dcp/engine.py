@@ -21,7 +21,7 @@ from tierstate.engine.store.catalog import RunCatalog
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.arguments import as_step
-from tierstate.manifest.errors import RankFailed, TierstateError
+from tierstate.manifest.errors import RankFailed, TierstateError, Unreadable
 from tierstate.manifest.history.tags import TaggedVersion, TagTarget
 from tierstate.tiers.concurrency import run_concurrently
 from tierstate.tiers.memory.arena import Arena
@@ -102,9 +102,11 @@ class DcpEngine:
         The coordinator writes it to all its tiers, a rank of another host to those that the coordinator does not see.
 
         Raises:
-            TierstateError: the tag could be written to no tier.
+            TierstateError: the version cannot be read, or the tag could be written to no tier.
         """
-        found = next(version.id for version in reversed(self.checkpointer.versions()) if version.seq == seq)
+        found = next((one.id for one in reversed(self.checkpointer.versions()) if one.seq == seq and one.id), None)
+        if found is None:
+            raise Unreadable(f"version {seq} is saved, and did not get the tag {name!r}: it cannot be read back now")
         if self.team is None or self.team.coordinator:
             self.checkpointer.tag(name, version=found)
         elif mine := [one for one in self.checkpointer._tier_runs if one.tier.traits.shared == "host" and _lasts(one)]:

@@ -88,8 +88,7 @@ def import_version(
     if save.skipped:
         raise TierFull("nothing was imported: the arena was full, and the policy says on_full: skip")
     save.wait()
-    places = ckpt._catalog().newest_first()
-    return next(VersionInfo.of(place.entries[0]) for place in places if place.seq == save.seq)
+    return ckpt.info(version=save.version)
 
 
 def _inside(path: Path) -> Path:
