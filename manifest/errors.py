@@ -275,6 +275,12 @@ class untrusted(ContextDecorator):
         return None if type(error).__name__ == _DEVICE_FAILURE else FormatError(f"{what}: {text}")
 
 
+def tier_text(name: str, error: object) -> str:
+    """What an error of a tier says, with the tier's name in front, which most errors have there already."""
+    text = str(error)
+    return text if text.startswith(f"{name}: ") else f"{name}: {text}"
+
+
 def error_text(error: BaseException) -> str:
     """Type and message of an error, for messages; also of one of a program's own type that cannot say what it is."""
     try:

@@ -52,3 +52,8 @@ def test_errors_of_a_tier_know_tier_and_key():
 
 def test_an_error_of_a_policy_is_a_value_error():
     assert issubclass(errors.PolicyError, ValueError)
+
+
+def test_an_error_of_a_tier_has_its_name_once():
+    assert errors.tier_text("nvme", errors.NotFound("nvme: no object k")) == "nvme: no object k"
+    assert errors.tier_text("nvme", errors.NotFound("no object k")) == "nvme: no object k"

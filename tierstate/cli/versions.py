@@ -22,7 +22,7 @@ from tierstate.cli.output.versions import (
 )
 from tierstate.engine.events import KINDS
 from tierstate.engine.progress import byte_progress, status_line
-from tierstate.manifest.errors import NotFound, TierUnavailable
+from tierstate.manifest.errors import NotFound, TierUnavailable, tier_text
 from tierstate.run import runs_of
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.units import parse_seconds
@@ -242,4 +242,4 @@ def prune(
 
 def _runs(policy: Policy, as_json: bool) -> dict[str, list[str]]:
     """The names of all runs, and the tiers that have each."""
-    return runs_of(policy, lambda tier, error: warn(f"{tier}: {error}", as_json=as_json))
+    return runs_of(policy, lambda tier, error: warn(tier_text(tier, error), as_json=as_json))

@@ -24,7 +24,7 @@ from fsspec.utils import stringify_path
 from tierstate.checkpointer import Checkpointer, open_quietly
 from tierstate.engine.info import VersionInfo
 from tierstate.engine.store.catalog import ID_LENGTH, VersionCopies
-from tierstate.manifest.errors import AccessDenied, NotFound, TierstateError, Unreadable
+from tierstate.manifest.errors import AccessDenied, NotFound, TierstateError, Unreadable, tier_text
 from tierstate.manifest.history.log import check_run
 from tierstate.run import runs_of
 from tierstate.tiers.policy.policy import Policy
@@ -342,7 +342,7 @@ class TierstateFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 about = {"version": info.id, "step": info.step, "created": _time(info.time)}
                 yield {"name": f"{address.policy}/{run}@{name}", "size": 0, "type": "directory", **about}
         if failed:
-            told = "; ".join(f"{tier}: {error}" for tier, error in failed)
+            told = "; ".join(tier_text(*one) for one in failed)
             raise Unreadable(f"{address.policy}: not all runs can be listed now: {told}", tier=failed[0][0])
 
     def _names_of(self, address: Address) -> Iterator[tuple[str, VersionInfo]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tierstate.engine.store.catalog import RunCatalog, VersionCopies
 from tierstate.engine.store.retention import UnusedPacks
 from tierstate.engine.store.run_in_tier import TierRun, tier_run_named
-from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierFull, TierstateError
+from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierFull, TierstateError, tier_text
 from tierstate.manifest.history.removals import mark_removed
 
 from .sweep import sweep
@@ -96,7 +96,7 @@ def remove_version(
     removal.look(report)
     if dry_run:
         return report
-    stay = [f"{t.tier}: {why}" for t in report.tiers for why in (*t.reasons, *(() if force else t.forced))]
+    stay = [tier_text(t.tier, why) for t in report.tiers for why in (*t.reasons, *(() if force else t.forced))]
     if stay:
         remedy = "" if any(t.reasons for t in report.tiers) else "; say force=True to remove it all the same"
         raise TierstateError(f"version {seq} of run {tier_runs[0].run!r} was not removed: {'; '.join(stay)}{remedy}")

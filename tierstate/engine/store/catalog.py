@@ -16,7 +16,15 @@ import numpy as np
 
 from tierstate.engine.packs.keys import pack_prefix
 from tierstate.manifest.arrays import Array
-from tierstate.manifest.errors import NotFound, TierError, TierstateError, Unauthentic, Unreadable, cannot_be_asked
+from tierstate.manifest.errors import (
+    NotFound,
+    TierError,
+    TierstateError,
+    Unauthentic,
+    Unreadable,
+    cannot_be_asked,
+    tier_text,
+)
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record, Summary
 from tierstate.manifest.format.version import Version
@@ -114,7 +122,7 @@ class SeqVersions:
     @property
     def told(self) -> str:
         """Text for a message: why no record of it can be read."""
-        return "; ".join(dict.fromkeys((*(f"{name}: {error}" for name, error in self.problems), *self.away)))
+        return "; ".join(dict.fromkeys((*(tier_text(*problem) for problem in self.problems), *self.away)))
 
 
 @dataclass
@@ -307,7 +315,7 @@ def _may_fit(known: SeqSummaries | None, fits: Callable[[Summary], bool]) -> boo
 
 def tiers_away(problems: Iterable[tuple[str, TierstateError]]) -> tuple[str, ...]:
     """Those of the tiers with an error that cannot be asked now, with the reason."""
-    return tuple(f"{name}: {error}" for name, error in problems if cannot_be_asked(error))
+    return tuple(tier_text(name, error) for name, error in problems if cannot_be_asked(error))
 
 
 class VersionMoved(NotFound):

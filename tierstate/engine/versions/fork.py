@@ -14,7 +14,7 @@ from tierstate.engine.info import VersionInfo
 from tierstate.engine.store.catalog import Holding, VersionCopies
 from tierstate.engine.store.index import Summaries
 from tierstate.engine.store.run_in_tier import TierRun
-from tierstate.manifest.errors import AlreadyExists, CommitUnknown, NotFound, TierError, TierstateError
+from tierstate.manifest.errors import AlreadyExists, CommitUnknown, NotFound, TierError, TierstateError, tier_text
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
@@ -72,7 +72,7 @@ def fork(entry: VersionCopies, tier_runs: Sequence[TierRun], new_run: str) -> Ve
         except TierstateError as error:
             failed[tier_run.name] = error
     if not made:
-        told = "; ".join(f"{name}: {error}" for name, error in failed.items()) or "no tier that lasts has it"
+        told = "; ".join(tier_text(*one) for one in failed.items()) or "no tier that lasts has it"
         raise TierError(f"step {old.step} of run {old.run!r} was not forked: {told}")
     for name, reason in failed.items():
         log.warning("%s: step %d of run %s was not forked there: %s", name, old.step, old.run, reason)
@@ -108,7 +108,7 @@ def _begun(tier_runs: Sequence[TierRun], run: str, old: Version) -> Version | No
         found = first or found
     # A run must not be started twice in different tiers: each number would mean two versions.
     if silent and found is None:
-        told = "; ".join(f"{name}: {error}" for name, error in silent.items())
+        told = "; ".join(tier_text(*one) for one in silent.items())
         raise TierError(f"whether run {run!r} has versions already cannot be told: {told}", tier=next(iter(silent)))
     for name, reason in silent.items():
         log.warning("%s: what run %s has there cannot be told: %s", name, run, reason)

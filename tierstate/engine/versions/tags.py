@@ -21,6 +21,7 @@ from tierstate.manifest.errors import (
     TierstateError,
     Unreadable,
     cannot_be_asked,
+    tier_text,
 )
 from tierstate.manifest.history.log import RACE_RETRIES
 from tierstate.manifest.history.tags import (
@@ -233,7 +234,7 @@ class Tags:
             except TierstateError as error:
                 look.failed[tier_run.name] = error
         if not taken:
-            told = "; ".join(f"{tier}: {error}" for tier, error in look.failed.items()) or "none of the tiers lasts"
+            told = "; ".join(tier_text(*failed) for failed in look.failed.items()) or "none of the tiers lasts"
             raise TierError(f"no tier took the tag {name!r} of run {self._run!r}: {told}")
         self._tell(look.failed, f"tag {name!r} is not up to date there")
         return True

@@ -35,6 +35,7 @@ from tierstate.manifest.errors import (
     Unreadable,
     cannot_be_asked,
     format_ranks,
+    tier_text,
 )
 from tierstate.manifest.format.record import Summary
 from tierstate.manifest.format.version import Version
@@ -244,7 +245,7 @@ class VersionAgreement:
             self.catalog.check_tiers()
             self.catalog.check_not_turned_back()
         problems = [
-            [f"{name}: {error}", cannot_be_asked(error), isinstance(error, Unauthentic)]
+            [tier_text(name, error), cannot_be_asked(error), isinstance(error, Unauthentic)]
             for name, error in place.problems
         ]
         there = [[e.version.id, e.version.head.time] for e in place.entries]
