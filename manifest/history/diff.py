@@ -118,7 +118,7 @@ def _values(version: Version) -> dict[str, int]:
 
 def _compare(old: Version, new: Version, pairs: list[tuple[int | None, int]]) -> Iterable[tuple[bool, int]]:
     """For each pair of leaves: whether both have the same shards and chunks, and how many bytes are new."""
-    if _aligned(old, new):
+    if aligned(old, new):
         fresh = np.flatnonzero(np.any(old.digests != new.digests, axis=1))
         counts = np.bincount(new.chunk_leaf[fresh], new.chunk_nbytes[fresh], len(new.leaves))
         return ((True, int(counts[i])) for _, i in pairs)
@@ -126,12 +126,12 @@ def _compare(old: Version, new: Version, pairs: list[tuple[int | None, int]]) ->
     return (_compare_leaf(then, j, now, i) for j, i in pairs)
 
 
-def _aligned(old: Version, new: Version) -> bool:
+def aligned(old: Version, new: Version) -> bool:
     """Whether row i of both chunk tables is the same part of the same leaf: then one comparison covers all leaves."""
     return (
         old.head.chunk == new.head.chunk
         and old.head.digest == new.head.digest
-        and list(old.leaf_index) == list(new.leaf_index)
+        and old.catalog.paths == new.catalog.paths
         and np.array_equal(old.shard_leaf, new.shard_leaf)
         and np.array_equal(old.shard_nbytes, new.shard_nbytes)
         and old.boxes == new.boxes

@@ -15,6 +15,8 @@ from tierstate.manifest.arrays import Array
 from tierstate.manifest.format.globs import matches_any
 from tierstate.manifest.format.version import Version
 
+from .diff import aligned
+
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
@@ -115,8 +117,8 @@ def _leaf(columns: LeafColumns, i: int) -> LeafStatistics:
 
 def changed_share(version: Version, before: Version) -> Array | None:
     """``(leaves,)``: which share of each leaf's bytes is in chunks that are not as in the version before; None if the
-    two do not have the same leaves and shards. NaN for leaves without bytes."""
-    if version.catalog.paths != before.catalog.paths or not np.array_equal(version.chunk_end, before.chunk_end):
+    two do not have the same leaves and shards, or other chunks or digests. NaN for leaves without bytes."""
+    if not aligned(before, version):
         return None
     leaves, of = len(version.leaves), version.chunk_leaf.astype("i8")
     changed = np.any(version.digests != before.digests, axis=1)

@@ -14,8 +14,10 @@ from support.manifest_strategies import cuts
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import spans
 from tierstate.manifest.format.leaf import CONTAINERS, Leaf, Spec
+from tierstate.manifest.format.leaf_path import encode_path
 from tierstate.manifest.format.version import Head, ShardRow, Version
 from tierstate.manifest.history.diff import diff_versions
+from tierstate.manifest.history.leaf_statistics import changed_share
 
 NAMES = ["a", "b", "c", True, 1, float("nan")]
 
@@ -176,6 +178,19 @@ def test_other_digests_tell_nothing(state):
     found = diff_versions(version_of(state), version_of(state, digest="blake3"))
     for d in found:
         assert (d.change, d.changed_nbytes) == ("changed" if d.nbytes else "same", d.nbytes)
+
+
+@given(st.data())
+def test_the_changed_share_of_leaves_is_what_a_diff_says_or_not_known(data):
+    state = data.draw(states())
+    later = data.draw(st.one_of(successors(state), states()))
+    old, new = version_of(state), version_of(later, data.draw(st.sampled_from(["xxh3-128", "xxh3-128", "sha256"])))
+    share = changed_share(new, old)
+    if old.head.digest != new.head.digest or old.head.chunk != new.head.chunk or old.boxes != new.boxes:
+        assert share is None
+    elif share is not None:
+        for d in diff_versions(old, new):
+            assert not d.nbytes or share[new.leaf_index[encode_path(d.path)]] == d.changed_nbytes / d.nbytes
 
 
 def tensor(*digests):
