@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakSet
 
 from tierstate.engine.events import Event, EventBus
 from tierstate.engine.info import VersionInfo, list_versions
 from tierstate.engine.maintain.prune import PendingSaves, PruneReport, PruneRun
-from tierstate.engine.maintain.remove import RemoveReport, remove_version
+from tierstate.engine.maintain.remove import RemoveReport, RunRemoval, remove_run, remove_version
 from tierstate.engine.progress import Progress, no_progress
 from tierstate.engine.repair.check_chunks import Depth, VerifyReport
 from tierstate.engine.repair.doctor import doctor
@@ -39,7 +40,7 @@ from tierstate.manifest.history.diff import LeafDiff
 from tierstate.manifest.history.leaf_statistics import LeafStatistics, leaf_statistics
 from tierstate.manifest.history.log import list_runs
 from tierstate.manifest.history.tags import TaggedVersion, TagTarget
-from tierstate.telemetry.event_log import read_events
+from tierstate.telemetry.event_log import event_keys, read_events
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.places import check_places
 from tierstate.tiers.policy.policy import Policy, open_policy_tier
@@ -471,6 +472,26 @@ class Run:
         if not isinstance(found, int):
             tags = self._tags.by_version().get((found.version.head.seq, found.version.id), ())
         return remove_version(self._tier_runs, found, tags, tier=tier, force=force, dry_run=dry_run)
+
+    @not_reentrant
+    def remove_run(self, *, force: bool = False, dry_run: bool = False) -> RunRemoval:
+        """Remove the whole run from all tiers: all versions, the oldest first, its log of events, and last its tags.
+
+        Right only while nobody saves the run. It stays while a version of it is read or was forked. What an
+        interruption leaves is a run without its oldest versions; to call it again goes on.
+
+        Args:
+            force: remove it; without, an error says what there is.
+            dry_run: change nothing; the report says what would be done, and what stands in the way.
+
+        Raises:
+            NotFound: no tier has anything of it.
+            TierstateError: it must stay, or ``force`` is not said; nothing was changed.
+        """
+        self._check_open()
+        check_flags(force=force, dry_run=dry_run)
+        logged = partial(event_keys, run=self.run)
+        return remove_run(self._tier_runs, self._tags, logged, self._saving(), force=force, dry_run=dry_run)
 
     def _saving(self) -> PendingSaves | None:
         """The saves of this process that are in progress; a `Run` without saves has none."""

@@ -23,6 +23,7 @@ from tierstate.engine.packs.keys import PACKS
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import TierError
+from tierstate.manifest.history.leases import READ, Leases
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.removals import mark_removed
 from tierstate.tiers.memory.host import Memory
@@ -91,6 +92,111 @@ def test_a_version_whose_record_cannot_be_read(call: Call, policy: Path) -> None
     to = policy.parent / "out.pt"
     assert call("restore", "-p", policy, *ARGUMENTS, to).status == 0
     assert difference(state(2), torch.load(to, weights_only=True)) == ""
+
+
+@pytest.mark.slow
+def test_a_whole_run_goes(call: Call, policy: Path) -> None:
+    everything = ["rm", "-p", policy, *ARGUMENTS, "--all"]
+    call("tag", "-p", policy, *ARGUMENTS, "best", "--step", "1")
+    refused = call(*everything)
+    what = "it has 3 versions in nvme, 2 versions in store, the tags best; say --force to remove all of it"
+    assert (refused.status, what in refused.err) == (2, True)
+    before = sorted(policy.parent.rglob("gpt/*"))
+    dry = call(*everything, "--dry-run")
+    assert (dry.status, dry.out.splitlines()[0]) == (0, "nvme: 3 versions and 3 packs, 41.3 KiB, would be removed")
+    assert "its tags best would be taken back" in dry.out
+    assert sorted(policy.parent.rglob("gpt/*")) == before
+    found = call(*everything, "--force", "--json").json
+    assert (found["ok"], found["run"], found["tags"]) == (True, "gpt", ["best"])
+    assert [(t["tier"], t["versions"], len(t["packs"]), t["left"]) for t in found["tiers"]] == [
+        ("nvme", 3, 3, 0), ("store", 2, 2, 0)
+    ]  # fmt: skip
+    assert call("ls", "-p", policy, "--json").json == [{"run": "other", "tiers": ["nvme", "store"]}]
+    assert {path.parent.parent.name for path in policy.parent.rglob("gpt/*")} <= {"removed", "tags"}
+    for wrong in (everything, [*everything, "--force"], [*everything, "--dry-run"]):
+        again = call(*wrong)
+        assert (again.status, "run 'gpt' has nothing in nvme, store; the runs that there are: other" in again.err) == (
+            2, True
+        )  # fmt: skip
+    for wrong in (["--step", "1"], ["--seq", "1"], ["--tier", "nvme"]):
+        assert call(*everything, *wrong).status == 2
+    with ts.Checkpointer(policy, "gpt") as ckpt:
+        ckpt.save(state(1), step=1).wait()
+        assert [version.step for version in ckpt.versions()] == [1], "the name is free"
+        assert ckpt.doctor(apply=True).repairs == []
+
+
+@pytest.mark.slow
+def test_a_run_that_is_needed_stays_whole(call: Call, policy: Path) -> None:
+    everything = ["rm", "-p", policy, "--all", "--force", "-r"]
+    assert call("fork", "-p", policy, *ARGUMENTS, "new", "--step", "2").status == 0
+    forked = call(*everything, "gpt")
+    assert (forked.status, "run 'gpt' was not removed: nvme: version 2 is forked by new" in forked.err) == (2, True)
+    dry = call(*everything, "gpt", "--dry-run")
+    assert (dry.status, "nvme: run gpt stays: version 2 is forked by new" in dry.out) == (1, True)
+    assert len(call("ls", "-p", policy, *ARGUMENTS, "--json").json) == 3
+    assert call(*everything, "new").status == 0
+    assert call("prune", "-p", policy, *ARGUMENTS, "--grace", "0").status == 0, "lets its version go"
+    with ts.Checkpointer(policy, "gpt") as ckpt:
+        tier_run = ckpt._tier_runs[0]
+        leases = Leases(tier_run.tier, "gpt")
+        reading = leases.take(3, READ, tier_run.log.read(3).commit["id"])
+        assert f"version 3 is {READ} by" in call(*everything, "gpt").err
+        leases.release(reading)
+    assert call(*everything, "gpt").status == 0
+
+
+def test_a_run_that_this_process_saves_stays() -> None:
+    free = threading.Event()
+
+    class Slow(Memory):
+        def put(self, key: str, data: Buffer) -> None:
+            if key.startswith("versions/"):
+                free.wait(60)
+            super().put(key, data)
+
+    with wrapped(Slow()) as keys, ts.Checkpointer(tiers_of({"only": keys}), "gpt") as ckpt:
+        saving = ckpt.save({"a": torch.ones(3)}, step=1)
+        with pytest.raises(ts.TierstateError, match="only: this process has saves to it under way"):
+            ckpt.remove_run(force=True)
+        free.set()
+        saving.wait()
+        assert ckpt.remove_run(force=True).ok
+        assert ckpt.versions() == []
+
+
+@pytest.mark.slow
+def test_what_saves_and_damage_have_left_goes_with_a_run(call: Call, policy: Path) -> None:
+    """A record that cannot be read, packs of a save that was killed, and those of a removal that was killed."""
+    nvme = policy.parent / "nvme"
+    (nvme / "versions/gpt/000000000002").write_bytes(b"?")
+    killed, removed = (nvme / f"packs/gpt/{seq:012d}-0-0-0123456789ab" for seq in (9, 1))
+    for path in (killed, removed):
+        path.write_bytes(b"x" * 4096)
+    found = call("rm", "-p", policy, *ARGUMENTS, "--all", "--force")
+    assert found.status == 0
+    assert "nvme: 1 pack that no version names may be of a save under way, and stay" in found.out
+    assert sorted(nvme.rglob("packs/gpt/*")) == [killed]
+    assert call("prune", "-p", policy, *ARGUMENTS, "--grace", "0").status == 0
+    assert not list(nvme.rglob("packs/gpt/*"))
+
+
+@pytest.mark.slow
+def test_a_tier_that_is_away_may_keep_a_run(call: Call, policy: Path) -> None:
+    versions = policy.parent / "nvme/versions"
+    versions.rename(policy.parent / "elsewhere")
+    versions.symlink_to(policy.parent / "elsewhere")  # which the tier refuses to list
+    call("tag", "-p", policy, *ARGUMENTS, "best", "--step", "1")
+    found = call("rm", "-p", policy, *ARGUMENTS, "--all", "--force")
+    assert found.status == 1
+    assert "store: 2 versions and 2 packs" in found.out
+    assert "nvme cannot be asked, and run gpt may stay there: nvme: " in found.out
+    versions.unlink()
+    (policy.parent / "elsewhere").rename(versions)
+    there = call("ls", "-p", policy, *ARGUMENTS, "--json").json
+    assert [(version["step"], version["tiers"]) for version in there] == [(step, ["nvme"]) for step in (1, 2, 3)]
+    assert call("rm", "-p", policy, *ARGUMENTS, "--all", "--force").status == 0
+    assert call("ls", "-p", policy, "--json").json == [{"run": "other", "tiers": ["nvme", "store"]}]
 
 
 def keeping(keep: str) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tierstate.cli.output.history import show_events
-from tierstate.cli.output.repairs import show_prune, show_removed
+from tierstate.cli.output.repairs import show_prune, show_removed, show_removed_run
 from tierstate.cli.output.versions import (
     show_copied,
     show_diff,
@@ -197,23 +197,36 @@ def remove(
     step: Annotated[int | None, typer.Option(help="The version of this step.", autocompletion=steps)] = None,
     version: Id = None,
     seq: Annotated[int | None, typer.Option(help="The version of this number (seq in ls).")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="The whole run, with its tags and its log of events.")
+    ] = False,
     tier: Annotated[
         str | None, typer.Option(help="Remove it from this tier only; none: from all.", autocompletion=tier_names)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also the newest version, or the only copy, or one that cannot be read.")
+        bool,
+        typer.Option(
+            "--force", help="Also the newest version, or the only copy, or one that cannot be read; or a whole run."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove one version from one tier, or from all.
+    """Remove one version from one tier, or from all; or the whole run.
 
-    And the chunks that nothing else needs. A version that has a tag, was forked or is being read stays. Exit status 1
-    if it could not be removed everywhere.
+    And the chunks that nothing else needs. A version that has a tag, was forked or is being read stays, and so does a
+    run of which one was forked or is being read. Nobody may save a run that is removed. Exit status 1 if it could not
+    be removed everywhere.
     """
-    if sum(one is not None for one in (step, version, seq)) != 1:
-        raise ValueError("say which version to remove: --step, --version or --seq")
+    if sum(one is not None for one in (step, version, seq, everything or None)) != 1:
+        raise ValueError("say what to remove: --step, --version or --seq, or --all for the whole run")
+    if everything and tier is not None:
+        raise ValueError(f"--all removes a run from all tiers; leave --tier {tier} away")
     with open_run(policy, run) as ckpt:
+        if everything:
+            gone = ckpt.remove_run(force=force, dry_run=dry_run)
+            show_removed_run(gone, as_json)
+            raise typer.Exit(0 if gone.ok else 1)
         report = ckpt.remove(step=step, version=version, seq=seq, tier=tier, force=force, dry_run=dry_run)
     show_removed(report, force, as_json)
     raise typer.Exit(0 if report.ok or (dry_run and force and not any(t.reasons for t in report.tiers)) else 1)

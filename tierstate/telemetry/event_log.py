@@ -141,6 +141,11 @@ def _pieces(tier: Tier, run: str) -> Iterator[tuple[str, int]]:
     return ((key, int(found[2])) for key in tier.list(f"events/{run}/") if (found := _NAME.fullmatch(key)))
 
 
+def event_keys(tier: Tier, run: str) -> list[str]:
+    """Keys of the log of a run in a tier."""
+    return [key for key, _ in _pieces(tier, run)]
+
+
 def read_events(tiers: Mapping[str, Tier], run: str, since: float = 0.0) -> list[Event]:
     """The events of a run that are logged in some tiers, each once, in the order of their times.
 

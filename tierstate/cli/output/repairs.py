@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from tierstate.engine.maintain.prune import PruneReport, TierPrune
-from tierstate.engine.maintain.remove import RemoveReport
+from tierstate.engine.maintain.remove import RemoveReport, RunRemoval
 from tierstate.engine.repair.check_chunks import Problem, VerifyReport
 from tierstate.engine.repair.health import DoctorReport, Repair
 from tierstate.engine.repair.rebuild import RebuildReport
@@ -190,6 +190,32 @@ def show_removed(found: RemoveReport, forced: bool, as_json: bool) -> None:
             say(f"{t.tier}: --force removes it all the same")
     for tier, why in found.unreachable.items():
         say(f"{tier} cannot be asked, and {name} may stay there: {why}")
+
+
+def show_removed_run(found: RunRemoval, as_json: bool) -> None:
+    """What the removal of a run did in each tier, or would do, and what stands in its way."""
+    if as_json:
+        print_fields(found, ok=found.ok)
+        return
+    would = "would be" if found.dry_run else "were"
+    for t in found.tiers:
+        packs = (
+            f"{plural(t.versions, 'version')} and {plural(len(t.packs), 'pack')}, {rough_size(sum(t.packs.values()))}"
+        )
+        if stays := t.error or "; ".join(t.reasons):
+            done = f"; {packs}, {would} removed before" if t.error else ""
+            say(f"{t.tier}: run {found.run} stays: {stays}{done}")
+        else:
+            say(f"{t.tier}: {packs}, {would} removed")
+        if t.left:
+            say(
+                f"{t.tier}: {plural(t.left, 'pack')} that no version names may be of a save under way, and stay: "
+                "`tierstate prune --grace 0` deletes them, while nobody saves the run"
+            )
+    if found.tags and found.ok:
+        say(f"its tags {', '.join(found.tags)} {'would be' if found.dry_run else 'were'} taken back")
+    for tier, why in found.unreachable.items():
+        say(f"{tier} cannot be asked, and run {found.run} may stay there: {why}")
 
 
 def show_rebuilt(found: RebuildReport, dry_run: bool, as_json: bool) -> None:

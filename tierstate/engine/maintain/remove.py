@@ -1,22 +1,44 @@
-"""Remove one version from one tier or from all, by hand: for ``tierstate rm``. As careful as retention.
+"""Remove one version from one tier or from all, or a whole run, by hand: for ``tierstate rm``. As careful as retention.
 
 First a mark says that the version was removed, so that nothing takes it for lost; then its records are deleted, then
 the packs that no other record and no fork names. An interruption leaves a version that can be removed again, or packs
 for the next `prune`. In a full tier the mark comes last, as the version itself makes the room for it.
+
+Of a run the oldest versions go first, so that what an interruption leaves is a run with its newest versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
+from tierstate.engine.packs.keys import pack_prefix, seq_of
 from tierstate.engine.store.catalog import RunCatalog, VersionCopies
-from tierstate.engine.store.retention import UnusedPacks
+from tierstate.engine.store.identity import learn_newest
+from tierstate.engine.store.retention import UnusedPacks, batches
 from tierstate.engine.store.run_in_tier import TierRun, tier_run_named
-from tierstate.manifest.errors import FormatError, MediaError, NotFound, TierFull, TierstateError, tier_text
-from tierstate.manifest.history.removals import mark_removed
+from tierstate.engine.versions.tags import Tags
+from tierstate.manifest.errors import (
+    FormatError,
+    MediaError,
+    NotFound,
+    TierFull,
+    TierstateError,
+    Unreadable,
+    tier_text,
+)
+from tierstate.manifest.format.record import Record
+from tierstate.manifest.format.version import Head
+from tierstate.manifest.history.removals import mark_removed, removal_marks
+from tierstate.tiers.base import Tier
 
-from .sweep import sweep
+from .prune import PendingSaves
+from .sweep import Swept, sweep
+
+Logged: TypeAlias = Callable[[Tier], Sequence[str]]
+"""The keys of the log of a run's events in a tier."""
 
 
 @dataclass
@@ -38,6 +60,43 @@ class TierRemoval:
     packs: dict[str, int] = field(default_factory=dict)
     removed: bool = False
     error: str = ""
+
+
+@dataclass
+class TierRunRemoval(TierRemoval):
+    """The removal of a run from one tier.
+
+    Attributes:
+        versions: how many there were, or went before the error.
+        left: packs that no version has named, and that may be of a save under way: they stay for now.
+    """
+
+    versions: int = 0
+    left: int = 0
+
+
+@dataclass
+class RunRemoval:
+    """The removal of a run.
+
+    Attributes:
+        run: its name.
+        dry_run: nothing was changed.
+        tags: its tags, which go with it.
+        tiers: those that have something of it.
+        unreachable: tiers that could not be asked, and why: it may stay there.
+    """
+
+    run: str
+    dry_run: bool
+    tags: tuple[str, ...] = ()
+    tiers: list[TierRunRemoval] = field(default_factory=list)
+    unreachable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is gone from all tiers; in a dry run: would be."""
+        return not self.unreachable and all(not t.reasons if self.dry_run else t.removed for t in self.tiers)
 
 
 @dataclass
@@ -172,48 +231,174 @@ class _Removal:
 
     def carry_out(self, found: TierRemoval) -> None:
         """Remove it from one tier; an error goes to the report, and does not stop the others."""
-        tier_run = tier_run_named(self._tier_runs, found.tier)
-        found.packs, log = {}, tier_run.log
+        one, found.packs = self._one, {}
+        going = _Going(self._seq, one.version.id, one.version.head) if one else _Going(self._seq)
         try:
-            marked = self._mark(tier_run)
-            generations = log.generations().get(self._seq, [])
-            packs = self._packs(tier_run, generations)
-            log.forget(self._seq, generations)
-            found.removed = True
-            marked = marked or self._mark(tier_run)  # at once, in the room of the record
-            tier_run.look_again()
-            unused = UnusedPacks(tier_run.tier, tier_run.run, tier_run.summaries).among(packs) or []
-            sizes = {key: packs[key] for key in unused}
-            tier_run.tier.discard(unused)
-            found.packs = sizes
-            if not marked:
-                self._mark(tier_run, last=True)
+            _drop(tier_run_named(self._tier_runs, found.tier), [going], found)
         except TierstateError as error:
             found.error = str(error)
 
-    def _mark(self, tier_run: TierRun, *, last: bool = False) -> bool:
-        """Write the mark; False if there is no room for it before the version has gone.
 
-        Args:
-            last: the version has gone, and nothing else will make room.
-        """
-        id, head = (self._one.version.id, self._one.version.head) if self._one else ("", None)
-        try:
-            mark_removed(tier_run.tier, tier_run.run, self._seq, id, head)
-            return True
-        except TierFull as error:
-            if last:
-                what = f"there is still no room for the mark that says so, and a repair may bring it back: {error}"
-                raise TierFull(f"{tier_run.name}: it was removed, but {what}", tier=tier_run.name) from error
-            return False
+class _Going(NamedTuple):
+    """A version that goes; id and head only if a record of it can be read."""
 
-    def _packs(self, tier_run: TierRun, generations: Sequence[int]) -> dict[str, int]:
-        """The packs that its records name, with their lengths; a record that cannot be read names none."""
-        named: dict[str, int] = {}
+    seq: int
+    id: str = ""
+    head: Head | None = None
+
+
+def _drop(tier_run: TierRun, versions: Sequence[_Going], found: TierRemoval) -> None:
+    """Remove versions from a tier; what was done goes to the report, also before an error.
+
+    Raises:
+        TierstateError: the tier failed.
+    """
+    unmarked = [one for one in versions if not _mark(tier_run, one)]
+    there = tier_run.log.generations()
+    records = {one.seq: there.get(one.seq, []) for one in versions}
+    packs = _packs(tier_run, records)
+    for seq, generations in records.items():
+        tier_run.log.forget(seq, generations)
+    found.removed = True
+    unmarked = [one for one in unmarked if not _mark(tier_run, one)]  # at once, in the room of the records
+    tier_run.look_again()
+    unused = UnusedPacks(tier_run.tier, tier_run.run, tier_run.summaries).among(packs) or []
+    tier_run.tier.discard(unused)
+    found.packs |= {key: packs[key] for key in unused}
+    for one in unmarked:
+        _mark(tier_run, one, last=True)
+
+
+def _mark(tier_run: TierRun, one: _Going, *, last: bool = False) -> bool:
+    """Write the mark; False if there is no room for it before the version has gone.
+
+    Args:
+        last: the version has gone, and nothing else will make room.
+    """
+    try:
+        mark_removed(tier_run.tier, tier_run.run, one.seq, one.id, one.head)
+        return True
+    except TierFull as error:
+        if last:
+            what = f"there is still no room for the mark that says so, and a repair may bring it back: {error}"
+            raise TierFull(f"{tier_run.name}: it was removed, but {what}", tier=tier_run.name) from error
+        return False
+
+
+def _packs(tier_run: TierRun, records: Mapping[int, Sequence[int]]) -> dict[str, int]:
+    """The packs that records name, with their lengths; a record that cannot be read names none."""
+    named: dict[str, int] = {}
+    for seq, generations in records.items():
         for generation in generations:
-            try:
-                layout = tier_run.log.read_generation(self._seq, generation).layout
-            except TierstateError:
-                continue
-            named |= layout.pack_sizes
-        return named
+            with suppress(TierstateError):
+                named |= tier_run.log.read_generation(seq, generation).layout.pack_sizes
+    return named
+
+
+def remove_run(
+    tier_runs: Sequence[TierRun],
+    tags: Tags,
+    logged: Logged,
+    saving: PendingSaves | None = None,
+    *,
+    force: bool = False,
+    dry_run: bool = False,
+) -> RunRemoval:
+    """Remove a run from all tiers: its versions, what killed saves have left, its log of events, and last its tags. To
+    do it again goes on from where an interruption has left it.
+
+    Args:
+        tier_runs: the run in each tier.
+        tags: those of the run.
+        logged: keys of its log of events in a tier, which goes with it.
+        saving: the saves that this process has under way.
+        force: remove it; without, the error says what there is.
+        dry_run: change nothing; what stands in the way is in the report.
+
+    Raises:
+        NotFound: no tier has anything of it.
+        TierstateError: it must stay, or ``force`` is not said; nothing was changed.
+    """
+    report = RunRemoval(tier_runs[0].run, dry_run, tuple(tags.current()))
+    learn_newest([tier_run.identity for tier_run in tier_runs])
+    for tier_run in tier_runs:
+        try:
+            tier_run.identity.ensure(create=False)  # a file system that is not mounted may have versions
+            found = _look_at_run(tier_run, logged, saving)
+        except TierstateError as error:
+            report.unreachable[tier_run.name] = str(error)
+        else:
+            report.tiers += [found] if found is not None else []
+    _check_removable(report, [tier_run.name for tier_run in tier_runs], force=force or dry_run)
+    if dry_run:
+        return report
+    for found in report.tiers:
+        _remove_in(tier_run_named(tier_runs, found.tier), logged, found)
+    if report.ok:
+        for name in report.tags:
+            tags.give(name, None)
+    return report
+
+
+def _check_removable(report: RunRemoval, tiers: Sequence[str], *, force: bool) -> None:
+    """Raises what `remove_run` raises before it changes anything."""
+    run, away = f"run {report.run!r}", report.unreachable.items()
+    if not (report.tiers or report.tags):
+        lost = "".join(f"; {tier} cannot be asked: {why}" for tier, why in away)
+        raise (NotFound if not away else Unreadable)(f"{run} has nothing in {', '.join(tiers)}{lost}")
+    stay = [tier_text(found.tier, why) for found in report.tiers for why in found.reasons]
+    if stay and not report.dry_run:
+        raise TierstateError(f"{run} was not removed: {'; '.join(stay)}")
+    if not force:
+        there = [f"{n} version{'s' * (n != 1)} in {name}" for name, n in ((t.tier, t.versions) for t in report.tiers)]
+        there += [f"the tags {', '.join(report.tags)}"] if report.tags else []
+        raise TierstateError(f"{run} was not removed: it has {', '.join(there)}; say force=True to remove all of it")
+
+
+def _look_at_run(tier_run: TierRun, logged: Logged, saving: PendingSaves | None) -> TierRunRemoval | None:
+    """What a tier has of a run, and what stands in the way; None if it has neither versions, packs nor events."""
+    seqs, found = tier_run.log.seqs(), TierRunRemoval(tier_run.name)
+    found.versions, unclear = len(seqs), _sweep(tier_run, found, dry_run=True, dropped=seqs)
+    found.reasons += [f"version {seq} is {why}" for seq, why in sorted(tier_run.leased().items())]
+    if saving is not None and (saving.coming(tier_run.name) or saving.pinned(tier_run.name)):
+        found.reasons.append("this process has saves to it under way")
+    there = seqs or found.packs or found.left or found.reasons or unclear or logged(tier_run.tier)
+    return found if there else None
+
+
+def _remove_in(tier_run: TierRun, logged: Logged, found: TierRunRemoval) -> None:
+    """Remove a run from one tier; an error goes to the report, and does not stop the others."""
+    found.packs, found.versions = {}, 0
+    try:
+        for some in batches(tier_run.log.seqs()):
+            if held := [f"version {seq} is {why}" for seq, why in tier_run.leased().items()]:
+                raise TierstateError(f"{tier_run.name}: {'; '.join(held)}")
+            records = [tier_run.log.look(seq).record for seq in some]
+            _drop(tier_run, [_going(*one) for one in zip(some, records, strict=True)], found)
+            found.versions += len(some)
+        unclear = _sweep(tier_run, found)
+        if unclear or tier_run.log.seqs():
+            raise TierstateError(unclear or f"{tier_run.name}: somebody has saved to it meanwhile")
+        tier_run.tier.discard(logged(tier_run.tier))
+        found.removed = True
+    except TierstateError as error:
+        found.error, found.removed = str(error), False
+
+
+def _sweep(tier_run: TierRun, found: TierRunRemoval, *, dry_run: bool = False, dropped: Collection[int] = ()) -> str:
+    """Delete packs that no version names: at once those of removed versions, which an interruption has left, and others
+    once they are old. Returns why that cannot be done; empty if it can."""
+    removed = {seq for _, seq in removal_marks(tier_run.tier, tier_run.run)}
+
+    def others() -> set[int | None]:
+        return {seq_of(key) for key in tier_run.tier.list(pack_prefix(tier_run.run))} - removed
+
+    left = sweep(tier_run, grace=0.0, dry_run=dry_run, busy=others, dropped=dropped) if removed else Swept()
+    old = sweep(tier_run, dry_run=dry_run, dropped=dropped)
+    found.packs |= {**left.packs, **old.packs}
+    found.left = len({*old.young, *old.ageless} - found.packs.keys())
+    return left.reason or old.reason
+
+
+def _going(seq: int, record: Record | None) -> _Going:
+    return _Going(seq) if record is None else _Going(seq, record.version.id, record.version.head)

@@ -135,7 +135,7 @@ def sweep(
     *,
     grace: float = DAY,
     dry_run: bool = False,
-    busy: Callable[[], Collection[int]] = tuple,
+    busy: Callable[[], Collection[int | None]] = tuple,
     dropped: Collection[int] = (),
     progress: Progress = no_progress,
 ) -> Swept:
@@ -146,7 +146,8 @@ def sweep(
         grace: seconds since its creation for which such a pack stays: longer than any save takes from its first pack to
             its record. 0 is right only while no other process saves this run, forks it or repacks it.
         dry_run: change nothing.
-        busy: numbers of the versions that this process is writing to the tier; their packs stay.
+        busy: numbers of the versions that this process is writing to the tier; their packs stay. None stands for packs
+            whose keys cannot be parsed.
         dropped: versions that count as dropped, for a dry run; their packs have no grace.
         progress: called with the number of objects deleted since the last call.
 

@@ -113,7 +113,7 @@ def discard(tier: Tier, keys: Iterable[str], progress: Progress = no_progress) -
         progress(len(batch))
 
 
-def _batches(seqs: Collection[int]) -> list[list[int]]:
+def batches(seqs: Collection[int]) -> list[list[int]]:
     """The numbers in batches of `DROP_BATCH`."""
     every = list(seqs)
     return [every[at : at + DROP_BATCH] for at in range(0, len(every), DROP_BATCH)]
@@ -243,13 +243,13 @@ class Retention:
         first = now = decide()
         dropped: list[int] = []
         thinned: dict[int, tuple[str, ...]] = {}
-        for some in _batches(first.drop):
+        for some in batches(first.drop):
             now = decide() if dropped else now
             going = [seq for seq in some if seq in now.drop]
             self._drop(going)
             dropped += going
             progress(len(going))
-        for some in _batches(first.thin):
+        for some in batches(first.thin):
             now = decide() if dropped or thinned else now
             for seq in some:
                 if seq in now.thin and self._thin(seq, now.thin[seq], progress):
