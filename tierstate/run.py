@@ -149,6 +149,7 @@ class Run:
     def versions(self) -> list[VersionInfo]:
         """All versions of the run over all tiers, oldest first; also those whose records cannot be read, as such
         (`VersionInfo.unreadable`)."""
+        self._check_open()
         with gc_paused():  # it makes many small objects, and none of them is garbage
             return list_versions(self._tier_runs, self.policy, self._tags.by_version())
 
@@ -457,6 +458,7 @@ class Run:
             NotFound: there is no such version or tier.
             TierstateError: it must stay; nothing was changed.
         """
+        self._check_open()
         check_flags(force=force, dry_run=dry_run)
         if sum(one is not None for one in (step, version, seq)) != 1:
             raise ValueError("name the version to remove: by its step, or the beginning of its id, or its number")

@@ -181,9 +181,11 @@ def test_a_save_knows_no_other_tiers_than_those_of_the_policy(saved: Any, tier: 
             call(30)
 
 
-def test_a_closed_checkpointer_is_neither_entered_nor_listened_to(saved: Any) -> None:
+def test_a_closed_checkpointer_does_nothing(saved: Any) -> None:
     saved.close()
-    for call in (saved.__enter__, lambda: saved.on("saved", print)):
+    asks = (saved.versions, saved.tags, saved.info, saved.leaves, saved.layers, saved.prune, saved.doctor)
+    changes = (lambda: saved.remove(seq=1), lambda: saved.remove_run(force=True), lambda: saved.untag("best"))
+    for call in (saved.__enter__, lambda: saved.on("saved", print), *asks, *changes):
         with pytest.raises(ts.TierstateError, match="this Checkpointer is closed; make a new one"):
             call()
 
