@@ -124,6 +124,7 @@ def _commit(data: memoryview) -> Mapping[str, Any]:
         raise FormatError(f"{RECORD_NAME} has a commit section that is not JSON") from error
     if not isinstance(commit, dict) or not isinstance(commit.get("id"), str):
         raise FormatError(f"{RECORD_NAME} has a commit section without an id")
+    col.check_depth(commit, f"{RECORD_NAME}: a commit section")
     return commit
 
 
@@ -421,4 +422,5 @@ def _more(text: bytes, count: int) -> list[Mapping[str, Any]]:
     for one in found:
         if not isinstance(one, dict) or any(not isinstance(one.get(name), kind) for name, kind in _MORE):
             raise FormatError(f"{INDEX_NAME}: {str(one)[:60]!r} says too little of a version")
+    col.check_depth(found, INDEX_NAME)
     return found

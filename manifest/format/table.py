@@ -35,6 +35,10 @@ MAX_TABLE_HEAD = 64 << 20
 MAX_COLUMNS = 64
 
 
+MAX_DEPTH = 100
+"""Objects and lists of JSON within each other, at most: twice what a save takes as metadata."""
+
+
 _DTYPES = frozenset({"<u1", "<u2", "<u4", "<u8", "<i8"})
 
 
@@ -130,6 +134,20 @@ def json_field(head: Mapping[str, Any], name: str, kind: type | tuple[type, ...]
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise FormatError(f"{what} has no valid field {name!r}: {reprlib.repr(value)}")
     return value
+
+
+def check_depth(value: Any, what: str) -> None:
+    """Check that JSON values are not nested so deeply that code which prints or copies them would end in a
+    RecursionError: `json.loads` reads more of them than that code can walk through.
+
+    Raises:
+        FormatError: they are nested deeper than `MAX_DEPTH`.
+    """
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, (dict, list))]:
+        if (depth := depth + 1) > MAX_DEPTH:
+            raise FormatError(f"{what} nested deeper than {MAX_DEPTH}")
+        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
 
 
 def string_list(head: Mapping[str, Any], name: str, what: str) -> list[str]:

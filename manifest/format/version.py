@@ -92,6 +92,7 @@ class Head:
         """
         found = cls(**{name: col.json_field(head, name, kind, what) for name, kind in _FIELDS.items()})
         found.check(what)
+        col.check_depth(found.metadata, f"{what}: metadata")
         return found
 
     def check(self, what: str = "version") -> None:

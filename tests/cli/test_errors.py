@@ -19,7 +19,23 @@ from support.cli_calls import Call, damage
 
 import tierstate as ts
 from tierstate.cli.errors import in_options, run
+from tierstate.manifest.format import table as col
+from tierstate.manifest.format.record import decode_sections, encode_sections
 from tierstate.run import Run
+
+
+def test_attributes_that_are_nested_too_deeply_are_told_in_a_sentence(call: Call, policy: Path) -> None:
+    path = policy.parent / "nvme/versions/gpt/000000000003"
+    sections = {name: bytes(data) for name, data in decode_sections(memoryview(path.read_bytes())).items()}
+    head, columns = col.decode_table(memoryview(sections["version"]), "version")
+    attrs = ['{"a":' + 800 * "[" + 800 * "]" + "}" for _ in columns["leaf.attrs.end"]]
+    sections["version"] = col.encode_table(head, columns | col.text_columns(attrs, "leaf.attrs"))
+    path.write_bytes(encode_sections(sections))
+    shown = call("show", "-p", policy, "-r", "gpt", "--json")
+    assert (shown.status, json.loads(shown.err)["error"]["message"]) == (
+        2, "what was read is nested too deeply to be shown"
+    )  # fmt: skip
+
 
 WRONG: dict[str, tuple[list[str], str]] = {
     "no such step": (["show", "-r", "gpt", "--step", "99"], "NotFound"),

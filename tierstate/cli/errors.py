@@ -95,6 +95,8 @@ def run(call: Callable[[], Any], *, as_json: bool) -> int:
         return 1
     except (TierstateError, ValueError, OSError, ImportError) as error:
         return _fail(type(error).__name__, str(error), as_json, FAILED, _more(error))
+    except RecursionError as error:  # as attributes of leaves may be made up to do
+        return _fail(type(error).__name__, "what was read is nested too deeply to be shown", as_json, FAILED)
     except Exception as error:  # a defect of ours: a machine gets JSON also then
         if not as_json:
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from support.manifest_strategies import Table, sections_of, small_record
@@ -9,8 +11,18 @@ from support.manifest_strategies import Table, sections_of, small_record
 from tierstate.manifest.digest import checksum
 from tierstate.manifest.errors import FormatError
 from tierstate.manifest.format.leaf import Leaf, Spec
-from tierstate.manifest.format.record import MAX_SECTIONS, Record, encode_sections
+from tierstate.manifest.format.record import (
+    MAX_SECTIONS,
+    Record,
+    Summary,
+    decode_index,
+    decode_sections,
+    encode_index,
+    encode_sections,
+)
+from tierstate.manifest.format.table import MAX_DEPTH
 from tierstate.manifest.format.version import Head, Version
+from tierstate.providers.values.metadata import json_metadata
 
 
 def resealed(data):
@@ -91,3 +103,36 @@ def test_huge_shapes_take_no_memory():
         next(item for item in section.listed if item[0] == name)[2] = len(numbers)
     with pytest.raises(FormatError, match="has no part"):
         Version.decode(memoryview(section.encode()))
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else 1
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 9 * MAX_DEPTH])
+def test_json_that_code_could_not_walk_through_is_refused(depth):
+    """`json.loads` reads what `json.dumps`, with an indent, and `dataclasses.asdict` cannot follow."""
+    record = small_record()
+    index = encode_index("run", [Summary.of(record)])
+    section = Table(bytes(decode_sections(memoryview(index))["index"]))
+    more = json.loads(section.columns["more"].tobytes())
+    more[0]["metadata"] = {"a": nested(depth)}
+    section.columns["more"] = np.frombuffer(json.dumps(more).encode(), "<u1")
+    section.listed = [[name, dtype, len(section.columns[name])] for name, dtype, _ in section.listed]
+    with pytest.raises(FormatError, match=f"nested deeper than {MAX_DEPTH}"):
+        decode_index(memoryview(encode_sections({"index": section.encode()})), "run")
+    for name in ("commit", "version"):
+        sections = sections_of(record)
+        if name == "commit":
+            sections[name] = json.dumps({"id": "x", "more": nested(depth)}).encode()
+        else:
+            table = Table(sections[name])
+            table.head["metadata"] = {"a": nested(depth)}
+            sections[name] = table.encode()
+        with pytest.raises(FormatError, match=f"nested deeper than {MAX_DEPTH}"):
+            Record.decode(memoryview(encode_sections(sections)))
+
+
+def test_json_that_a_save_takes_is_read():
+    head = Head("run", 1, 1, 0.0, metadata=json_metadata({"a": nested(50)}))
+    assert Head.decode(head.encode()) == head
