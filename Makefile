@@ -11,6 +11,9 @@ BESIDE   = -n $(WORKERS) --dist loadgroup
 # The tests start hundreds of processes, each of which would compile all of tierstate again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Python compiles what is imported, a third of what pip would compile.
+PIP = --quiet --no-compile
+
 .PHONY: demo demo-ranks quick test test-integrations test-lowest test-newest check format lint types wheel bench bench-field mutants soak fuzz reference docs lock audit clean
 
 demo: $(VENV)/ready
@@ -72,8 +75,8 @@ wheel: $(VENV)/ready .venv-wheel/ready
 # What the tests need beside the wheel; and torch, which is not locked, in the version of the other environments.
 .venv-wheel/ready: constraints.txt requirements/test.txt
 	$(PYTHON) -m venv --clear .venv-wheel
-	.venv-wheel/bin/pip install --quiet --require-hashes --no-deps --requirement requirements/test.txt
-	.venv-wheel/bin/pip install --quiet --constraint constraints.txt torch
+	.venv-wheel/bin/pip install $(PIP) --require-hashes --no-deps --requirement requirements/test.txt
+	.venv-wheel/bin/pip install $(PIP) --constraint constraints.txt torch
 	touch $@
 
 format: $(VENV)/ready
@@ -122,8 +125,8 @@ $(VENV)/ready: pyproject.toml constraints.txt requirements/dev.txt
 # All but torch by the hashes of their files; torch in the build that this machine's index has (CPU, CUDA, ROCm). One at a
 # time builds in the checkout.
 define install
-	$(1)/bin/pip install --quiet --require-hashes --no-deps --requirement requirements/$(2).txt
-	flock . $(1)/bin/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	$(1)/bin/pip install $(PIP) --require-hashes --no-deps --requirement requirements/$(2).txt
+	flock . $(1)/bin/pip install $(PIP) --constraint constraints.txt --no-build-isolation --editable .
 endef
 
 # After a change of a policy's keys or of a public name: what pages have from the code.

@@ -8,7 +8,7 @@ shift 2
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$dev_python" -m build --quiet --wheel --no-isolation --outdir "$work/dist" .
-"$bin/pip" uninstall --quiet --yes tierstate
+"$bin/pip" uninstall -qq --yes tierstate
 "$bin/pip" install --quiet --constraint constraints.txt "$work"/dist/*.whl
 # What the tests read beside the package; the package itself stays behind, so that only the wheel can be imported.
 mkdir "$work/tree"
@@ -16,4 +16,6 @@ cp -r tests examples benchmarks docs README.md pyproject.toml constraints*.txt "
 # The real S3 server stays installed beside the checkout, for the next time.
 export TIERSTATE_SWIFT_VENV="${TIERSTATE_SWIFT_VENV:-$PWD/.venv-swift}"
 cd "$work/tree"
+# Compiles all once, which each worker would do by itself, as they start together. An error is told below.
+"$bin/pytest" -q --collect-only > "$work/collected" 2>&1 || true
 "$bin/pytest" -q -m "not soak" "$@"
