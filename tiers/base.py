@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from tierstate.manifest.chunk import Buffer, empty_buffer
-from tierstate.manifest.errors import Damaged, Oversized, TierError
+from tierstate.manifest.errors import Damaged, NotFound, Oversized, TierError
 from tierstate.tiers.connections.secret import JobSecret
 
 Release = Callable[[], None]
@@ -43,6 +44,12 @@ DEFAULT_PART_SIZE = 16 << 20
 
 
 MAX_KEY = 512
+
+
+RACE_SECONDS = 3.0
+"""Seconds for which an object that several processes may create at once may still be replaced by another one of them,
+in a tier that does not create exclusively: from the moment at which one looks whether the name is free until its own
+object is there."""
 
 
 _KEY = re.compile(r"[A-Za-z0-9_\-=+@,][A-Za-z0-9._\-=+@,]*(/[A-Za-z0-9_\-=+@,][A-Za-z0-9._\-=+@,]*)*")
@@ -353,6 +360,34 @@ def read_range(tier: Tier, key: str, offset: int, nbytes: int) -> Buffer:
     out = empty_buffer(nbytes)
     tier.read(key, [Range(offset, out)])
     return out
+
+
+def outlast_race(tier: Tier, key: str) -> bool:
+    """Wait until an object that several processes may create at once is one that stays.
+
+    Where a tier does not create exclusively, all of them are told that they have created it, and the last one's bytes
+    stay. So whoever goes on with such an object, as with a key or an id, must know that it is the last one.
+
+    Args:
+        tier: the tier. If it does not tell ages, the object counts as new.
+        key: the key of an object that this process has created or found.
+
+    Returns:
+        Whether the caller must read the object (again): another one may be there.
+
+    Raises:
+        TierError: the tier could not be asked.
+    """
+    if tier.traits.conditional_create:
+        return False
+    try:
+        age = tier.age(key)
+    except NotFound:
+        return True
+    if (left := RACE_SECONDS - (age or 0.0)) <= 0:
+        return False
+    time.sleep(left)
+    return True
 
 
 def check_key(key: str) -> str:

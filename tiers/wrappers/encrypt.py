@@ -33,7 +33,7 @@ from tierstate.tiers.keys import SecretKey
 from tierstate.tiers.memory.pages import map_pages
 
 from .base import Wrapping
-from .keyring import RING_PREFIX, DataKeys, create_ring, new_cipher, read_ring, replace_ring
+from .keyring import RING_PREFIX, DataKeys, new_cipher, read_ring, replace_ring, ring_to_write_with
 
 BLOCK = 256 << 10
 """Bytes that are encrypted, and can be read, by themselves."""
@@ -132,6 +132,7 @@ class Encrypted(Wrapping):
         super().__init__(inner)
         self._keys = tuple(keys)
         self._ring: DataKeys | None = None
+        self._writes = False  # whether the ring may be written with
         self._lock = threading.Lock()
         self._known: OrderedDict[str, _Stored] = OrderedDict()
         self._local = threading.local()
@@ -159,8 +160,8 @@ class Encrypted(Wrapping):
         if check_key(key).startswith(RING_PREFIX):
             raise ValueError(f"{key}: the keys of an encrypted tier lie there")
         with self._lock:
-            if self._ring is None:
-                self._ring = read_ring(self.inner, self._keys) or create_ring(self.inner, self._keys)
+            if self._ring is None or not self._writes:
+                self._ring, self._writes = ring_to_write_with(self.inner, self._keys, self._ring), True
             key_id, data_key = self._ring.newest
         salt = secrets.token_bytes(_SALT)
         return ObjectCipher(data_key, key, salt), key_id, salt

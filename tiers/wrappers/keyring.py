@@ -17,12 +17,13 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from tierstate.manifest.chunk import as_buffer, to_bytes
-from tierstate.manifest.errors import AlreadyExists, MediaError, NotFound, Unauthentic
+from tierstate.manifest.errors import AlreadyExists, MediaError, NotFound, TierUnavailable, Unauthentic
 from tierstate.manifest.seal import derive
-from tierstate.tiers.base import Tier
+from tierstate.tiers.base import Tier, outlast_race
 from tierstate.tiers.keys import SecretKey
 
 log = logging.getLogger("tierstate")
@@ -120,17 +121,35 @@ def read_ring(tier: Tier, keys: Sequence[SecretKey]) -> DataKeys | None:
     raise failure
 
 
-def create_ring(tier: Tier, keys: Sequence[SecretKey]) -> DataKeys:
-    """The ring of a tier that has none; of processes that race, one makes it.
+def ring_to_write_with(tier: Tier, keys: Sequence[SecretKey], known: DataKeys | None = None) -> DataKeys:
+    """The ring whose newest key encrypts what is written; made if the tier has none.
+
+    Of processes that race, one makes it: what is encrypted with a key that is in no ring is lost.
+
+    Args:
+        known: the ring that was read before.
 
     Raises: as `read_ring`, and TierError if it could not be written.
     """
-    try:
-        return _written(tier, keys[0], DataKeys(0, {}).with_new())
-    except AlreadyExists:
-        found = read_ring(tier, keys)
-        assert found is not None
-        return found
+    found = known or read_ring(tier, keys)
+    made = found is None
+    if found is None:
+        found = DataKeys(0, {}).with_new()
+        try:
+            _write(tier, keys[0], found, 0)
+        except AlreadyExists:
+            found, made = _read_again(tier, keys), False
+    if outlast_race(tier, _key(found.number, 0)):
+        found = _read_again(tier, keys)
+    if made:
+        _write_others(tier, keys[0], found)
+    return found
+
+
+def _read_again(tier: Tier, keys: Sequence[SecretKey]) -> DataKeys:
+    if (found := read_ring(tier, keys)) is None:
+        raise TierUnavailable(f"{tier.name}: its keys ({RING_PREFIX}*) were there, and are gone", tier=tier.name)
+    return found
 
 
 def replace_ring(tier: Tier, keys: Sequence[SecretKey]) -> DataKeys:
@@ -147,23 +166,25 @@ def replace_ring(tier: Tier, keys: Sequence[SecretKey]) -> DataKeys:
     before = read_ring(tier, keys)
     if before is None:
         raise NotFound(f"{tier.name}: is not encrypted yet: there is no key to replace", tier=tier.name)
-    after = _written(tier, keys[0], before.with_new())
+    after = before.with_new()
+    _write(tier, keys[0], after, 0)
+    _write_others(tier, keys[0], after)
     for number, copies in _numbers(tier).items():
         for copy in copies if number < after.number else ():
             tier.delete(_key(number, copy))
     return after
 
 
-def _written(tier: Tier, key: SecretKey, ring: DataKeys) -> DataKeys:
-    for copy in range(COPIES):
-        name = _key(ring.number, copy)
-        try:
-            tier.put(name, as_buffer(bytearray(_wrapped(name, key, ring.keys))))
-        except AlreadyExists:
-            if not copy:
-                raise
-            log.debug("%s: %s is there already", tier.name, name)
-    return ring
+def _write(tier: Tier, key: SecretKey, ring: DataKeys, copy: int) -> None:
+    name = _key(ring.number, copy)
+    tier.put(name, as_buffer(bytearray(_wrapped(name, key, ring.keys))))
+
+
+def _write_others(tier: Tier, key: SecretKey, ring: DataKeys) -> None:
+    """Write all copies but the first, which decides races."""
+    for copy in range(1, COPIES):
+        with suppress(AlreadyExists):
+            _write(tier, key, ring, copy)
 
 
 def _wrapped(name: str, key: SecretKey, ring: Mapping[str, bytes]) -> bytes:

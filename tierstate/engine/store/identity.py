@@ -30,7 +30,7 @@ from tierstate.manifest.format.marker import MARKER_KEY, MAX_MARKER_BYTES, TierM
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.log import Log, list_runs
 from tierstate.manifest.seal import sealed_with
-from tierstate.tiers.base import Place, Tier, layer_of
+from tierstate.tiers.base import Place, Tier, layer_of, outlast_race
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.wrappers.encrypt import Encrypted
 from tierstate.tiers.wrappers.keyring import RING_PREFIX
@@ -169,6 +169,7 @@ class TierIdentity:
         self._by_others: dict[str, TierName] = {}
         self._noted: set[str] = set()
         self._place: Place | None = None
+        self._stays = False
         self._lock, self._learning = threading.Lock(), threading.Lock()
 
     @property
@@ -276,6 +277,7 @@ class TierIdentity:
         if not self.tier.traits.persistent:
             return
         self.look()
+        self._outlast_race()
         expected = self._ask_all() if self._is_new_here else None
         if self.marker is UNKNOWN and self._asked is not UNKNOWN:
             check_key(self.tier)
@@ -290,6 +292,7 @@ class TierIdentity:
         self._asked = self.marker
         if self.marker is None and create:
             self._create(expected) if self.leads else self._wait_for_leader()
+            self._outlast_race()
         for other in self.beside:
             if other is not self and self.marker is not None and other.marker is not None:
                 check_apart(self.name, self.marker, other.name, other.marker)
@@ -369,6 +372,15 @@ class TierIdentity:
         with self._lock:
             self.marker = write_marker(self.tier, made)
             self._place = self.tier.place()  # the directory may not have existed before
+
+    def _outlast_race(self) -> None:
+        """Make sure, once, that the marker is not one that another process is about to replace by its own."""
+        if self._stays or self.marker is None:
+            return
+        if outlast_race(self.tier, MARKER_KEY):
+            with self._lock:
+                self.marker = read_marker(self.tier)
+        self._stays = True
 
     def _wait_for_leader(self) -> None:
         """Wait for the marker that another rank creates at the same time: at the first save of all."""
