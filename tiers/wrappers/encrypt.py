@@ -26,9 +26,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from tierstate.manifest.chunk import Buffer, as_buffer, empty_buffer, spans, view
-from tierstate.manifest.errors import Unauthentic
+from tierstate.manifest.errors import Damaged, Unauthentic
 from tierstate.manifest.seal import ENCRYPTED_MAGIC, derive
-from tierstate.tiers.base import AtomicWriter, ObjectWriter, Range, Release, Tier, check_key, check_ranges
+from tierstate.tiers.base import AtomicWriter, ObjectWriter, Range, Release, Tier, check_key, check_ranges, read_range
 from tierstate.tiers.keys import SecretKey
 from tierstate.tiers.memory.pages import map_pages
 
@@ -169,19 +169,36 @@ class Encrypted(Wrapping):
     def size(self, key: str) -> int:
         return plain_length(self.inner.size(key)) or 0
 
+    def get(self, key: str) -> Buffer:
+        return self._decrypted(key, self.inner.get(key))
+
+    def get_within(self, key: str, most: int, what: str) -> Buffer:
+        return self._decrypted(key, self.inner.get_within(key, stored_length(most), what))
+
+    def _decrypted(self, key: str, data: Buffer) -> Buffer:
+        """Decrypt an object that was read whole, in its memory."""
+        nbytes = self._plain_length(key, len(data))
+        stored = self._verified(key, nbytes, view(data)[nbytes:])
+        self._decrypt(key, stored, _Part(0, data[:nbytes]))
+        return data[:nbytes]
+
+    def _plain_length(self, key: str, size: int) -> int:
+        if (nbytes := plain_length(size)) is None or nbytes > MAX_OBJECT:
+            raise Unauthentic(f"{self.name}: {key}: is not encrypted, or was cut: it has {size} bytes")
+        return nbytes
+
     def read(self, key: str, ranges: Sequence[Range]) -> None:
         with self._lock:
             stored = self._known.get(key)
         if stored is not None:
             try:
                 return self._read(key, stored, ranges)
-            except Unauthentic:
-                self._forget([key])  # the object may have been deleted, and another one made
+            except Damaged:
+                self._forget([key])  # the object may have been deleted, and another one made, also a longer one
         size = self.inner.size(key)
-        if (nbytes := plain_length(size)) is None or nbytes > MAX_OBJECT:
-            raise Unauthentic(f"{self.name}: {key}: is not encrypted, or was cut: it has {size} bytes")
+        nbytes = self._plain_length(key, size)
         if nbytes <= BLOCK:
-            return self._read_small(key, size, nbytes, ranges)
+            return self._read_small(key, size, ranges)
         end = empty_buffer(size - nbytes)
         self.inner.read(key, [Range(nbytes, end)])
         stored = self._verified(key, nbytes, view(end))
@@ -191,15 +208,10 @@ class Encrypted(Wrapping):
                 self._known.popitem(last=False)
         return self._read(key, stored, ranges)
 
-    def _read_small(self, key: str, size: int, nbytes: int, ranges: Sequence[Range]) -> None:
+    def _read_small(self, key: str, size: int, ranges: Sequence[Range]) -> None:
         """Read ranges of an object of one block: all of it at once."""
-        data = empty_buffer(size)
-        self.inner.read(key, [Range(0, data)])
-        stored = self._verified(key, nbytes, view(data)[nbytes:])
-        check_ranges(f"{self.name}: {key}", nbytes, ranges)
-        plain = empty_buffer(nbytes)
-        if nbytes and not stored.cipher.decrypt(0, view(data)[: nbytes + _TAG], view(plain)):
-            raise self._altered(key, 0)
+        plain = self._decrypted(key, read_range(self.inner, key, 0, size))
+        check_ranges(f"{self.name}: {key}", len(plain), ranges)
         for offset, out in ranges:
             out.copy_(plain[offset : offset + len(out)])
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstate.manifest.chunk import empty_buffer, to_bytes
-from tierstate.manifest.errors import TierUnavailable, Unauthentic
+from tierstate.manifest.errors import Oversized, TierUnavailable, Unauthentic
 from tierstate.tiers.base import Range, Tier, layer_of
 from tierstate.tiers.keys import SecretKey
 from tierstate.tiers.memory.host import Memory
@@ -22,6 +22,7 @@ from tierstate.tiers.testing import Fault, Faulty, TierContract, random_bytes
 from tierstate.tiers.wrappers import encrypt
 from tierstate.tiers.wrappers.encrypt import BLOCK, Encrypted, plain_length, stored_length
 from tierstate.tiers.wrappers.keyring import RING_PREFIX, read_ring
+from tierstate.tiers.wrappers.measure import Measured
 
 KEYS = [SecretKey(bytes([n]) * 32) for n in range(3)]
 LENGTHS = [0, 1, 100, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7]
@@ -268,6 +269,35 @@ def test_two_that_begin_at_once_have_one_ring() -> None:
     ring = read_ring(inner, KEYS)
     assert ring is not None
     assert len(ring.keys) == 1
+
+
+@pytest.mark.parametrize("before", [0, 5, 2 * BLOCK, 3 * BLOCK])
+@pytest.mark.parametrize("after", [0, 5, 2 * BLOCK, 3 * BLOCK])
+def test_an_object_that_another_process_has_made_anew_is_read(before: int, after: int) -> None:
+    inner = Memory()
+    tier, other = Encrypted(inner, KEYS), Encrypted(inner, KEYS)
+    for seed, nbytes in enumerate((before, after)):
+        other.delete("a")
+        other.put("a", random_bytes(nbytes, seed))
+        out = empty_buffer(nbytes)
+        tier.read("a", [Range(0, out)])
+        assert torch.equal(out, random_bytes(nbytes, seed))
+
+
+@pytest.mark.parametrize("nbytes", LENGTHS)
+def test_a_whole_object_takes_two_requests(nbytes: int) -> None:
+    """One for its length, and one for its bytes."""
+    inner = Measured(Memory())
+    tier = Encrypted(inner, KEYS)
+    tier.put("a", random_bytes(nbytes, 1))
+    Encrypted(inner, KEYS).get("a")
+    for read in (tier.get, lambda key: tier.get_within(key, nbytes, "a thing")):
+        before = {name: one.calls for name, one in inner.operations.items()}
+        assert torch.equal(read("a"), random_bytes(nbytes, 1))
+        made = {name: one.calls - before[name] for name, one in inner.operations.items()}
+        assert {name: calls for name, calls in made.items() if calls} == {"size": 1, "read": 1}
+    with pytest.raises(Oversized):
+        tier.get_within("a", nbytes - 1, "a thing")
 
 
 def test_the_ring_is_no_object_of_the_tier() -> None:
