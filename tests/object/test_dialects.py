@@ -128,6 +128,9 @@ def test_a_server_that_refuses_conditions(rclone: Rclone, place: Path) -> None:
                 with pytest.raises(AlreadyExists):
                     create()
             assert tier.get("a").equal(LONG[:5])
+            refused = [one for one in proxy.seen if one.status == 501]
+            write(tier, "c", LONG)
+            assert [one for one in proxy.seen if one.status == 501] == refused, "it is not asked again"
         with closing(open_tier(proxy, fresh_prefix())) as tier:  # its first create asks what time it is
             assert isinstance(tried(lambda: tier.age("none")), NotFound)
         prefix, state = fresh_prefix(), tensors(1 << 20)
@@ -136,6 +139,14 @@ def test_a_server_that_refuses_conditions(rclone: Rclone, place: Path) -> None:
         shutil.rmtree(place / "nvme")
         with ts.Checkpointer(two_tiers(place, proxy, prefix), "run") as ckpt:
             assert alike(state, ckpt.load(step=1))
+
+
+def test_a_bucket_that_keeps_all_is_told_once(rclone: Rclone) -> None:
+    """As one whose objects are locked: scratch objects stay, each under a name of its own."""
+    with Proxy(rclone) as proxy, closing(open_tier(proxy, fresh_prefix())) as tier:
+        proxy.add(Fault("status", "DELETE", status=403, code="AccessDenied", count=None))
+        tier.put("a", LONG[:5])
+        assert sum("scratch objects cannot be deleted" in note for note in tier.traits.notes) == 1
 
 
 def test_what_a_server_cannot_is_told_at_once(rclone: Rclone) -> None:

@@ -333,7 +333,8 @@ class Bucket(Tier):
             try:
                 self._remove(name)
             except AccessDenied as error:
-                notes.append(f"a scratch object could not be deleted: {error}")
+                if not notes:
+                    notes.append(f"scratch objects cannot be deleted: {error}")
 
         one_won = probe_conditional_create(self._enter, remove, self.races)
         found = f"several winners in a race of {PROBE_WRITERS}"

@@ -123,7 +123,8 @@ class S3Bucket(Bucket):
     def upload(self, key: str) -> S3Upload:
         """A new multipart upload."""
         with self.explained("begin an upload of", key):
-            return S3Upload(self._s3.session, self._s3.where(key), self._checksum)
+            where = self._s3.where(key)
+            return S3Upload(self._s3.session, where, self._checksum, conditional=self._s3.conditional)
 
     def _findings(self) -> Iterator[str]:
         yield from super()._findings()

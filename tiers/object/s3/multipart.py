@@ -262,10 +262,13 @@ class S3Upload:
         session: the store.
         where: bucket and key.
         checksum: the kind of checksum of every part.
+        conditional: the store is told to complete it only if the name is free. Otherwise the caller has looked.
     """
 
-    def __init__(self, session: Session, where: Mapping[str, str], checksum: Checksum) -> None:
-        self._session, self._object, self._checksum = session, where, checksum
+    def __init__(
+        self, session: Session, where: Mapping[str, str], checksum: Checksum, *, conditional: bool = True
+    ) -> None:
+        self._session, self._object, self._checksum, self._conditional = session, where, checksum, conditional
         self._mark = uuid.uuid4().hex
         algorithm = {"ChecksumAlgorithm": checksum.algorithm} if checksum.algorithm else {}
         self._where = {**where, "UploadId": session.patiently(lambda: self._begin(algorithm))}
@@ -314,15 +317,15 @@ class S3Upload:
 
     def _completed(self, parts: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
         """The answer to the completion. The caller has looked whether the name is free, for stores that refuse the
-        condition."""
+        condition, some of them here only."""
         request = partial(
             self._session.once, "complete_multipart_upload", **self._where, MultipartUpload={"Parts": list(parts)}
         )
         answer: Mapping[str, Any]
         try:
-            answer = request(IfNoneMatch="*")
+            answer = request(IfNoneMatch="*") if self._conditional else request()
         except Exception as error:
-            if store_error_code(error) not in NO_CONDITIONS:
+            if not self._conditional or store_error_code(error) not in NO_CONDITIONS:
                 raise
             answer = request()
         return answer
