@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-PROTOCOL = "uploads"
+PROTOCOL, FILES_ONLY = "uploads", "uploads-by-files"
 
 Request: TypeAlias = Literal["open", "begin", "chunk", "finish", "discard", "info"]
 Dialect: TypeAlias = Literal["as gcsfs", "early", "replacing", "keeping", "gathering", "unbuffered", "no xb"]
@@ -166,6 +166,14 @@ class UploadFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise FileNotFoundError(path)
 
 
+class FilesOnlyFileSystem(UploadFileSystem):
+    """The same, in which objects are created by way of files only, as those of fsspec by default."""
+
+    protocol = FILES_ONLY
+    pipe_file = AbstractFileSystem.pipe_file
+
+
 def register() -> None:
-    """Make fsspec know the protocol."""
-    fsspec.register_implementation(PROTOCOL, f"{__name__}.{UploadFileSystem.__name__}", clobber=True)
+    """Make fsspec know the protocols."""
+    for cls in (UploadFileSystem, FilesOnlyFileSystem):
+        fsspec.register_implementation(cls.protocol, f"{__name__}.{cls.__name__}", clobber=True)

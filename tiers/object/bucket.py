@@ -35,7 +35,7 @@ from .filesystem import (
     store_errors_translated,
     unsafe_connections,
 )
-from .stream import StreamProbe, StreamWriter, UploadFile
+from .stream import SEEN_EARLY, StreamProbe, StreamWriter, UploadFile
 
 PROBE_WRITERS = 8
 
@@ -346,27 +346,39 @@ class Bucket(Tier):
         found += (
             "; that is no proof for others" if self._conditional else "; racing writers of one key may both succeed"
         )
-        stream_fault = self._stream_fault(remove) if isinstance(self._store, FsspecClient) else None
+        stream_fault = self._stream_fault(self._store, remove) if isinstance(self._store, FsspecClient) else None
         self.streams = stream_fault == ""
         yield from notes
         yield f"conditional create: {found}"
         if stream_fault:
             yield f"objects are gathered in memory before they are sent: {stream_fault}"
 
-    def _stream_fault(self, remove: Callable[[str], None]) -> str:
-        """Why long objects cannot be sent while they are written; empty if they can."""
+    def _stream_fault(self, store: FsspecClient, remove: Callable[[str], None]) -> str:
+        """Why long objects cannot be sent while they are written; empty if they can.
+
+        Raises:
+            TierError: no object can be created that is not seen before it is complete.
+        """
         name = f".probe-{uuid.uuid4().hex}"
         byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
         def first_byte() -> int:
             with self.explained("read", name):
-                self._store.fill(name, [Range(0, byte)])
+                store.fill(name, [Range(0, byte)])
             return int(byte[0])
 
         try:
-            return StreamProbe(partial(self._file, name), first_byte).fault(bool(self._conditional))
+            fault = StreamProbe(partial(self._file, name), first_byte).fault(bool(self._conditional))
         finally:
             remove(name)
+        if fault == SEEN_EARLY and store.creates_by_files:
+            raise TierError(
+                f"{self.name}: nothing can be written to {store.protocol}://: {fault}, so that a writer that is "
+                "killed leaves part of one; mount it, and write a tier of 'type: lustre' with the mounted folder as "
+                "its 'path', or use another store",
+                tier=self.name,
+            )
+        return fault
 
     def _known_to_race(self) -> str:
         """Why several writers may win here, whatever a probe saw; empty where nothing is known."""

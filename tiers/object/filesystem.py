@@ -395,6 +395,13 @@ class FsspecClient(ObjectClient):
         endpoint = options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url") or ""
         super().__init__(url.partition("://")[0], root, str(endpoint))
 
+    @property
+    def creates_by_files(self) -> bool:
+        """Whether `create` writes through the files of `open_new`, as fsspec does where a store has no other way."""
+        from fsspec.spec import AbstractFileSystem
+
+        return getattr(self._fs.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file
+
     def fill(self, name: str, ranges: Sequence[Range]) -> None:
         pieces = [piece for wanted in ranges for piece in _split(wanted)]
         for i in range(0, len(pieces), PARALLEL_READS):

@@ -32,6 +32,10 @@ PROBE_MOST = 16 << 20
 """Most bytes that the probe writes until a file has sent some of them."""
 
 
+SEEN_EARLY = "an object can be seen before it is complete"
+"""What `StreamProbe.fault` says of files that show a write while it goes on."""
+
+
 class NoStream(TierError):
     """The files of a store are not of the kind that can be sent piece by piece."""
 
@@ -214,7 +218,7 @@ class StreamProbe:
     def _visible(self) -> str:
         file = self._write(1)
         if self._object() is not None:
-            return "an object can be seen before it is complete"
+            return SEEN_EARLY
         self._open.remove(file)
         file.discard()
         return "" if self._object() is None else "an object that was given up can be seen"

@@ -35,7 +35,7 @@ ORPHAN_AGE = 24 * 3600.0
 _OF_S3: dict[str, Any] = {"checksum": "auto", "orphan_age": ORPHAN_AGE}
 
 
-_KNOWN = ("s3", "s3a", "file", "local", "memory", "gs", "gcs", "abfs", "az", "http", "https")
+_KNOWN = ("s3", "s3a", "file", "local", "memory", "gs", "gcs", "abfs", "az")
 """Protocols that are known without asking fsspec, whose import takes a while."""
 
 
@@ -60,6 +60,26 @@ _THROUGH_OTHERS = frozenset(
 )
 """File systems of fsspec that read through another one. A tier gains nothing by them: they neither create exclusively
 nor read what was just written. The caches believe files in a folder that others may write to, pickles among them."""
+
+
+_SHOWN_EARLY = (
+    "shows an object while it is still being written, so that a writer that is killed leaves part of one; mount it, "
+    "and write a tier of 'type: lustre' with the mounted folder as its 'path'"
+)
+
+
+_WEB = (
+    "is a web server, which need not list what it has, and creates nothing exclusively; for an S3 store write "
+    "'s3://bucket/ckpt', and its address as 'endpoint_url' in the tier's 'options'"
+)
+
+
+_NO_STORES: dict[str, str] = {
+    **dict.fromkeys(("arrow_hdfs", "ftp", "hdfs", "sftp", "smb", "ssh", "webhdfs"), _SHOWN_EARLY),
+    **dict.fromkeys(("http", "https"), _WEB),
+}
+"""Protocols of fsspec that cannot keep the promises of a tier, and why: of a web server that lists nothing a run would
+look as if it had no version, and a job would begin afresh."""
 
 
 def check_url(url: str, options: Mapping[str, Any] | None = None) -> str:
@@ -87,6 +107,8 @@ def _wrong_with(protocol: str, found: str, rest: str) -> str:
             "leads through another file system (a chain, a cache or an archive of fsspec); write the URL of the store "
             "itself, as in 's3://bucket/ckpt'"
         )
+    if protocol in _NO_STORES:
+        return _NO_STORES[protocol]
     if protocol not in _KNOWN and protocol not in _protocols():
         near = get_close_matches(protocol.lower(), _KNOWN, n=1)
         meant = (
@@ -136,7 +158,7 @@ class ObjectStore(Tier):
     ``memory://`` keeps objects in the process, for tests. Of the other protocols only S3 was tested with servers,
     ``abfs://`` and ``gs://`` with emulators. Long objects are sent while they are written; if the files of a store show
     a write before it is complete, or replace an object, they are gathered in memory instead, and ``traits.notes`` says
-    so. On a store whose single writes are not atomic, readers may see part of an object.
+    so. A store whose single writes are not atomic either is refused, as far as that can be found out.
 
     Args:
         url: protocol, bucket and prefix, as in ``s3://bucket/ckpt``; the bucket must exist.

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.upload_filesystem import PROTOCOL, SITES, Dialect, Fault, Request, Site, register
+from support.upload_filesystem import FILES_ONLY, PROTOCOL, SITES, Dialect, Fault, Request, Site, register
 
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import AlreadyExists, TierError, TierFull, TierUnavailable
@@ -38,9 +38,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     SITES.clear()
 
 
-def open_bucket(name: str = "", capacity: int | None = None) -> Bucket:
+def open_bucket(name: str = "", capacity: int | None = None, protocol: str = PROTOCOL) -> Bucket:
     """A bucket in a store of its own, or in that of the name."""
-    tier = Bucket(f"{PROTOCOL}://bucket/ckpt", {"site": name or uuid.uuid4().hex}, capacity)
+    tier = Bucket(f"{protocol}://bucket/ckpt", {"site": name or uuid.uuid4().hex}, capacity)
     tier.name = "store"
     return tier
 
@@ -240,6 +240,19 @@ def test_stores_whose_files_break_a_promise_get_whole_objects(dialect: Dialect) 
         assert "bucket/ckpt/key" not in site.objects
         assert bool(site.uploads) is tier.streams
     assert torch.equal(tier.get("key"), torch.cat([random_bytes(BLOCK, seed) for seed in range(5)]))
+
+
+def test_a_store_that_shows_what_is_being_written_is_refused() -> None:
+    """A writer that is killed would leave a part of an object, and there is no other way to create one."""
+    tier = open_bucket(protocol=FILES_ONLY)
+    site_of(tier).dialect = "early"
+    for _ in range(2):
+        with pytest.raises(TierError, match=r"uploads-by-files://: an object can be seen before it is complete.*mount"):
+            tier.put("key", random_bytes(5, 0))
+    assert not site_of(tier).objects
+    site_of(tier).dialect = "as gcsfs"
+    tier.put("key", random_bytes(5, 0))
+    assert tier.streams is True
 
 
 def test_where_creates_are_not_exclusive_files_need_not_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,23 @@ def test_a_protocol_that_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("sftp://host/ckpt", "while it is still being written.* mount it"),
+        ("ftp://me:hunter2@host/ckpt", "while it is still being written.* mount it"),
+        ("webhdfs://host/ckpt", "while it is still being written.* mount it"),
+        ("https://s3.site.org/bucket/ckpt", "is a web server.* write 's3://bucket/ckpt', and its address as"),
+    ],
+)
+def test_protocols_that_cannot_keep_what_a_tier_promises(url: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        ObjectStore(url=url)
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(PolicyError, match=rf"tiers\.a\.url: .*{why}"):
+        Policy.parse(f"{{version: 1, tiers: {{a: {{type: object, url: '{url}'}}}}}}")
+
+
+@pytest.mark.parametrize(
     "url",
     [
         "simplecache::s3://bucket/c",
