@@ -63,12 +63,18 @@ class Retried(Wrapping):
     def put(self, key: str, data: Buffer) -> None:
         uncertain = False
 
+        def done() -> bool:
+            return uncertain and self.holds(key, data.numel(), checksum(view(data)))
+
         def send() -> None:
             nonlocal uncertain
-            if uncertain and self.holds(key, data.numel(), checksum(view(data))):
+            if done():
                 return
             try:
                 self.inner.put(key, data)
+            except AlreadyExists:
+                if not done():  # an earlier request may have taken effect only now
+                    raise
             except TierstateError as error:
                 uncertain = uncertain or error.transient
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, NotFound, TierFull, TierUnavailable
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.base import Tier
@@ -69,6 +71,23 @@ def test_a_put_does_not_conflict_with_itself_even_if_looking_fails_first() -> No
     inner = Faulty(Memory(), *lost("put", 1), *lost("size", 1, after=False), *lost("read", 1, after=False))
     Retried(inner, 3).put("a", DATA)
     assert inner.calls["put"] == 1
+
+
+@pytest.mark.parametrize("first", [DATA, OTHER])
+def test_a_put_that_takes_effect_late_is_no_conflict_with_the_next_one(first: torch.Tensor) -> None:
+    """The first request was given up, and reaches the store when it has been looked whether it did."""
+
+    class Late(Faulty):
+        def put(self, key: str, data: Buffer) -> None:
+            if self.calls["put"] == 1:
+                self.inner.put(key, first)
+            super().put(key, data)
+
+    inner = Late(Memory(), *lost("put", 1, after=False))
+    with nullcontext() if first is DATA else pytest.raises(AlreadyExists):
+        Retried(inner, 1).put("a", DATA)
+    assert inner.calls["put"] == 2
+    assert torch.equal(inner.get("a"), first)
 
 
 def test_a_put_that_lost_against_another_is_told_so() -> None:
