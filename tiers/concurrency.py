@@ -256,6 +256,11 @@ class WorkerPool:
             failed.clear()
             tasks.clear()
 
+    def end(self) -> None:
+        """Begin no more calls, and end threads as soon as they are idle. Waits for nothing: a finalizer may call it."""
+        self.stopped = True
+        self._tasks.put(None)
+
     def close(self) -> None:
         """Begin no more calls, and wait for those that run. An interrupt of the wait is raised when they have ended."""
         self.stopped = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.outcomes import tried
+from support.outcomes import tried, until
 from support.servers.buckets import Server, fresh_prefix, open_tier
 from support.servers.ceph import Ceph
 from support.servers.rclone import Rclone
@@ -133,3 +134,14 @@ def test_swift_lets_several_racers_win_and_the_probe_says_so(swift: Swift) -> No
             if "several winners" in note:
                 return
     pytest.fail(f"{PROBES} probes found one winner in each of their races")
+
+
+def test_a_tier_that_is_dropped_without_being_closed_leaves_no_thread(rclone: Rclone) -> None:
+    before = set(threading.enumerate())
+    tier = open_tier(rclone, fresh_prefix())
+    tier.put("a", random_bytes(24 << 20, 1))
+    assert torch.equal(tier.get("a"), random_bytes(24 << 20, 1))
+    assert set(threading.enumerate()) > before
+    del tier
+    gc.collect()
+    until(lambda: set(threading.enumerate()) <= before)

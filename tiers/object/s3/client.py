@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import cache, partial
@@ -103,6 +104,8 @@ class S3Session:
         self._http: HttpSession | None = None
         self.transfers = Transfers(self.call, self._patience)
         self._pool = WorkerPool(PARALLEL_REQUESTS, "tierstate-s3")
+        # For a tier that is dropped without being closed: the threads hold a reference to the pool, not to this object.
+        weakref.finalize(self, self._pool.end).atexit = False
         self.is_swift = False
 
     @property
