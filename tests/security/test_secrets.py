@@ -345,7 +345,7 @@ def test_signatures_in_urls_are_refused(version: str) -> None:
     ],
 )
 def test_connections_that_others_can_read_are_told(options: dict[str, Any], said: str, tmp_path: Path) -> None:
-    notes = unsafe_connections("s3://b", options)
+    notes = unsafe_connections(options)
     assert len(notes) == 1
     assert said in notes[0]
     data = {"tiers": {"n": {"type": "object", "url": "s3://b/x", "options": options}}}
@@ -361,4 +361,4 @@ def test_connections_that_others_can_read_are_told(options: dict[str, Any], said
     [{}, {"client_kwargs": {"verify": "/ca.pem"}}, {"endpoint_url": "http://127.0.0.1:9000"}, {"use_ssl": True}],
 )
 def test_other_connections_are_not(options: dict[str, Any]) -> None:
-    assert unsafe_connections("s3://b", options) == ()
+    assert unsafe_connections(options) == ()

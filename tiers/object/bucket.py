@@ -152,7 +152,7 @@ class Bucket(Tier):
         self._volatile = isinstance(self._store, MemoryClient)
         self.gauge = CapacityCounter(capacity, self._count)
         self._conditional: bool | None = True if self._volatile else None
-        self._notes = unsafe_connections(url, options)
+        self._notes = unsafe_connections(options)
         self.streams = False
         self._ready = False
         self._readying = threading.Lock()

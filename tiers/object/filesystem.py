@@ -522,7 +522,7 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return fs, str(root).rstrip("/")
 
 
-def unsafe_connections(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+def unsafe_connections(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Notes for users about connections that others can read or answer, by what the options of a store say."""
     notes = []
     off = sorted(name for name, value in _leaves(options) if name.lower() in _CHECKS and value is False)
@@ -531,7 +531,7 @@ def unsafe_connections(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
             f"{', '.join(off)}: false: certificates are not checked, or nothing is encrypted: whoever is between here "
             "and the store can read and change what is sent; give the authority's file by 'verify'"
         )
-    plain = [url, *(value for name, value in _leaves(options) if name == "endpoint_url" and isinstance(value, str))]
+    plain = (value for name, value in _leaves(options) if name == "endpoint_url" and isinstance(value, str))
     hosts = [urlsplit(one).hostname for one in plain if one.lower().startswith("http://")]
     if any(host not in _OWN_HOSTS for host in hosts):
         notes.append("requests are sent by http://, not encrypted: whoever is in between can read and change them")
