@@ -114,6 +114,7 @@ class RemoteMemory:
         except (OSError, ProtocolError, SecretError) as error:
             if isinstance(error, TimeoutError):
                 self._away = time.monotonic()
+                self._drop_spare()  # each of them would be waited for as long
             raise TierUnavailable(
                 f"{self._name()}: the keeper of peer memory at {self.member.place} does not answer: {error}",
                 tier=self._name(),
@@ -225,8 +226,11 @@ class RemoteMemory:
 
     def close(self) -> None:
         """Close the idle connections; those in use are closed when their request is done."""
+        self._closed = True
+        self._drop_spare()
+
+    def _drop_spare(self) -> None:
         with self._lock:
-            self._closed = True
             lines, self._spare = self._spare, []
         for line in lines:
             line.close()
