@@ -27,7 +27,7 @@ import tierstate as ts
 from tierstate.agent import handover
 from tierstate.agent.handover import AgentLink, HandOver
 from tierstate.agent.launch import agent_name, policy_text, socket_path, start_agent
-from tierstate.agent.messages import ConnectionLost
+from tierstate.agent.messages import SEND_TIMEOUT, ConnectionLost
 from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.received import encode_keep
 from tierstate.agent.server import Agent, cpu_numbers
@@ -357,6 +357,23 @@ def test_a_stop_of_the_trainer_is_no_silence_of_its_agent(monkeypatch: pytest.Mo
     link.leave()
     answering.join()
     there.close()
+
+
+@pytest.mark.slow
+def test_an_agent_that_hangs_while_it_is_sent_a_long_message_is_given_up_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing of the message is taken, and each part of it would be tried for `SEND_TIMEOUT` seconds."""
+    monkeypatch.setattr(handover, "PING_EVERY", 0.02)
+    monkeypatch.setattr(handover, "SILENCE", 0.5)
+    here, there = pair()
+    link = AgentLink(here, Arena(2 * PAGE, PAGE, shared=True), lambda _: None, lambda: None, os.getpid())
+    link.start()
+    began = time.monotonic()
+    with closing(there):
+        assert not link.send({"kind": "begin"}, bytes(8 << 20))
+        assert time.monotonic() - began < 0.8 * SEND_TIMEOUT
+        link.leave()
 
 
 def test_what_comes_of_slabs_after_the_end_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -223,7 +223,8 @@ class AgentLink:
             if silent > SILENCE:
                 self._end(ConnectionLost(f"the agent (process {self.pid}) has not answered for {silent:.0f} s"))
             elif silent > PING_EVERY:
-                self.send({"kind": "ping"})
+                # A message that the agent does not take holds up all that wait to send, and not this.
+                self._link.send_at_once({"kind": "ping"})
         if self._broken:  # told by this thread, as a new one might not start then
             self._lost()
 
