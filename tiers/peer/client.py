@@ -305,7 +305,7 @@ class PeerHosts:
 
     Args:
         group: the membership; this host is in it if it is a member.
-        me: this host; None if it is not a member.
+        card: returns this host, as its memory has it now; None if it is not a member, or its memory was freed.
         secret: returns the secret by which keepers know each other; None if there is none.
         copies: number of other hosts that should keep each object of this host.
         seconds: timeout for one whole message.
@@ -319,13 +319,14 @@ class PeerHosts:
     def __init__(
         self,
         group: Membership,
-        me: Member | None,
+        card: Callable[[], Member | None],
         secret: Callable[[], JobSecret | None],
         copies: int,
         seconds: float,
         name: Callable[[], str],
     ) -> None:
         self.group, self._name, self._wanted = group, name, copies
+        self._card, me = card, card()
         ids = [member.id for member in group.members]
         self._me = ids.index(me.id) if me is not None and me.id in ids else None
         far = {n: RemoteMemory(m, secret, seconds, name) for n, m in enumerate(group.members) if n != self._me}
@@ -350,7 +351,14 @@ class PeerHosts:
     @property
     def covered(self) -> int:
         """Number of other hosts that may be away while every object still has a copy on one that answers."""
-        return 0 if self.group.thin else min(self._wanted, len(self.all))
+        return 0 if self.group.thin or self._was_freed() else min(self._wanted, len(self.all))
+
+    def _was_freed(self) -> bool:
+        """Whether this host has lost what it kept since the hosts met (`tierstate peer stop`)."""
+        if self._me is None:
+            return False
+        card = self._card()
+        return card is None or card.id != self.group.members[self._me].id
 
     def notes(self) -> tuple[str, ...]:
         """Remarks about the members, for `Traits.notes`."""

@@ -148,8 +148,7 @@ class Peer(Tier):
         return Member(found.id, found.address, found.port, self._domain)
 
     def _circle(self, group: Membership) -> PeerHosts:
-        card, secret = self._home.card(), self._home.secret
-        return PeerHosts(group, card, secret, self._copies, self._deadline, lambda: self.name)
+        return PeerHosts(group, self._home.card, self._home.secret, self._copies, self._deadline, lambda: self.name)
 
     @property
     def _peers(self) -> PeerHosts:

@@ -85,6 +85,18 @@ def test_a_version_is_loaded_on_the_host_that_replaces_a_lost_one(two: Hosts, tm
     assert len(list(two.tiers[0]._kept.list("versions/run/"))) == 2
 
 
+def test_a_host_whose_memory_was_freed_under_a_job_does_not_take_it_for_all_there_is(two: Hosts) -> None:
+    """As by `tierstate peer stop`. Its copies are gone, so what one other host has may be the only one."""
+    tier = two.tiers[1]
+    tier.put("a", random_bytes(5))
+    lose(two, 1)
+    assert list(tier.list("")) == ["a"]
+    two.die(0)
+    for ask in (lambda: list(tier.list("")), lambda: tier.size("a"), lambda: tier.get("a")):
+        with pytest.raises(TierUnavailable, match="may have the only copy"):
+            ask()
+
+
 def test_while_a_partner_does_not_answer_nothing_becomes_visible(two: Hosts) -> None:
     early = two.tiers[0].writer("a")
     early.append(random_bytes(100))
