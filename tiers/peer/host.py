@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
@@ -50,10 +49,6 @@ from .members import (
     write_membership,
     write_secret,
 )
-
-WATCH = 5.0
-"""Seconds between two checks whether the keeper still runs, at least."""
-
 
 TAKING_OVER = 10.0
 """Seconds until a keeper whose place is taken must have ended."""
@@ -97,7 +92,6 @@ class HostMemory:
         self._use_lock: BufferedFile | None = None
         self._using = threading.Lock()
         self._terms: tuple[str, int, float, float] | None = None
-        self._looked = 0.0
         self._handed = False
 
     @property
@@ -209,7 +203,7 @@ class HostMemory:
             TierUnavailable: no keeper can be started.
         """
         make_folder(self.root, self.name)
-        self._terms, self._looked = (address, port, idle, seconds), time.monotonic()
+        self._terms = address, port, idle, seconds
         with closing(lock_file(self.root / START_LOCK, fcntl.LOCK_EX)):
             self._hold_use_lock()
             member = self.card()
@@ -234,15 +228,19 @@ class HostMemory:
                 write_secret(self.root, self.met)
             self._handed = True
 
-    def watch(self) -> None:
-        """Start the keeper again if it has died; called before each write, checks every `WATCH` seconds at most.
+    @property
+    def starts_keeper(self) -> bool:
+        """Whether this process is the one of its host that starts the keeper."""
+        return self._terms is not None
 
-        Does nothing in a process that has never called `keeper`. The new keeper listens on the same port as before, if
-        that is free, so that the other hosts find it again.
+    def watch(self) -> None:
+        """Start the keeper again if it has died. Does nothing in a process that has never called `keeper`.
+
+        The new keeper listens on the same port as before, if that is free, so that the other hosts find it again.
 
         Raises: as `keeper`.
         """
-        if self._terms and time.monotonic() - self._looked > WATCH and self.card() is not None:
+        if self._terms is not None and self.card() is not None:
             self.keeper(*self._terms)
 
     def _is_served(self, member: Member, seconds: float, idle: float) -> bool:

@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tierstate.manifest.chunk import Buffer, view
-from tierstate.manifest.errors import NotFound, TierError, TierstateError, TierUnavailable
+from tierstate.manifest.errors import NotFound, TierError, TierUnavailable
 from tierstate.tiers.address import own_address
 from tierstate.tiers.base import MAX_KEY, ObjectWriter, Range, RankGroup, Tier, Traits, check_key
+from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.latch import Latch
 from tierstate.tiers.units import Rate, Seconds, Size
 from tierstate.tiers.wrappers.limit import BURST, TokenBucket
@@ -51,6 +52,10 @@ log = logging.getLogger("tierstate")
 
 STOPPING = 30.0
 """Seconds that a keeper may take to end and free its memory."""
+
+
+WATCH = 5.0
+"""Seconds between two looks whether this host's keeper still runs."""
 
 
 class Peer(Tier):
@@ -102,6 +107,7 @@ class Peer(Tier):
         self._pacer = TokenBucket(exchange) if exchange else None
         self._closed = Latch()
         self._lock = threading.Lock()
+        self._watch: threading.Thread | None = None
         self._found: PeerHosts | None = None
 
     @property
@@ -142,6 +148,28 @@ class Peer(Tier):
             before, self._found = self._found, self._circle(group)
         if before is not None:
             before.close()
+        if self._watch is None and self._home.starts_keeper:
+            self._begin_watch()
+
+    def _begin_watch(self) -> None:
+        watch = threading.Thread(target=self._watch_keeper, name="tierstate-peer-watch", daemon=True)
+        try:
+            start_thread(watch)
+        except RuntimeError as error:  # `ulimit -u`
+            log.warning("%s: if the keeper of this host dies, it is not started again: %s", self.name, error)
+        else:
+            self._watch = watch
+
+    def _watch_keeper(self) -> None:
+        """Start this host's keeper again whenever it has died.
+
+        A thread does that, since the ranks of a host may have nothing to write while other hosts send it copies.
+        """
+        while not self._closed.wait(WATCH):
+            try:
+                self._home.watch()
+            except Exception as error:  # of any type: the next time it may be possible
+                log.warning("%s: the keeper of this host has died and cannot be started again: %s", self.name, error)
 
     def _keeper(self) -> Member:
         found = self._home.keeper(own_address(), self._port, self._idle, self._deadline)
@@ -175,18 +203,7 @@ class Peer(Tier):
         mine = self._kept.list(prefix)
         if peers.alone:
             return mine
-        self._revive_keeper()
         return iter(sorted(peers.list(prefix).union(mine)))
-
-    def _revive_keeper(self) -> None:
-        """As `HostMemory.watch`, for what reads: if it cannot be done, the other hosts may answer all the same.
-
-        If the keepers of all hosts have died, every save fails when it lists what is there, before it writes.
-        """
-        try:
-            self._home.watch()
-        except (TierstateError, OSError) as error:
-            log.warning("%s: the keeper of this host has died and cannot be started again: %s", self.name, error)
 
     def size(self, key: str) -> int:
         try:
@@ -216,7 +233,6 @@ class Peer(Tier):
 
     def writer(self, key: str, size_hint: int | None = None) -> ObjectWriter:
         peers = self._peers
-        self._home.watch()
         local = self._kept.writer(key)
         self._home.enter()
         piece = max(1, int(self._pacer.rate * BURST)) if self._pacer else SENT
@@ -241,6 +257,8 @@ class Peer(Tier):
 
     def close(self) -> None:
         self._closed.set()
+        if self._watch is not None:
+            self._watch.join()
         with self._lock:
             found = self._found
         if found is not None:
