@@ -37,6 +37,7 @@ from support.agents import (
 import tierstate as ts
 from tierstate.agent import handover
 from tierstate.agent.handing import BackgroundStart
+from tierstate.agent.handover import HandOver
 from tierstate.agent.messages import PROTOCOL, ConnectionLost
 from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.shared_pipeline import SharedAgentPipeline
@@ -237,6 +238,33 @@ def test_an_agent_that_wakes_up_again_touches_nothing_of_the_trainer(
     for tier in ("fast", "slow"):
         assert steps_in(place, tier) == list(range(1, 15))
         assert all(same(load(place, tier, step), state_of(step)) for step in range(1, 15))
+
+
+def test_what_a_lost_agent_commits_in_its_last_moment_is_no_failure(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has looked for it just before, and then publishes the same version itself."""
+    spec, look, held_back = policy(place), AgentPipeline._find_committed, ExitStack()
+
+    def look_too_early(self: AgentPipeline, handover: HandOver) -> None:
+        look(self, handover)
+        held_back.close()
+        wait_until(lambda: steps_in(place, "fast") == [1], "the agent commits")
+
+    monkeypatch.setattr(AgentPipeline, "_find_committed", look_too_early)
+    with held_back:
+        held_back.enter_context(held(spec, place, "fast/versions"))
+        with ts.Checkpointer(spec, "run") as ckpt:
+            save = ckpt.save(state_of(1), step=1)
+            wait_until(lambda: list((place / "fast" / "versions").rglob(".tmp*")), "the agent is about to commit")
+            link = pipeline(ckpt)._link
+            assert link is not None
+            link._link.shut()
+            save.wait("slow", timeout=60)
+    for tier in ("fast", "slow"):
+        assert steps_in(place, tier) == [1]
+        assert same(load(place, tier, 1), state_of(1))
+    assert len(list((place / "fast" / "packs" / "run").iterdir())) == 1
 
 
 def test_the_agent_dies_at_any_moment_of_any_save(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tierstate.engine.restore.fetch import Fetch
 from tierstate.engine.store.run_in_tier import BaseDropped, Stop, TierRun
 from tierstate.manifest.arrays import Array, digest_list
 from tierstate.manifest.chunk import Buffer
-from tierstate.manifest.errors import CommitUnknown, NotFound, TierstateError, TierUnavailable
+from tierstate.manifest.errors import AlreadyExists, CommitUnknown, NotFound, TierstateError, TierUnavailable
 from tierstate.manifest.format.layout import RAW, LayoutBuilder
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.record import Record
@@ -240,9 +240,30 @@ class TierWrite:
         )
 
     def commit(self, version: Version, stop: Stop | None = None) -> Record:
-        """Make packs durable, then create the record; see `TierRun.publish`."""
+        """Make packs durable, then create the record; see `TierRun.publish`.
+
+        Returns:
+            The record. If another process has committed this very version meanwhile, as an agent may in the moment in
+            which it is lost, its record.
+        """
         with span("commit", tier=self.tier_run.name, step=version.head.step):
-            return self._commit(version, stop)
+            try:
+                return self._commit(version, stop)
+            except AlreadyExists as error:
+                if (there := self._found(version)) is None:
+                    raise
+                self.abort(error)
+                self.committed = version.id
+                return there
+
+    def _found(self, version: Version) -> Record | None:
+        """The record that the tier has of this very version; None if there is none."""
+        self.tier_run.look_again()
+        try:
+            there = self.tier_run.record(version.head.seq)
+        except TierstateError:
+            return None
+        return there if there.version.id == version.id else None
 
     def _commit(self, version: Version, stop: Stop | None) -> Record:
         self._encoder.workers.finish()
