@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
@@ -333,7 +334,7 @@ def _introduce(home: HostMemory, keeper: Callable[[], Member]) -> HostReport:
         member = keeper()
         return HostReport(member, home.group())
     except (TierstateError, OSError) as error:
-        return HostReport(trouble=str(error))
+        return HostReport(trouble=_trouble(home, error))
 
 
 def _write(home: HostMemory, mine: HostReport, group: Membership) -> str:
@@ -347,8 +348,14 @@ def _write(home: HostMemory, mine: HostReport, group: Membership) -> str:
             home.kept.clear()
         home.remember(group)
     except (TierstateError, OSError) as error:
-        return str(error) or type(error).__name__
+        return _trouble(home, error)
     return ""
+
+
+def _trouble(home: HostMemory, error: TierstateError | OSError) -> str:
+    """An error for the ranks of all hosts: on which host it was, and with which memory."""
+    place = f"{home.name}: {home.root}: " if isinstance(error, OSError) else ""
+    return f"{socket.gethostname()}: {place}{error}"
 
 
 def _check(troubles: list[str]) -> None:

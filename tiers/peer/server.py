@@ -364,9 +364,12 @@ def start_server(root: Path, settings: KeeperSettings, *, in_agent: bool = False
     for left in removed_memories(root):
         shutil.rmtree(left, ignore_errors=True)  # of a keeper that was killed while it freed its memory
     identity = before.id if before else uuid.uuid4().hex
-    listener = make_listener(root, settings.address, settings.port, before, identity)
-    alive = hold_keeper_lock(root)
-    write_membership(root, CARD, Member(identity, settings.address, listener.port))
+    with ExitStack() as undo:
+        listener = make_listener(root, settings.address, settings.port, before, identity)
+        undo.callback(listener.close)
+        alive = undo.enter_context(closing(hold_keeper_lock(root)))
+        write_membership(root, CARD, Member(identity, settings.address, listener.port))
+        undo.pop_all()
     return PeerServer(root, listener, SecretFile(root), alive, settings, in_agent=in_agent)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +15,7 @@ from support.peer_hosts import Hosts, meet
 from tierstate.manifest.errors import TierError, TierUnavailable
 from tierstate.tiers.peer.host import HostMemory
 from tierstate.tiers.peer.launch import KeeperSettings
-from tierstate.tiers.peer.local import wait_until
+from tierstate.tiers.peer.local import keeper_lives, wait_until
 from tierstate.tiers.peer.threads import KeeperThreads
 from tierstate.tiers.peer.tier import Peer
 from tierstate.tiers.testing import random_bytes
@@ -97,6 +99,29 @@ def test_an_object_that_is_being_sent_arrives_although_the_keeper_is_replaced(pl
         assert hosts.tiers[1]._kept.size("a") == data.numel()
         hosts.start(1)  # nothing was freed
         assert hosts.tiers[1].get("a").equal(data)
+
+
+def test_a_memory_that_is_full_leaves_nothing_open_and_is_named(
+    place: Path, threads: KeeperThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper listens already when it writes where: the agent in which it would live goes on."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(HostMemory, "keepers", threads)
+    monkeypatch.setattr("tierstate.tiers.peer.server.write_membership", full)
+    found = Peer(path=place / "host0")
+    for _ in range(2):
+        before = len(os.listdir("/proc/self/fd"))
+        (error,) = meet([found])
+        assert isinstance(error, TierUnavailable)
+        assert f"{socket.gethostname()}: peer: {place / 'host0'}: [Errno 28] No space left" in str(error)
+        found._home.release()
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert not keeper_lives(place / "host0")
+    assert found.stop()
+    found.close()
 
 
 def test_no_other_keeper_takes_the_place_of_one_in_an_agent(
