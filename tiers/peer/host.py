@@ -311,7 +311,8 @@ def agree_on_members(team: RankGroup, topic: str, home: HostMemory, keeper: Call
         keeper: starts this host's keeper and returns its member; called on one rank per host.
 
     Raises:
-        TierUnavailable: a host has no keeper or cannot write its file; raised on every rank.
+        TierUnavailable: a host has no keeper or cannot write its file, or its ranks see several memories; raised on
+            every rank.
         RankFailed: a rank is dead or late.
     """
     leader = team.leads("host")
@@ -321,7 +322,7 @@ def agree_on_members(team: RankGroup, topic: str, home: HostMemory, keeper: Call
     said = [HostReport.decode(answers[rank]) for _, rank in by_host]
     _check([one.trouble for one in said])
     group = merge_memberships(said)
-    trouble = _write(home, mine, group) if mine else ""
+    trouble = _write(home, mine, group) if mine else _see(home, group)
     _check([data.decode(errors="replace") for data in team.gather(f"{topic} written", trouble.encode())])
     group = replace(group, confirmed=group.written)
     if leader:
@@ -352,6 +353,21 @@ def _write(home: HostMemory, mine: HostReport, group: Membership) -> str:
     return ""
 
 
+def _see(home: HostMemory, group: Membership) -> str:
+    """Check that this rank sees the memory in which the first rank of its host has started the keeper; returns an error
+    text, empty if it does. What it wrote elsewhere would have no copies, and nobody else would find it."""
+    try:
+        card = home.card()
+    except OSError as error:
+        return _trouble(home, error)
+    if card is not None and card.id in {member.id for member in group.members}:
+        return ""
+    return (
+        f"{socket.gethostname()}: {home.name}: {home.root} of this rank is another folder than that of the first rank "
+        "of its host; give both one (ranks in containers: one /dev/shm), or set TIERSTATE_HOST to tell them apart"
+    )
+
+
 def _trouble(home: HostMemory, error: TierstateError | OSError) -> str:
     """An error for the ranks of all hosts: on which host it was, and with which memory."""
     place = f"{home.name}: {home.root}: " if isinstance(error, OSError) else ""
@@ -360,4 +376,4 @@ def _trouble(home: HostMemory, error: TierstateError | OSError) -> str:
 
 def _check(troubles: list[str]) -> None:
     if found := [trouble for trouble in troubles if trouble]:
-        raise TierUnavailable(f"peer memory: {len(found)} hosts cannot take part: {found[0]}")
+        raise TierUnavailable(f"peer memory: {len(found)} hosts or ranks cannot take part: {found[0]}")

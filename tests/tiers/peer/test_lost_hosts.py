@@ -253,6 +253,15 @@ def test_several_ranks_of_a_host(place: Path) -> None:
         assert all(len(rank._peers.partners) == 1 for rank in ranks)
 
 
+def test_ranks_that_count_as_one_host_and_see_several_memories_are_told(two: Hosts) -> None:
+    """As in containers with one host name and a /dev/shm each: what such a rank saved would have no copies."""
+    ranks = [two.tier(0), Peer(path=two.place / "other"), two.tier(1)]
+    errors = meet(ranks, (0, 0, 1))
+    assert [type(error) for error in errors] == [TierUnavailable] * 3
+    assert all(f"{two.place / 'other'} of this rank is another folder" in str(error) for error in errors)
+    assert not (two.place / "other").exists()
+
+
 def test_a_host_without_a_keeper_is_told_on_all(two: Hosts) -> None:
     good, bad = two.tier(0), Peer(path=two.place / "file")
     (two.place / "file").write_text("no folder")
