@@ -203,7 +203,7 @@ class Checkpointer(Run):
 
     Save: `save`, `guard`, `preempted`, `close`. Restore: `resume`, `restore`, `load`. Look: `versions`, `info`,
     `leaves`, `diff`, `tags`, `statistics`, `history`, `layers`, `stats`, `events`, `on`, `trace`. Change: `tag`,
-    `untag`, `fork`, `copy`, `remove`, `prune`. Repair: `verify`, `doctor`, `rebuild`.
+    `untag`, `fork`, `copy`, `remove`, `remove_run`, `prune`. Repair: `verify`, `doctor`, `rebuild`.
 
     Threads may share it. In one thread its calls cannot be made inside one another, as a signal handler would: that
     raises `Reentered`, which says what a handler may do.

@@ -15,6 +15,7 @@ import pytest
 from support.checkpointer_worlds import policy, tensors
 from support.outcomes import tried, until
 from support.ports import free_port
+from support.web_filesystem import Web
 
 import tierstate as ts
 
@@ -111,15 +112,16 @@ def test_ls_says_what_hangs(place: Path, endpoint: Endpoint) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
 def test_a_server_that_is_stopped_and_goes_on_is_used_again(place: Path) -> None:
-    """A plain HTTP server under ``http://`` of fsspec; stopped by SIGSTOP, its tier is left alone, then used again."""
+    """A plain HTTP server as a store; stopped by SIGSTOP, its tier is left alone, then used again."""
     from tierstate.manifest.chunk import view
     from tierstate.tiers.object.tier import ObjectStore
 
+    Web.register()
     (place / "a").write_bytes(b"data")
     port = free_port()
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(place)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    tier = ObjectStore(url=f"http://127.0.0.1:{port}/", deadline=0.5)
+    tier = ObjectStore(url=f"web://127.0.0.1:{port}/", deadline=0.5)
     tier.name = "web"
     try:
         until(lambda: tried(lambda: tier.get("a")) is None)

@@ -13,15 +13,14 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 import yaml
-from fsspec.implementations.http import HTTPFileSystem
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.servers.scripted import options as scripted_options
 from support.servers.scripted import serving
+from support.web_filesystem import Web
 
 from tierstate.cli import main
 from tierstate.cluster.check import look_at_tiers
@@ -36,15 +35,7 @@ MARK = "m4rk3r/S3cret+v4lue=="
 NAMES = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "DB_PASSWORD", "MYSECRET", "GOOGLE_CREDENTIALS", "sas_token", "apiKey")
 
 
-class Web(HTTPFileSystem):  # type: ignore[misc]
-    """A store whose client is that of a web server: its options have secrets, and its errors say what was sent."""
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return path.replace("web://", "http://", 1)
-
-
-fsspec.register_implementation("web", f"{__name__}.{Web.__name__}", clobber=True)
+Web.register()
 
 
 BASE: dict[str, Any] = {
