@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import io
 import json
 import os
 import runpy
@@ -219,7 +220,14 @@ class _Server:
         sys.exit()
 
 
+def write_whole_lines() -> None:
+    """Let what is printed arrive line by line; unbuffered, a message of another thread could come between its words."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+
+
 def _run(target: str, *args: str) -> None:
+    write_whole_lines()
     module, _, function = target.rpartition(":")
     if target == "-c":
         code = sys.argv.pop(1)

@@ -135,6 +135,9 @@ def main() -> Any:
     """One rank."""
     from importlib import import_module
 
+    from support.forked import write_whole_lines
+
+    write_whole_lines()
     module, _, name = sys.argv[1].partition(":")
     return getattr(import_module(module), name)(*sys.argv[2:])
 
