@@ -105,7 +105,8 @@ def start_agent(policy: Policy, path: Path) -> None:
         TierstateError: it could not be started; the message has what it said.
     """
     check_up_to_date()
-    command = [sys.executable, "-m", "tierstate.agent.server", str(path)]
+    # -P: modules of the working directory are imported only where the trainer imports them too.
+    command = [sys.executable, "-P", "-m", "tierstate.agent.server", str(path)]
     environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     try:
         ran = subprocess.run(
