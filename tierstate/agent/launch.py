@@ -107,7 +107,7 @@ def start_agent(policy: Policy, path: Path) -> None:
     check_up_to_date()
     # -P: modules of the working directory are imported only where the trainer imports them too.
     command = [sys.executable, "-P", "-m", "tierstate.agent.server", str(path)]
-    environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     try:
         ran = subprocess.run(
             command, input=policy_text(policy), capture_output=True, text=True, timeout=STARTING, env=environ,
