@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from support.forked import Forked
+from support.forked import Forked, write_whole_lines
 from support.ports import free_port
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -134,8 +134,6 @@ class Gang:
 def main() -> Any:
     """One rank."""
     from importlib import import_module
-
-    from support.forked import write_whole_lines
 
     write_whole_lines()
     module, _, name = sys.argv[1].partition(":")

@@ -99,14 +99,20 @@ def test_threads_begin_when_there_is_something_to_do_and_end_with_it() -> None:
     assert workers_here() >= 1
 
 
-def test_what_was_not_begun_is_cancelled_and_its_slab_let_go() -> None:
+def held_up(count: int, workers: int) -> tuple[EncoderPool[Encoded], Gauge, Arena]:
+    """A pool with so many chunks, each in a slab, of which none is done before the gauge's gate opens."""
     gauge, arena = Gauge(), Arena(1 << 16, 4096)
-    encoding = EncoderPool(Taken(), workers=2)
+    encoding = EncoderPool(Taken(), workers=workers)
     gauge.gate.clear()
-    for number in range(3):
+    for number in range(count):
         slab = arena.acquire()
         encoding.add(number, lambda number=number: gauge(number), slab)
         slab.release()
+    return encoding, gauge, arena
+
+
+def test_what_was_not_begun_is_cancelled_and_its_slab_let_go() -> None:
+    encoding, gauge, arena = held_up(3, workers=2)
     assert arena.in_flight == 3
     threading.Timer(0.05, gauge.gate.set).start()
     encoding.abort()
@@ -120,13 +126,7 @@ def test_what_cannot_be_begun_for_lack_of_memory_lets_its_slab_go(monkeypatch: p
         monkeypatch.undo()
         raise MemoryError
 
-    gauge, arena = Gauge(), Arena(1 << 16, 4096)
-    encoding = EncoderPool(Taken(), workers=1)
-    gauge.gate.clear()
-    for number in range(2):
-        slab = arena.acquire()
-        encoding.add(number, lambda number=number: gauge(number), slab)
-        slab.release()
+    encoding, gauge, arena = held_up(2, workers=1)
     monkeypatch.setattr(concurrency, "Latch", no_memory)
     gauge.gate.set()
     with pytest.raises(MemoryError):
