@@ -359,11 +359,16 @@ def _look_at_run(tier_run: TierRun, logged: Logged, saving: PendingSaves | None)
     """What a tier has of a run, and what stands in the way; None if it has neither versions, packs nor events."""
     seqs, found = tier_run.log.seqs(), TierRunRemoval(tier_run.name)
     found.versions, unclear = len(seqs), _sweep(tier_run, found, dry_run=True, dropped=seqs)
-    found.reasons += [f"version {seq} is {why}" for seq, why in sorted(tier_run.leased().items())]
+    found.reasons += _in_use(tier_run)
     if saving is not None and (saving.coming(tier_run.name) or saving.pinned(tier_run.name)):
         found.reasons.append("this process has saves to it under way")
     there = seqs or found.packs or found.left or found.reasons or unclear or logged(tier_run.tier)
     return found if there else None
+
+
+def _in_use(tier_run: TierRun) -> list[str]:
+    """Which versions are read now or were forked, for messages."""
+    return [f"version {seq} is {why}" for seq, why in sorted(tier_run.leased().items())]
 
 
 def _remove_in(tier_run: TierRun, logged: Logged, found: TierRunRemoval) -> None:
@@ -371,8 +376,8 @@ def _remove_in(tier_run: TierRun, logged: Logged, found: TierRunRemoval) -> None
     found.packs, found.versions = {}, 0
     try:
         for some in batches(tier_run.log.seqs()):
-            if held := [f"version {seq} is {why}" for seq, why in tier_run.leased().items()]:
-                raise TierstateError(f"{tier_run.name}: {'; '.join(held)}")
+            if why := _in_use(tier_run):
+                raise TierstateError(f"{tier_run.name}: {'; '.join(why)}")
             records = [tier_run.log.look(seq).record for seq in some]
             _drop(tier_run, [_going(*one) for one in zip(some, records, strict=True)], found)
             found.versions += len(some)
