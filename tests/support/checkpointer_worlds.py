@@ -145,24 +145,26 @@ class Wrapped(Faulty):
 
     Args:
         key: the name under which the test put the tier.
+        lasting: it is said to be persistent, so that the engine cascades to it; otherwise to lose all with the process.
     """
 
     PLACES: ClassVar[dict[str, Tier]] = {}
     OPEN: ClassVar[dict[str, Wrapped]] = {}
     persistent: ClassVar[bool] = True
 
-    def __init__(self, *, key: str) -> None:
+    def __init__(self, *, key: str, lasting: bool = True) -> None:
         if key not in self.PLACES:
             raise NotFound(f"the test has put no tier under {key!r}")
         super().__init__(self.PLACES[key])
         self.gates: dict[str, threading.Event] = {}
         self.log: list[tuple[str, str]] = []
         self.OPEN[key] = self
+        self._lasting = lasting
 
     @property
     def traits(self) -> Traits:
-        """Those of the tier inside, said to be persistent, so that the engine cascades to it."""
-        return replace(self.inner.traits, persistent=True)
+        """Those of the tier inside, but for its persistence."""
+        return replace(self.inner.traits, persistent=self._lasting)
 
     def begin(self, operation: FaultyCall) -> Fault | None:
         """As in `Faulty`, once the gate of the operation, if there is one, is open."""
@@ -185,13 +187,13 @@ class Wrapped(Faulty):
 
 
 @contextmanager
-def wrapped(inner: Tier) -> Iterator[dict[str, Any]]:
+def wrapped(inner: Tier, *, lasting: bool = True) -> Iterator[dict[str, Any]]:
     """Keys of a policy's tier that is ``inner`` with faults; `faulty` finds it once it is open."""
     key = uuid.uuid4().hex
     ts.register_tier("wrapped", Wrapped)
     Wrapped.PLACES[key] = inner
     try:
-        yield {"type": "wrapped", "key": key}
+        yield {"type": "wrapped", "key": key, "lasting": lasting}
     finally:
         del Wrapped.PLACES[key]
         Wrapped.OPEN.pop(key, None)

@@ -90,6 +90,10 @@ class Copy:
     def at_hand(self) -> bool:
         return self.direct or self.lane.source(self.due.seq) is not None
 
+    @property
+    def too_early(self) -> bool:
+        return False  # what lacks its source is begun, and waits there
+
 
 class Queue(Backlog[Copy]):
     """A backlog of which all versions can be made later ones."""

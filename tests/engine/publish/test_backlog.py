@@ -131,10 +131,11 @@ class Waiting:
     due: PendingVersion
     save_state: Any
     at_hand: bool = True
+    too_early: bool = False
 
 
-def waiting(seq: int, *, owed: bool = False, at_hand: bool = True) -> Waiting:
-    return Waiting(PendingVersion(seq, 10 * seq, float(seq)), None if owed else "a save state", at_hand)
+def waiting(seq: int, *, owed: bool = False, at_hand: bool = True, too_early: bool = False) -> Waiting:
+    return Waiting(PendingVersion(seq, 10 * seq, float(seq)), None if owed else "a save state", at_hand, too_early)
 
 
 def numbers(copies: Sequence[Waiting]) -> list[int]:
@@ -155,20 +156,26 @@ def test_a_queue_gives_the_oldest_first_and_debts_only_when_they_may_be_tried() 
     assert taken[-1] is None
 
 
-@given(saves=st.sets(st.integers(0, 9)), owed=st.sets(st.integers(0, 9)), elsewhere=st.sets(st.integers(0, 9)))
-def test_what_others_are_about_to_bring_is_not_taken_but_stays_owed(
-    saves: set[int], owed: set[int], elsewhere: set[int]
+NUMBERS = st.sets(st.integers(0, 9))
+
+
+@given(saves=NUMBERS, owed=NUMBERS, elsewhere=NUMBERS, early=NUMBERS, urgent=st.none() | st.integers(0, 9))
+def test_what_others_are_about_to_bring_or_no_tier_has_yet_is_not_taken_but_stays_owed(
+    saves: set[int], owed: set[int], elsewhere: set[int], early: set[int], urgent: int | None
 ) -> None:
+    """The urgent one is the first of all others."""
     backlog: Backlog[Waiting] = Backlog()
     for seq in sorted(saves):
         backlog.put(waiting(seq))
     for seq in sorted(owed - saves):
-        assert backlog.owe(waiting(seq, owed=True))
+        assert backlog.owe(waiting(seq, owed=True, too_early=seq in early))
+    backlog.urgent = urgent
     taken = []
     while (copy := backlog.take(missing=True, but=elsewhere)) is not None:
         taken.append(copy.due.seq)
-    assert taken == sorted(saves | (owed - elsewhere))
-    assert [due.seq for due in backlog.dues()] == sorted((owed & elsewhere) - saves)
+    assert taken == sorted(saves | (owed - elsewhere - early), key=lambda seq: (seq != urgent, seq))
+    assert [due.seq for due in backlog.dues()] == sorted((owed & (elsewhere | early)) - saves)
+    assert backlog.too_early == bool((owed & early) - saves)
 
 
 def test_skipping_leaves_out_what_is_older_than_the_newest_at_hand() -> None:

@@ -430,6 +430,28 @@ def test_before_the_end_a_version_that_no_persistent_tier_was_to_get_is_copied_t
             assert difference(tensors(*SIZES, seed=1), ckpt.load(step=1)) == ""
 
 
+def test_before_the_end_a_version_that_memory_gets_meanwhile_is_waited_for() -> None:
+    """The signal came within a step, at the end of which it was saved; `close` begins before memory has it."""
+    with wrapped(Host(), lasting=False) as memory, wrapped(Memory()) as near:
+        with ts.Checkpointer(policy({"memory": memory, "near": {**near, "every": 100}}), "run") as ckpt:
+            ckpt.save(tensors(*SIZES), step=0).wait("near")
+            gate = faulty(memory).shut("writer")
+            ckpt.save(tensors(*SIZES, seed=1), step=1)
+            ckpt._pipeline.hurry(time.monotonic() + 120)
+            closing = threading.Thread(target=ckpt.close)
+            closing.start()
+            try:
+                until(lambda: ckpt._pipeline.queues["near"]._ended)
+                closing.join(0.2)
+                assert closing.is_alive()
+            finally:
+                gate.set()
+                closing.join()
+        with ts.Checkpointer(policy({"near": near}), "run") as ckpt:
+            assert [version.step for version in ckpt.versions()] == [0, 1]
+            assert difference(tensors(*SIZES, seed=1), ckpt.load()) == ""
+
+
 def fails_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, thread: str, at: int = 1) -> Latch:
     """Have a call of a method fail for lack of memory in a thread; returns what is set then."""
     inner, failed, calls = getattr(owner, name), Latch(), count(1)

@@ -127,6 +127,10 @@ class QueuedCopy(Protocol):
     def at_hand(self) -> bool:
         """Whether a faster tier has it already."""
 
+    @property
+    def too_early(self) -> bool:
+        """Whether no faster tier has it yet, and one may still get it."""
+
 
 C = TypeVar("C", bound=QueuedCopy)
 
@@ -141,12 +145,14 @@ class Backlog(Generic[C]):
 
     Attributes:
         owed: missing versions by number: they failed, or an earlier process did not write them.
+        urgent: number of the version that goes before all others; None for the order of the numbers.
     """
 
     def __init__(self, every: Cadence = None, on_lag: str = "queue", limit: int = MAX_WAITING) -> None:
         self._every, self._on_lag, self._limit = every, on_lag, limit
         self._waiting: dict[int, C] = {}
         self.owed: dict[int, C] = {}
+        self.urgent: int | None = None
 
     def put(self, copy: C) -> list[C]:
         """Add the copy of a save in progress. Returns the copies that are left out because of it."""
@@ -174,18 +180,24 @@ class Backlog(Generic[C]):
         return min(self._waiting, default=None)
 
     def take(self, missing: bool, but: Collection[int] = ()) -> C | None:
-        """Remove and return the oldest copy; None if there is none.
+        """Remove and return the urgent copy, or else the oldest; None if there is none.
 
         Args:
             missing: whether missing versions may be taken too; false during the back-off after a failure.
-            but: numbers of missing versions that are not taken.
+            but: numbers of missing versions that are not taken, as those that are too early.
         """
-        ordered = self._ordered() if missing else sorted(self._waiting.values(), key=_number)
-        ordered = [copy for copy in ordered if copy.due.seq not in but or copy.due.seq in self._waiting]
-        if not ordered:
+        ready = [copy for seq, copy in self.owed.items() if seq not in but and not copy.too_early] if missing else []
+        ready += self._waiting.values()
+        if not ready:
             return None
-        self._remove(ordered[0])
-        return ordered[0]
+        first = min(ready, key=lambda copy: (copy.due.seq != self.urgent, copy.due.seq))
+        self._remove(first)
+        return first
+
+    @property
+    def too_early(self) -> bool:
+        """Whether a missing version has to wait until a faster tier has it."""
+        return any(copy.too_early for copy in self.owed.values())
 
     def arrived(self, due: PendingVersion) -> None:
         """A version was committed to the tier: remove it, and older missing versions that are no longer needed."""

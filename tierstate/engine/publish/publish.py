@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
@@ -163,7 +163,8 @@ class CascadeJob:
         arena: the host memory for the reads.
         save_state: the save in progress; None for a missing version, which any faster tier may have.
         entries: the entry tiers of the save. The job waits for all of them, since they may hold different leaves.
-        coming: returns whether a faster tier may still get the version.
+        source: the save in progress by which faster tiers get the missing version; None if all of them have what they
+            will have.
     """
 
     def __init__(
@@ -175,10 +176,10 @@ class CascadeJob:
         arena: Arena,
         save_state: SaveState | None = None,
         entries: Sequence[str] = (),
-        coming: Callable[[], bool] = lambda: False,
+        source: SaveState | None = None,
     ) -> None:
         self.due, self.save_state = due, save_state
-        self._coming = coming
+        self._source = source
         self.cancelled = save_state.cancelled if save_state else Latch()
         self.began: float | None = None
         self._tier_run, self._faster, self._routes, self._arena = tier_run, faster, routes, arena
@@ -199,6 +200,17 @@ class CascadeJob:
     def at_hand(self) -> bool:
         """Whether a faster tier has the version."""
         return self.save_state is None or any(self.save_state.done(tier_run.name) for tier_run in self._faster)
+
+    @property
+    def too_early(self) -> bool:
+        """Whether no faster tier has the missing version yet, and one may still get it."""
+        source = self._source
+        return source is not None and self._coming() and not any(source.done(one.name) for one in self._faster)
+
+    def _coming(self) -> bool:
+        """Whether a faster tier may still get the missing version."""
+        made = {} if self._source is None else self._source.tiers
+        return any(not made[one.name].done() for one in self._faster if one.name in made)
 
     def run(self) -> Record:
         """Wait for the entry tiers, read and verify what this tier lacks, and write it."""

@@ -54,6 +54,10 @@ LOOK_AT_OTHERS = 0.5
 """Seconds between two looks whether another trainer's save has arrived that is owed to a tier."""
 
 
+LOOK_FOR_SOURCE = 0.02
+"""Seconds between two looks whether a faster tier has got the version that is owed to a tier."""
+
+
 @dataclass
 class TierCounters:
     """Counters of one tier queue, for `Checkpointer.stats`.
@@ -137,9 +141,10 @@ class TierQueue:
         return first
 
     def bring(self, copy: CascadeJob) -> None:
-        """Copy a version to this tier that was not meant for it, before anything else that waits."""
+        """Copy a version to this tier that was not meant for it, before all other copies."""
         with self._lock:
             self._backlog.owed[copy.due.seq] = copy
+            self._backlog.urgent = copy.due.seq
             self._retry_timer.succeeded()
             self._changed.notify()
 
@@ -271,12 +276,14 @@ class TierQueue:
                 waits = bool(self._backlog.owed) and not self._ended
                 others = self._cascade.coming_from_others(self._name) if waits else set()
                 paused = max(0.0, self._paused_until - time.monotonic())
+                early = not self._gave_up and self._backlog.too_early
                 # Last, so that nothing can fail once a job is taken.
                 job = self._take(missing, others)
-                if job is not None or (self._ended and not paused):
+                if job is not None or (self._ended and not paused and not early):
                     self._running, self._busy = job, job is not None
                     return job
-                until = max(self._retry_timer.left, LOOK_AT_OTHERS if others else 0.0)
+                look = LOOK_FOR_SOURCE if early else LOOK_AT_OTHERS if others else 0.0
+                until = max(self._retry_timer.left, look)
                 self._changed.wait(paused or (until if self._backlog.owed else None))
 
     def _take(self, missing: bool, others: Collection[int]) -> Job | None:
@@ -570,11 +577,11 @@ class Cascade:
         due: PendingVersion,
         save_state: SaveState | None = None,
         entries: Sequence[str] = (),
-        coming: Callable[[], bool] = lambda: False,
+        source: SaveState | None = None,
     ) -> CascadeJob:
         """The job that copies a version to a tier from faster tiers; see `CascadeJob` for the arguments."""
         faster = self._faster(name) if save_state is not None else self._whole(name)
-        return CascadeJob(due, self._tier_runs[name], faster, self._routes, self._arena, save_state, entries, coming)
+        return CascadeJob(due, self._tier_runs[name], faster, self._routes, self._arena, save_state, entries, source)
 
     def copy_later(self, name: str, save_state: SaveState) -> CascadeJob | None:
         """The job that copies a failed save from a faster tier later; None where no faster tier can have it."""
@@ -583,11 +590,7 @@ class Cascade:
         faster = [tier_run.name for tier_run in self._whole(name) if tier_run.name in save_state.tiers]
         if all(save_state.error(n) is not None for n in faster):
             return None
-        return self.copy(
-            name,
-            PendingVersion.of(save_state.head, save_state.nbytes),
-            coming=lambda: any(not save_state.tiers[n].done() for n in faster),
-        )
+        return self.copy(name, PendingVersion.of(save_state.head, save_state.nbytes), source=save_state)
 
     def hurry(self, newest: PendingVersion, seconds: float) -> tuple[str, int] | None:
         """The process will be ended: see to it that the newest version gets to a persistent tier before anything else.
