@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ class Nothing:
 
     def left_behind(self) -> str:
         return ""
+
+    def bring_newest(self) -> None:
+        pass
 
 
 @pytest.mark.slow
@@ -129,6 +133,67 @@ def test_a_job_under_torchrun(place: Path, who: str) -> None:
     with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run", preemption=False) as ckpt:
         assert check(ckpt.restore(into=alone), 0, 1) == int(step) > 0
         assert [version.step for version in ckpt.versions()] == [0, int(step)]
+
+
+def saving_job(folder: str, failing: int | None = None) -> None:
+    """One rank: saves after each step, looks whether it is preempted after that, and closes. ``failing``: a rank whose
+    saves fail from the third on."""
+    import torch.distributed as dist
+    from support.rank_jobs import advance
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ckpt = ts.Checkpointer(ts.Policy.parse(POLICY.format(place=folder)), "run", dist.group.WORLD)
+    state: dict[str, Any] = state_of(0, rank, size)
+    ckpt.save(state, step=0).wait("shared")
+    while not ckpt.preempted:
+        advance(state, rank, size)
+        if state["step"] == 3:
+            print(f"pid {os.getpid()}", flush=True)
+        broken = {"broken": object()} if rank == failing and state["step"] >= 3 else {}
+        with suppress(ts.CaptureError):
+            ckpt.save(state | broken, step=state["step"])
+        time.sleep(0.01)
+    try:
+        ckpt.close()
+    except ts.TierstateError as error:
+        print(f"told {type(error).__name__}", flush=True)
+    print(f"ended {state['step']}", flush=True)
+    dist.destroy_process_group()
+
+
+def job_without_a_part(folder: str) -> None:
+    """As `saving_job`; rank 1 has no part of the newest version."""
+    saving_job(folder, failing=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [[0], [2], [0, 1, 2]], ids=str)
+def test_what_was_in_the_memory_of_each_rank_only_is_brought_by_all_of_them(place: Path, who: list[int]) -> None:
+    """No persistent tier was due: at the end the newest version goes to the nearest one."""
+    with Torchrun(3, "ranks.test_preemption:saving_job", place) as ranks:
+        pids = [int(ranks.hear(rank, "pid")) for rank in range(3)]
+        for rank in who:
+            os.kill(pids[rank], signal.SIGUSR1)
+        (step,) = {ranks.hear(rank, "ended") for rank in range(3)}
+        ranks.code()
+    alone = state_of(0, 0, 1)
+    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run", preemption=False) as ckpt:
+        assert check(ckpt.restore(into=alone), 0, 1) == int(step) >= 3
+        assert [version.step for version in ckpt.versions()] == [0, int(step)]
+
+
+@pytest.mark.slow
+def test_a_version_of_which_a_rank_has_no_part_is_waited_for_by_none(place: Path) -> None:
+    with Torchrun(3, "ranks.test_preemption:job_without_a_part", place) as ranks:
+        pids = [int(ranks.hear(rank, "pid")) for rank in range(3)]
+        os.kill(pids[0], signal.SIGUSR1)
+        start = time.monotonic()
+        assert len({ranks.hear(rank, "ended") for rank in range(3)}) == 1
+        ranks.code()
+    assert time.monotonic() - start < 20, "the whole grace was waited for"
+    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run", preemption=False) as ckpt:
+        assert [version.step for version in ckpt.versions()] == [0]
 
 
 SLOW_POLICY = """

@@ -275,6 +275,11 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     # Saves
 
+    def bring_newest(self) -> None:
+        """Nothing where agents have it: they keep it in memory, and outlive this process."""
+        if not self._hands_over:
+            super().bring_newest()
+
     def continue_from(self, version: str) -> None:
         super().continue_from(version)
         with self._changing:

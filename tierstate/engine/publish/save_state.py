@@ -129,6 +129,12 @@ class SaveState:
         self.seconds[tier] = time.monotonic() - self._start
         return self.seconds[tier]
 
+    def goes_also(self, tier: str) -> None:
+        """The save goes to one more tier, which it was not due in."""
+        # New dicts: other threads may be reading these.
+        self.tiers = {**self.tiers, tier: Completion()}
+        self.elsewhere = {name: why for name, why in self.elsewhere.items() if name != tier}
+
     def committed(self, tier: str) -> None:
         """The version is committed on a tier: callers that wait for it return."""
         self.tiers[tier].set_result(None)

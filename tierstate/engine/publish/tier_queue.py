@@ -622,6 +622,10 @@ class Cascade:
                     queue.pause_copies(seconds / 2)
         return first, seq
 
+    def sources(self, name: str, names: Collection[str]) -> list[TierRun]:
+        """Those of some tiers from which a tier gets copies."""
+        return [tier_run for tier_run in self._faster(name) if tier_run.name in names]
+
     def go_on(self) -> None:
         """End the pauses that `hurry` began."""
         for queue in self.queues.values():

@@ -418,6 +418,9 @@ class SavePipeline:
             first = self._cascade.hurry(newest, max(0.0, end - time.monotonic()))
             self._hurried = _Hurry(newest, first)
 
+    def bring_newest(self) -> None:
+        """Nothing: a process that saves alone brings it by `hurry`."""
+
     def seconds_left(self) -> float:
         """Seconds until the process will be ended; infinite before `hurry`."""
         return self._end - time.monotonic()

@@ -49,6 +49,9 @@ class Hurried(Protocol):
     def hurry(self, end: float) -> None:
         """The process ends at this time of `time.monotonic`: commit the newest version on a persistent tier first."""
 
+    def bring_newest(self) -> None:
+        """Copy the newest version to a persistent tier, together with all ranks."""
+
     def unfinished(self) -> str:
         """The saves under way, for messages; empty if there are none."""
 

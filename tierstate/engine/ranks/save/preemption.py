@@ -53,6 +53,11 @@ class SharedPreemption(Preemption):
         self._saves.ending = not self._decided.wait(self.left) or call >= self._first
         return self._saves.ending
 
+    def close_begins(self) -> None:
+        super().close_begins()
+        if self._saves.ending:  # so it is on all ranks, and they have made the same saves
+            self._saves.bring_newest()
+
     def _is_signalled(self) -> bool:
         try:
             while not self._wake.acquire(timeout=self._interval):

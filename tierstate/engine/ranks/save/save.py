@@ -430,6 +430,27 @@ class SharedPipeline(SavePipeline):
         self.withdraw(seq, why, names)
         self._start(seq)  # as `submit` does: at the first save others wait for the markers that this rank creates
 
+    def bring_newest(self) -> None:
+        """Copy the newest version to the nearest persistent tier, together with all ranks, if it went to none.
+
+        All ranks call this after the same save, before `close`. What a rank alone finds whole in a faster tier, `hurry`
+        has brought.
+        """
+        names = self._dues.known(self._seq) or ()
+        lasting = [name for name, tier_run in self._tier_runs.items() if tier_run.tier.traits.persistent]
+        if not lasting or not self.queues or not set(names).isdisjoint(lasting):
+            return
+        first, sources = lasting[0], self._cascade.sources(lasting[0], names)
+        if not sources or any(tier_run.whole for tier_run in sources):
+            return
+        save_state = self._saves.find(self._seq)
+        if save_state is None:
+            self.withdraw(self._seq, f"rank {self.rank} has no part of this version", (first,))
+            return
+        save_state.goes_also(first)
+        due = PendingVersion.of(save_state.head, save_state.nbytes)
+        self.queues[first].put(self._cascade.copy(first, due, save_state, [tier_run.name for tier_run in sources]))
+
     def _missed(self, seq: int) -> Sequence[str] | None:
         try:
             return self._dues.missed(seq)
