@@ -189,7 +189,8 @@ class Version:
             table.leaf,
             table.rank,
             table.boxes,
-            np.cumsum(-(-nbytes // head.chunk), dtype="<u8"),
+            # They may be a part's, which is untrusted: of more chunks than 64 bits can count the ends would fall.
+            check_rising(np.cumsum(-(-nbytes // head.chunk), dtype="<u8"), WHAT),
             np.ascontiguousarray(digests, "<u8").reshape(-1, 2),
             statistics,
         )

@@ -19,7 +19,7 @@ from tierstate.manifest.format import table as col
 from tierstate.manifest.format.layout import Layout
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.record import Record
-from tierstate.manifest.format.version import Head, ShardRow, Version
+from tierstate.manifest.format.version import MAX_SHARD_BYTES, Head, ShardRow, Version
 
 
 def rows_of(version):
@@ -139,6 +139,15 @@ def test_a_head_out_of_range_is_neither_built_nor_read(change):
 def test_rows_that_do_not_fit_are_refused(leaves, rows, count):
     with pytest.raises(FormatError, match="version"):
         Version.build(HEAD, leaves, rows, np.zeros((count, 2), "u8"))
+
+
+@pytest.mark.parametrize("shards", [1, 4095, 4096, 4097, 8192])
+def test_more_chunks_than_64_bits_can_count_are_refused(shards):
+    """4096 shards of as many bytes as one may have, in the shortest chunks, are 2**64: counted as none."""
+    leaf = Leaf(("w",), Spec("tensor", itemsize=1, shape=(MAX_SHARD_BYTES,)))
+    rows = [ShardRow(0, 0, Box.whole(leaf.spec.shape))] * shards
+    with pytest.raises(FormatError, match=r"digests for|ends that fall"):
+        Version.build(dataclasses.replace(HEAD, chunk=16), [leaf], rows, np.zeros((0, 2), "<u8"))
 
 
 def test_keys_equal_to_python_are_leaves_of_their_own():
