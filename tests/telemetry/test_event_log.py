@@ -151,6 +151,21 @@ def test_no_more_is_read_than_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[-1].step == 9
 
 
+def test_all_that_has_waited_for_a_tier_can_be_read() -> None:
+    """Also if each event has a long reason, as those of a tier that fails have."""
+    store = Memory()
+    log = log_to(store=store)
+    log._try_at["store"] = math.inf  # it is away
+    events = [
+        Event("failed", 1000.0 + number / 2, "run", "store", number, reason="x" * 1500)
+        for number in range(event_log.WAITING)
+    ]
+    for event in events:
+        log.event(event)
+    log.close()
+    assert read_events({"store": store}, "run") == events
+
+
 def test_what_the_job_deletes_while_it_is_read_is_passed_over() -> None:
     class Deleting(Memory):
         """Loses a piece after it was listed, and one after its length was asked."""

@@ -15,7 +15,7 @@ from support.checkpointer_worlds import policy, tier
 
 import tierstate as ts
 from tierstate.engine.events import Event
-from tierstate.telemetry.metrics import METRICS, Metric, Recorder, Watch
+from tierstate.telemetry.metrics import BY_NAME, METRICS, Metric, Recorder, Watch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -85,6 +85,69 @@ def test_a_port_that_is_taken_costs_a_warning_only(place: Path, caplog: pytest.L
         with ts.Checkpointer(world(place, port=port), "metrics-run") as ckpt:
             ckpt.save({"w": torch.ones(3)}, 1).wait()
     assert f"metrics are not served at 127.0.0.1:{port}" in caplog.text
+
+
+@pytest.mark.parametrize("said", ["", "first", "-1", "65535"])
+def test_no_training_fails_for_what_a_launcher_says(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, said: str
+) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("LOCAL_RANK", said)
+        with ts.Checkpointer(world(place, port=port, textfile=str(place / "run.prom")), "metrics-run") as ckpt:
+            ckpt.save({"w": torch.ones(3)}, 1).wait()
+    rank = int(said) if said.isdecimal() else 0
+    assert f"metrics are not served at 127.0.0.1:{port + rank}" in caplog.text
+    assert [one.name for one in place.glob("*.prom")] == [f"run-{rank}.prom" if rank else "run.prom"]
+
+
+def test_a_run_is_forgotten_while_another_one_is_counted() -> None:
+    from tierstate.telemetry.prometheus import PrometheusSink
+
+    sink, lag = PrometheusSink(), BY_NAME["tierstate_lag_steps"]
+
+    class Closed(str):
+        """The name of a run; whenever it is compared, another run puts a gauge."""
+
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            sink.put(lag, 1.0, {"run": f"other-{len(sink._put)}", "rank": "", "tier": "nvme"})
+            return str.__eq__(self, other)
+
+    for tier_name in ("nvme", "lustre"):
+        sink.put(lag, 1.0, {"run": "closed", "rank": "", "tier": tier_name})
+    sink.forget({"run": Closed("closed"), "rank": ""})
+    there = {one.labels["run"] for family in sink.collect() for one in family.samples if family.name == lag.name}
+    assert len(there) > 1
+    assert "closed" not in there
+
+
+@pytest.mark.slow
+def test_a_forked_process_serves_and_counts_for_itself() -> None:
+    """The port is its parent's, which it is told; nothing of what the parent has counted is its own."""
+    program = """
+import os, sys
+from tierstate.telemetry import prometheus
+from tierstate.telemetry.metrics import BY_NAME
+sink = prometheus.sink_of_process()
+sink.add(BY_NAME["tierstate_saves_total"], 1, {"run": "r", "rank": ""})
+port = prometheus.serve(sink, "127.0.0.1", 0)
+assert prometheus.serve(sink, "127.0.0.1", port) == port
+prometheus._lock.acquire()
+child = os.fork()
+if child == 0:
+    mine = prometheus.sink_of_process()
+    assert prometheus.serve(mine, "127.0.0.1", port) == 0
+    assert not [one for family in mine.collect() for one in family.samples if one.value]
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 from tierstate.engine.events import Event
@@ -116,7 +116,8 @@ class EventLog:
             log.debug("%s: old events stay there: %s", name, error)
         try:
             while events:
-                piece = list(takewhile(lambda event: 0 <= event.time - events[0].time <= PIECE_SPAN, events))
+                some = islice(events, PIECE_EVENTS)  # of more events it could be longer than what is read
+                piece = list(takewhile(lambda event: 0 <= event.time - events[0].time <= PIECE_SPAN, some))
                 text = "".join(json.dumps(event.encode(), separators=(",", ":")) + "\n" for event in piece)
                 # Above all that are there: the clock may have been ahead when they were written, and the lowest go
                 # first.

@@ -75,7 +75,8 @@ class PrometheusSink:
     def forget(self, common: Mapping[str, str]) -> None:
         """Remove the gauges of a run that is closed: they would say for ever what was true in the end."""
         mine = tuple(common[name] for name in COMMON)
-        for name, values in [one for one in self._put if one[1][: len(COMMON)] == mine]:
+        # Of a copy, which is made at once: other runs of this process put gauges meanwhile.
+        for name, values in [one for one in self._put.copy() if one[1][: len(COMMON)] == mine]:
             self._put.discard((name, values))
             with suppress(KeyError):
                 self._metrics[name].remove(*values)
@@ -96,6 +97,21 @@ _sink: PrometheusSink | None = None
 _served: dict[int, Any] = {}
 
 
+def _begin_child() -> None:
+    """A forked child serves nothing, and counts what it does itself; a lock may have been held when it was forked."""
+    global _lock, _sink, _served
+    _lock, _sink, _served = threading.Lock(), None, {}
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
+def _local_rank() -> int:
+    """The number of this rank on its host; 0 where launchers say none."""
+    said = os.environ.get("LOCAL_RANK", "")
+    return int(said) if said.isdecimal() else 0
+
+
 def sink_of_process() -> PrometheusSink:
     """The sink that all Checkpointers of this process share. Raises PolicyError as `PrometheusSink`."""
     global _sink
@@ -114,13 +130,13 @@ def serve(sink: PrometheusSink, address: str, port: int) -> int:
     """
     from prometheus_client import start_http_server
 
-    port += int(os.environ.get("LOCAL_RANK", "0")) if port else 0
+    port += _local_rank() if port else 0
     with _lock:
         if port in _served:
             return port
         try:
             server, _ = start_http_server(port, address, sink.registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # with its number on the host a port may be above the highest
             log.warning("metrics are not served at %s:%d: %s", address, port, error)
             return 0
         found = int(server.server_address[1])
@@ -139,7 +155,7 @@ class TextFile:
     """
 
     def __init__(self, sink: PrometheusSink, path: str, interval: float) -> None:
-        if (local := os.environ.get("LOCAL_RANK", "0")) != "0":
+        if local := _local_rank():
             path = f"{path.removesuffix('.prom')}-{local}.prom"
         self._sink, self._path, self._interval = sink, path, interval
         self._over = threading.Event()
