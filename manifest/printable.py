@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 
 def escape_controls(text: str, keep: str = "") -> str:
@@ -41,6 +44,16 @@ def escape_json(text: str) -> str:
 
 def _json_escaped(one: str) -> str:
     return f"\\u{ord(one):04x}" if ord(one) < 0x80 else json.dumps(one)[1:-1]
+
+
+def finite_json(value: Any) -> Any:
+    """JSON values with NaN, Infinity and -Infinity as text. JSON has no such numbers, and `json.dumps` writes them
+    bare, so that strict readers refuse the whole document. A loss in the metadata of a version may well be NaN."""
+    if isinstance(value, Mapping):
+        return {key: finite_json(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_json(one) for one in value]
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class PrintableRecords(logging.Filter):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -27,7 +29,8 @@ import tierstate as ts
 from tierstate.engine.packs.formats import DTYPES
 from tierstate.files import virtual
 from tierstate.files.export import export
-from tierstate.files.filesystem import TierstateFileSystem
+from tierstate.files.filesystem import TierstateFileSystem, utc_time
+from tierstate.manifest.format.version import MAX_TIME
 
 POLICY = """
 chunk: 4KiB
@@ -141,6 +144,33 @@ def test_folders(fs: TierstateFileSystem, policy: Path) -> None:
     assert fs.info(f"{at}/version.json")["version"] == fs.info(at)["version"]
     assert fs.created(at) < fs.created(f"{policy}/gpt@step-2")
     assert fs.ukey(f"{at}/version.json") == fs.ukey(f"{policy}/gpt@{fs.info(at)['version']}/version.json")
+
+
+def test_the_description_is_json_for_strict_readers_too(fs: TierstateFileSystem, policy: Path) -> None:
+    """A loss may be NaN, which JSON does not have."""
+    with ts.Checkpointer(policy, "nan") as ckpt:
+        ckpt.save({"w": torch.ones(1)}, step=1, metadata={"loss": math.nan, "more": [math.inf, -math.inf, 0.5]}).wait()
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    found = json.loads(fs.cat_file(f"{policy}/nan/version.json"), parse_constant=refuse)
+    assert found["metadata"] == {"loss": "NaN", "more": ["Infinity", "-Infinity", 0.5]}
+
+
+def test_every_name_that_is_listed_can_be_opened_also_that_of_the_highest_step(
+    fs: TierstateFileSystem, policy: Path
+) -> None:
+    with ts.Checkpointer(policy, "long") as ckpt:
+        ckpt.save({"w": torch.ones(1)}, step=2**63 - 1).wait()
+    for name in fs.ls(str(policy), detail=False):
+        assert fs.info(name)["step"] in (1, 2, 3, 2**63 - 1)
+
+
+@given(st.floats(0, MAX_TIME))
+def test_a_version_of_any_time_has_one(seconds: float) -> None:
+    found = utc_time(seconds)
+    assert found == datetime.datetime.fromtimestamp(seconds, datetime.UTC) if seconds < 2.5e11 else found.year > 9890
 
 
 SAFE = st.sampled_from([dtype for name, dtype in vars(torch).items() if name in DTYPES])

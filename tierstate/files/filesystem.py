@@ -50,7 +50,11 @@ MAX_VERSIONS = 8
 """How many versions of a file system's runs are kept in memory: a record of a large state has many megabytes."""
 
 
-_STEP = re.compile(r"step-([0-9]{1,18})")
+_LAST_TIME = 253_402_300_799
+"""The last second of the year 9999, in seconds since 1970."""
+
+
+_STEP = re.compile(r"step-([0-9]{1,19})")
 
 
 _ID = re.compile(rf"[0-9a-f]{{1,{ID_LENGTH}}}")
@@ -339,7 +343,7 @@ class TierstateFileSystem(AbstractFileSystem):  # type: ignore[misc]
         policy = Policy.load(address.policy)
         for run in runs_of(policy, lambda tier, error: failed.append((tier, error))):
             for name, info in self._names_of(address._replace(run=run)):
-                about = {"version": info.id, "step": info.step, "created": _time(info.time)}
+                about = {"version": info.id, "step": info.step, "created": utc_time(info.time)}
                 yield {"name": f"{address.policy}/{run}@{name}", "size": 0, "type": "directory", **about}
         if failed:
             told = "; ".join(tier_text(*one) for one in failed)
@@ -393,11 +397,12 @@ class VersionFile(AbstractBufferedFile):  # type: ignore[misc]
 
 def _about(files: VersionFiles) -> dict[str, Any]:
     version = files.entry.version
-    return {"version": version.id, "step": version.head.step, "created": _time(version.head.time)}
+    return {"version": version.id, "step": version.head.step, "created": utc_time(version.head.time)}
 
 
-def _time(seconds: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+def utc_time(seconds: float) -> datetime.datetime:
+    """A time in seconds since 1970, in UTC; what is later than a `datetime` can be is the end of the year 9999."""
+    return datetime.datetime.fromtimestamp(min(seconds, _LAST_TIME), datetime.UTC)
 
 
 @contextmanager

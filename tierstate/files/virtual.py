@@ -24,6 +24,7 @@ from tierstate.files.readers.outline import encode_plain
 from tierstate.manifest.errors import FormatError, NotFound, StateMismatch
 from tierstate.manifest.format.leaf import LOSSY, STORAGE, TIED, Leaf, Spec
 from tierstate.manifest.format.leaf_path import encode_path
+from tierstate.manifest.printable import finite_json
 from tierstate.providers.tensors.arrays import ArrayProvider
 from tierstate.providers.tensors.dtypes import numpy_dtype, torch_dtype
 from tierstate.providers.tensors.tensors import TensorProvider
@@ -238,7 +239,7 @@ class VersionFiles:
 
 
 def _json_file(content: Mapping[str, Any]) -> VirtualFile:
-    return VirtualFile.of(json.dumps(content, indent=1).encode())
+    return VirtualFile.of(json.dumps(finite_json(content), indent=1).encode())
 
 
 def _plan_with_values(lay_out: partial[ExportPlan]) -> ExportPlan:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from tierstate.engine.info import VersionInfo
-from tierstate.files.filesystem import Address
+from tierstate.files.filesystem import Address, utc_time
 
 
 def version_uri(policy: str | os.PathLike[str], info: VersionInfo) -> str:
@@ -33,7 +32,7 @@ def version_uri(policy: str | os.PathLike[str], info: VersionInfo) -> str:
 def version_facts(info: VersionInfo) -> dict[str, Any]:
     """What is known of a version, as JSON values: run, version, step, time (UTC), bytes, tiers, and the metadata given
     to `save`. Numbers that JSON lacks (NaN, infinity) are texts."""
-    time = datetime.datetime.fromtimestamp(info.time, datetime.UTC).isoformat(timespec="seconds")
+    time = utc_time(info.time).isoformat(timespec="seconds")
     return {
         "run": info.run,
         "version": info.id,

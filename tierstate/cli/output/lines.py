@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tierstate.manifest.printable import escape_controls, escape_json
+from tierstate.manifest.printable import escape_controls, escape_json, finite_json
 
 from .table import table_lines
 
@@ -35,18 +34,9 @@ def print_json(value: Any) -> None:
 def as_json_text(value: Any, indent: int | None = None) -> str:
     try:
         text = json.dumps(value, indent=indent, default=str, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # a loss in the metadata of a version may well be NaN
-        text = json.dumps(_finite(value), indent=indent, default=str, ensure_ascii=False)
+    except ValueError:  # there is a NaN
+        text = json.dumps(finite_json(value), indent=indent, default=str, ensure_ascii=False)
     return escape_json(text)
-
-
-def _finite(value: Any) -> Any:
-    """The same with NaN, Infinity and -Infinity as text, which is how `json.dumps` would write them bare."""
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def say(line: str, file: TextIO | None = None) -> None:
