@@ -55,8 +55,8 @@ class DatasetProvider(Provider):
         spec: the spec of its bytes, if its HDF5 type does not say it.
 
     Raises:
-        CaptureError: it is closed, empty, has its bytes in external files, or its elements have no fixed size; the
-            message says what to do.
+        CaptureError: it is closed, empty, has its bytes in external files, or its elements have no fixed size, or are
+            numbers that NumPy would read as others; the message says what to do.
     """
 
     kind: ClassVar[str] = ArrayProvider.kind
@@ -258,6 +258,10 @@ def _describe(value: h5py.Dataset, size: int) -> Spec:
             f"{where} has elements of {size} bytes, of a type that NumPy knows only as {dtype}; store it as {dtype}, "
             "or its bytes as unsigned integers"
         )
+    if odd := odd_numbers(value.id.get_type()):
+        raise CaptureError(
+            f"{where} holds {odd}, whose bytes would be other numbers to NumPy; write it anew as {dtype}"
+        )
     try:
         described = numpy_name(dtype.base)
     except CaptureError as error:
@@ -265,6 +269,28 @@ def _describe(value: h5py.Dataset, size: int) -> Spec:
     attrs = {} if isinstance(described, str) else {"fields": described}
     shape = (*value.shape, *dtype.shape)  # as in NumPy, elements that are arrays add their axes
     return Spec(DatasetProvider.kind, dtype.base.str, dtype.base.itemsize, shape, attrs)
+
+
+def odd_numbers(type: h5py.h5t.TypeID) -> str:
+    """What of an HDF5 type HDF5 converts when NumPy reads it, though it has as many bytes; empty if there is nothing.
+    Bytes are taken as they are in the file, so they would be other numbers."""
+    if isinstance(type, h5py.h5t.TypeIntegerID):
+        bits, size = type.get_precision(), type.get_size()
+        return "" if (bits, type.get_offset()) == (8 * size, 0) else f"integers of {bits} bits in {size} bytes"
+    if isinstance(type, h5py.h5t.TypeFloatID):
+        return "" if _form(type) == _form(h5py.h5t.py_create(type.dtype)) else "floats of a form of their own"
+    if isinstance(type, (h5py.h5t.TypeEnumID, h5py.h5t.TypeArrayID)):
+        return odd_numbers(type.get_super())
+    if not isinstance(type, h5py.h5t.TypeCompoundID):
+        return ""
+    if type.dtype.kind == "c" and type.get_member_offset(0) > type.get_member_offset(1):
+        return "complex numbers whose imaginary part comes first"
+    return next(filter(None, map(odd_numbers, map(type.get_member_type, range(type.get_nmembers())))), "")
+
+
+def _form(type: h5py.h5t.TypeFloatID) -> tuple[Any, ...]:
+    """Where the parts of a float are among its bits, and what they mean."""
+    return type.get_fields(), type.get_ebias(), type.get_norm()
 
 
 def _what(dtype: np.dtype[Any]) -> str:

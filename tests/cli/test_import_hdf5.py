@@ -46,6 +46,20 @@ def test_an_hdf5_file_of_others(call: Call, policy: Path) -> None:
     assert "dataset /ref in" in answer.err
 
 
+def test_integers_that_do_not_fill_their_bytes_are_refused(call: Call, policy: Path) -> None:
+    """As those that the N-bit filter packs: -1 in 12 bits would be 4095."""
+    path, twelve = policy.parent / "twelve.h5", h5py.h5t.NATIVE_INT16.copy()
+    twelve.set_precision(12)
+    with h5py.File(path, "w") as file:
+        h5py.h5d.create(file.id, b"x", twelve, h5py.h5s.create_simple((2,)))
+        file["x"][:] = [-1, 5]
+    answer = call("import", "-p", policy, "-r", "h5", path)
+    assert answer.status == 2
+    assert "dataset /x in" in answer.err
+    assert "holds integers of 12 bits in 2 bytes" in answer.err
+    assert "write it anew as int16" in answer.err
+
+
 # What would reach beyond the file
 
 

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from h5py import h5t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.equality import same
@@ -21,7 +22,7 @@ import tierstate as ts
 from tierstate.manifest.chunk import as_buffer, empty_buffer, to_bytes
 from tierstate.manifest.errors import CaptureError, StateMismatch
 from tierstate.manifest.format.leaf import Leaf
-from tierstate.providers.hdf5 import DatasetProvider
+from tierstate.providers.hdf5 import DatasetProvider, odd_numbers
 from tierstate.providers.registry import Registry
 from tierstate.providers.tensors.arrays import ArrayProvider
 from tierstate.providers.tree.flatten import flatten
@@ -282,6 +283,54 @@ def test_elements_of_a_type_that_numpy_lacks_are_refused(file: h5py.File) -> Non
     assert made.id
     with pytest.raises(CaptureError, match="elements of 2 bytes"):
         flatten(file)
+
+
+ATOMS = [h5t.STD_I8LE, h5t.STD_I16BE, h5t.STD_U32LE, h5t.STD_I64LE, h5t.IEEE_F16LE, h5t.IEEE_F32BE, h5t.IEEE_F64LE]
+
+
+@st.composite
+def numbers(draw: st.DrawFn) -> h5t.TypeID:
+    """A type of numbers: with all its bits or some, of any form, alone or in an enum, an array or a compound."""
+    found = draw(st.sampled_from(ATOMS)).copy()
+    if isinstance(found, h5t.TypeIntegerID) and draw(st.booleans()):
+        bits = draw(st.integers(4 * found.get_size() + 1, 8 * found.get_size()))  # HDF5 makes none with fewer
+        found.set_precision(bits)
+        found.set_offset(draw(st.integers(0, 8 * found.get_size() - bits)))
+    elif isinstance(found, h5t.TypeFloatID) and draw(st.booleans()):
+        *_, exponent, _, mantissa = found.get_fields()
+        found.set_fields(0, mantissa + 1, exponent, 1, mantissa)  # the sign in the lowest bit
+    kind, size = draw(st.sampled_from(["alone", "enum", "array", "compound", "complex"])), found.get_size()
+    if kind == "enum" and isinstance(found, h5t.TypeIntegerID):
+        found = h5t.enum_create(found)
+        found.enum_insert(b"none", 0)
+        return found
+    if kind == "array":
+        return h5t.array_create(found, (2,))
+    if kind in ("compound", "complex"):
+        names = (b"r", b"i") if kind == "complex" else (b"x", b"y")
+        places = draw(st.sampled_from([(0, size), (size, 0)]))
+        compound = h5t.create(h5t.COMPOUND, 2 * size)
+        for name, place in zip(names, places, strict=True):
+            compound.insert(name, place, found)
+        return compound
+    return found
+
+
+@given(numbers(), st.binary(min_size=96, max_size=96))
+def test_numbers_are_those_that_hdf5_reads_or_are_refused(kind: h5t.TypeID, data: bytes) -> None:
+    with memory() as file:
+        created = h5py.h5d.create(file.id, b"data", kind, h5py.h5s.create_simple((3,)))
+        created.write(h5py.h5s.ALL, h5py.h5s.ALL, np.frombuffer(data, np.uint8)[: 3 * kind.get_size()].copy(), kind)
+        if odd_numbers(kind):
+            with pytest.raises(CaptureError, match="whose bytes would be other numbers to NumPy; write it anew as"):
+                DatasetProvider(file["data"])
+            plain = file.create_dataset("plain", (3,), file["data"].dtype)
+            assert plain.id.get_type() != kind, "what h5py itself makes of this type is taken"
+            return
+        provider = DatasetProvider(file["data"])
+        loaded = ArrayProvider.fresh(provider.spec)
+        feed(loaded, stream(provider))
+        assert same(loaded.done(), file["data"][:])
 
 
 def test_links_and_attributes_that_cannot_be_saved(file: h5py.File) -> None:

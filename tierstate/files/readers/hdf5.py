@@ -21,7 +21,14 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import FormatError, untrusted
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.leaf_path import decode_path
-from tierstate.providers.hdf5 import ATTRIBUTES, DatasetProvider, GroupAttributes, group_member, group_members
+from tierstate.providers.hdf5 import (
+    ATTRIBUTES,
+    DatasetProvider,
+    GroupAttributes,
+    group_member,
+    group_members,
+    odd_numbers,
+)
 from tierstate.providers.tensors.arrays import ArrayProvider
 from tierstate.providers.tensors.dtypes import TORCH_DTYPES
 from tierstate.providers.tensors.tensors import check_shape
@@ -294,7 +301,7 @@ def _type(dataset: h5py.Dataset) -> str:
     if DTYPE in dataset.attrs:
         return _text(dataset.attrs[DTYPE])
     dtype = dataset.dtype
-    if dtype.names is not None or dtype.hasobject or dtype.subdtype is not None:
+    if dtype.names is not None or dtype.hasobject or dtype.subdtype is not None or odd_numbers(dataset.id.get_type()):
         return ""
     return element_type(Leaf((), Spec(ArrayProvider.kind, dtype.str, dtype.itemsize)))
 
