@@ -89,6 +89,12 @@ class Record:
     layout: Layout
     commit: Mapping[str, Any]
 
+    @property
+    def present_nbytes(self) -> int:
+        """Raw bytes of the chunks that this tier has."""
+        present = self.layout.present
+        return self.version.nbytes if present.all() else int(self.version.chunk_nbytes[present].sum())
+
     def encode(self) -> bytes:
         """The record's bytes.
 

@@ -7,8 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpointer_worlds import policy, tier
 from support.cli_calls import Call
 
 import tierstate as ts
@@ -57,6 +59,24 @@ def test_the_numbers_are_those_of_versions_and_events(world: Path, data: ReportD
             assert sum(n or 0 for n in tier.stored) == sum(version.stored[name] for version in here)
             whole = sum(sum(tier.states[STATES.index(state)]) for state in ("whole", "in part"))
             assert whole == len(here)
+
+
+@pytest.mark.slow
+def test_what_rules_send_elsewhere_is_nothing_that_codecs_have_saved(place: Path) -> None:
+    spec = policy(
+        {"nvme": tier("nvme", place), "lustre": tier("lustre", place)},
+        metrics={"events": True},
+        rules=[{"match": "large", "tiers": ["nvme"]}],
+    )
+    with ts.Checkpointer(spec, "run") as ckpt:
+        for step in (1, 2, 3):
+            state = {"small": torch.randn(1000), "large": torch.randn(3000)}
+            ckpt.save(state, step).wait("lustre")
+        assert {name: found.raw for name, found in ckpt.stats().tiers.items()} == {"nvme": 48_000, "lustre": 12_000}
+    (run,) = collect_runs(spec, ["run"]).runs
+    for name, nbytes in (("nvme", 48_000), ("lustre", 12_000)):
+        found = tier_of(run, name)
+        assert (found.raw_total, found.by_codecs) == (nbytes, 0)
 
 
 def test_reasons_of_retention_failures_and_layers(data: ReportData) -> None:

@@ -85,7 +85,7 @@ class Event(NamedTuple):
         nbytes, seconds: as the kind says.
         reason: why.
         saved: when the version was saved, in seconds since 1970.
-        raw: bytes of its state.
+        raw: bytes of its state, of what of it rules send to the tier.
     """
 
     kind: str

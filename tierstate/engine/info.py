@@ -127,7 +127,7 @@ class TierStats:
     """Counters and times of one tier in this process.
 
     Attributes:
-        raw: raw bytes of the states that were committed to the tier.
+        raw: raw bytes of the states that were committed to the tier, of what of them rules send there.
         stored: bytes written for them; less than ``raw`` where chunks were reused or compressed.
         saves: saves committed to the tier.
         failures: saves that failed on the tier.

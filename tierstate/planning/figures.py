@@ -11,11 +11,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
 from tierstate.engine.cadence import Level
 from tierstate.engine.events import Event
-from tierstate.engine.placement import route_masks
 from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.leaf_path import Path
 from tierstate.run import Run
@@ -221,21 +218,14 @@ def figures_of(run: Run) -> RunFigures:
         step=median(seconds / gap for gap, seconds in pairs) if pairs else None,
         save_every=int(median(gaps)) if gaps else None,
         capture=sum(nbytes for _, nbytes in leaves) / blocked if blocked else None,
-        speeds=_speeds(events, _parts(run.policy, leaves)),
+        speeds=_speeds(events),
     )
 
 
-def _parts(policy: Policy, leaves: Sequence[tuple[Path, int]]) -> dict[str, float]:
-    """Which part of the state goes to each tier by the policy's rules."""
-    sizes = np.array([nbytes for _, nbytes in leaves], float)
-    masks = route_masks(policy, [path for path, _ in leaves])
-    return {name: float(sizes[mask].sum() / sizes.sum()) for name, mask in masks.items()} if leaves else {}
-
-
-def _speeds(events: Iterable[Event], parts: Mapping[str, float]) -> dict[str, Speed]:
+def _speeds(events: Iterable[Event]) -> dict[str, Speed]:
     """Of tiers to which versions were copied or written: bytes of the state that go there per second of a version."""
     found: dict[str, list[float]] = {}
     for event in events:
-        if event.kind in ("committed", "cascaded") and event.raw and event.seconds and parts.get(event.tier):
-            found.setdefault(event.tier, []).append(event.raw * parts[event.tier] / event.seconds)
+        if event.kind in ("committed", "cascaded") and event.raw and event.seconds:
+            found.setdefault(event.tier, []).append(event.raw / event.seconds)
     return {name: Speed(*2 * (median(rates[-_NEWEST:]),)) for name, rates in found.items()}

@@ -76,8 +76,8 @@ class TierReport:
         arrival: from the save of a version until it was in this tier.
         exposure: what would have been lost at the worst moment of each group if only this tier had been left: the age
             of its newest version (RPO).
-        raw, written: of each group, bytes of the states that arrived, and bytes written for them. None if no event
-            says so.
+        raw, written: of each group, bytes of the states that arrived (of what of them rules send to this tier), and
+            bytes written for them. None if no event says so.
         stored: of each group, bytes that the chunks of the versions that are there take, shared ones included.
         raw_total, written_total: sums of ``raw`` and ``written``.
         by_codecs, by_reuse, by_both: what of the difference came from codecs, from chunks that were there already

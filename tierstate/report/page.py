@@ -489,8 +489,8 @@ SECTIONS: tuple[tuple[str, str, str, Panel | None], ...] = (
     (
         "bytes",
         "Bytes",
-        "What was written is less than the state where chunks were there already (deduplication), or were encoded "
-        "(codecs). Of a version that is gone it is not known which of the two it was.",
+        "What was written is less than the state (what of it rules send to the tier) where chunks were there already "
+        "(deduplication), or were encoded (codecs). Of a version that is gone it is not known which of the two it was.",
         _bytes,
     ),
     ("retention", "Retention", "What each tier keeps now, and why. A version may have several reasons.", _retention),

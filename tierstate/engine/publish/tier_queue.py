@@ -67,7 +67,7 @@ class TierCounters:
         failures: saves that failed.
         skipped: saves that were left out, since newer ones were waiting.
         brought: missing versions that were copied later; also in ``saves``.
-        raw, stored: raw bytes of the committed states, and bytes written for them.
+        raw, stored: raw bytes of the committed states, of what of them goes to the tier, and bytes written for them.
         seconds: for each of the newest saves, the time from the call of ``save`` to the commit.
     """
 
@@ -375,16 +375,17 @@ class TierQueue:
         return due.seq not in self.tier_run.worth_bringing(marks)
 
     def _arrived(self, job: Job, record: Record) -> None:
-        name, counters = self._name, self.counters
-        # Of many ranks, the record here is the part of this one.
-        about: dict[str, Any] = {"version": job.committed, "saved": job.due.time, "raw": record.version.nbytes}
+        # Of many ranks, the record here is the part of this one. What rules send to other tiers alone does not count:
+        # what was written is compared with it.
+        name, counters, raw = self._name, self.counters, record.present_nbytes
+        about: dict[str, Any] = {"version": job.committed, "saved": job.due.time, "raw": raw}
         if not self.healthy:
             self._emit("back", job.due, **about)
         self.healthy = True
         self._retry_timer.succeeded()
         self._recall_mends()
         counters.saves += 1
-        counters.raw += record.version.nbytes
+        counters.raw += raw
         counters.stored += job.stored
         if isinstance(job, CascadeJob) and job.began is not None:
             counters.copied(job.due.nbytes, time.monotonic() - job.began)
