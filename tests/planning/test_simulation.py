@@ -15,6 +15,7 @@ from tierstate.planning import simulation
 from tierstate.planning.lanes import TICK
 from tierstate.planning.model import Failure, Outcome, TierModel, Workload
 from tierstate.planning.simulation import simulate
+from tierstate.tiers.wrappers.limit import BURST
 
 GIB = 1 << 30
 HOST, DISK, SITE = Level("host", False, "process"), Level("disk", True, "host"), Level("site", True, "site")
@@ -78,8 +79,23 @@ def test_steps_are_slower_while_something_is_written(slower: float, writing: flo
 def test_what_an_idle_tier_has_saved_up_is_used_once(burst: float, steps: int) -> None:
     limited = [TierModel(DISK, GIB, GIB, burst=burst), *models()[1:]]
     found = simulate(policy(site=", every: 1000000"), workload(step=0.05), limited, steps)
-    assert found.drained == pytest.approx(0.05 + steps - burst, abs=1.1)  # and one copy to the other tier
-    assert found.tiers["disk"].arrivals[-1].arrived == pytest.approx(0.05 + steps - burst)
+    copy = 1 if burst else 0  # one version goes to the other tier, and is read at the same rate
+    assert found.drained == pytest.approx(0.05 + steps + copy - burst, abs=1.1)
+    assert found.tiers["disk"].arrivals[-1].arrived == pytest.approx(0.05 + steps + copy - burst)
+
+
+@given(st.floats(0.05, 3), st.sampled_from([0.5, 1.0, 2.0]), st.integers(5, 60), st.booleans())
+def test_what_is_read_from_a_tier_with_a_bandwidth_counts_there(
+    step: float, rate: float, steps: int, skips: bool
+) -> None:
+    """Its bytes, written and read together, take their time; where that is more than there is, it falls behind."""
+    there = [TierModel(DISK, rate * GIB, rate * GIB, burst=BURST), *models(site=100 * GIB)[1:]]
+    spec = policy(site=", on_lag: skip" if skips else "")
+    found = simulate(spec, workload(step=step), there, steps, leaps=False)
+    moved = found.tiers["disk"].nbytes + found.tiers["site"].nbytes
+    assert moved <= rate * GIB * (found.drained - step + BURST) * (1 + 1e-9)
+    if not skips and step < 0.9 / rate:  # no more than its writes need
+        assert found.drained == pytest.approx(step + 2 * steps / rate - BURST, abs=1.5 / rate)
 
 
 @given(st.integers(1, 7), st.integers(1, 60), st.floats(0, 3), st.lists(st.floats(0, 80), max_size=2))

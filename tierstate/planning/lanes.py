@@ -122,7 +122,8 @@ class Lane:
         has: versions by number: step and time.
         settled: how many versions it has besides, which nothing asks for any more and which stay for ever.
         running, began, ends: what is written, since when and until when; infinite while its source lacks it.
-        idle_since: when it last had something to write.
+        idle_since: when it last had something to write; with a ``bandwidth``, when it has or will have done all that
+            it counts.
         look: of `OFTEN` versions and more, how many there are when retention decides next.
         moves: how often a version was sent there, or has arrived.
     """

@@ -219,7 +219,7 @@ class _Job:
         for lane in self._lanes:
             lane.direct.clear()
             lane.backlog = Queue(self._policy.tier(lane.name).every, self._policy.tier(lane.name).on_lag)
-            lane.running, lane.ends = None, math.inf
+            lane.running, lane.ends, lane.idle_since = None, math.inf, min(lane.idle_since, self._now)
             if not lane.model.level.survives(failure.host_lost):
                 lane.has.clear()
         found = {seq for lane in self._lanes for seq in lane.has if self._is_whole(seq, self._lanes)}
@@ -357,6 +357,19 @@ class _Job:
                     self._retire(lane, lane.running.due)  # as `TierQueue` does, to have room for it
             if lane.running is not None and lane.ends == math.inf and lane.running.at_hand:
                 lane.began, lane.ends = self._now, self._now + self._duration(lane.running)
+                self._read_source(lane.running)
+
+    def _read_source(self, copy: Copy) -> None:
+        """A tier's ``bandwidth`` counts what is read from it too (`tierstate.tiers.wrappers.limit`): what it writes at
+        the time, or next, is there so much later."""
+        source = None if copy.direct else copy.lane.source(copy.due.seq)
+        if source is None or not source.model.burst:
+            return
+        seconds = ticks(self._written(copy.lane) / source.model.read)
+        if source.ends < math.inf:
+            source.ends += seconds
+        else:
+            source.idle_since = max(source.idle_since, self._now - source.model.burst) + seconds
 
     def _duration(self, copy: Copy) -> float:
         lane, nbytes = copy.lane, self._written(copy.lane)
@@ -382,7 +395,7 @@ class _Job:
         lane.moves += 1
         lane.has[due.seq] = due
         lane.backlog.arrived(due)
-        lane.running, lane.ends, lane.idle_since = None, math.inf, self._now
+        lane.running, lane.ends, lane.idle_since = None, math.inf, max(lane.idle_since, self._now)
         since = due.time if copy.direct else lane.began
         kind = "committed" if copy.direct else "cascaded"
         self._event(kind, tier=lane.name, step=due.step, seq=due.seq, seconds=self._now - since)
