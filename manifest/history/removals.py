@@ -17,6 +17,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from tierstate.manifest.chunk import as_buffer, to_bytes
+from tierstate.manifest.digest import json_checksum, json_with_checksum
 from tierstate.manifest.errors import AlreadyExists, MediaError, NotFound, Oversized
 from tierstate.manifest.format.version import MAX_TIME, Head
 
@@ -49,9 +50,9 @@ def mark_removed(tier: KeyValueStore, run: str, seq: int, id: str, head: Head | 
     mark: dict[str, Any] = {"time": time.time()}
     if head is not None:
         mark["version"] = {"step": head.step, "time": head.time, "metadata": dict(head.metadata)}
-    data = json.dumps(mark).encode()
+    data = json_with_checksum(mark)
     if head is not None and len(data) > MAX_MARK_BYTES:
-        data = json.dumps(mark | {"version": mark["version"] | {"metadata": {}}}).encode()
+        data = json_with_checksum(mark | {"version": mark["version"] | {"metadata": {}}})
     with suppress(AlreadyExists):
         tier.put(removal_key(run, seq, id), as_buffer(data))
 
@@ -153,7 +154,10 @@ def _removal(seq: int, mark: bytes) -> Removal:
     unknown, when = RetentionEntry(seq, -1 - seq), inf
     try:
         said = json.loads(mark)
+        whole = _is_whole(said)
     except (ValueError, RecursionError):
+        whole = False
+    if not whole:
         return Removal(unknown)
     match said:
         case {"time": int() | float() as at} if 0 <= at <= MAX_TIME:
@@ -164,3 +168,10 @@ def _removal(seq: int, mark: bytes) -> Removal:
         ):
             return Removal(RetentionEntry(seq, step, float(saved), metadata), True, when)
     return Removal(unknown, time=when)
+
+
+def _is_whole(said: Any) -> bool:
+    """Whether a mark is what was written, as far as it can be known: those of earlier programs have no checksum."""
+    if not isinstance(said, dict) or "sum" not in said:
+        return True
+    return bool(said["sum"] == json_checksum({key: value for key, value in said.items() if key != "sum"}))

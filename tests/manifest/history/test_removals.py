@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstate.manifest.chunk import as_buffer
+from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.format.version import MAX_TIME, Head
 from tierstate.manifest.history.removals import Removal, mark_removed, removal_key, removals
 from tierstate.manifest.history.retention import RetentionEntry, RetentionPolicy, decide_retention
@@ -34,6 +35,26 @@ def test_what_was_marked_is_read(step: int, time: float, metadata: dict[str, flo
     assert found.entry == RetentionEntry(1, step, float(time), metadata)
     assert found.is_of(1, step, time)
     assert not found.is_of(1, step + 1, time)
+
+
+def test_of_a_damaged_mark_its_number_alone_counts() -> None:
+    tier, key = Memory(), removal_key("run", 1, "ab")
+    mark_removed(tier, "run", 1, "ab", Head("run", 1, 5, 7.5, metadata={"loss": 0.5}))
+    whole = to_bytes(tier.get(key))
+    for at, bit in itertools.product(range(len(whole)), range(8)):
+        data = bytearray(whole)
+        data[at] ^= 1 << bit
+        tier.delete(key)
+        tier.put(key, as_buffer(bytes(data)))
+        (found,) = removals(tier, "run")
+        assert found.is_of(1, 5, 7.5), f"{data!r}: the version comes back"
+        assert not found.known or found.entry == RetentionEntry(1, 5, 7.5, {"loss": 0.5})
+
+
+def test_a_mark_without_a_checksum_is_one_of_an_earlier_program() -> None:
+    found = marked({"time": 9.0, "version": {"step": 5, "time": 7.0, "metadata": {}}})
+    assert (found.known, found.time) == (True, 9.0)
+    assert found.is_of(1, 5, 7.0)
 
 
 @pytest.mark.parametrize("time", [10**400, -1, 2 * MAX_TIME, math.nan, math.inf, -math.inf, "1", None, [1]], ids=repr)
