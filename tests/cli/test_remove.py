@@ -127,6 +127,32 @@ def test_a_whole_run_goes(call: Call, policy: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("away", ["nvme", "object"])
+@pytest.mark.parametrize("what", [["--all"], ["--step", "2"]], ids=lambda what: what[0])
+def test_a_tier_in_whose_place_another_one_lies_is_named_before_anything_goes(
+    call: Call, policy: Path, away: str, what: list[str]
+) -> None:
+    folder, gone = policy.parent / away, policy.parent / "gone"
+    told = "is not tier ", "its folder was moved; what that one has stays"
+    remove = ["rm", "-p", policy, *ARGUMENTS, *what]
+    clean = call(*remove, "--dry-run", "--json").json
+    assert clean["replaced"] == {}
+    folder.rename(gone)
+    dry = call(*remove, "--dry-run")
+    assert [text in dry.out for text in told] == [True, True]
+    if what == ["--all"]:
+        refused = call(*remove)
+        assert (refused.status, *(text in refused.err for text in told)) == (2, True, True)
+    found = call(*remove, "--force", "--json").json
+    assert [*found["replaced"]] == [{"nvme": "nvme", "object": "store"}[away]]
+    again = call(*remove, "--force")
+    assert (again.status, found["ok"]) == (2, True)
+    gone.rename(folder)
+    there = call(*remove, "--force", "--json").json
+    assert (there["ok"], there["replaced"], len(there["tiers"])) == (True, {}, 1), "what came back goes now"
+
+
+@pytest.mark.slow
 def test_a_run_that_is_needed_stays_whole(call: Call, policy: Path) -> None:
     everything = ["rm", "-p", policy, "--all", "--force", "-r"]
     assert call("fork", "-p", policy, *ARGUMENTS, "new", "--step", "2").status == 0

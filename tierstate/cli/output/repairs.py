@@ -11,6 +11,7 @@ from tierstate.engine.repair.check_chunks import Problem, VerifyReport
 from tierstate.engine.repair.health import DoctorReport, Repair
 from tierstate.engine.repair.rebuild import RebuildReport
 from tierstate.engine.store.catalog import LOOK_FURTHER
+from tierstate.manifest.errors import tier_text
 from tierstate.tiers.units import rough_size
 
 from .lines import plural, print_fields, print_json, say, table
@@ -190,6 +191,7 @@ def show_removed(found: RemoveReport, forced: bool, as_json: bool) -> None:
             say(f"{t.tier}: --force removes it all the same")
     for tier, why in found.unreachable.items():
         say(f"{tier} cannot be asked, and {name} may stay there: {why}")
+    _show_replaced(found)
 
 
 def show_removed_run(found: RunRemoval, as_json: bool) -> None:
@@ -216,6 +218,12 @@ def show_removed_run(found: RunRemoval, as_json: bool) -> None:
         say(f"its tags {', '.join(found.tags)} {'would be' if found.dry_run else 'were'} taken back")
     for tier, why in found.unreachable.items():
         say(f"{tier} cannot be asked, and run {found.run} may stay there: {why}")
+    _show_replaced(found)
+
+
+def _show_replaced(found: RemoveReport | RunRemoval) -> None:
+    for one in found.replaced.items():
+        say(tier_text(*one))
 
 
 def show_rebuilt(found: RebuildReport, dry_run: bool, as_json: bool) -> None:

@@ -85,6 +85,7 @@ class RunRemoval:
         tags: its tags, which go with it.
         tiers: those that have something of it.
         unreachable: tiers that could not be asked, and why: it may stay there.
+        replaced: tiers that are not those which records name, and what that means: it may stay in the others.
     """
 
     run: str
@@ -92,6 +93,7 @@ class RunRemoval:
     tags: tuple[str, ...] = ()
     tiers: list[TierRunRemoval] = field(default_factory=list)
     unreachable: dict[str, str] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -108,6 +110,7 @@ class RemoveReport:
         dry_run: nothing was changed.
         tiers: those that have it.
         unreachable: tiers that could not be asked, and why: it may stay there.
+        replaced: tiers that are not those which records name, and what that means: it may stay in the others.
     """
 
     seq: int
@@ -116,6 +119,7 @@ class RemoveReport:
     dry_run: bool
     tiers: list[TierRemoval] = field(default_factory=list)
     unreachable: dict[str, str] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -158,10 +162,24 @@ def remove_version(
     stay = [tier_text(t.tier, why) for t in report.tiers for why in (*t.reasons, *(() if force else t.forced))]
     if stay:
         remedy = "" if any(t.reasons for t in report.tiers) else "; say force=True to remove it all the same"
-        raise TierstateError(f"version {seq} of run {tier_runs[0].run!r} was not removed: {'; '.join(stay)}{remedy}")
+        told = f"{'; '.join(stay)}{_others(report)}"
+        raise TierstateError(f"version {seq} of run {tier_runs[0].run!r} was not removed: {told}{remedy}")
     for one_tier in report.tiers:
         removal.carry_out(one_tier)
     return report
+
+
+def _note_replaced(tier_run: TierRun, replaced: dict[str, str]) -> None:
+    if id := tier_run.identity.replaced:
+        replaced[tier_run.name] = (
+            f"is not tier {id[:12]}, which records name: it is another host's, a new disk, or its folder was moved; "
+            "what that one has stays, and is seen again with it"
+        )
+
+
+def _others(report: RemoveReport | RunRemoval) -> str:
+    """The tiers that `report.replaced` names, for a message."""
+    return "".join(f"; {tier_text(*one)}" for one in report.replaced.items())
 
 
 class _Removal:
@@ -174,12 +192,14 @@ class _Removal:
 
     def look(self, report: RemoveReport) -> None:
         """Find the tiers that have the version, and what stands in the way."""
+        learn_newest([tier_run.identity for tier_run in self._tier_runs])
         going = []
         for tier_run in self._tier_runs:
             if self._tier not in (None, tier_run.name):
                 continue
             try:
                 tier_run.identity.ensure(create=False)  # a file system that is not mounted may have it
+                _note_replaced(tier_run, report.replaced)
                 if self._seq in tier_run.log.seqs() and not self._is_another(tier_run):
                     going.append(tier_run)
             except TierstateError as error:
@@ -187,7 +207,7 @@ class _Removal:
         if not going:
             where = self._tier or ", ".join(tier_run.name for tier_run in self._tier_runs)
             lost = "".join(f"; {name} cannot be asked: {why}" for name, why in report.unreachable.items())
-            raise NotFound(f"version {self._seq} is not in {where}{lost}")
+            raise NotFound(f"version {self._seq} is not in {where}{lost}{_others(report)}")
         newest = max(RunCatalog(self._tier_runs).seqs(), default=self._seq)  # without a tier that does not answer
         for tier_run in going:
             report.tiers.append(self._look(tier_run, going, newest))
@@ -324,6 +344,7 @@ def remove_run(
     for tier_run in tier_runs:
         try:
             tier_run.identity.ensure(create=False)  # a file system that is not mounted may have versions
+            _note_replaced(tier_run, report.replaced)
             found = _look_at_run(tier_run, logged, saving)
         except TierstateError as error:
             report.unreachable[tier_run.name] = str(error)
@@ -345,14 +366,16 @@ def _check_removable(report: RunRemoval, tiers: Sequence[str], *, force: bool) -
     run, away = f"run {report.run!r}", report.unreachable.items()
     if not (report.tiers or report.tags):
         lost = "".join(f"; {tier} cannot be asked: {why}" for tier, why in away)
-        raise (NotFound if not away else Unreadable)(f"{run} has nothing in {', '.join(tiers)}{lost}")
+        kind = NotFound if not away else Unreadable
+        raise kind(f"{run} has nothing in {', '.join(tiers)}{lost}{_others(report)}")
     stay = [tier_text(found.tier, why) for found in report.tiers for why in found.reasons]
     if stay and not report.dry_run:
         raise TierstateError(f"{run} was not removed: {'; '.join(stay)}")
     if not force:
         there = [f"{n} version{'s' * (n != 1)} in {name}" for name, n in ((t.tier, t.versions) for t in report.tiers)]
         there += [f"the tags {', '.join(report.tags)}"] if report.tags else []
-        raise TierstateError(f"{run} was not removed: it has {', '.join(there)}; say force=True to remove all of it")
+        what = f"it has {', '.join(there)}{_others(report)}"
+        raise TierstateError(f"{run} was not removed: {what}; say force=True to remove all of it")
 
 
 def _look_at_run(tier_run: TierRun, logged: Logged, saving: PendingSaves | None) -> TierRunRemoval | None:

@@ -443,11 +443,21 @@ class TierIdentity:
                 tier=self.name,
             )
 
+    @property
+    def replaced(self) -> str:
+        """Id of the tier that records name here, where another one lies in its place: another host's, a new disk, or a
+        folder that was moved. What that one has is out of sight. Empty if this is it, as far as is known. Does no I/O.
+        """
+        expected = self._expected()
+        return "" if expected is None or self._is_there(expected.id) else expected.id
+
+    def _is_there(self, id: str) -> bool:
+        """Whether this tier has an id, or another tier of the policy has it, and lies where it should."""
+        holder = self._holder(id)
+        return holder is not None and (holder is self or holder._is_in_its_place(self._by_others, (self,)))
+
     def _compare(self, expected: TierName | None, why: str) -> None:
-        if expected is None:
-            return
-        holder = self._holder(expected.id)
-        if holder is not None and (holder is self or holder._is_in_its_place(self._by_others, (self,))):
+        if expected is None or self._is_there(expected.id):
             return
         if self.tier.traits.shared == "site":
             raise self._wrong(expected.id, why)
