@@ -153,6 +153,24 @@ def test_a_tier_in_whose_place_another_one_lies_is_named_before_anything_goes(
 
 
 @pytest.mark.slow
+def test_tags_that_cannot_be_read_go_with_their_run(call: Call, policy: Path) -> None:
+    for name in ("best", "good"):
+        call("tag", "-p", policy, *ARGUMENTS, name)
+    for path in policy.parent.rglob("tags/gpt/best@*"):
+        path.write_bytes(b"?")
+    for left in (["best", "good"], ["best"]):  # the second time nothing else is left of the run
+        found = call("rm", "-p", policy, *ARGUMENTS, "--all", "--force", "--json").json
+        assert (found["ok"], found["tags"]) == (True, left)
+        assert call("rm", "-p", policy, *ARGUMENTS, "--all", "--force").status == 2
+        for path in policy.parent.rglob("tags/gpt/best@*"):
+            path.write_bytes(b"?")
+    call("rm", "-p", policy, *ARGUMENTS, "--all", "--force")
+    with ts.Checkpointer(policy, "gpt") as ckpt:
+        ckpt.save(state(1), step=1).wait()
+        assert ckpt.prune().ok, "a run of that name is pruned"
+
+
+@pytest.mark.slow
 def test_a_run_that_is_needed_stays_whole(call: Call, policy: Path) -> None:
     everything = ["rm", "-p", policy, "--all", "--force", "-r"]
     assert call("fork", "-p", policy, *ARGUMENTS, "new", "--step", "2").status == 0

@@ -339,7 +339,7 @@ def remove_run(
         NotFound: no tier has anything of it.
         TierstateError: it must stay, or ``force`` is not said; nothing was changed.
     """
-    report = RunRemoval(tier_runs[0].run, dry_run, tuple(tags.current()))
+    report = RunRemoval(tier_runs[0].run, dry_run, tuple(tags.names()))
     learn_newest([tier_run.identity for tier_run in tier_runs])
     for tier_run in tier_runs:
         try:

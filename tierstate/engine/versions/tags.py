@@ -80,7 +80,20 @@ class Tags:
 
     def current(self) -> dict[str, TagTarget]:
         """All tags and their versions; a tag whose object cannot be read is left out with a warning."""
+        found, unread = self._all()
+        for error in unread.values():
+            log.warning("%s", error)
+        return found
+
+    def names(self) -> list[str]:
+        """All tags, also those whose object cannot be read."""
+        found, unread = self._all()
+        return sorted({*found, *unread})
+
+    def _all(self) -> tuple[dict[str, TagTarget], dict[str, TierstateError]]:
+        """All tags with their versions, and those that cannot be read."""
         found: dict[str, TagTarget] = {}
+        unread: dict[str, TierstateError] = {}
         look = self._look()
         self._tell(look.failed, "its tags cannot be listed, and may be newer")
 
@@ -88,13 +101,13 @@ class Tags:
             try:
                 tag = self._read(name, look)
             except TierstateError as error:
-                log.warning("%s", error)
+                unread[name] = error
             else:
                 if tag is not None:
                     found[name] = tag
 
         run_concurrently(read, look.highest)
-        return dict(sorted(found.items()))
+        return dict(sorted(found.items())), dict(sorted(unread.items()))
 
     def by_version(self) -> dict[tuple[int, str], tuple[str, ...]]:
         """The tags of each version, by its number and id."""
