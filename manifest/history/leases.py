@@ -5,6 +5,7 @@
     leases/<run>/<seq>-read-<unique>        a process reads the version; JSON with the process and the record's id
     leases/<run>/<seq>-repack-<unique>      a process writes a new record of it
     leases/<run>/<seq>-fork-<new run>@<unique>   a pin: records of another run name packs that this version needs
+    leases/<run>/000000000000-<kind>-<unique>    a process repairs the run (`WHOLE_RUN`): no pack of it is deleted
 
 A process that takes a lease checks afterwards that the version still exists. A process that drops a version checks the
 leases before, and again before it deletes packs. So at least one of the two processes always sees the other.
@@ -42,6 +43,14 @@ LEASE_SECONDS = 24 * 3600.0
 
 
 READ, REPACK, FORK = "read", "repack", "fork"
+
+
+WHOLE_RUN = 0
+"""The number of no version: a lease on it says that somebody repairs the run, and keeps all packs."""
+
+
+_DOING = {REPACK: "repacked", FORK: "forked", "doctor": "repaired", "rebuild": "repaired"}
+"""What is done to a version, by the kind of its lease, for messages."""
 
 _PIN = re.compile(r"leases/([^/]+)/[0-9]+-fork-([^/@]+)(?:@[^/]*)?")
 
@@ -133,7 +142,7 @@ class VersionLease(NamedTuple):
     @property
     def reason(self) -> str:
         """Why the version is kept, for messages."""
-        return f"forked by {self.by}" if self.kind == FORK else f"{self.kind} by {self.by}"
+        return f"{_DOING.get(self.kind, self.kind)} by {self.by}"
 
     def is_of(self, commits: Collection[str]) -> bool:
         """Whether it protects one of these records: a reader's lease protects only the record that it names.

@@ -23,7 +23,7 @@ from tierstate.engine.packs.keys import PACKS
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import TierError
-from tierstate.manifest.history.leases import READ, Leases
+from tierstate.manifest.history.leases import READ, WHOLE_RUN, Leases
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.removals import mark_removed
 from tierstate.tiers.memory.host import Memory
@@ -187,6 +187,9 @@ def test_a_run_that_is_needed_stays_whole(call: Call, policy: Path) -> None:
         reading = leases.take(3, READ, tier_run.log.read(3).commit["id"])
         assert f"version 3 is {READ} by" in call(*everything, "gpt").err
         leases.release(reading)
+        repairing = leases.take(WHOLE_RUN, "doctor")
+        assert "nvme: it is repaired by " in call(*everything, "gpt").err
+        leases.release(repairing)
     assert call(*everything, "gpt").status == 0
 
 

@@ -22,7 +22,14 @@ from tierstate.engine.store.catalog import VersionMoved, lease_for_reading
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AccessDenied, TierUnavailable
-from tierstate.manifest.history.leases import LEASE_SECONDS, Leases, is_dead, pin_version, this_process
+from tierstate.manifest.history.leases import (
+    LEASE_SECONDS,
+    WHOLE_RUN,
+    Leases,
+    is_dead,
+    pin_version,
+    this_process,
+)
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.retention import RetentionPolicy
 from tierstate.tiers.base import Tier
@@ -424,6 +431,29 @@ def test_a_tier_that_takes_no_lease_is_read_without(error: Exception) -> None:
     tier.add(Fault("put", 0, error))
     with lease_for_reading([(TierRun(tier, "run"), Log(tier, "run").read(1))]):
         assert not list(tier.list("leases/"))
+
+
+def test_a_lease_that_cannot_be_deleted_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    tier = Faulty(Site(Memory()))
+    saved(tier, 1, {"a"})
+    tier.add(Fault("delete", 0, AccessDenied("append only")))
+    with lease_for_reading([(TierRun(tier, "run"), Log(tier, "run").read(1))]):
+        (key,) = tier.list("leases/")
+    assert f"{key} stays, and may keep packs until" in caplog.text
+    assert "append only" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["doctor", "rebuild"])
+def test_while_a_run_is_repaired_no_pack_goes(kind: str) -> None:
+    tier = Aged(Memory())
+    saved(tier, 1, {"a"})
+    pack(tier, 2, {"x": b"orphan"})
+    tier.clock = 2 * DAY
+    leases = Leases(tier, "run")
+    key = leases.take(WHOLE_RUN, kind)
+    assert f"{key}: the run is repaired by " in sweep(TierRun(tier, "run")).reason
+    leases.release(key)
+    assert len(sweep(TierRun(tier, "run")).packs) == 1
 
 
 def test_a_reader_who_comes_while_a_version_is_dropped_keeps_its_packs_until_he_is_gone() -> None:

@@ -31,6 +31,7 @@ from tierstate.manifest.errors import (
 )
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head
+from tierstate.manifest.history.leases import WHOLE_RUN
 from tierstate.manifest.history.removals import mark_removed, removal_marks
 from tierstate.tiers.base import Tier
 
@@ -390,8 +391,9 @@ def _look_at_run(tier_run: TierRun, logged: Logged, saving: PendingSaves | None)
 
 
 def _in_use(tier_run: TierRun) -> list[str]:
-    """Which versions are read now or were forked, for messages."""
-    return [f"version {seq} is {why}" for seq, why in sorted(tier_run.leased().items())]
+    """Which versions are read now or were forked, and whether the run is repaired, for messages."""
+    held = sorted(tier_run.leased().items())
+    return [f"it is {why}" if seq == WHOLE_RUN else f"version {seq} is {why}" for seq, why in held]
 
 
 def _remove_in(tier_run: TierRun, logged: Logged, found: TierRunRemoval) -> None:

@@ -20,7 +20,7 @@ from tierstate.manifest.arrays import digest_list
 from tierstate.manifest.errors import FormatError, NotFound, TierstateError
 from tierstate.manifest.format.layout import is_pack_key
 from tierstate.manifest.format.record import Record
-from tierstate.manifest.history.leases import FORK, LeaseListing, Leases, VersionLease
+from tierstate.manifest.history.leases import FORK, WHOLE_RUN, LeaseListing, Leases, VersionLease
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.removals import removed_since
 from tierstate.tiers.concurrency import run_concurrently
@@ -240,6 +240,11 @@ class _Look:
         if held.odd:
             raise Unclear(f"{self._tier_run.name}: {held.odd[0]}: is not a lease that this program knows")
         for lease in held.live:
+            if lease.seq == WHOLE_RUN:
+                raise Unclear(
+                    f"{self._tier_run.name}: {lease.key}: the run is {lease.reason}, and packs may be needed that no "
+                    "record names yet; the lease ends with its process, or in a day"
+                )
             commits = [record.id for record in records if record.seq == lease.seq]
             if lease.kind != FORK and not lease.is_of(commits):
                 raise Unclear(

@@ -22,7 +22,7 @@ from tierstate.engine.store.identity import learn_newest
 from tierstate.engine.store.run_in_tier import TierRun
 from tierstate.engine.versions.tags import Tags
 from tierstate.manifest.errors import TierstateError
-from tierstate.manifest.history.leases import Leases, pinned_runs
+from tierstate.manifest.history.leases import WHOLE_RUN, Leases, pinned_runs
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
@@ -66,7 +66,7 @@ def doctor(
                 # A lease on no version: no sweep deletes packs meanwhile.
                 if apply and tier_run.tier.traits.persistent:
                     leases = Leases(tier_run.tier, tier_run.run)
-                    held.callback(release_lease, leases, leases.take(0, "doctor"))
+                    held.callback(release_lease, leases, leases.take(WHOLE_RUN, "doctor"))
             except TierstateError as error:
                 report.notes.append(f"{tier_run.name}: repairs of it cannot be kept from a sweep: {error}")
             try:

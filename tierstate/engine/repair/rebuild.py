@@ -21,7 +21,7 @@ from tierstate.manifest.errors import FormatError, MediaError, NotFound, Tiersta
 from tierstate.manifest.format.layout import LayoutBuilder
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Version
-from tierstate.manifest.history.leases import FORK, Leases, pinned_runs
+from tierstate.manifest.history.leases import FORK, WHOLE_RUN, Leases, pinned_runs
 from tierstate.manifest.history.log import Log
 from tierstate.manifest.history.retention import RetentionEntry
 from tierstate.tiers.base import Tier
@@ -137,7 +137,7 @@ def rebuild(
         return rebuilder.run()
     # A lease on a version without a record: a sweep deletes no packs until it is known which versions they belong to.
     leases = Leases(tier_run.tier, tier_run.run)
-    key = leases.take(0, "rebuild")
+    key = leases.take(WHOLE_RUN, "rebuild")
     try:
         return rebuilder.run()
     finally:

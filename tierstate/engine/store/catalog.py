@@ -391,8 +391,9 @@ def _hold(tier_run: TierRun, record: Record, held: ExitStack) -> None:
 
 
 def release_lease(leases: Leases, key: str) -> None:
-    """Release a lease; if that fails, the lease ends with this process."""
+    """Release a lease; if that fails, it is told: the lease ends with this process, or in a day."""
     try:
         leases.release(key)
     except TierError as error:
-        log.debug("%s: a lease is left behind: %s", leases.tier.name, error)
+        until = "until this process ends, or for a day where nobody can see that"
+        log.warning("%s: %s stays, and may keep packs %s: %s", leases.tier.name, key, until, error)
