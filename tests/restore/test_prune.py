@@ -61,12 +61,23 @@ def test_it_drops_what_the_policy_does_not_keep_and_says_why() -> None:
             assert plan.dry_run
             assert not report.dry_run
             assert len(nvme.packs) == 3
-            assert report.steps[5] == 4
+            assert report.steps["nvme", 5] == 4
             assert [v.step for v in ckpt.versions()] == [3, 4]
             assert alike(ckpt.load(step=4), states[4])
             assert ckpt.verify(deep=True).ok
             assert ckpt.prune().tiers[0].packs == {}
         assert unreferenced(where, "run") == set()
+
+
+def test_versions_of_one_number_are_told_by_their_own_steps() -> None:
+    """Two jobs that each saw one tier alone have used the same numbers."""
+    with scratch() as place:
+        tiers = {name: tier(name, place) for name in ("nvme", "lustre")}
+        for step, name in enumerate(tiers, 7):
+            with ts.Checkpointer(policy({name: tiers[name]}), "run") as ckpt:
+                ckpt.save(tensors(9000, seed=step), step=step).wait()
+        with ts.Checkpointer(policy(tiers), "run") as ckpt:
+            assert ckpt.prune(dry_run=True).steps == {("nvme", 1): 7, ("lustre", 1): 8}
 
 
 def test_a_reader_in_another_process_keeps_what_he_reads() -> None:

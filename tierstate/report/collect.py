@@ -183,9 +183,10 @@ class _Collection:
 
     def _retention(self) -> list[TierRetention]:
         decisions = PruneRun(self.policy, self.run._tier_runs).decisions(self.versions)
-        steps = {version.seq: version.step for version in self.versions}
         return [
-            retention_of(tier, decisions[tier.name], steps) for tier in self.policy.tiers if self._is_visible(tier.name)
+            retention_of(tier, decisions[tier.name], {v.seq: v.step for v in self.versions if tier.name in v.tiers})
+            for tier in self.policy.tiers
+            if self._is_visible(tier.name)
         ]
 
     def _policy(

@@ -39,7 +39,13 @@ def _versions(tier: TierPrune, report: PruneReport) -> Iterator[tuple[object, ..
     for seq in sorted({*tier.keep, *tier.drop}):
         dropped = seq in tier.drop
         what = "dropped" if dropped else "thinned" if seq in tier.thin else "kept"
-        yield tier.tier, seq, report.steps.get(seq, "?"), what, "-" if dropped else ", ".join(tier.keep[seq])
+        yield (
+            tier.tier,
+            seq,
+            report.steps.get((tier.tier, seq), "?"),
+            what,
+            "-" if dropped else ", ".join(tier.keep[seq]),
+        )
 
 
 def _packs(tier: TierPrune, went: str, emptied: str) -> Iterator[str]:

@@ -80,12 +80,12 @@ class PruneReport:
     Attributes:
         dry_run: nothing was changed.
         tiers: the result in each tier.
-        steps: the training step of each version.
+        steps: by tier and number, the training step of each version: two tiers may have other versions of one number.
     """
 
     dry_run: bool
     tiers: Sequence[TierPrune]
-    steps: Mapping[int, int]
+    steps: Mapping[tuple[str, int], int]
 
     @property
     def ok(self) -> bool:
@@ -133,7 +133,7 @@ class PruneRun:
             except TierstateError as error:
                 found.problems.append(str(error))
             tiers.append(found)
-        return PruneReport(self._dry, tiers, {v.seq: v.step for v in versions})
+        return PruneReport(self._dry, tiers, {(tier, v.seq): v.step for v in versions for tier in v.tiers})
 
     def decisions(self, versions: Sequence[VersionInfo]) -> dict[str, RetentionDecision | TierstateError]:
         """What retention would do in each tier now, with all reasons, by the tier's name; or why it is not known.
