@@ -162,23 +162,6 @@ class Log:
             found[key] = int(match[1]), int(match[2] or 0)
         return found
 
-    def holds(self, record: Record) -> bool:
-        """Whether a record that was read from this log still exists; one small request, unless it was replaced.
-
-        Raises:
-            TierError: the tier could not be read.
-        """
-        seq = record.version.head.seq
-        try:
-            self.tier.size(self.key(seq))  # generation 0 is never created again: it was the one that was read
-            return True
-        except NotFound:
-            pass
-        try:
-            return bool(self.read(seq).commit["id"] == record.commit["id"])
-        except (NotFound, FormatError):
-            return False
-
     def seqs(self) -> list[int]:
         """Sequence numbers of all versions, ascending; from the keys, without a read."""
         return list(self.generations())
@@ -294,7 +277,10 @@ class Log:
     def stands(self, record: Record) -> bool:
         """Whether a record that was read from this log or committed to it still exists: neither dropped nor replaced.
 
+        One small request, unless it was replaced.
+
         Raises:
+            FormatError: a record of that number exists, and cannot be read.
             TierError: the tier could not be read.
         """
         seq = record.version.head.seq
@@ -305,6 +291,18 @@ class Log:
         try:
             return bool(self.read(seq).commit["id"] == record.commit["id"])
         except NotFound:
+            return False
+
+    def holds(self, record: Record) -> bool:
+        """As `stands`, for a reader, who looks the version up again if its record has gone: so has one in whose place
+        there is one that cannot be read.
+
+        Raises:
+            TierError: the tier could not be read.
+        """
+        try:
+            return self.stands(record)
+        except FormatError:
             return False
 
     def forget(self, seq: int, generations: Iterable[int] = (0,)) -> None:
