@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -423,6 +424,17 @@ def test_room_is_compared_with_what_keep_needs() -> None:
     advise(policy, [used, finding("b"), finding("ram")], 100)
     assert used.ok
     assert any(note.startswith("keep: needs about 400 B") for note in used.notes)
+
+
+def test_two_tiers_with_one_marker_are_a_problem(call: Call, policy: Path) -> None:
+    """A copy of a disk, or one place that has two names: saves to both are refused."""
+    assert [found["marker"] != "" for found in call("policy", "check", policy, "--live", "--json").json] == [True, True]
+    shutil.copy(policy.parent / "nvme/tier.json", policy.parent / "object/tier.json")
+    nvme, store = call("policy", "check", policy, "--live", "--json").json
+    assert (nvme["ok"], nvme["marker"]) == (True, store["marker"])
+    assert [problem[:23] for problem in store["problems"]] == ["has the marker of nvme:"]
+    (policy.parent / "object/tier.json").write_bytes(b"?")
+    assert all(found["ok"] for found in call("policy", "check", policy, "--live", "--json").json)
 
 
 def test_the_durable_tier_must_last() -> None:

@@ -44,6 +44,7 @@ def advise(policy: Policy, findings: Sequence[TierFinding], state: int | None = 
     for spec, finding in zip(policy.tiers, findings, strict=True):
         finding.problems = _problems(policy, spec, finding, state)
         finding.notes = _notes(spec, finding, state)
+    _compare_markers(findings)
     _note_one_domain(findings)
     _note_order(findings)
 
@@ -159,6 +160,17 @@ def bytes_to_keep(spec: TierPolicy, state: int) -> int | None:
     count = (keep.last or 1) + (keep.best.count if keep.best else 0)
     # A tier that is not persistent drops its oldest version before the next one is written, but never its last one.
     return state * (count + 1 if spec.persistent else max(2, count))
+
+
+def _compare_markers(findings: Sequence[TierFinding]) -> None:
+    """Two tiers with one marker refuse every save: they are one place by two names, or one is a copy of the other."""
+    first: dict[str, str] = {}
+    for found in findings:
+        if found.marker and (other := first.setdefault(found.marker, found.name)) != found.name:
+            found.problems.append(
+                f"has the marker of {other}: they lie in one place, or one is a copy of the other; give each a place "
+                "of its own, or run `tierstate adopt` for the copy"
+            )
 
 
 def _note_one_domain(findings: Sequence[TierFinding]) -> None:

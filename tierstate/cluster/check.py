@@ -15,8 +15,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from tierstate.manifest.chunk import Buffer, as_buffer, spans
+from tierstate.manifest.chunk import Buffer, as_buffer, spans, to_bytes
 from tierstate.manifest.errors import AccessDenied, PolicyError, TierError, TierFull, TierstateError, TierUnavailable
+from tierstate.manifest.format.marker import MARKER_KEY, MAX_MARKER_BYTES, TierMarker
 from tierstate.manifest.history.log import list_runs
 from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.pages import map_pages
@@ -177,6 +178,7 @@ class TierFinding:
         moved: bytes of that object.
         room: free bytes in the tier; None if not known.
         occupied: whether it has versions already.
+        marker: the id in its marker; empty if it has none, or that cannot be read here, as where it is encrypted.
         limits: limits of the policy for it: ``bandwidth``, ``operations``, ``retries``.
         error: why the check failed or did not finish.
         hung: whether the check did not finish in the time limit.
@@ -197,6 +199,7 @@ class TierFinding:
     moved: int = 0
     room: int | None = None
     occupied: bool = False
+    marker: str = ""
     limits: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     hung: bool = False
@@ -306,7 +309,7 @@ def _try_promises(tier: Tier, prefix: str, finding: TierFinding, told: OnStep) -
 
 def _measure(tier: Tier, spec: TierPolicy, prefix: str, finding: TierFinding) -> None:
     finding.room = tier.room()
-    finding.occupied = bool(list_runs(tier))
+    finding.occupied, finding.marker = bool(list_runs(tier)), _marker(tier)
     paced = Limited(tier, bandwidth=spec.bandwidth, operations=spec.operations)
     try:
         calls = measure_latency(paced, f"{prefix}/trial")
@@ -319,6 +322,12 @@ def _measure(tier: Tier, spec: TierPolicy, prefix: str, finding: TierFinding) ->
         finding.broken[THROUGHPUT_CHECK] = str(error) or type(error).__name__
         return
     finding.write, finding.read, finding.moved = moved.write, moved.read, moved.nbytes
+
+
+def _marker(tier: Tier) -> str:
+    with suppress(TierstateError):
+        return TierMarker.decode(to_bytes(tier.get_within(MARKER_KEY, MAX_MARKER_BYTES, "a marker")), MARKER_KEY).id
+    return ""
 
 
 def _clear(tier: Tier, prefix: str, finding: TierFinding) -> None:
