@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ from tierstate.engine.publish.tier_write import TierWrite
 from tierstate.engine.store import catalog
 from tierstate.manifest.chunk import as_buffer
 from tierstate.manifest.errors import AccessDenied, TierUnavailable
+from tierstate.manifest.format.record import Record
 from tierstate.manifest.history.leases import Leases, pin_version
+from tierstate.manifest.history.log import commit_id
+from tierstate.manifest.history.tags import fork_version
 from tierstate.tiers.memory.host import Memory
 from tierstate.tiers.testing import Fault
 
@@ -138,6 +142,33 @@ def test_what_a_slower_tier_has_not_got_yet_stays() -> None:
             assert report.tiers[0].keep[1] == ("far has not got it yet",)
             assert not report.tiers[0].drop
             assert alike(ckpt.load(step=0), states[0])
+
+
+@pytest.mark.parametrize("when", ["deciding what to keep", "dropping"])
+def test_what_another_process_saves_during_a_prune_stays_for_a_slower_tier(when: str) -> None:
+    """The slower tier gets a version after `prune` has looked at them all, and before it drops the first."""
+    with scratch() as place:
+        filled(place, 3)
+        tiers = {"nvme": tier("nvme", place, keep={"last": 1}), "far": {"type": "nvme", "path": str(place / "far")}}
+        spec = policy(tiers)
+        with ts.Checkpointer(spec, "run") as pruner:
+            pruner.doctor(apply=True)  # the slower tier has what there is
+            here = pruner._tier_runs[0]
+            saved = []
+
+            def save(doing: str) -> None:
+                if not saved and f"nvme: {when}" in doing:
+                    for step in (3, 4, 5):  # by a process whose slower tier is late
+                        there = here.log.read(here.log.seqs()[-1])
+                        head = replace(there.version.head, seq=there.version.head.seq + 1, step=step)
+                        version = fork_version(there.version, head)
+                        here.log.commit(Record(version, there.layout, {**there.commit, "id": commit_id()}))
+                        saved.append(head.seq)
+
+            report = pruner.prune(progress=save)
+            assert report.ok, report
+            assert saved == here.log.seqs()[-3:], "a slower tier may be waiting for them"
+            assert pruner.prune().tiers[0].keep[saved[0]] == ("far has not got it yet",)
 
 
 def test_a_tier_that_fails_does_not_stop_the_others() -> None:

@@ -129,7 +129,7 @@ class PruneRun:
             found = TierPrune(tier_run.name)
             try:
                 tier_run.identity.ensure(create=False)  # another one in its place may keep what this one does not
-                self._prune(tier_run, self._in_use(tier_run, silent, versions), found)
+                self._prune(tier_run, self._in_use(tier_run, silent, versions), {v.seq for v in versions}, found)
             except TierstateError as error:
                 found.problems.append(str(error))
             tiers.append(found)
@@ -171,10 +171,10 @@ class PruneRun:
             seq: f"{name} has not got it yet" for seq, name in held_versions(late, there, each=parted).items()
         }
 
-    def _prune(self, tier_run: TierRun, in_use: Mapping[int, str], found: TierPrune) -> None:
+    def _prune(self, tier_run: TierRun, in_use: Mapping[int, str], seen: Collection[int], found: TierPrune) -> None:
         name, saving = tier_run.name, self._saving
         self._progress(f"{name}: deciding what to keep")
-        decision = tier_run.decision(in_use)
+        decision = tier_run.decision(in_use, seen=seen)
         found.keep, found.drop = decision.keep, decision.drop
         found.thin = decision.thin
 
@@ -188,7 +188,7 @@ class PruneRun:
             found.repacked = repack(tier_run, dry_run=True, in_use=in_use, dropped=decision.drop)
         else:
             try:
-                self._carry_out(tier_run, in_use, found, busy)
+                self._carry_out(tier_run, in_use, seen, found, busy)
             except TierstateError:
                 _tell_what_went(tier_run, found)
                 raise
@@ -200,7 +200,12 @@ class PruneRun:
             tier_run.tier.delete(pin.key)
 
     def _carry_out(
-        self, tier_run: TierRun, in_use: Mapping[int, str], found: TierPrune, busy: Callable[[], Collection[int]]
+        self,
+        tier_run: TierRun,
+        in_use: Mapping[int, str],
+        seen: Collection[int],
+        found: TierPrune,
+        busy: Callable[[], Collection[int]],
     ) -> None:
         expected, what = found.packs, f"{tier_run.name}: dropping {len(found.drop)} versions"
         self._progress(what)
@@ -208,7 +213,7 @@ class PruneRun:
         deleting = Pace(what, self._progress, len(found.drop) + len(expected) + found.leases, "objects")
         full = ""
         try:
-            done: RetentionDecision = tier_run.retire(in_use, progress=deleting)
+            done: RetentionDecision = tier_run.retire(in_use, seen=seen, progress=deleting)
             found.drop = done.drop
         except TierFull as error:  # there is no room for the record of a version that loses leaves; garbage may go yet
             full, left_over = str(error), tier_run.log.seqs()

@@ -208,19 +208,35 @@ class Retention:
         with self._lock:
             self._known[record.version.head.seq] = self._of(self._tier_run.summaries.add(record), record)
 
-    def decision(self, in_use: Collection[int], now: float | None) -> RetentionDecision:
+    def decision(
+        self, in_use: Collection[int], now: float | None, seen: Collection[int] | None = None
+    ) -> RetentionDecision:
         """What `retire` would do, with all reasons."""
         with self._lock:
             self._learn()
-            return self._decide(self._marks(), in_use, now, self._keep, self._rules, ask=True)
+            return self._decide(self._marks(), self._with_new(in_use, seen), now, self._keep, self._rules, ask=True)
+
+    def _with_new(self, in_use: Collection[int], seen: Collection[int] | None) -> Collection[int]:
+        """``in_use``, with the versions that have come since it was determined."""
+        new = () if seen is None else self._known.keys() - set(seen)
+        if not new:
+            return in_use
+        pins = dict(in_use) if isinstance(in_use, Mapping) else dict.fromkeys(in_use, "in use")
+        return pins | dict.fromkeys(new, "came meanwhile")
 
     def retire(
-        self, in_use: Collection[int], *, room_for_one: bool, progress: Progress = no_progress
+        self,
+        in_use: Collection[int],
+        *,
+        room_for_one: bool,
+        seen: Collection[int] | None = None,
+        progress: Progress = no_progress,
     ) -> RetentionDecision:
         """Drop versions, leaves and packs.
 
         Args:
             room_for_one: a version about to be saved counts among the ``last``.
+            seen: as for `TierRun.retire`.
             progress: called with the number of records and packs deleted since the last call.
         """
         if not self._terms:
@@ -234,7 +250,8 @@ class Retention:
         with self._lock:
             self._learn()
             self._finish()
-            decision = self._carry_out(lambda: self._decide(self._marks(), in_use, None, keep, rules), progress)
+            pinned = self._with_new(in_use, seen)
+            decision = self._carry_out(lambda: self._decide(self._marks(), pinned, None, keep, rules), progress)
             self._sweep(progress)
         return decision
 

@@ -452,26 +452,35 @@ class TierRun:
             for key, size in record.layout.pack_sizes.items():
                 self._sound.setdefault(key, bool(size))
 
-    def decision(self, in_use: Collection[int] = (), now: float | None = None) -> RetentionDecision:
+    def decision(
+        self, in_use: Collection[int] = (), now: float | None = None, seen: Collection[int] | None = None
+    ) -> RetentionDecision:
         """What `retire` would do now, and why each version stays. Changes nothing.
 
         Args:
-            in_use: as for `retire`.
+            in_use, seen: as for `retire`.
             now: seconds since 1970; by default the clock's.
         """
-        return self.retention.decision(in_use, now)
+        return self.retention.decision(in_use, now, seen)
 
     def retire(
-        self, in_use: Collection[int] = (), *, room_for_one: bool = False, progress: Progress = no_progress
+        self,
+        in_use: Collection[int] = (),
+        *,
+        room_for_one: bool = False,
+        seen: Collection[int] | None = None,
+        progress: Progress = no_progress,
     ) -> RetentionDecision:
         """Drop what the policy does not keep: first the records, then the packs that no other record names.
 
         Args:
             in_use: numbers that a cascade still reads from this tier, perhaps with reasons; they stay for now.
             room_for_one: the version that is about to be saved counts as one of the ``last``.
+            seen: numbers of the versions from which ``in_use`` was determined, where others may save meanwhile: later
+                ones stay, since slower tiers may not have them yet. None: no others save.
             progress: called with the number of records and packs deleted since the last call.
         """
-        decision = self.retention.retire(in_use, room_for_one=room_for_one, progress=progress)
+        decision = self.retention.retire(in_use, room_for_one=room_for_one, seen=seen, progress=progress)
         self.summaries.keep()
         return decision
 

@@ -294,12 +294,17 @@ class SharedTierRun(TierRun):
         return super().known if self.leads else self._there.keys()
 
     def retire(
-        self, in_use: Collection[int] = (), *, room_for_one: bool = False, progress: Progress = no_progress
+        self,
+        in_use: Collection[int] = (),
+        *,
+        room_for_one: bool = False,
+        seen: Collection[int] | None = None,
+        progress: Progress = no_progress,
     ) -> RetentionDecision:
         """As `TierRun.retire`, by one rank for all ranks that see the same objects; the other ranks delete nothing."""
         if not self.leads:
             return RetentionDecision({}, ())
-        return super().retire(in_use, room_for_one=room_for_one, progress=progress)
+        return super().retire(in_use, room_for_one=room_for_one, seen=seen, progress=progress)
 
 
 class _Checked(Log):
