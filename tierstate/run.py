@@ -385,7 +385,8 @@ class Run:
         return fork(self._find(step, version, tag), self._tier_runs, new_run)
 
     def _find(self, step: int | None = None, version: str | None = None, tag: str | None = None) -> VersionCopies:
-        return find_version(self._catalog(), self.run, RestoreSpec(step, version, tag=self._tagged(tag, step, version)))
+        wanted = RestoreSpec(step, version, tag=self._tagged(tag, step, version))
+        return restarting(lambda: find_version(self._catalog(), self.run, wanted), newest=wanted.newest)
 
     def _named(self, which: int | str) -> VersionCopies:
         """The version of a step, or the one whose id begins so."""

@@ -24,10 +24,12 @@ from tierstate.tiers.memory.host import Memory
 
 
 class Busy(Memory):
-    """A tier of the site, where something happens at the first read of a pack, or after so many (``before``)."""
+    """A tier of the site, where something happens at the first read of a pack, or after so many (``before``); or of
+    what else lies below ``prefix``."""
 
     meanwhile: Callable[[], None] | None = None
     before = 0
+    prefix = "packs/"
     leases: list[str]
 
     @property
@@ -37,8 +39,8 @@ class Busy(Memory):
         return replace(super().traits, shared="site")
 
     def read(self, key: str, ranges: Sequence[Range]) -> None:
-        self.before -= key.startswith("packs/")
-        now = key.startswith("packs/") and self.before < 0
+        self.before -= key.startswith(self.prefix)
+        now = key.startswith(self.prefix) and self.before < 0
         call, self.meanwhile = self.meanwhile, None if now else self.meanwhile
         if now and call is not None:
             self.leases = names(self, "leases/")
@@ -103,6 +105,20 @@ def test_one_that_is_dropped_is_told_unless_any_newest_will_do() -> None:
             ckpt.load(step=0)
         tier.meanwhile = lambda: drop(tier, 3)
         assert alike(ckpt.load(), STATES[1])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [ts.Checkpointer.info, lambda ckpt: ckpt.fork("new"), lambda ckpt: ckpt.tag("best")],
+    ids=["info", "fork", "tag"],
+)
+def test_where_the_newest_is_dropped_as_it_is_looked_up_the_newest_of_those_left_is_taken(
+    use: Callable[[ts.Checkpointer], ts.VersionInfo],
+) -> None:
+    with saved() as (tier, spec), ts.Checkpointer(spec, "run") as ckpt:
+        tier.prefix, tier.meanwhile = "versions/", lambda: drop(tier, 3)
+        assert use(ckpt).step == 1
+        assert tier.meanwhile is None
 
 
 def test_a_version_is_held_where_a_cascade_reads_it() -> None:
