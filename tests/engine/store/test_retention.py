@@ -227,6 +227,27 @@ def test_a_record_that_was_damaged_meanwhile_is_left_alone(caplog: pytest.LogCap
     assert caplog.text.count("version 1 of run run is left alone") == 1, "told once, not after each save"
 
 
+def test_a_version_that_another_process_drops_just_now_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Late(Memory):
+        """A tier of which lists still have a record that is gone."""
+
+        late: tuple[str, ...] = ()
+
+        def list(self, prefix: str) -> Iterator[str]:
+            return iter(sorted({*super().list(prefix), *(key for key in self.late if key.startswith(prefix))}))
+
+    tier = Late()
+    tier_run = TierRun(tier, "run", *thinning(4, 1))
+    filled(tier, tier_run, [(0, 0), (1, 1), (2, 2)])
+    tier.late = (tier_run.log.key(1),)
+    tier.delete(tier_run.log.key(1))
+    again = TierRun(tier, "run", *thinning(4, 1))
+    again.retire()
+    assert "is left alone" not in caplog.text
+    again.retire()
+    assert "version 1 of run run is left alone" in caplog.text, "it is not just now"
+
+
 class Meeting(Memory):
     """A tier in which another process does something when a record goes."""
 

@@ -403,6 +403,9 @@ class Retention:
         return _Known(mark, objects, seen.generations, before, last.commit)
 
     def _leave(self, seq: int, error: TierstateError) -> None:
+        if isinstance(error, NotFound) and seq not in self._left:
+            self._left[seq] = ""  # another process has just dropped it, unless it is so the next time, too
+            return
         if self._left.get(seq) != str(error):  # told once, not again after each save
             self._left[seq] = str(error)
             run = self._tier_run.run
