@@ -451,8 +451,8 @@ class Run:
         Args:
             step, version, seq: which version; one of them. The number also names one whose record cannot be read.
             tier: the only tier to remove it from.
-            force: also the newest version, the only durable copy (where ``tier`` is given), and one whose record cannot
-                be read.
+            force: also the newest version, the only durable copy (where ``tier`` is given), one whose record cannot be
+                read, and one that this process is still saving to a tier.
             dry_run: change nothing; the report says what would be done, and what stands in the way.
 
         Raises:
@@ -474,7 +474,7 @@ class Run:
         tags: tuple[str, ...] = ()
         if not isinstance(found, int):
             tags = self._tags.by_version().get((found.version.head.seq, found.version.id), ())
-        return remove_version(self._tier_runs, found, tags, tier=tier, force=force, dry_run=dry_run)
+        return remove_version(self._tier_runs, found, tags, self._saving(), tier=tier, force=force, dry_run=dry_run)
 
     @not_reentrant
     def remove_run(self, *, force: bool = False, dry_run: bool = False) -> RunRemoval:

@@ -212,6 +212,25 @@ def test_a_run_that_this_process_saves_stays() -> None:
         assert ckpt.versions() == []
 
 
+def test_a_version_that_this_process_still_saves_to_a_tier_stays_unless_forced(place: Path) -> None:
+    """It would be in that tier afterwards, though it was removed."""
+    tiers = {"near": tier("nvme", place)}
+    with wrapped(Memory()) as keys, ts.Checkpointer(tiers_of({**tiers, "far": keys}), "gpt") as ckpt:
+        ckpt.save({"a": torch.zeros(3)}, step=0).wait("far")  # with the marker of the tier
+        gate = faulty(keys).shut("put")
+        saves = [ckpt.save({"a": torch.full((3,), float(step))}, step=step) for step in (1, 2)]
+        for save in saves:
+            save.wait("near")
+        for name in (None, "near"):
+            with pytest.raises(ts.TierstateError, match="it is still being saved to far, and will be there"):
+                ckpt.remove(step=1, tier=name)
+        gate.set()
+        for save in saves:
+            save.wait("far")
+        assert [t.tier for t in ckpt.remove(step=1).tiers] == ["near", "far"]
+        assert [version.step for version in ckpt.versions()] == [0, 2]
+
+
 @pytest.mark.slow
 def test_what_saves_and_damage_have_left_goes_with_a_run(call: Call, policy: Path) -> None:
     """A record that cannot be read, packs of a save that was killed, and those of a removal that was killed."""

@@ -133,6 +133,7 @@ def remove_version(
     tier_runs: Sequence[TierRun],
     found: VersionCopies | int,
     tags: Collection[str],
+    saving: PendingSaves | None = None,
     *,
     tier: str | None = None,
     force: bool = False,
@@ -144,8 +145,10 @@ def remove_version(
         tier_runs: the run in each tier.
         found: the version, or the number of one of which no record can be read.
         tags: its tags.
+        saving: the saves that this process has under way.
         tier: the only tier to remove it from; None: all.
-        force: also the newest version, the only durable copy, and one whose record cannot be read.
+        force: also the newest version, the only durable copy, one whose record cannot be read, and one that is still on
+            its way to a tier.
         dry_run: change nothing; what stands in the way is in the report.
 
     Raises:
@@ -157,6 +160,7 @@ def remove_version(
     head = None if one is None else one.version.head
     report = RemoveReport(seq, head.step if head else None, one.version.id if one else "", dry_run)
     removal = _Removal(tier_runs, one, seq, tags, tier)
+    removal.coming = [] if saving is None else [t.name for t in tier_runs if seq in saving.coming(t.name)]
     removal.look(report)
     if dry_run:
         return report
@@ -184,6 +188,14 @@ def _others(report: RemoveReport | RunRemoval) -> str:
 
 
 class _Removal:
+    """The removal of a version.
+
+    Attributes:
+        coming: tiers to which this process still saves it, and which have it afterwards.
+    """
+
+    coming: Sequence[str] = ()
+
     def __init__(
         self, tier_runs: Sequence[TierRun], one: VersionCopies | None, seq: int, tags: Collection[str], tier: str | None
     ) -> None:
@@ -237,6 +249,8 @@ class _Removal:
             found.reasons.append(f"it has the tag {', '.join(self._tags)}: take that back first")
         if self._seq == last:
             found.forced.append("it is the newest version" + ("" if last == newest else " there"))
+        if self.coming:
+            found.forced.append(f"it is still being saved to {', '.join(self.coming)}, and will be there")
         if self._tier is not None and tier_run.tier.traits.persistent and not kept:
             found.forced.append("no other persistent tier has all that this one has of it")
         if self._one is None or tier_run.name not in self._one.tiers:
