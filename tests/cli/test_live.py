@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -119,9 +118,8 @@ def odd(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Types of tiers that are known here and to the other process, as those of an installed package would be."""
     (place / "odd.py").write_text(ODD)
     exec(ODD, {})
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    command = (sys.executable, "-c", "import odd; from tierstate.cluster.process import answer; answer()")
-    monkeypatch.setattr(process, "_COMMAND", command)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr(process, "_CODE", f"import odd; {process._CODE}")
 
 
 def test_an_arena_beyond_the_limits_of_this_machine_is_a_warning(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from tierstate.manifest.errors import TierUnavailable
 from tierstate.tiers.connections.secret import FILE_VARIABLE, VARIABLE
+from tierstate.tiers.interpreter import same_modules, same_python
 
 STARTING = 60.0
 """Timeout in seconds for starting a keeper."""
@@ -41,11 +40,11 @@ def start_process(root: Path, settings: KeeperSettings, tier: str) -> None:
         TierUnavailable: it cannot be started; the message says why.
     """
     address, port, idle, capacity = settings
-    command = [sys.executable, "-m", "tierstate.tiers.peer.server", "--path", str(root), "--address", address]
+    command = same_python("-m", "tierstate.tiers.peer.server", "--path", str(root), "--address", address)
     command += ["--port", str(port), "--idle", str(idle)]
     if capacity is not None:
         command += ["--capacity", str(capacity)]
-    environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
+    environment = {name: value for name, value in same_modules().items() if name not in (VARIABLE, FILE_VARIABLE)}
     try:
         done = subprocess.run(
             command,

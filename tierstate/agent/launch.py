@@ -11,13 +11,13 @@ import hashlib
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tierstate.manifest.errors import TierstateError, TierUnavailable
 from tierstate.tiers.connections.distribution import runtime_folder
 from tierstate.tiers.connections.secret import SecretError
+from tierstate.tiers.interpreter import same_modules, same_python
 from tierstate.tiers.policy.policy import Policy
 
 from .messages import ConnectionLost, Message, MessageSocket, decode_error
@@ -105,13 +105,11 @@ def start_agent(policy: Policy, path: Path) -> None:
         TierstateError: it could not be started; the message has what it said.
     """
     check_up_to_date()
-    # -P: modules of the working directory are imported only where the trainer imports them too.
-    command = [sys.executable, "-P", "-m", "tierstate.agent.server", str(path)]
-    environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    command = same_python("-m", "tierstate.agent.server", str(path))
     try:
         ran = subprocess.run(
-            command, input=policy_text(policy), capture_output=True, text=True, timeout=STARTING, env=environ,
-            check=False, start_new_session=True,
+            command, input=policy_text(policy), capture_output=True, text=True, timeout=STARTING,
+            env=same_modules(), check=False, start_new_session=True,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TierUnavailable(f"the agent could not be started: {error}") from error

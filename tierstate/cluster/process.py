@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
 
+from tierstate.tiers.interpreter import same_modules, same_python
 from tierstate.tiers.policy.policy import Policy, TierPolicy
 
 from .check import OnStep, TierFinding, check_tier
@@ -27,7 +28,7 @@ PARTING = 5.0
 """Seconds to wait for the end of a process that has finished or was killed."""
 
 
-_COMMAND = (sys.executable, "-P", "-c", "from tierstate.cluster.process import answer; answer()")
+_CODE = "from tierstate.cluster.process import answer; answer()"
 
 
 def check_tiers(policy: Policy, limit: float, told: OnStep = lambda _doing: None) -> list[TierFinding]:
@@ -56,8 +57,10 @@ class _Process:
     """
 
     def __init__(self, policy: Policy, tiers: Sequence[TierPolicy]) -> None:
-        command = [*_COMMAND, *(spec.name for spec in tiers)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = same_python("-c", _CODE, *(spec.name for spec in tiers))
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=same_modules()
+        )
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         self.over = False
         threading.Thread(target=self._talk, args=(policy.dump(secrets=True),), daemon=True).start()

@@ -19,7 +19,8 @@ import tierstate as ts
 from tierstate.manifest.errors import NotFound, TierUnavailable
 from tierstate.tiers.address import own_address
 from tierstate.tiers.base import Range
-from tierstate.tiers.peer.host import wait_gone
+from tierstate.tiers.peer.host import make_folder, wait_gone
+from tierstate.tiers.peer.launch import KeeperSettings, start_process
 from tierstate.tiers.peer.tier import Peer
 from tierstate.tiers.testing import random_bytes
 
@@ -56,6 +57,17 @@ def pid_of(tier: Peer, number: int) -> int:
     said = tier.members()[number][1]
     assert isinstance(said, dict)
     return int(said["pid"])
+
+
+def test_a_keeper_imports_nothing_of_the_working_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "queue.py").write_text("raise SystemExit('this is no module of Python')")
+    monkeypatch.chdir(place)
+    path = place / "host0"
+    make_folder(path, "peer")
+    start_process(path, KeeperSettings("127.0.0.1", 0, 60, None), "peer")
+    tier = opened(place, 0)
+    tier.stop()
+    tier.close()
 
 
 def test_killed_while_it_is_sent_an_object_and_back_again(two: list[Peer], place: Path) -> None:
