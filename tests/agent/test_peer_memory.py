@@ -94,6 +94,19 @@ def test_a_keeper_comes_back_when_its_agent_was_killed(memory: Path) -> None:
     assert steps_of(memory, "a") == steps_of(memory, "b") == 8
 
 
+def test_a_rank_that_is_slow_to_say_that_its_agent_is_lost_fails_no_save(memory: Path) -> None:
+    """The other's agent finds the lost one's keeper gone at once, and writes to peer memory in vain."""
+    with Gang(2, "support.agent_ranks:one_announces_late", memory, 5, 1, per_rank=HOSTS) as gang:
+        pids = [int(gang.hear(rank, "ready")) for rank in range(2)]
+        wait_until(lambda: steps_of(memory, "b") >= 1, "the first version comes")
+        os.kill(pids[1], signal.SIGKILL)
+        (memory / "killed").touch()
+        wait_until(lambda: "the agent is lost" in gang.said(0), "the other rank hears of it from its agent")
+        (memory / "heard").touch()
+        gang.wait()
+    assert steps_of(memory, "a") == steps_of(memory, "b") == 5
+
+
 @pytest.mark.soak
 def test_new_agents_take_the_keepers_over(memory: Path) -> None:
     with Gang(2, "support.agent_ranks:agents_come_back", memory, 2, per_rank=HOSTS) as gang:

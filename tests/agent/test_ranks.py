@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from support.agents import (
@@ -20,6 +23,12 @@ from support.agents import (
     whole_on_all_hosts,
 )
 from support.processes import Gang
+
+from tierstate.agent.handing import HandingPipeline
+from tierstate.agent.messages import Message
+from tierstate.agent.session import TrainerSession
+from tierstate.agent.shared_pipeline import SharedAgentPipeline
+from tierstate.agent.teams import DoubtedFailures
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +102,84 @@ def test_a_save_that_fails_in_one_rank_of_an_agent_and_is_brought_soon_has_faile
             assert "(ETIMEDOUT)" in gang.hear(rank, "2 failed")
             gang.hear(rank, "3 arrived")
     whole(place, "slow", [1, 2, 3])
+
+
+class Lives:
+    """A check of the other ranks, which says what the test says."""
+
+    def __init__(self) -> None:
+        self.alive: bool | None = None
+
+    def look(self) -> bool | None:
+        return self.alive
+
+
+def failure(seq: int, tier: str = "slow") -> dict[str, object]:
+    return {"kind": "failed", "seq": seq, "tier": tier, "error": {}}
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_failure_counts_once_it_is_known_that_all_agents_lived_after_it(*, alive: bool) -> None:
+    checks: list[Lives] = []
+    team = SimpleNamespace(life_check=lambda: checks.append(Lives()) or checks[-1])
+    doubted = DoubtedFailures(team)  # type: ignore[arg-type]
+    assert doubted.look() == ([], True)
+    assert not checks, "nobody is asked without need"
+    doubted.add(failure(1))
+    assert doubted.look() == ([], True)
+    doubted.add(failure(2))  # after the first check began, which says nothing of it
+    doubted.add(failure(2, "fast"))
+    checks[0].alive = alive
+    assert doubted.look() == ([failure(1)], alive)
+    assert doubted.look() == ([], True)
+    assert doubted.take(2, "fast") == [failure(2, "fast")]
+    checks[1].alive = alive
+    assert doubted.look() == ([failure(2)], alive)
+    assert doubted.take(2, "slow") == []
+    assert len(checks) == 2
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_failure_counts_after_a_look_whether_another_rank_goes_on_without_agents(
+    monkeypatch: pytest.MonkeyPatch, *, announced: bool
+) -> None:
+    """That made this rank's agent fail, if it was said before."""
+    told: list[str] = []
+    monkeypatch.setattr(HandingPipeline, "_settle", lambda _self, kind, name, *_: told.append(f"{kind} {name}"))
+    pipeline = SharedAgentPipeline.__new__(SharedAgentPipeline)
+    pipeline._changing, pipeline._doubtful, pipeline._losses = threading.RLock(), [], 0
+    looks: list[list[str]] = []
+
+    def announces(_topic: str) -> bool:
+        looks.append(list(told))
+        if len(looks) == 1:  # one that comes during a look waits for the next one
+            pipeline._settle("failed", "later", SimpleNamespace(), {})  # type: ignore[arg-type]
+        return announced and len(looks) == 2
+
+    pipeline._team = SimpleNamespace(size=2, announced=announces)  # type: ignore[assignment]
+    pipeline._settle("failed", "first", SimpleNamespace(), {})  # type: ignore[arg-type]
+    given_up: list[str] = []
+    over = SimpleNamespace(wait=lambda _seconds: len(looks) == 2)
+    pipeline._watch_others(SimpleNamespace(over=over, give_up=given_up.append))  # type: ignore[arg-type]
+    assert looks == [[], ["failed first"]]
+    assert (told[1:], len(given_up)) == (([], 1) if announced else (["failed later"], 0))
+
+
+def test_an_agent_that_is_given_up_has_told_the_others_before_anything_fails() -> None:
+    """Else they would take what fails then for a failure of this rank, and tell it their trainers."""
+    session, said = TrainerSession.__new__(TrainerSession), list[str]()
+    session.id, session._given_up, session._bye, session._doubted = "session", False, False, None
+    team = SimpleNamespace(break_off=lambda: said.append("broken off"))
+    session._member = SimpleNamespace(team=team)  # type: ignore[assignment]
+    session._saves = {1: SimpleNamespace(lost=lambda _: said.append("failed"))}  # type: ignore[dict-item]
+    session._slabs = SimpleNamespace(leave=lambda: None)  # type: ignore[assignment]
+    session._link = SimpleNamespace(shut=lambda: None)  # type: ignore[assignment]
+    session._outbox, session._received_all = SimpleQueue(), threading.Event()
+    session._watch = session._send_all = lambda: None  # type: ignore[method-assign]
+    session._take_all = lambda: session._on_leave(Message({}))  # type: ignore[method-assign]
+    session._finish = lambda: said.append("finished")  # type: ignore[method-assign]
+    session.serve()
+    assert said == ["broken off", "failed", "finished"]
 
 
 def test_after_a_loss_ranks_find_agents_again(place: Path) -> None:

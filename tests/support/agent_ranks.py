@@ -221,3 +221,18 @@ def agents_die(place: str, steps: str, pause: str) -> None:
         print("by", ckpt._pipeline.agent, flush=True)  # type: ignore[attr-defined]
     print("closed", flush=True)
     dist.destroy_process_group()
+
+
+def one_announces_late(place: str, steps: str, late: str) -> None:
+    """As `agents_die`, but one rank says that it has lost its agent only once the test has heard it of the others."""
+    from tierstate.agent.shared_pipeline import SharedAgentPipeline
+
+    meet = SharedAgentPipeline._on_lost
+
+    def slowly(pipeline: SharedAgentPipeline) -> None:
+        until((Path(place) / "heard").exists, 90)
+        meet(pipeline)
+
+    if os.environ["RANK"] == late:
+        SharedAgentPipeline._on_lost = slowly  # type: ignore[method-assign]
+    agents_die(place, steps, "0.3")

@@ -55,7 +55,7 @@ from .received import (
 from .shared_slabs import SharedSlab, SharedSlabs
 from .store import VersionsInMemory, drop_run
 from .supervisor import Holder
-from .teams import TeamGreeting, TeamStores
+from .teams import DoubtedFailures, TeamGreeting, TeamStores
 
 log = logging.getLogger("tierstate")
 
@@ -131,6 +131,7 @@ class TrainerSession:
         self.alive = True
         self._begun, self.id = time.time(), uuid.uuid4().hex
         self._member: TeamMember | None = None
+        self._doubted: DoubtedFailures | None = None
         self._team: str | None = None
         self._given_up = self._bye = False
         self._received_all = threading.Event()
@@ -168,7 +169,7 @@ class TrainerSession:
         self._team = told.place.name
         undo.enter_context(self._agent.stores.used(told.place))
         team = self._agent.stores.join(told)
-        self._member = TeamMember(team, patience=team.timeouts.decision)
+        self._member, self._doubted = TeamMember(team, patience=team.timeouts.decision), DoubtedFailures(team)
         undo.callback(self._leave)
 
     def _others(self) -> list[ReceivingPipeline]:
@@ -237,7 +238,8 @@ class TrainerSession:
                 self._begin_again(self._link)
             self._take_all()
         finally:
-            self._given_up = self._given_up or not (self._bye or self._trainer_has_ended(ENDING))
+            if self._given_up or not (self._bye or self._trainer_has_ended(ENDING)):
+                self._break_off()
             self._received_all.set()
             self.alive = False
             self._link.shut()
@@ -301,10 +303,31 @@ class TrainerSession:
             self._agent.memory.end(self.run)
 
     def _watch(self) -> None:
-        """Notice the end of the trainer also where a child of it has the socket too."""
-        while self.alive and not self._trainer_has_ended(1.0):
-            pass
-        self._link.shut()
+        """Notice the end of the trainer also where a child of it has the socket too, and tell it of failures that are
+        doubted no more."""
+        try:
+            while self.alive and not self._trainer_has_ended(1.0):
+                self._tell_doubted()
+        finally:
+            self._link.shut()
+
+    def _tell_doubted(self) -> None:
+        if self._doubted is None:
+            return
+        failures, count = self._doubted.look()
+        if failures and not count:
+            # Not the rank has failed but its agent, or that of another one: all trainers go on by themselves.
+            self._break_off()
+            failures = [{"kind": "fatal", "error": failures[0]["error"]}]
+        for failure in failures:
+            self._outbox.put((failure, ()))
+
+    def _break_off(self) -> None:
+        """Publish nothing more: the trainer does it. Before anything fails by that, the other agents can see it; else
+        they would take it for a failure of this rank."""
+        if self._member is not None:
+            self._member.team.break_off()
+        self._given_up = True
 
     def _trainer_has_ended(self, seconds: float) -> bool:
         """Whether the trainer's process ends within so many seconds."""
@@ -330,9 +353,13 @@ class TrainerSession:
             self._agent.progressed()
             if self._tier_runs[event["tier"]].tier.traits.persistent:
                 self._let_go(event["seq"])
-        elif event["kind"] == "failed" and self._member is not None and self.alive and not self._member.team.is_whole():
-            # Not the rank has failed but its agent, or that of another one: all trainers go on by themselves.
-            event, blobs, self._given_up = {"kind": "fatal", "error": event["error"]}, (), True
+        if self._doubted is not None and event["kind"] == "failed" and self.alive:
+            self._doubted.add(event)
+            return
+        if self._doubted is not None and event["kind"] == "brought":
+            # Only this rank hears of it. A failure that is still doubted comes first, as it does on all others.
+            for failure in self._doubted.take(event["seq"], event["tier"]):
+                self._outbox.put((failure, ()))
         self._outbox.put((event, blobs))
 
     def _send_all(self) -> None:

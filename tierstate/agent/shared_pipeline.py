@@ -56,10 +56,6 @@ LOOK_TIMEOUT = 120.0
 """Seconds for which ranks wait for each other before such a save; then they look no more."""
 
 
-DOUBTS = 3
-"""Looks after which a failure that an agent has told counts, if no rank has lost its agent until then."""
-
-
 GONE = "agents were lost, and not all ranks have their part of this version any more"
 """Why a version fails that cannot be published without agents."""
 
@@ -122,7 +118,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         self._agent_start = BackgroundStart(self._ensure_agent)
         self._latest_at_loss = 0
         self._kept_back: list[Callable[[], None]] = []
-        self._doubtful: list[tuple[int, str, SaveState, Mapping[str, Any]]] = []
+        self._doubtful: list[tuple[str, SaveState, Mapping[str, Any]]] = []
         try:
             self._run_name = run
             self._find_agents()
@@ -236,10 +232,11 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         """Notice that another rank has lost its agent."""
         pause = max(1.0, self._team.size / LOOKS)
         while not link.over.wait(pause):
+            doubtful = list(self._doubtful)  # of before the look
             if self._is_announced():
                 link.give_up("another rank has lost its agent")
             else:
-                self._believe()
+                self._believe(doubtful)
 
     def _is_announced(self) -> bool:
         try:
@@ -248,29 +245,23 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             return False  # no other rank can be heard any more: what the agent tells is all there is
 
     def _settle(self, kind: str, name: str, save_state: SaveState, head: Mapping[str, Any]) -> None:
-        """A failure is doubted first: if another rank has lost its agent, it may be no failure of the trainers."""
+        """A failure is doubted first: another rank may have said that it goes on without its agent, and so made it."""
         if kind == "failed":
-            self._doubtful.append((DOUBTS, name, save_state, head))
+            self._doubtful.append((name, save_state, head))
         else:
             super()._settle(kind, name, save_state, head)
 
-    def _believe(self) -> None:
+    def _believe(self, doubtful: Sequence[tuple[str, SaveState, Mapping[str, Any]]]) -> None:
         with self._changing:
-            if self._link is None:
-                return
-            older = [(looks - 1, name, state, head) for looks, name, state, head in self._doubtful]
-            self._doubtful = [one for one in older if one[0]]
-            for looks, name, save_state, head in older:
-                if not looks:
-                    super()._settle("failed", name, save_state, head)
+            for one in [one for one in doubtful if one in self._doubtful]:  # none, if the agent was lost since
+                self._doubtful.remove(one)
+                super()._settle("failed", *one)
 
     def brought(self, name: str, due: PendingVersion) -> None:
         """What is brought had failed for all ranks. Only the one that brings it hears of it, so a failure that it still
         doubts counts at once: else it would tell of a save that has arrived, and the others of one that has failed."""
         with self._changing:
-            for one in [one for one in self._doubtful if (one[1], one[2].head.seq) == (name, due.seq)]:
-                self._doubtful.remove(one)
-                super()._settle("failed", *one[1:])
+            self._believe([one for one in self._doubtful if (one[0], one[1].head.seq) == (name, due.seq)])
         super().brought(name, due)
 
     # Saves

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import torch.distributed
 
-from tierstate.engine.ranks.team.heartbeat import Timeouts
+from tierstate.engine.ranks.team.heartbeat import LifeCheck, Timeouts
 from tierstate.engine.ranks.team.store import Store
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import TierstateError
@@ -88,6 +88,50 @@ class TeamGreeting(NamedTuple):
             encoded.get("secret"),
             bool(encoded.get("authenticated")),
         )
+
+
+class DoubtedFailures:
+    """Failures of one rank's saves that are not told yet, as they may come of the loss of another rank's agent.
+
+    Such a loss shows in many ways, as in a tier that the agent served, and at once; that the agent is lost shows only
+    after a while. So a failure counts once all agents have given a sign of life after it.
+
+    Args:
+        team: the ranks in their agents.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._lock = threading.Lock()
+        self._waiting: list[Mapping[str, Any]] = []
+        self._checked: list[Mapping[str, Any]] = []
+        self._check: LifeCheck | None = None
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """A save has failed in a tier."""
+        with self._lock:
+            self._waiting.append(event)
+
+    def take(self, seq: int, tier: str) -> list[Mapping[str, Any]]:
+        """The failures of a version in a tier, which are doubted no more."""
+        with self._lock:
+            found = [one for one in (*self._checked, *self._waiting) if (one["seq"], one["tier"]) == (seq, tier)]
+            self._checked = [one for one in self._checked if one not in found]
+            self._waiting = [one for one in self._waiting if one not in found]
+        return found
+
+    def look(self) -> tuple[list[Mapping[str, Any]], bool]:
+        """The failures of which it is known by now whether they count, and whether they do; called again and again."""
+        with self._lock:
+            if self._check is None and self._waiting:
+                self._checked, self._waiting, self._check = self._waiting, [], self._team.life_check()
+            check = self._check
+        alive = None if check is None else check.look()
+        if alive is None:
+            return [], True
+        with self._lock:
+            found, self._checked, self._check = self._checked, [], None
+        return found, alive
 
 
 class TeamStores:

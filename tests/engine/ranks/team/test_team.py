@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from support.thread_teams import Mortal, together
 
 from tierstate.engine.ranks.team import store as store_module
-from tierstate.engine.ranks.team.heartbeat import HeartbeatMonitor, Timeouts, has_dead, heartbeat_key
+from tierstate.engine.ranks.team.heartbeat import HeartbeatMonitor, LifeCheck, Timeouts, has_dead, heartbeat_key
 from tierstate.engine.ranks.team.rendezvous import rendezvous, this_host
-from tierstate.engine.ranks.team.store import CLOSED, StoreClient
+from tierstate.engine.ranks.team.store import BROKEN_OFF, CLOSED, StoreClient
 from tierstate.engine.ranks.team.team import MAX_TOPICS, MESSAGE_PART, Team, unpack_answers
 from tierstate.manifest.errors import FormatError, RankFailed, TierstateError, format_ranks
 
@@ -402,6 +402,56 @@ def test_who_was_found_dead_is_so_for_the_next_wait_until_it_beats() -> None:
     assert not has_dead(line)
     line.end()
     assert has_dead(line)  # nobody can be asked any more
+
+
+def looked_at(check: LifeCheck) -> bool | None:
+    """What a look says, however soon after the last one."""
+    check._next = 0.0
+    return check.look()
+
+
+@given(st.lists(st.sets(st.integers(1, 3)), max_size=8), st.sets(st.integers(1, 3)))
+def test_all_live_once_each_has_beaten_after_the_first_look(beats: list[set[int]], before: set[int]) -> None:
+    store = dist.HashStore()
+    line = StoreClient(store, 5.0)
+    for rank in before:
+        store.set(heartbeat_key(rank), "7")  # as all may have that are dead by now
+    check = LifeCheck(line, Timeouts(60.0, 60.0), 0, 4)
+    assert looked_at(check) is None
+    number, beaten = 7, set[int]()
+    for now in beats:
+        number += 1
+        beaten |= now
+        for rank in now:
+            store.set(heartbeat_key(rank), str(number))
+        assert looked_at(check) is (True if beaten == {1, 2, 3} else None)
+        if beaten == {1, 2, 3}:
+            break
+    line.end()
+
+
+def test_not_all_live_if_one_has_broken_off_or_is_silent_or_nobody_can_be_asked() -> None:
+    store = dist.HashStore()
+    line, timeouts = StoreClient(store, 5.0), Timeouts(60.0, 60.0)
+    for rank in (1, 2):
+        store.set(heartbeat_key(rank), "7")
+    check, other = LifeCheck(line, timeouts, 0, 3), LifeCheck(line, timeouts, 0, 3)
+    assert looked_at(check) is looked_at(other) is None
+    assert check.look() is None, "it is too soon to look again"
+    store.set(heartbeat_key(1), "8")
+    for _ in range(3):
+        check._monitor._last -= 1000.0  # counts as 20 s
+        found = looked_at(check)
+    assert found is None
+    check._monitor._last -= 1000.0
+    assert looked_at(check) is False, "rank 2 is silent"
+    assert looked_at(LifeCheck(line, timeouts, 0, 3)) is False, "as is known by now"
+    store.set(heartbeat_key(2), CLOSED)
+    assert looked_at(other) is True, "who has closed is not lost"
+    store.set(heartbeat_key(2), BROKEN_OFF)
+    assert looked_at(LifeCheck(line, timeouts, 0, 3)) is False
+    line.end()
+    assert looked_at(LifeCheck(line, timeouts, 0, 3)) is False
 
 
 def test_beats_of_many_ranks_cost_the_store_little() -> None:

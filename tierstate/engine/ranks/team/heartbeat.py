@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tierstate.manifest.errors import RankFailed
 
-from .store import CLOSED, StoreClient
+from .store import BROKEN_OFF, CLOSED, StoreClient
 
 BEATS = 400.0
 """Heartbeats per second that all ranks together send to the store, at most."""
@@ -86,6 +86,8 @@ class HeartbeatMonitor:
             beat = beats.get(rank, b"")
             if beat == CLOSED:
                 found[rank] = "has closed its Checkpointer"
+            elif beat == BROKEN_OFF:
+                found[rank] = "goes on without its agent"
             elif known.get(rank) == beat or self._is_quiet(rank, beat, passed):
                 found[rank] = f"has given no sign of life for {self._limit:.3g} s"
                 self._note(rank, beat, f"rank {rank} {found[rank]}")
@@ -103,6 +105,39 @@ class HeartbeatMonitor:
             return False
         self._quiet[rank] += min(passed, 2 * self._interval)
         return self._quiet[rank] >= self._limit
+
+
+class LifeCheck:
+    """Finds out, without waiting, whether all other ranks of a team live: each of them has given a sign of life since
+    this was made, or has closed; or one is dead or has broken off.
+
+    Args:
+        rank, size: of this rank and its team.
+        timeouts: how long a rank may be silent.
+    """
+
+    def __init__(self, client: StoreClient, timeouts: Timeouts, rank: int, size: int) -> None:
+        self._client, self._monitor = client, HeartbeatMonitor(client, timeouts, size)
+        self._first: dict[int, bytes] = {}
+        self._left = [other for other in range(size) if other != rank]
+        self._pause, self._next = max(1.0, size / BEATS), 0.0
+
+    def look(self) -> bool | None:
+        """True: no other rank is lost; False: one is dead or has broken off, or the store is lost; None: not known yet.
+
+        Reads the store once per second at most, and in large teams more rarely.
+        """
+        if time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + self._pause
+        try:
+            beats = dict.fromkeys(self._left, b"") | read_beats(self._client, self._left)
+            # What is read first may have been stored before this was made. What differs from it was stored since.
+            self._left = [r for r, beat in beats.items() if beat != CLOSED and self._first.setdefault(r, beat) == beat]
+            lost = BROKEN_OFF in beats.values() or self._monitor.look(self._left)
+        except RankFailed:
+            return False
+        return False if lost else None if self._left else True
 
 
 def read_beats(client: StoreClient, ranks: Collection[int]) -> dict[int, bytes]:

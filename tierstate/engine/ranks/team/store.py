@@ -45,6 +45,10 @@ CLOSED = b"closed"
 """The last heartbeat of a rank that has closed its team in the ordinary way."""
 
 
+BROKEN_OFF = b"broken off"
+"""The last heartbeat of a rank that others can count on no more, though it has neither closed nor died."""
+
+
 class StoreClient:
     """Calls to one store, made one after the other by one thread; each call is given up after a timeout.
 
@@ -110,12 +114,12 @@ class StoreClient:
         """Whether the store is known to be lost."""
         return bool(self._lost)
 
-    def close(self) -> None:
-        """Store the last heartbeat (`CLOSED`), if the store still answers, and end the thread."""
+    def close(self, last: bytes = CLOSED) -> None:
+        """Store the last heartbeat, if the store still answers, and end the thread."""
         try:
             beat, self._beat = self._beat, ""  # so that no later heartbeat overwrites it
             if beat:
-                self._ask(lambda: self._store.set(beat, CLOSED), min(self._patience, CLOSE_WAIT))
+                self._ask(lambda: self._store.set(beat, last), min(self._patience, CLOSE_WAIT))
         except RankFailed as error:
             log.info("%s", error)
         self.end()

@@ -22,10 +22,10 @@ from tierstate.manifest.format.record import MAX_RECORD
 from tierstate.tiers.connections.secret import JobSecret
 from tierstate.tiers.policy.models import SecretPlace
 
-from .heartbeat import HeartbeatMonitor, Timeouts, has_dead, heartbeat_key
+from .heartbeat import HeartbeatMonitor, LifeCheck, Timeouts, has_dead, heartbeat_key
 from .rendezvous import rendezvous
 from .secret import agree_on_secret
-from .store import CLOSED, NOTHING, Store, StoreClient
+from .store import BROKEN_OFF, NOTHING, Store, StoreClient
 
 log = logging.getLogger("tierstate")
 
@@ -435,17 +435,17 @@ class Team:
         """Whether the store is lost, or a rank that was found dead has given no sign of life since."""
         return has_dead(self._client)
 
-    def is_whole(self) -> bool:
-        """Whether the store answers, no rank has left, and none was found dead."""
-        keys = [heartbeat_key(rank) for rank in range(self.size)]
-        try:
-            return not self._client.silent and CLOSED not in self._client.get(keys)
-        except RankFailed:
-            return False
+    def life_check(self) -> LifeCheck:
+        """Begin to find out whether all other ranks live now, or have closed."""
+        return LifeCheck(self._client, self.timeouts, self.rank, self.size)
 
     def close(self) -> None:
         """Leave the team. Nothing is posted or received afterwards."""
         self._client.close()
+
+    def break_off(self) -> None:
+        """As `close`, of a rank whose part in what is under way another process takes over."""
+        self._client.close(BROKEN_OFF)
 
     def __repr__(self) -> str:
         return f"<Team rank {self.rank} of {self.size}, {len(set(self.hosts))} hosts>"
