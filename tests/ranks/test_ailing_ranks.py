@@ -219,7 +219,13 @@ def test_a_rank_that_cannot_open_a_tier_keeps_nobody_waiting(place: Path) -> Non
 @pytest.mark.parametrize("other", [0, 1])
 @pytest.mark.parametrize(
     ("key", "found"),
-    [({"every": 2}, "every 2"), ({"chunk": "8KiB"}, "chunk"), ({"digest": "blake3"}, "digest"), ({}, "lustre")],
+    [
+        ({"every": 2}, "every 2"),
+        ({"chunk": "8KiB"}, "chunk"),
+        ({"digest": "blake3"}, "digest"),
+        ({"agent": {"mode": "auto"}}, "agent"),
+        ({}, "lustre"),
+    ],
 )
 def test_ranks_whose_policies_differ_are_told_at_once(place: Path, other: int, key: Any, found: str) -> None:
     """None waits for a vote, or a meeting of a tier, that another rank never comes to."""
@@ -237,6 +243,19 @@ def test_ranks_whose_policies_differ_are_told_at_once(place: Path, other: int, k
     assert "the policy of rank 1 is not that of rank 0" in str(errors[0])
     assert str(errors[0]) == str(errors[1])
     assert found in str(errors[0])
+
+
+def test_ranks_that_share_a_tier_otherwise_are_told_at_once(place: Path) -> None:
+    """Else one of two waits for its record to be created, and the other one for its acknowledgement."""
+
+    def rank(team: Team) -> Any:
+        kind = ("lustre", "nvme")[team.rank]
+        ts.Checkpointer(policy({"only": {"type": kind, "path": str(place)}}), "run", team)
+
+    errors = together(2, rank, hosts=[0, 1], timeouts=CALM)
+    assert [type(error) for error in errors] == [ts.PolicyError] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert "on rank 1 it is shared by the ranks of one host, and on rank 0 by all ranks" in str(errors[0])
 
 
 def test_a_coordinator_that_cannot_save_keeps_nobody_waiting_where_time_decides(place: Path) -> None:

@@ -66,7 +66,7 @@ def compare_policies(team: Team, policy: Policy) -> None:
         PolicyError: they differ, so that some ranks would wait for messages that others never post; on every rank.
         RankFailed: a rank does not answer.
     """
-    mine: dict[str, Any] = {"chunk": policy.chunk, "digest": policy.digest}
+    mine: dict[str, Any] = {"chunk": policy.chunk, "digest": policy.digest, "agent": policy.agent.mode}
     mine |= {"tiers": [f"{tier.name}: every {tier.every}{_bound(tier)}" for tier in policy.tiers]}
     mine |= {"rules": [f"{rule.match}: {rule.tiers}, lossy {rule.lossy}" for rule in policy.rules]}
     first, *others = (json.loads(said) for said in team.gather("policy", json.dumps(mine).encode()))
@@ -94,17 +94,35 @@ def agree_on_start(team: Team, tier_runs: Sequence[TierRun], highest: Callable[[
 
     Raises:
         RankFailed: a rank does not answer.
-        PolicyError: for some rank two tiers lie in one place.
+        PolicyError: for some rank two tiers lie in one place; or other ranks share a tier otherwise than for rank 0.
     """
     refused = _same_place(tier_runs)
     seen = {tier_run.name: _newest(tier_run) for tier_run in tier_runs}
-    mine = {"seq": next_seq(max(map(highest, tier_runs), default=0)) - 1, "newest": seen, "refused": refused}
+    shared = {tier_run.name: tier_run.tier.traits.shared for tier_run in tier_runs}
+    mine = {"seq": next_seq(max(map(highest, tier_runs), default=0)) - 1, "newest": seen}
+    mine |= {"refused": refused, "shared": shared}
     every = [json.loads(said) for said in team.gather("opening", json.dumps(mine).encode())]
     if refusals := [f"rank {rank}: {said['refused']}" for rank, said in enumerate(every) if said["refused"]]:
         raise PolicyError(refusals[0])
+    _check_shared([said["shared"] for said in every])
     newest: dict[str, list[float]] = {name: max((said["newest"][name] for said in every), default=[]) for name in seen}
     last = {name: (int(found[1]), float(found[2])) if found else None for name, found in newest.items()}
     return StartState(max(int(said["seq"]) for said in every), last)
+
+
+_SHARED_BY = {"process": "no other rank", "host": "the ranks of one host", "site": "all ranks"}
+
+
+def _check_shared(every: Sequence[Mapping[str, str]]) -> None:
+    """Raise PolicyError if a tier is not shared by the same ranks for all: some would wait for messages that others
+    never post."""
+    for rank, shared in enumerate(every):
+        for name, found in shared.items():
+            if found != (right := every[0][name]):
+                raise PolicyError(
+                    f"tiers.{name}: on rank {rank} it is shared by {_SHARED_BY[found]}, and on rank 0 by "
+                    f"{_SHARED_BY[right]}; right is one type of tier for all ranks"
+                )
 
 
 def _same_place(tier_runs: Sequence[TierRun]) -> str:
