@@ -29,6 +29,7 @@ from tierstate.agent.messages import Message
 from tierstate.agent.session import TrainerSession
 from tierstate.agent.shared_pipeline import SharedAgentPipeline
 from tierstate.agent.teams import DoubtedFailures
+from tierstate.manifest.errors import RankFailed
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +181,28 @@ def test_an_agent_that_is_given_up_has_told_the_others_before_anything_fails() -
     session._finish = lambda: said.append("finished")  # type: ignore[method-assign]
     session.serve()
     assert said == ["broken off", "failed", "finished"]
+
+
+@pytest.mark.parametrize("topic", ["agent-there", "agent-store", "agent-joined", "agent-watched"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailed("planted")])
+def test_a_rank_that_is_interrupted_while_all_find_agents_leaves_its_own(
+    monkeypatch: pytest.MonkeyPatch, topic: str, error: BaseException
+) -> None:
+    """Else the agent would go on with the session of a Checkpointer that nobody has."""
+    left: list[bool] = []
+
+    def by_all(_self: object, asked: str, _call: object) -> list[object]:
+        if asked == topic:
+            raise error
+        return [None, None]
+
+    monkeypatch.setattr(SharedAgentPipeline, "_by_all", by_all)
+    monkeypatch.setattr(SharedAgentPipeline, "_leave_agent", lambda _: left.append(True))
+    pipeline = SharedAgentPipeline.__new__(SharedAgentPipeline)
+    pipeline._team = SimpleNamespace(leads=lambda _: True, coordinator=True)  # type: ignore[assignment]
+    with pytest.raises(type(error)):
+        pipeline._find_agents()
+    assert left == [True]
 
 
 def test_after_a_loss_ranks_find_agents_again(place: Path) -> None:

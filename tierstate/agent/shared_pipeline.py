@@ -123,10 +123,8 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             self._run_name = run
             self._find_agents()
         except RankFailed:
-            self._leave_agent()
             raise
         except TierstateError as error:
-            self._leave_agent()
             if parts.policy.agent.mode == "required":
                 raise
             log.warning("all ranks publish their saves themselves, without agents: %s", error)
@@ -138,16 +136,19 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
         Raises:
             RankFailed: a rank does not answer.
-            TierstateError: some rank has none.
+            TierstateError: some rank has none. Whatever is raised, this rank has left its agent.
         """
         team = self._team
         first = team.leads("host")
         self._by_all("agent-refused", self._prepare)
-        self._by_all("agent-there", lambda: self._ensure_agent() if first else None)
-        with ExitStack() as asked:
-            places = self._by_all("agent-store", lambda: self._ask_for_store(asked) if team.coordinator else None)
-            self._by_all("agent-joined", lambda: self._join(places[0]))
-        self._by_all("agent-watched", self._start_watch)
+        with ExitStack() as undo:
+            undo.callback(self._leave_agent)
+            self._by_all("agent-there", lambda: self._ensure_agent() if first else None)
+            with ExitStack() as asked:
+                places = self._by_all("agent-store", lambda: self._ask_for_store(asked) if team.coordinator else None)
+                self._by_all("agent-joined", lambda: self._join(places[0]))
+            self._by_all("agent-watched", self._start_watch)
+            undo.pop_all()
 
     def _start_watch(self) -> None:
         if (link := self._link) is not None:
@@ -201,7 +202,6 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
                 self._find_agents()
                 self._look_at = math.inf
         except TierstateError as error:
-            self._leave_agent()
             if isinstance(error, RankFailed):
                 self._look_at = math.inf
             log.warning("all ranks go on without agents: %s", error)
