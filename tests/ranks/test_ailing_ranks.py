@@ -16,6 +16,7 @@ from support.saving_ranks import CALM, at, nvme, ranks, saved_alike, told
 from support.thread_teams import together
 
 import tierstate as ts
+from tierstate.engine.ranks.save.save import SharedPipeline
 from tierstate.engine.ranks.team.team import Team
 from tierstate.manifest.errors import RankFailed
 from tierstate.manifest.history.log import Log
@@ -214,6 +215,40 @@ def test_a_rank_that_cannot_open_a_tier_keeps_nobody_waiting(place: Path) -> Non
 
     first, second = together(2, rank, timeouts=CALM)
     assert (type(first), type(second)) == (RankFailed, ts.AccessDenied)
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_a_rank_that_is_interrupted_before_it_plans_a_save_keeps_nobody_waiting(
+    place: Path, monkeypatch: pytest.MonkeyPatch, other: int
+) -> None:
+    """As by Ctrl-C where all ranks wait for each other to find new agents."""
+    prepare = SharedPipeline.prepare
+    seqs: list[int] = []
+
+    def interrupted(pipeline: SharedPipeline, seq: int) -> None:
+        prepare(pipeline, seq)
+        if pipeline.rank == other:
+            seqs.append(seq)
+            if len(seqs) == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(SharedPipeline, "prepare", interrupted)
+
+    def rank(team: Team) -> list[str]:
+        found = []
+        with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run", team) as ckpt:
+            for step in range(3):
+                try:
+                    ckpt.save({"w": torch.full((4096,), float(step))}, step=step).wait()
+                    found.append("")
+                except (KeyboardInterrupt, ts.TierstateError) as error:
+                    found.append(str(error))
+        return found
+
+    found = together(2, rank, timeouts=CALM)
+    assert found[other] == ["", "", ""]  # an interrupt has no text
+    assert [text.partition(":")[0] for text in found[1 - other]] == ["", f"rank {other} failed", ""]
+    assert "KeyboardInterrupt" in found[1 - other][1], "it is not one that was waited for in vain"
 
 
 @pytest.mark.parametrize("other", [0, 1])

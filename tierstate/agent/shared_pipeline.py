@@ -178,12 +178,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     # New agents
 
-    def next_seq(self) -> int:
-        seq = super().next_seq()  # once for each save, on all ranks
-        self._look_for_agents(seq)
-        return seq
-
-    def _look_for_agents(self, seq: int) -> None:
+    def prepare(self, seq: int) -> None:
         """After agents were lost: hand this save and the next ones over, if all ranks find that agents are there again
         and that nothing is under way in their processes."""
         holding_from = self._latest_at_loss

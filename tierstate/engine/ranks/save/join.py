@@ -135,6 +135,7 @@ class TeamMember:
         assert self._sharing is not None
         known = None
         try:
+            self._pipeline.prepare(seq)  # first: all ranks come to it
             known = as_step(step)
             yield
         except BaseException as error:

@@ -383,6 +383,9 @@ class SharedPipeline(SavePipeline):
     def _after(self, highest: int) -> int:
         return highest + 1  # no clock: all ranks must get the same number without asking each other
 
+    def prepare(self, seq: int) -> None:
+        """Called on all ranks before a save is planned. May wait for all; if it raises, this rank votes no."""
+
     def _check_rules(self, leaves: Sequence[Leaf]) -> None:
         """Nothing: this rank has not got all leaves; `arrived` looks at those of the first version."""
 
