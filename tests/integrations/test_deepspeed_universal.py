@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from support.deepspeed_job import policy
+from support.equality import same
+from support.state_strategies import arrays
 from support.torchrun import Torchrun
 
 import tierstate as ts
@@ -140,6 +144,19 @@ def test_what_a_universal_folder_has_no_place_for(name: str, states: Any, said: 
     with pytest.raises(ts.StateMismatch, match=said):
         exported(tmp_path)
     assert not list((tmp_path / "universal").iterdir())
+
+
+@given(arrays())
+def test_arrays_of_the_client_state_come_along(array: Any) -> None:
+    model_states = {"global_steps": 3, "rng": ("MT19937", array)}
+    rest = {"model_states": model_states, "optimizer_state": {"param_groups": []}}
+    state = {"model": {"w": torch.ones(3)}, "optimizer": {"w": {}}, "deepspeed": rest}
+    with tempfile.TemporaryDirectory() as folder:
+        with ts.Checkpointer(policy(folder), "job") as ckpt:
+            ckpt.save(state, step=3).wait()
+        made = exported(Path(folder))
+        found = torch.load(made / "mp_rank_00_model_states.pt", weights_only=False)
+    assert same(found["rng"], ("MT19937", array))
 
 
 def test_an_export_replaces_nothing(tmp_path: Path) -> None:

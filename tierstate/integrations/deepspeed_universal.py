@@ -21,7 +21,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 import tierstate as ts
 from tierstate.files.lazy_version import open_zero_version
 from tierstate.files.readers.deepspeed_folder import CAT_DIM, OPTIMIZER_FILE, PARAM, UNIVERSAL
-from tierstate.files.readers.stored import FileValue, read_tensor
+from tierstate.files.readers.stored import FileValue, read_value
 from tierstate.files.readers.zero import DEEPSPEED, FP32, MODEL, MODEL_STATES, OPTIMIZER, OPTIMIZER_STATE, SCALER
 from tierstate.providers.values.copies import with_values
 
@@ -134,7 +134,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _read(value: Any) -> Any:
-    return read_tensor(value) if isinstance(value, FileValue) else value
+    return read_value(value) if isinstance(value, FileValue) else value
 
 
 def read_all(value: Any) -> Any:

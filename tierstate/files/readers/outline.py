@@ -26,7 +26,7 @@ from tierstate.providers.values.classes import stand_in_classes
 from tierstate.providers.values.encoding import decode_value, encode_value
 from tierstate.providers.values.values import ValueProvider
 
-from .stored import FileValue, read_tensor
+from .stored import FileValue, read_value
 
 NO_BYTES = -1
 
@@ -211,7 +211,7 @@ def state_of_outline(parts: Sequence[OutlineLeaf], find: FindTensor, what: str) 
                 values[i] = decode_value(_given(part.value, part.leaf, what))
         elif part.leaf.spec.has_bytes:
             held = find(_given(part.name, part.leaf, what), part.leaf.spec)
-            values[i] = read_tensor(held) if i in viewed else held
+            values[i] = read_value(held) if i in viewed else held
     for i, tie in ties.items():
         held = values[tie.root]
         values[i] = held.like(tie.spec) if isinstance(held, FileValue) else tie.of(held, leaves[tie.root].spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -95,14 +95,15 @@ def check_file_spec(spec: Spec) -> Spec:
     return spec
 
 
-def read_tensor(stored: FileValue) -> torch.Tensor:
-    """Read a whole tensor into memory.
+def read_value(stored: FileValue) -> Any:
+    """Read a whole tensor, or an array, into memory.
 
     Raises:
-        FormatError: the file has fewer bytes than the tensor; this is checked before memory is allocated.
+        FormatError: the file has fewer bytes than the value; this is checked before memory is allocated.
     """
-    if stored.held is not None and stored.held < stored.spec.nbytes:
-        raise FormatError(f"a tensor of {stored.spec.nbytes} bytes has {stored.held} in the file")
-    sink = TensorProvider.fresh(stored.spec)
+    spec = stored.spec
+    if stored.held is not None and stored.held < spec.nbytes:
+        raise FormatError(f"a tensor of {spec.nbytes} bytes has {stored.held} in the file")
+    sink = ArrayProvider.fresh(spec) if spec.kind == ArrayProvider.kind else TensorProvider.fresh(spec)
     copy_value(FileValueProvider(stored), sink)
     return sink.done()

@@ -23,7 +23,7 @@ from tierstate.manifest.format.leaf import Spec
 from tierstate.providers.tensors.dtypes import torch_name
 
 from .reader import ImportSource, Progress, errors_name, step_in_file
-from .stored import FileValue, check_file_spec, read_tensor
+from .stored import FileValue, check_file_spec, read_value
 
 SCALER = "deepspeed.loss_scaler"
 """Key of the dict that stands for a loss scaler: the name of its class. Its attributes are beside it."""
@@ -284,7 +284,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _same(name: str, key: str, values: Sequence[Any]) -> Any:
     """A value that all ranks have alike."""
-    read = [read_tensor(value) if isinstance(value, FileValue) else value for value in values]
+    read = [read_value(value) if isinstance(value, FileValue) else value for value in values]
     if any(one != read[0] for one in read[1:]):
         raise FormatError(f"the ranks have another {key} of {name!r:.80} each, as of several steps")
     return read[0]
