@@ -82,3 +82,12 @@ def test_folders_tags_pickles_and_files(tmp_path: Path) -> None:
     with start(1, "load", tmp_path, "zero-1") as fewer:
         assert fewer.hear(0, "loaded") == "1"
         fewer.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["plain", "zero-3"])
+def test_a_job_that_changes_over_goes_on_from_deepspeeds_own_checkpoint(config: str, tmp_path: Path) -> None:
+    with start(2, "change_over", tmp_path, config) as checked:
+        checked.wait()
+        told = [line for line in checked.said(0) if "names 'global_step1', and 'global_step2' is loaded" in line]
+    assert len(told) == 1

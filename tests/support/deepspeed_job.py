@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
+import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +96,7 @@ def check(folder: str, config: str) -> None:
 
     path = f"{folder}/checkpoints"
     tiers = integration.use(engine, policy(folder), "job", allow_pickle=["**.allowed"])
+    _refused(lambda: integration.use(engine, policy(folder), "other"), ValueError, "run 'job' already")
     assert engine.load_checkpoint(path) == (None, None)
 
     train(engine)
@@ -144,6 +148,56 @@ def _clear(path: str) -> None:
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(path)
+    torch.distributed.barrier()
+
+
+def change_over(folder: str, config: str) -> None:
+    """What DeepSpeed has saved is loaded by DeepSpeed until the run has a version. Warnings are printed."""
+    import tierstate as ts
+
+    logging.getLogger("tierstate").addHandler(logging.StreamHandler(sys.stdout))
+
+    path, settings = f"{folder}/checkpoints", json.loads(config)
+    native = begin(settings)  # first, since it says on which device DeepSpeed runs
+    from tierstate.integrations import deepspeed as integration
+
+    train(native)
+    native.save_checkpoint(path, client_state={"by": "deepspeed"})
+
+    def resumed(tag: str | None = None) -> tuple[Any, Any, int]:
+        engine = begin(settings)
+        tiers = integration.use(engine, policy(folder), "job")
+        try:
+            found, client = engine.load_checkpoint(path, tag=tag)
+            if client is not None and tag is None:
+                train(engine)
+                engine.save_checkpoint(path, client_state={"by": "tierstate"})
+            return found and found.split("/")[-2], client and client["by"], engine.global_steps
+        finally:
+            tiers.close()
+
+    _mark_latest(path, native, "global_step9", integration)  # as a save leaves it that was killed before it was durable
+    _refused(resumed, ts.NotFound, "DeepSpeed's own: global_step1")
+    assert resumed("global_step1") == ("global_step1", "deepspeed", 1)
+    _refused(lambda: resumed("global_step9"), ts.NotFound, "'global_step9'")
+    _write_latest(path, "global_step1")
+    assert resumed() == ("global_step1", "deepspeed", 2)
+    _write_latest(path, "global_step1")  # now there is a version
+    assert resumed() == ("global_step2", "tierstate", 3)
+    print("done", flush=True)
+
+
+def _mark_latest(path: str, engine: Any, tag: str, integration: Any) -> None:
+    tiers = integration.use(engine, policy(f"{path}/other"), "job")
+    tiers.save({}, engine._get_ckpt_name(path, tag))
+    tiers.close()
+    _write_latest(path, tag)
+
+
+def _write_latest(path: str, tag: str) -> None:
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        Path(path, "latest").write_text(tag)
     torch.distributed.barrier()
 
 

@@ -8,6 +8,7 @@ before it loads them.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import shutil
 import tempfile
@@ -46,9 +47,10 @@ __all__ = ["TierCheckpointEngine", "export_universal", "use"]
 
 ts.register_provider(fragment_address)
 
-_MARKER = (
-    "This checkpoint is a version of run {run!r} in the tiers of tierstate; tierstate.integrations.deepspeed loads it"
-)
+log = logging.getLogger("tierstate")
+
+_MARKER_BEGIN = "This checkpoint is a version of run "
+_MARKER = _MARKER_BEGIN + "{run!r} in the tiers of tierstate; tierstate.integrations.deepspeed loads it"
 
 
 class _Found(NamedTuple):
@@ -237,6 +239,8 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if found is None:
             yield None
             return
+        if tag is None:
+            _tell_of_latest(folder, found.tag)
         if ranks not in (None, found.ranks):
             raise ts.StateMismatch(
                 f"checkpoint {found.tag!r} of run {self.checkpointer.run!r} was saved by {found.ranks} ranks, and "
@@ -273,6 +277,36 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             catalog, run = self.checkpointer._catalog, self.checkpointer.run
             self._gather(lambda: find_whole_version(catalog(), run, RestoreSpec()).version.id)
         return found
+
+    def changes_over(self, folder: str, tag: str | None, file_of: Callable[[str], str]) -> bool:
+        """Whether DeepSpeed itself shall load, since the run has no version yet, and a checkpoint of DeepSpeed's own is
+        there: the one of the tag, or of `latest`. All ranks call it together.
+
+        Args:
+            file_of: gives the path of what this rank would load of a tag.
+
+        Raises:
+            NotFound: `latest` names one that never became durable, and in the folder are others of DeepSpeed's own.
+            TierstateError: a tier cannot be asked whether it has versions.
+        """
+        named = _latest(folder) if tag is None else tag
+
+        def look() -> list[Any]:
+            file = None if named is None else file_of(named)
+            native = file is not None and _is_native(file)
+            beside = [] if file is None or native or tag is not None else Path(folder).glob(f"*/{Path(file).name}")
+            return [bool(self._seen()), native, sorted(one.parent.name for one in beside if _is_native(str(one)))]
+
+        said = self._gather(look)
+        native, others = any(one[1] for one in said), sorted({name for one in said for name in one[2]})
+        if any(one[0] for one in said) or not (native or others) or self.checkpointer.resume({}) is not None:
+            return False
+        if not native:
+            raise ts.NotFound(
+                f"run {self.checkpointer.run!r} has no version yet: `latest` in {folder} names {named!r}, which never "
+                f"became durable. Give load_checkpoint the tag of one of DeepSpeed's own: {', '.join(others)}"
+            )
+        return True
 
     @contextmanager
     def universal(self, folder: str, found: _Found) -> Iterator[Path]:
@@ -357,7 +391,8 @@ def use(
         What saves: `TierCheckpointEngine.wait` waits until the last checkpoint is durable, ``close`` for all.
 
     Raises:
-        ValueError: the engine keeps its optimizer on NVMe, which DeepSpeed copies to the folder by itself.
+        ValueError: the engine keeps its optimizer on NVMe, which DeepSpeed copies to the folder by itself; or it saves
+            to tiers already.
         PolicyError, TierstateError, RankFailed: as `Checkpointer`.
     """
     if engine.zero_nvme_offload_optimizer():
@@ -365,6 +400,9 @@ def use(
             "DeepSpeed copies an optimizer that is offloaded to NVMe into the checkpoint's folder by itself, so it "
             "would be no part of the version; offload to the CPU instead (offload_optimizer: {device: cpu})"
         )
+    if isinstance(engine.checkpoint_engine, TierCheckpointEngine):
+        other = engine.checkpoint_engine.checkpointer.run
+        raise ValueError(f"this engine saves to run {other!r} already: call use once for each engine")
     tiers = TierCheckpointEngine(policy, run, lambda: int(engine.global_steps), allow_pickle)
     native, engine.checkpoint_engine = engine.checkpoint_engine, tiers
     engine.save_16bit_model = partial(_natively, engine, native, engine.save_16bit_model)  # a file for other programs
@@ -378,6 +416,9 @@ def use(
         bound.apply_defaults()
         asked = bound.arguments
         tag = None if asked["tag"] is None else str(asked["tag"])
+        if tiers.changes_over(asked["load_dir"], tag, partial(engine._get_ckpt_name, asked["load_dir"])):
+            log.info("run %s has no version yet: DeepSpeed loads its own checkpoint from %s", run, asked["load_dir"])
+            return _natively(engine, native, load, *args, **options)
         wanted = _wanted(engine, asked)
         if (other := tiers.resharded(asked["load_dir"], tag, *wanted)) is not None:
             return _load_universal(engine, tiers, partial(_natively, engine, native, load), asked, other)
@@ -415,12 +456,44 @@ def _load_universal(
             f"checkpoint {found.tag!r} was saved by {found.ranks} ranks, or in another stage of ZeRO: DeepSpeed loads "
             "it by the names of parameters, without custom_load_fn; leave it away, or load with as many ranks"
         )
+    if asked["tag"] is None:
+        _tell_of_latest(asked["load_dir"], found.tag)
     with tiers.universal(asked["load_dir"], found) as place, universal_loading(engine), whole_weights(dict):
         _, client = load(**{**asked, "load_dir": str(place), "tag": found.tag})
         load_unpartitioned(engine, place / found.tag, strict=asked["load_module_strict"])
         if asked["load_optimizer_states"] and not asked["load_module_only"]:
             load_groups(engine, place / found.tag)
     return engine._get_ckpt_name(asked["load_dir"], found.tag), client
+
+
+def _latest(folder: str) -> str | None:
+    """The tag that DeepSpeed's file ``latest`` in a folder names; None if there is none."""
+    try:
+        return Path(folder, "latest").read_text().strip()
+    except OSError:
+        return None
+
+
+def _tell_of_latest(folder: str, tag: str) -> None:
+    """Warn, on one rank, where ``latest`` names another checkpoint than the one that is loaded: a user may have changed
+    the file to go back, and a job that was killed has written it before that checkpoint was durable.
+    """
+    named = _latest(folder) if dist.get_rank() == 0 else None
+    if named is not None and named != tag:
+        log.warning(
+            "%s names %r, and %r is loaded, the newest checkpoint that is durable: give load_checkpoint a tag for "
+            "another one", os.path.join(folder, "latest"), named, tag,
+        )  # fmt: skip
+
+
+def _is_native(file: str) -> bool:
+    """Whether a file is one of DeepSpeed's own, and no marker."""
+    begin = _MARKER_BEGIN.encode()
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(len(begin)) != begin
+    except OSError:
+        return False
 
 
 def _new_folder(folder: str, tag: str) -> str:
