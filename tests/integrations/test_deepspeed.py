@@ -91,3 +91,9 @@ def test_a_job_that_changes_over_goes_on_from_deepspeeds_own_checkpoint(config: 
         checked.wait()
         told = [line for line in checked.said(0) if "names 'global_step1', and 'global_step2' is loaded" in line]
     assert len(told) == 1
+
+
+@pytest.mark.slow
+def test_another_number_of_pipeline_stages_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    with start(2, "stages", tmp_path, "zero-1") as checked:
+        checked.wait()

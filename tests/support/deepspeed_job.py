@@ -137,7 +137,7 @@ def slice_of_code() -> None:
     """A value that only a pickle can save."""
 
 
-def _refused(call: Any, error: type[Exception], text: str) -> None:
+def _refused(call: Any, error: type[Exception] | tuple[type[Exception], ...], text: str) -> None:
     """It raises this, on every rank."""
     with pytest.raises(error, match=re.escape(text)):
         call()
@@ -199,6 +199,38 @@ def _write_latest(path: str, tag: str) -> None:
     if torch.distributed.get_rank() == 0:
         Path(path, "latest").write_text(tag)
     torch.distributed.barrier()
+
+
+def stages(folder: str, config: str) -> None:
+    """What a pipeline of two stages has saved with ZeRO is refused by one of one stage, on all ranks."""
+    prepare()  # first, since it says on which device DeepSpeed runs
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import tierstate as ts
+    from tierstate.integrations import deepspeed as integration
+
+    def pipeline(stages: int) -> Any:
+        layers = [LayerSpec(torch.nn.Linear, 8, 8) for _ in range(4)]
+        module = PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss)
+        settings = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        }
+        config_of = settings | json.loads(config)
+        return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config_of)[0]
+
+    for count in (2, 1):
+        engine = pipeline(count)
+        tiers = integration.use(engine, policy(folder), "job")
+        if count == 2:
+            engine.train_batch(iter([(torch.ones(4, 8), torch.zeros(4, 8))]))
+            engine.save_checkpoint(f"{folder}/checkpoints")
+        else:
+            refusal = (ts.FormatError, ts.RankFailed)
+            _refused(lambda engine=engine: engine.load_checkpoint(f"{folder}/checkpoints"), refusal, "of a pipeline")
+        tiers.close()
+    print("done", flush=True)
 
 
 def load(folder: str, config: str) -> None:

@@ -344,6 +344,14 @@ def refusals(folder: str) -> None:
     with pytest.raises(ts.NotFound, match="refers to no version of a run"):
         dist_checkpointing.load(more, empty, kept.load_strategy)
     dist_checkpointing.load({"a": of("layer.a", 4)}, native, kept.load_strategy)  # its own folders load as ever
+    # The last save into a folder counts, also where the files of one in the other format still lie there.
+    both = folders(folder, "both/iter_0000004")
+    for times, strategy in enumerate((kept.save_strategy, None, kept.save_strategy), 2):
+        shard = of("layer.a", 4)
+        shard.data *= times
+        dist_checkpointing.save({"a": shard, "times": times}, both, strategy)
+        found = dist_checkpointing.load({"a": of("layer.a", 4)}, both, kept.load_strategy)
+        assert_same(found, {"a": of("layer.a", 4).data * times, "times": times})
     # A save into the same folder that cannot be made leaves it without a version, and not with the one before.
     bad = {"a": of("layer.a", 4), "r": ShardedObject("rng", object(), (size,), (rank,))}
     with pytest.raises((ts.CaptureError, ts.RankFailed), match="rng/shard"):

@@ -271,7 +271,9 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         found, newest = self._find(os.path.normpath(folder), tag)
         if found is None or not found.id or not is_zero(found.files):
             return None
-        if ranks in (None, found.ranks) and {_name(file) for file in files} <= set(found.files):
+        # Together: with other stages of a pipeline some ranks find their files, and others do not.
+        there = {_name(file) for file in files} <= set(found.files)
+        if all(self._gather(lambda: there)) and ranks in (None, found.ranks):
             return None
         if newest:  # looked up as `loading` does, which refuses to go back to an older one
             catalog, run = self.checkpointer._catalog, self.checkpointer.run

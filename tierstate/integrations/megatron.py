@@ -25,7 +25,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import __version__ as core_version
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import (
+    CONFIG_FNAME,
+    CheckpointingConfig,
+    maybe_load_config,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -557,7 +562,14 @@ class TierLoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[mis
 
 
 def _is_native(folder: Any) -> bool:
-    """Whether a folder has Megatron's own files, and no reference to a version."""
+    """Whether a folder is a checkpoint in Megatron's own format.
+
+    Its ``metadata.json`` says so, which the last save into a folder writes: what an earlier one has left there, in
+    either format, may still lie beside it.
+    """
+    config = maybe_load_config(str(folder))
+    if config is not None:
+        return bool(config.sharded_backend != BACKEND)
     return read_reference(folder) is None and Path(folder, ".metadata").exists()
 
 
