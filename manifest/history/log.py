@@ -29,7 +29,11 @@ from tierstate.manifest.errors import (
 )
 from tierstate.manifest.format.record import MAX_RECORD, Record
 
-_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,99}")
+LONGEST_RUN = 100
+"""The most characters in the name of a run."""
+
+
+_RUN = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._\-]{{0,{LONGEST_RUN - 1}}}")
 
 
 SEQ_DIGITS = 12
@@ -82,7 +86,7 @@ def check_run(run: str) -> str:
     """
     run = as_text(run, "run", "the name of a run is text, as in 'gpt-small'")
     if not _RUN.fullmatch(run):
-        raise ValueError(f"{run[:80]!r} cannot name a run; use up to 100 letters, digits, '.', '_' and '-'")
+        raise ValueError(f"{run[:80]!r} cannot name a run; use up to {LONGEST_RUN} letters, digits, '.', '_' and '-'")
     return run
 
 

@@ -258,6 +258,27 @@ def test_a_folder_whose_version_is_gone_is_not_resumed_from(tmp_path: Path) -> N
     assert min(losses.found) == 11
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("resume", [True, "checkpoint-12"])
+def test_a_folder_that_a_plain_trainer_has_written_anew_is_its_own(
+    resume: bool | str, dropped: bool, tmp_path: Path
+) -> None:
+    output, policy = tmp_path / "job", policy_of(tmp_path / "tier")
+    trainer(output, tier={"policy": policy}).train()
+    trainer(output, kind=Trainer, learning_rate=0.5).train()
+    assert (output / "checkpoint-12" / "tierstate.json").exists()  # beside the plain Trainer's files
+    if dropped:
+        with ts.Checkpointer(policy, run="job") as ckpt:
+            ckpt.remove(step=12, force=True)
+    expected, losses = Losses(), Losses()
+    alone = shutil.copytree(output, tmp_path / "alone")
+    for place, found, options in ((alone, expected, {"kind": Trainer}), (output, losses, {"tier": {"policy": policy}})):
+        job = trainer(place, found, max_steps=13, learning_rate=0.5, **options)
+        job.train(resume_from_checkpoint=resume if resume is True else str(place / resume))
+    assert list(losses.found) == [13]
+    assert losses.found == expected.found
+
+
 def test_errors_say_what_does_not_fit(tmp_path: Path) -> None:
     output, policy = tmp_path / "job", policy_of(tmp_path / "tier")
     trainer(output, tier={"policy": policy}).train()
@@ -348,6 +369,10 @@ def test_a_run_is_named_before_the_training(tmp_path: Path) -> None:
         trainer(tmp_path, tier={"run": "a/b"})
     for folder, name in (("größe 7", "gr--e-7"), ("_new", "run_new"), (".new", "run.new"), ("gpt-2.b", "gpt-2.b")):
         assert trainer(tmp_path / folder)._versions._run == name
+    long = [trainer(tmp_path / ("x" * length + end))._versions._run for length in (99, 100, 200) for end in "ab"]
+    assert long[:2] == ["x" * 99 + "a", "x" * 99 + "b"]
+    assert {len(name) for name in long} == {100}
+    assert len(set(long)) == 6
 
 
 class Recorded(TierTrainer):

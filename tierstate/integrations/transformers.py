@@ -14,6 +14,7 @@ find what they look for. Written for transformers 5.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -38,7 +39,7 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.engine.info import VersionInfo
 from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError
-from tierstate.manifest.history.log import check_run
+from tierstate.manifest.history.log import LONGEST_RUN, check_run
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.yaml import escape_variables
@@ -47,6 +48,7 @@ from .accelerate import first_ones_buffers
 from .generators import ResumedRng
 from .version_folders import (
     REFERENCE,
+    VersionReference,
     is_torn,
     kept_versions,
     numbered_folders,
@@ -137,32 +139,32 @@ class TierTrainer(Trainer):  # type: ignore[misc]
             self._versions.save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if read_reference(resume_from_checkpoint) is None:
+        if _reference(resume_from_checkpoint) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             self._versions.restore(resume_from_checkpoint, {"model": self.model if model is None else model})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or read_reference(checkpoint) is None:
+        if checkpoint is None or _reference(checkpoint) is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             self._versions.restore_progress(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or read_reference(checkpoint) is None:
+        if checkpoint is None or _reference(checkpoint) is None:
             super()._load_scaler(checkpoint)
         elif (scaler := getattr(self.accelerator, "scaler", None)) is not None:
             self._versions.restore(checkpoint, {"scaler": scaler})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or read_reference(checkpoint) is None:
+        if checkpoint is None or _reference(checkpoint) is None:
             super()._load_rng_state(checkpoint)
         else:
             self._versions.restore(checkpoint, {"rng": PerRank(ResumedRng(), missing="keep")})
 
     def _load_best_model(self) -> None:
         self._versions.wait_published()
-        if read_reference(self.state.best_model_checkpoint) is None:
+        if _reference(self.state.best_model_checkpoint) is None:
             super()._load_best_model()
         else:
             log.info("loading the best model from %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
@@ -201,8 +203,13 @@ def _switch_on(trainer: Any, policy: Policy | str | os.PathLike[str] | None, run
 
 
 def _run_of(output_dir: str) -> str:
-    """The last part of a path as a name of a run, which has plain letters and begins with one or with a digit."""
-    return re.sub(r"^(?![A-Za-z0-9])", "run", re.sub(r"[^A-Za-z0-9._-]", "-", Path(output_dir).resolve().name))
+    """The last part of a path as a name of a run, which has plain letters and begins with one or with a digit. Of one
+    that is too long the beginning, and a digest of all of it.
+    """
+    name = re.sub(r"^(?![A-Za-z0-9])", "run", re.sub(r"[^A-Za-z0-9._-]", "-", Path(output_dir).resolve().name))
+    if len(name) <= LONGEST_RUN:
+        return name
+    return f"{name[: LONGEST_RUN - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _refuse(trainer: Any) -> None:
@@ -439,7 +446,7 @@ class TrainerVersions:
             log.warning("folders of versions that are gone stay for now: %s", error)
             return
         for folder, reference in numbered_folders(self._output_dir, PREFIX):
-            if reference.run == self._run and not is_kept(reference):
+            if reference.run == self._run and not is_kept(reference) and not _is_native(folder):
                 shutil.rmtree(folder, ignore_errors=True)
         rotate_checkpoints(
             output_dir=str(self._output_dir),
@@ -481,6 +488,7 @@ class TrainerVersions:
             folder = Path(resume).resolve()
             there = folder.is_dir() and not _is_torn(folder)
             wanted = {v.step: v for v in versions if not there and self._folder(v.step).resolve() == folder}
+        wanted = {step: version for step, version in wanted.items() if not _is_native(self._folder(step))}
         whole = {step: folder for step in wanted if not _is_torn(folder := self._folder(step))}
         found = {step: read_reference(whole[step]) if step in whole else None for step in wanted}
         return [v.id for step, v in wanted.items() if (has := found[step]) is None or has.version != v.id]
@@ -548,6 +556,18 @@ class TrainerVersions:
                 "%s was saved with %s=%s, and it is %s now: losses will not be those of an uninterrupted training",
                 folder, name, was, getattr(args, name, None),
             )  # fmt: skip
+
+
+def _reference(folder: str | os.PathLike[str]) -> VersionReference | None:
+    """What a folder stands for; None for one that holds a checkpoint of the Trainer's own."""
+    return None if _is_native(folder) else read_reference(folder)
+
+
+def _is_native(folder: str | os.PathLike[str]) -> bool:
+    """Whether a plain Trainer has written a checkpoint into a folder. A reference beside it is of a version that the
+    folder stood for before: when a version gets a folder, it replaces all of it.
+    """
+    return any(Path(folder).glob("rng_state*.pth"))
 
 
 def _is_torn(folder: Path) -> bool:
