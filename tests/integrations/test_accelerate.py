@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,29 @@ def test_folders_of_accelerate_itself_are_loaded_as_ever(tmp_path: Path, policy:
     job.accelerator.load_state(str(tmp_path / "plain"))
     assert job.seen.samples == 4 * STEPS
     assert all(torch.equal(one, other) for one, other in zip(job.net.parameters(), plain.net.parameters(), strict=True))
+    job.accelerator.end_training()
+
+
+def test_a_folder_that_accelerate_itself_has_written_anew_is_not_taken_for_the_version(
+    tmp_path: Path, policy: str
+) -> None:
+    job = new_job(tmp_path, policy)
+    trained(job, save=[4])
+    job.accelerator.end_training()
+    plain, folder = new_job(tmp_path), tmp_path / "step_4"
+    trained(plain, save=[])
+    plain.accelerator.save_state(str(folder))
+    job, written = new_job(tmp_path, policy), (folder / "tierstate.json").stat().st_mtime
+    for file in folder.glob("random_states_*.pkl"):
+        os.utime(file, (written + 1, written + 1))
+    with pytest.raises(ts.StateMismatch, match=r"version of step 4, .* later: delete tierstate\.json"):
+        job.accelerator.load_state(str(folder))
+    os.utime(folder / "tierstate.json", (written + 2, written + 2))  # saved as a version again
+    job.accelerator.load_state(str(folder))
+    assert job.seen.samples == 16
+    (folder / "tierstate.json").unlink()
+    job.accelerator.load_state(str(folder))
+    assert job.seen.samples == 4 * STEPS
     job.accelerator.end_training()
 
 

@@ -31,13 +31,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from tierstate.checkpointer import Checkpointer, Save
-from tierstate.manifest.errors import NotFound, TierstateError
+from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError
 from tierstate.manifest.format.version import MAX_SEQ
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
 
 from .generators import ResumedRng
 from .version_folders import (
+    REFERENCE,
     VersionReference,
     numbered_folders,
     restoring,
@@ -49,6 +50,10 @@ from .version_folders import (
 __all__ = ["AcceleratorVersions", "use"]
 
 log = logging.getLogger("tierstate")
+
+
+OWN_FILES = "random_states_*.pkl"
+"""Files that accelerate itself has in each folder that it has saved to."""
 
 
 OBJECTS = ("models", "optimizers", "schedulers", "custom", "scaler", "rng")
@@ -262,13 +267,15 @@ class AcceleratorVersions:
         Raises:
             NotFound: there is no such version.
             StateMismatch: what is prepared here differs from what was saved (all differences are listed), or the
-                folder is of another run; nothing was changed.
+                folder is of another run, or accelerate itself has saved into it later; nothing was changed.
         """
         self.wait()
         if input_dir is None:
             return self._restore(None)
         folder = Path(input_dir).expanduser()
         with restoring(folder, self._run) as reference:
+            if reference is not None:
+                _refuse_later_files(folder, reference)
             version = self._of_folder(folder, reference)
             if version is not None:
                 return self._restore(version)
@@ -416,6 +423,16 @@ def _awaits_first_iterator(loader: Any) -> bool:
     return bool(loader._initial_iter_for_state_dict)
 
 
+def _refuse_later_files(folder: Path, reference: VersionReference) -> None:
+    """Raise StateMismatch where accelerate has saved its own files into a folder that stands for a version."""
+    own = [file.stat().st_mtime_ns for file in folder.glob(OWN_FILES)]
+    if own and max(own) > (folder / REFERENCE).stat().st_mtime_ns:
+        raise StateMismatch(
+            f"{folder} stands for the version of step {reference.step}, and accelerate has saved its own files there "
+            f"later: delete {REFERENCE} to load those, or {OWN_FILES} to load the version"
+        )
+
+
 def _holds_files(folder: Path) -> bool:
     """Whether accelerate has saved its own files here."""
-    return folder.is_dir() and any(folder.glob("random_states_*.pkl"))
+    return folder.is_dir() and any(folder.glob(OWN_FILES))
