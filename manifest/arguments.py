@@ -12,13 +12,18 @@ import os
 import reprlib
 
 
-def short_repr(value: object) -> str:
-    """A value as Python writes it, shortened, for messages; also one with an int of more digits than Python writes."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:
-        bits = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
-        return f"<{type(value).__qualname__}{bits}>"
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # The base class raises, or from Python 3.14 on writes an address, which differs from process to process.
+        try:
+            repr(x)
+        except ValueError:
+            return f"<int of {x.bit_length()} bits>"
+        return super().repr_int(x, level)
+
+
+short_repr = _Short().repr
+"""A value as Python writes it, shortened, for messages; also one with an int of more digits than Python writes."""
 
 
 def as_text(value: object, name: str, right: str) -> str:

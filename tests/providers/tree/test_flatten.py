@@ -83,7 +83,7 @@ def test_keys_that_look_alike_are_apart() -> None:
         ({"a": {1, object()}}, "a: .*object is not a plain value; or allow pickle"),
         ({"a": {frozenset(): torch.zeros(1)}}, "a: the key frozenset.* cannot be saved"),
         ({"a": {10**5000: torch.zeros(1)}}, "a: the key <int of 16610 bits> of type int cannot be saved"),
-        ({"a": {(1, 10**5000): torch.zeros(1)}}, "a: the key <tuple> of type tuple cannot be saved"),
+        ({"a": {(1, 10**5000): torch.zeros(1)}}, r"a: the key \(1, <int of 16610 bits>\) of type"),
         ({"a": {float("nan"): torch.zeros(1), float("inf") - float("inf"): 2, float("nan") * 1: 3}}, "a: the key nan"),
         ({"a": np.array([object()])}, r"a: .*objects.*; or allow pickle .*pickle: true\}\]`\)$"),
         (
