@@ -32,6 +32,9 @@ def test_attributes_that_are_nested_too_deeply_are_told_in_a_sentence(call: Call
     sections["version"] = col.encode_table(head, columns | col.text_columns(attrs, "leaf.attrs"))
     path.write_bytes(encode_sections(sections))
     shown = call("show", "-p", policy, "-r", "gpt", "--json")
+    if shown.status == 0:  # Python 3.14 writes JSON that is nested as deeply as the stack is long
+        assert 800 * "[" in re.sub(r"\s", "", shown.out)
+        return
     assert (shown.status, json.loads(shown.err)["error"]["message"]) == (
         2, "what was read is nested too deeply to be shown"
     )  # fmt: skip

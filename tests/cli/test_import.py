@@ -311,6 +311,12 @@ def test_what_is_no_file_of_these_kinds(call: Call, policy: Path, name: str) -> 
     assert answer.err.startswith("tierstate: ")
 
 
+def test_a_path_that_cannot_be_looked_at_is_no_missing_one(call: Call, policy: Path) -> None:
+    answer = call("import", "-p", policy, "-r", "gpt", policy.parent / ("n" * 300))
+    assert answer.status == 2, answer
+    assert "File name too long" in answer.err
+
+
 def test_dimensions_that_no_version_can_have_are_refused(call: Call, policy: Path) -> None:
     path = policy.parent / "wide.safetensors"
     path.write_bytes(header({"a": {"dtype": "F32", "shape": [1 << 80, 0], "data_offsets": [0, 0]}}))

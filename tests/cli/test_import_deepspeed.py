@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -279,6 +280,18 @@ def test_a_universal_folder(stage: int, policy: Path, tmp_path: Path) -> None:
     if stage == 3:
         found["model"]["frozen.weight"] = torch.arange(15.0).reshape(5, 3)  # DeepSpeed's script has dropped it
     check_whole(found)
+
+
+def test_a_parameter_that_cannot_be_looked_at_is_no_missing_one(policy: Path, tmp_path: Path) -> None:
+    folder = universal(tmp_path / "universal", 1)
+    first = min((folder / "zero").iterdir())
+    shutil.rmtree(first)
+    first.symlink_to("n" * 300)
+    with (
+        ts.Checkpointer(ts.Policy.load(policy), "imported") as ckpt,
+        pytest.raises(OSError, match="File name too long"),
+    ):
+        import_version(ckpt, folder)
 
 
 Files = dict[str, Any]

@@ -24,8 +24,10 @@ from tierstate.tiers.posix.files import (
     TEMP,
     BufferedFile,
     create_temp,
+    exists,
     file_size,
     file_status,
+    is_folder,
     object_keys,
     open_file,
     os_errors_translated,
@@ -353,7 +355,7 @@ class LocalMemory:
     def room(self) -> int:
         """Free bytes: of the capacity, or of tmpfs."""
         with os_errors_translated("look at", self.name, "", self.path):
-            disk = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
+            disk = os.statvfs(next(path for path in (self.path, *self.path.parents) if exists(path)))
         free = disk.f_bavail * disk.f_frsize
         return free if self.capacity is None else min(free, max(0, self.capacity - self.used()))
 
@@ -385,7 +387,7 @@ class LocalMemory:
             return LocalWriter(self, key, path, create_temp(path.parent))
 
     def _prepare(self) -> None:
-        there = self.root.exists()
+        there = exists(self.root)
         if not self._ready or not there:  # it may have been freed since (`tierstate peer stop`)
             self.made = not there
             make_folder(self.root, self.name)
@@ -410,7 +412,7 @@ class LocalMemory:
 
     def sweep(self) -> None:
         """Remove the temporary files of dead writers."""
-        if self.path.is_dir():
+        if is_folder(self.path):
             with os_errors_translated("sweep", self.name, "", self.path):
                 for entry in walk(self.path):
                     if entry.name.startswith(TEMP):

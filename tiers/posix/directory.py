@@ -43,9 +43,11 @@ from .files import (
     TEMP,
     BufferedFile,
     create_temp,
+    exists,
     file_size,
     file_status,
     is_at,
+    is_folder,
     object_keys,
     open_file,
     os_errors_translated,
@@ -277,7 +279,7 @@ class Directory(Tier):
         if self._trust is not None:
             return self._trust
         with os_errors_translated("look at", self.name, "", self.path):
-            there = self.path.is_dir()
+            there = is_folder(self.path)
             trust = check_path(self.path, self.permissions, self.name)
         self._note(*trust.notes)
         if there:
@@ -318,7 +320,7 @@ class Directory(Tier):
         """Raise a TierError if the tier's folder, or one above it, is something else: then nothing can be said about
         what the tier has."""
         found = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
-        if not found.is_dir():
+        if not is_folder(found):
             raise TierError(
                 f"{self.name}: {found} is not a folder; give a folder, or a path where one can be made",
                 tier=self.name,
@@ -361,7 +363,7 @@ class Directory(Tier):
 
     def room(self) -> int | None:
         with os_errors_translated("look at", self.name, "", self.path):
-            disk = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
+            disk = os.statvfs(next(path for path in (self.path, *self.path.parents) if exists(path)))
         free, left = disk.f_bavail * disk.f_frsize, self.gauge.left
         return free if left is None else min(free, left)
 
@@ -508,7 +510,7 @@ class Directory(Tier):
                     self._note(f"a dead writer's file could not be removed: {error}")
 
     def _make_root(self) -> None:
-        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        missing = [path for path in (self.path, *self.path.parents) if not exists(path)]
         for path in reversed(missing):
             self._make_and_sync(path)
         self._synced.add(self.path)

@@ -40,6 +40,9 @@ UNLOCKED_AGE = 3600.0
 """Seconds after which a temporary file counts as a leftover of a dead writer, if the file system has no locks."""
 
 
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
+
+
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF})
 
 
@@ -208,6 +211,35 @@ def remove_leftover(path: Path, now: float, min_age: float) -> None:
         # Its name may be another file's by now: a lock file's is used again.
         if (not age or now - file.status().st_mtime >= age) and is_at(file, path):
             os.unlink(path)
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether a path leads to something. Raises an OSError where that cannot be known, as where a folder above is that
+    of another user, or a server does not answer: `Path.exists` of Python 3.14 says then that nothing is there."""
+    return _mode(path) is not None
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a path leads to a folder. Raises as `exists`."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a path leads to a file. Raises as `exists`."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def _mode(path: str | os.PathLike[str]) -> int | None:
+    try:
+        return os.stat(path).st_mode
+    except ValueError:  # no path has a NUL in it
+        return None
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise
 
 
 def file_size(path: Path) -> int:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import _storage_utils, state_dict_saver
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from tierstate.tiers.policy.policy import Policy
+from tierstate.tiers.posix.files import is_file
 
 from .marker import METADATA, is_marker
 from .plugins import TierReader, TierWriter
@@ -137,4 +138,4 @@ def _is_dcp(checkpoint_id: Any) -> bool:
     if not isinstance(checkpoint_id, (str, os.PathLike)):
         return False
     metadata = Path(os.fsdecode(checkpoint_id)) / METADATA
-    return metadata.is_file() and not is_marker(metadata)
+    return is_file(metadata) and not is_marker(metadata)

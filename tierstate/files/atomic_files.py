@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from tierstate.manifest.errors import AlreadyExists
-from tierstate.tiers.posix.files import UNLOCKED_AGE, BufferedFile, create_temp, sync_folder
+from tierstate.tiers.posix.files import UNLOCKED_AGE, BufferedFile, create_temp, exists, is_folder, sync_folder
 from tierstate.tiers.posix.naming import give_name
 
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -109,9 +109,9 @@ class AtomicFiles:
         check_folder(path)
         if _is_special(path):
             raise AlreadyExists(f"{path} is a device, a pipe, a socket or a standard stream; name a file")
-        if path.is_dir() and not path.is_symlink():
+        if is_folder(path) and not path.is_symlink():
             raise AlreadyExists(f"{path} is a folder; name another file, or move it away")
-        if path.exists() and not self._force:
+        if exists(path) and not self._force:
             raise _taken(path)
 
 
@@ -121,7 +121,7 @@ def _taken(path: Path) -> AlreadyExists:
 
 def check_folder(path: Path) -> None:
     """Raises FileNotFoundError, which says what to do, if the folder of a file that is to be written is missing."""
-    if not path.parent.is_dir():
+    if not is_folder(path.parent):
         text = f"{path.name} has no folder to be in; make it first"
         raise FileNotFoundError(errno.ENOENT, text, str(path.parent))
 

@@ -14,7 +14,7 @@ from tierstate.files.readers.deepspeed_folder import is_deepspeed, open_deepspee
 from tierstate.files.readers.reader import ImportSource
 from tierstate.manifest.chunk import empty_buffer, to_bytes
 from tierstate.manifest.errors import FormatError, NotFound, TierFull
-from tierstate.tiers.posix.files import open_file
+from tierstate.tiers.posix.files import exists, is_folder, open_file
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
@@ -93,9 +93,9 @@ def import_version(
 
 def _inside(path: Path) -> Path:
     """The file to read if the path is a folder of safetensors files; otherwise the path itself."""
-    if not path.exists():
+    if not exists(path):
         raise NotFound(f"{path} does not exist")
-    if not path.is_dir() or (path / ".metadata").exists() or is_deepspeed(path):
+    if not is_folder(path) or exists(path / ".metadata") or is_deepspeed(path):
         return path
     found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
     if len(found) != 1:
@@ -104,7 +104,7 @@ def _inside(path: Path) -> Path:
 
 
 def _kind(path: Path) -> str:
-    if path.is_dir():
+    if is_folder(path):
         from tierstate.files.readers.torch_dist import is_torch_dist
 
         return "torch_dist" if is_torch_dist(path) else "deepspeed" if is_deepspeed(path) else "dcp"

@@ -35,6 +35,7 @@ from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError
 from tierstate.manifest.format.version import MAX_SEQ
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
+from tierstate.tiers.posix.files import is_folder
 
 from .generators import ResumedRng
 from .version_folders import (
@@ -279,7 +280,7 @@ class AcceleratorVersions:
             version = self._of_folder(folder, reference)
             if version is not None:
                 return self._restore(version)
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise NotFound(f"{folder} does not exist, and run {self._run!r} has no version that was saved by that name")
         self._load_files(input_dir, *args, **kwargs)
 
@@ -435,4 +436,4 @@ def _refuse_later_files(folder: Path, reference: VersionReference) -> None:
 
 def _holds_files(folder: Path) -> bool:
     """Whether accelerate has saved its own files here."""
-    return folder.is_dir() and any(folder.glob(OWN_FILES))
+    return is_folder(folder) and any(folder.glob(OWN_FILES))

@@ -30,6 +30,7 @@ from tierstate.engine.ranks.team.team import Team
 from tierstate.engine.restore.restore import RestoreSpec, find_whole_version
 from tierstate.files.lazy_version import open_zero_version
 from tierstate.files.readers.zero import MODEL, is_zero
+from tierstate.tiers.posix.files import is_folder
 
 from .deepspeed_universal import (
     export_universal,
@@ -330,7 +331,7 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 shutil.rmtree(place, ignore_errors=True)  # an error of the load says more than one of this
 
     def _write_part(self, found: _Found, folder: Path, rank: int, ranks: int) -> None:
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise ts.StateMismatch(
                 f"rank {rank} does not see {folder}, which rank 0 has made: for another number of ranks load from a "
                 "folder that all hosts share, or export_universal to one"

@@ -30,6 +30,7 @@ from tierstate.dcp.step import names_step, step_of
 from tierstate.files.ranges import ChunkCache, LeafRange, RangeReader
 from tierstate.manifest.chunk import empty_buffer, view
 from tierstate.manifest.history.log import check_run
+from tierstate.tiers.posix.files import exists, is_folder
 
 __all__ = ["TierStorage", "TierStorageConfig", "close"]
 
@@ -136,9 +137,9 @@ class TierStorage(LocalFileSystemStorage):  # type: ignore[misc]
         if inside is not None and inside == self._temporary(dst_path):
             super().rename(src_path, dst_path, is_directory, background_cleanup)
             return
-        if not src_path.name.startswith(self._prefix) or not src_path.is_dir():
+        if not src_path.name.startswith(self._prefix) or not is_folder(src_path):
             raise PermissionError(f"{src_path} is no temporary folder ({self._prefix}…), and only these are committed")
-        on_disk = os.path.lexists(dst_path) and not (dst_path.is_dir() and not os.listdir(dst_path))
+        on_disk = os.path.lexists(dst_path) and not (is_folder(dst_path) and not os.listdir(dst_path))
         if on_disk or str(dst_path) in self._folders():
             where = "on the disk" if on_disk else f"as a version of run {self._run!r}"
             raise FileExistsError(f"{dst_path} exists {where}, and a checkpoint is never overwritten: remove it first")
@@ -202,29 +203,29 @@ class TierStorage(LocalFileSystemStorage):  # type: ignore[misc]
             FileNotFoundError: there is no such file, or retention has dropped it.
             TierstateError: as `Checkpointer.restore`.
         """
-        if path.exists():
+        if exists(path):
             return super().stream_read(path, read_args)
         stream = _LeafStream(*self._file(path))
         return io.BytesIO(stream.readall()) if (read_args or ReadArgs()).pre_read_full_file else stream
 
     def getsize(self, path: Path) -> int:
         """Bytes of a file. Raises FileNotFoundError: there is none."""
-        if path.exists():
+        if exists(path):
             return int(super().getsize(path))
         files, leaf = self._file(path)
         return files.size(leaf)
 
     def exists(self, path: Path) -> bool:
         """Whether there is such a file or folder. Raises where a tier cannot be asked."""
-        if path.exists():
+        if exists(path):
             return True
         found = self._find(path)
         return (found is not None and found[1] in found[0].leaves) or self.isdir(path)
 
     def isdir(self, path: Path) -> bool:
         """Whether it is a folder. Raises where a tier cannot be asked."""
-        if path.exists():
-            return path.is_dir()
+        if exists(path):
+            return is_folder(path)
         found = self._find(path)
         return (found is not None and not found[1]) or bool(self._names_in(path))
 
@@ -234,7 +235,7 @@ class TierStorage(LocalFileSystemStorage):  # type: ignore[misc]
         Raises:
             FileNotFoundError: there is no such folder.
         """
-        on_disk = path.exists()
+        on_disk = exists(path)
         names = {*(super().ls(path) if on_disk else ()), *self._names_in(path)}
         if not (names or on_disk or self.isdir(path)):
             raise FileNotFoundError(f"{path} is no folder, neither on the disk nor in the tiers of run {self._run!r}")

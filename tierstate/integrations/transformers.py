@@ -43,6 +43,7 @@ from tierstate.manifest.history.log import LONGEST_RUN, check_run
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
 from tierstate.tiers.policy.yaml import escape_variables
+from tierstate.tiers.posix.files import is_folder
 
 from .accelerate import first_ones_buffers
 from .generators import ResumedRng
@@ -368,7 +369,7 @@ class TrainerVersions:
     def _note_best(self) -> None:
         state = self._trainer.state
         step = state.best_global_step
-        if step and (step == state.global_step or step in self._saved or self._folder(step).is_dir()):
+        if step and (step == state.global_step or step in self._saved or is_folder(self._folder(step))):
             state.best_model_checkpoint = str(self._folder(step))
 
     def _state(self, text: str) -> dict[str, Any]:
@@ -434,7 +435,7 @@ class TrainerVersions:
         write_synced(parts / TRAINER_STATE, text)
         write_reference(parts, info)
         os.utime(parts, (info.time, info.time))  # the Trainer deletes the oldest by this
-        if folder.is_dir():
+        if is_folder(folder):
             shutil.rmtree(folder)
         rename_synced(parts, folder)
 
@@ -486,7 +487,7 @@ class TrainerVersions:
             wanted = {version.step: version for version in best + versions[-1:]}
         else:
             folder = Path(resume).resolve()
-            there = folder.is_dir() and not _is_torn(folder)
+            there = is_folder(folder) and not _is_torn(folder)
             wanted = {v.step: v for v in versions if not there and self._folder(v.step).resolve() == folder}
         wanted = {step: version for step, version in wanted.items() if not _is_native(self._folder(step))}
         whole = {step: folder for step in wanted if not _is_torn(folder := self._folder(step))}

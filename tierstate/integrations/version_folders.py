@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.engine.info import VersionInfo
 from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError
-from tierstate.tiers.posix.files import sync_folder
+from tierstate.tiers.posix.files import exists, is_folder, sync_folder
 
 REFERENCE = "tierstate.json"
 """The name of the file."""
@@ -133,7 +133,7 @@ def write_reference(folder: str | os.PathLike[str], info: VersionInfo) -> None:
     """
     text = VersionReference(info.run, info.id, info.step, info.seq).text()
     folder = Path(folder)
-    if not folder.exists():
+    if not exists(folder):
         parts = folder.with_name(f".{folder.name}.part")
         parts.mkdir(parents=True, exist_ok=True)
         write_synced(parts / REFERENCE, text)
@@ -141,7 +141,7 @@ def write_reference(folder: str | os.PathLike[str], info: VersionInfo) -> None:
             rename_synced(parts, folder)
             return
         except OSError:
-            if not folder.is_dir():
+            if not is_folder(folder):
                 raise
         shutil.rmtree(parts, ignore_errors=True)  # somebody has made the folder meanwhile
     part = folder / f".{REFERENCE}.part"
@@ -159,7 +159,7 @@ def write_synced(file: Path, text: str) -> None:
 
 def rename_synced(old: Path, new: Path) -> None:
     """Rename a file, or a folder whose files are synced; the names are on stable storage then."""
-    if old.is_dir():
+    if is_folder(old):
         sync_folder(old)
     old.replace(new)
     sync_folder(new.parent)

@@ -184,7 +184,7 @@ def test_objects_come_back() -> None:
         _ = ObjectProvider(lambda: None).spec
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support")
 @pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
 def test_objects_with_tensors_of_every_dtype_come_back(name: str) -> None:
     """What torch 2.13 writes in a pickle for a tensor of a new dtype (uint16, float8 ...), it cannot read."""

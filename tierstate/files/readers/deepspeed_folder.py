@@ -18,6 +18,7 @@ import torch
 
 from tierstate.manifest.errors import FormatError, Unsafe
 from tierstate.providers.values.copies import with_values
+from tierstate.tiers.posix.files import exists
 
 from .reader import ImportSource, Progress, errors_name, step_in_file
 from .zero import (
@@ -78,7 +79,7 @@ _CLASSES: list[Any] = [
 
 def is_deepspeed(folder: Path) -> bool:
     """Whether a folder is a checkpoint of ZeRO, or a universal one."""
-    return (folder / UNIVERSAL / OPTIMIZER_FILE).exists() or is_zero(path.stem for path in folder.glob("*.pt"))
+    return exists(folder / UNIVERSAL / OPTIMIZER_FILE) or is_zero(path.stem for path in folder.glob("*.pt"))
 
 
 @contextmanager
@@ -89,7 +90,7 @@ def open_deepspeed(folder: Path, progress: Progress) -> Iterator[ImportSource]:
         Unsafe: loading a value would run code.
         FormatError: as `whole_parameters`.
     """
-    if (folder / UNIVERSAL / OPTIMIZER_FILE).exists():
+    if exists(folder / UNIVERSAL / OPTIMIZER_FILE):
         with errors_name(str(folder)):
             found = _universal(folder)
     else:
@@ -99,9 +100,9 @@ def open_deepspeed(folder: Path, progress: Progress) -> Iterator[ImportSource]:
 
 
 def _universal(folder: Path) -> ImportSource:
-    model = _load(next((folder / name for name in _FIRST_MODEL if (folder / name).exists()), folder / _FIRST_MODEL[0]))
+    model = _load(next((folder / name for name in _FIRST_MODEL if exists(folder / name)), folder / _FIRST_MODEL[0]))
     shapes = {name: shape for group in model.get("param_shapes") or () for name, shape in group.items()}
-    there = sorted(path for path in (folder / UNIVERSAL).iterdir() if (path / f"{FP32}.pt").exists())
+    there = sorted(path for path in (folder / UNIVERSAL).iterdir() if exists(path / f"{FP32}.pt"))
     # DeepSpeed puts buffers among the parameters, as float32; in the module they are of their own type.
     trained = [path for path in there if not shapes or path.name in shapes]
     states = {path.name: _states(path, shapes.get(path.name)) for path in trained}

@@ -22,6 +22,7 @@ import torch
 from numpy._core.multiarray import _reconstruct
 
 from tierstate.manifest.errors import FormatError, Unsafe
+from tierstate.tiers.posix.files import exists
 
 from .dcp import open_dcp
 from .reader import ImportSource, Progress, step_in_file
@@ -77,7 +78,7 @@ def open_torch_dist(folder: Path, progress: Progress, *, skip_values: bool = Fal
         with open_dcp(folder, progress) as found:
             state = {key: _object(key, value) for key, value in found.state.items()}
         common = [state.pop(key) for key in list(state) if key.startswith(f"{COMMON_STATE}/shard_")]
-        if not skip_values and (common or (folder / COMMON_FILE).exists()):
+        if not skip_values and (common or exists(folder / COMMON_FILE)):
             if COMMON in state:
                 raise FormatError(f"{folder}: a tensor is called {COMMON!r}, as the common state would be")
             state[COMMON] = common[0] if common else as_plain(_common(folder / COMMON_FILE))
