@@ -9,6 +9,7 @@ import atexit
 import logging
 import math
 import os
+import platform
 import threading
 import time
 from collections import deque
@@ -76,6 +77,10 @@ log = logging.getLogger("tierstate")
 
 TURN_CHECK = 1.0
 """Seconds after which a `close` that waits for another thread's save looks again how long it may wait."""
+
+
+_STARTS_NO_THREAD_AT_EXIT = {"3.12.0", "3.12.1", "3.12.2"}
+"""Versions of Python whose functions at exit cannot start a thread (https://github.com/python/cpython/issues/113964)."""
 
 
 class Save:
@@ -804,6 +809,12 @@ class Checkpointer(Run):
             error.add_note(f"and saves failed too: {failure}")
 
     def _at_exit(self) -> None:
+        if (python := platform.python_version()) in _STARTS_NO_THREAD_AT_EXIT:
+            log.warning(
+                "Python %s starts no thread while it ends, so that saves under way may not be finished; call close() "
+                "before the end of the script, or use Python 3.12.3 or later",
+                python,
+            )
         try:
             self.close()
         except TierstateError as failure:

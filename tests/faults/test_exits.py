@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -91,3 +93,14 @@ def test_saves_that_were_under_way_are_finished_whatever_their_form(
     place: Path, codec: str, format: str, ending: str
 ) -> None:
     end(place, codec, format, ending)
+
+
+@pytest.mark.parametrize(("version", "told"), [("3.12.1", True), ("3.12.3", False), ("3.11.7", False)])
+def test_a_python_that_starts_no_thread_at_its_end_is_told_by_name(
+    place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, version: str, told: bool
+) -> None:
+    with ts.Checkpointer(policy({"nvme": tier("nvme", place)}), "run") as ckpt:
+        monkeypatch.setattr(platform, "python_version", lambda: version)
+        with caplog.at_level(logging.WARNING, "tierstate"):
+            ckpt._at_exit()
+    assert (f"Python {version} starts no thread while it ends" in caplog.text) == told
