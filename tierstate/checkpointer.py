@@ -350,8 +350,15 @@ class Checkpointer(Run):
 
     def _watch(self, keys: PreemptionKeys) -> Preemption:
         if self._together is not None:
-            return SharedPreemption(keys, self._pipeline, self._together.team)
-        return Preemption(keys, self._pipeline)
+            return SharedPreemption(keys, self._pipeline, self._together.team, self._is_saving)
+        return Preemption(keys, self._pipeline, self._is_saving)
+
+    def _is_saving(self) -> bool:
+        """Whether another thread than this one is within `save`."""
+        free = self._turn.acquire(blocking=False)
+        if free:
+            self._turn.release()
+        return not free
 
     @property
     def preempted(self) -> bool:

@@ -90,6 +90,12 @@ def test_a_save_under_way_is_finished_and_then_the_process_ends(
     assert temporary(place) == []
 
 
+def test_a_save_of_which_nothing_was_captured_yet_is_finished_too(place: Path) -> None:
+    job = Job(place, "planned")
+    assert job.status == -signal.SIGTERM, job.errors
+    assert steps(place, "nvme") == [0, 1]
+
+
 def test_the_newest_version_goes_to_the_nearest_persistent_tier_even_if_it_is_not_due(place: Path) -> None:
     """It was in host memory only."""
     job = Job(place, "rare", signal.SIGUSR1)

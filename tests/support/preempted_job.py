@@ -1,6 +1,7 @@
 """A training job that is preempted: ``python -m support.preempted_job FOLDER KIND``.
 
-KIND says how it ends: ``plain`` never asks whether it is preempted; ``asks`` does after each step, saves once more and
+KIND says how it ends: ``plain`` never asks whether it is preempted, nor does ``planned``, in which the signal comes
+before anything of the save is captured; ``asks`` does after each step, saves once more and
 ends by itself. Each may have a handler of its own for SIGTERM before: ``plain-handler``, ``asks-handler``,
 ``plain-ignore``. ``hung`` has a slowest tier that never takes anything, ``hung-long`` with more grace, ``rare`` only
 tiers that are seldom due.
@@ -84,6 +85,15 @@ def save_slowly(ckpt: ts.Checkpointer, step: int) -> None:
     say("saved", step)
 
 
+class Planned(Fill):
+    """So many bytes, of which it says ``now`` that they are about to be saved."""
+
+    def __state_provider__(self) -> ts.Provider:
+        say("now")
+        time.sleep(0.5)
+        return super().__state_provider__()
+
+
 HANDLED = threading.Event()
 
 
@@ -112,7 +122,10 @@ def main(folder: str, kind: str) -> None:
     spec = policy(Path(folder), every=1000 if kind == "rare" else 1, grace=GRACE.get(kind, 20))
     with ts.Checkpointer(spec, "run") as ckpt:
         ckpt.save(state(0), step=0).wait()
-        save_slowly(ckpt, 1)
+        if kind == "planned":
+            ckpt.save({**state(1), "slow": Planned(1 << 20, lambda out: out.fill_(7))}, step=1)
+        else:
+            save_slowly(ckpt, 1)
         while goes_on(ckpt, kind):
             time.sleep(0.05)
         if kind.startswith("asks"):

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
@@ -69,6 +69,7 @@ class Preemption:
     Args:
         keys: the signals, and the grace.
         saves: the saves under way.
+        is_saving: returns whether a call of `save` has not returned yet, which may not be known to ``saves`` so far.
 
     Attributes:
         over: nothing more is done for a signal: the previous handler may be called.
@@ -79,8 +80,8 @@ class Preemption:
         PolicyError: signals cannot be handled here; the message says why.
     """
 
-    def __init__(self, keys: PreemptionKeys, saves: Hurried) -> None:
-        self._grace, self._saves = keys.grace, saves
+    def __init__(self, keys: PreemptionKeys, saves: Hurried, is_saving: Callable[[], bool] = lambda: False) -> None:
+        self._grace, self._saves, self._is_saving = keys.grace, saves, is_saving
         self._numbers = [signal.Signals[name] for name in keys.signals]
         self._signal: signal.Signals | None = None
         self._began: float | None = None
@@ -142,10 +143,13 @@ class Preemption:
     def _finish(self, why: str) -> None:
         """Wait until the saves are finished, or the grace is over."""
         try:
-            self._saves.hurry(time.monotonic() + (self.left or 0.0))
+            end, saving = time.monotonic() + (self.left or 0.0), self._is_saving()
+            self._saves.hurry(end)
             log.warning("%s: %g s for what is under way: %s", why, self._grace, self._saves.unfinished() or "nothing")
-            while not self._closing and self.left and (self.polled or self._saves.unfinished()):
+            while not self._closing and self.left and (self.polled or saving or self._saves.unfinished()):
                 time.sleep(LOOK_INTERVAL)
+                if saving and not (saving := self._is_saving()):
+                    self._saves.hurry(end)  # which knows that save by now
             if not self._closing:  # otherwise `close` says it
                 told = "; ".join(filter(None, [self._saves.unfinished(), self._saves.left_behind()]))
                 log.warning("%s: %s", why, f"not finished: {told}" if told else "all saves are finished")

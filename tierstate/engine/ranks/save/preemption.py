@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from tierstate.engine.ranks.team.heartbeat import BEATS
 from tierstate.engine.ranks.team.team import Team
@@ -33,15 +34,17 @@ class SharedPreemption(Preemption):
     """Watches for signals to any rank of a team.
 
     Args:
-        keys, saves: as for `Preemption`.
+        keys, saves, is_saving: as for `Preemption`.
         team: the ranks; each of them makes one of these.
     """
 
-    def __init__(self, keys: PreemptionKeys, saves: Hurried, team: Team) -> None:
+    def __init__(
+        self, keys: PreemptionKeys, saves: Hurried, team: Team, is_saving: Callable[[], bool] = lambda: False
+    ) -> None:
         self._team, self._interval = team, max(ASK_INTERVAL, team.size / BEATS)
         self._calls, self._first, self._known = 0, 0, False
         self._decided = Latch()
-        super().__init__(keys, saves)
+        super().__init__(keys, saves, is_saving)
 
     def preempted(self) -> bool:
         self.polled = True
