@@ -452,6 +452,24 @@ def test_before_the_end_a_version_that_memory_gets_meanwhile_is_waited_for() -> 
             assert difference(tensors(*SIZES, seed=1), ckpt.load()) == ""
 
 
+@pytest.mark.parametrize(("remedy", "told"), [("", True), ("copy", False), ("due", False)])
+def test_close_tells_of_a_newest_version_that_no_persistent_tier_was_due_to_get(
+    caplog: pytest.LogCaptureFixture, remedy: str, told: bool
+) -> None:
+    with wrapped(Memory()) as near:
+        with ts.Checkpointer(policy({"host": {"type": "host"}, "near": {**near, "every": 10}}), "run") as ckpt:
+            for step in (1, 2):
+                ckpt.save(tensors(*SIZES, seed=step), step=step).wait("host")
+            if remedy == "copy":
+                ckpt.copy(step=2, to="near")
+            if remedy == "due":
+                ckpt.save(tensors(*SIZES, seed=10), step=10)
+        said = "closed with step 2, the newest version, in host alone"
+        assert [said in record.message for record in caplog.records].count(True) == told
+        if told:
+            assert "near has step 1; copy(step=2, to='near') before close keeps it" in caplog.text
+
+
 def fails_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, thread: str, at: int = 1) -> Latch:
     """Have a call of a method fail for lack of memory in a thread; returns what is set then."""
     inner, failed, calls = getattr(owner, name), Latch(), count(1)

@@ -525,6 +525,8 @@ class SavePipeline:
         late, owed = self._saves.late(), self._still_owed()
         if owed:
             log.warning("closed while still owed, which the next process looks for: %s", owed)
+        if lost := self._lost_by_cadence():
+            log.warning("closed with %s", lost)
         if late:
             self._give_up()
             self._capturing = None
@@ -566,6 +568,24 @@ class SavePipeline:
     def _still_owed(self) -> str:
         owed = ((name, queue.owed()) for name, queue in self.queues.items())
         return "; ".join(self._left_of(name, dues) for name, dues in owed if dues)
+
+    def _lost_by_cadence(self) -> str:
+        """The newest version, if no persistent tier was due to get it; empty if one has it, or failed to get it."""
+        latest, lasting = self._history.latest(), [n for n, s in self._tier_runs.items() if s.tier.traits.persistent]
+        save_state = None if latest is None else self._saves.find(latest.seq)
+        if self.rank or save_state is None or latest is None or not set(lasting).isdisjoint(save_state.tiers):
+            return ""  # rank 0 tells it for all ranks
+        has = [name for name in save_state.tiers if save_state.done(name)]
+        try:
+            if not has or any(latest.seq in self._tier_runs[name].log.seqs() for name in lasting):
+                return ""
+        except TierstateError:
+            return ""  # it may be there, as by `copy`
+        newest = {name: self._history.newest(name) for name in lasting}
+        steps = ", ".join(f"{name} has step {v.step}" if v else f"{name} has none" for name, v in newest.items())
+        remedy = f"; copy(step={latest.step}, to={lasting[0]!r}) before close keeps it" if self.rank is None else ""
+        where = f"step {latest.step}, the newest version, in {', '.join(has)} alone"
+        return f"{where}, since by `every` no persistent tier was due: {steps}{remedy}"
 
     def _left_of(self, name: str, owed: Sequence[PendingVersion]) -> str:
         """What becomes of the versions that a tier lacks when this process ends."""
