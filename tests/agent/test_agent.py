@@ -40,11 +40,9 @@ from tierstate.agent.handing import BackgroundStart
 from tierstate.agent.handover import HandOver
 from tierstate.agent.messages import PROTOCOL, ConnectionLost
 from tierstate.agent.pipeline import AgentPipeline
-from tierstate.agent.shared_pipeline import SharedAgentPipeline
 from tierstate.cli import app
 from tierstate.engine.publish.tier_queue import TierQueue
-from tierstate.engine.ranks.save.save import SharedPipeline
-from tierstate.manifest.errors import PolicyError, RankFailed, WrongTier
+from tierstate.manifest.errors import PolicyError, WrongTier
 
 pytestmark = pytest.mark.slow
 
@@ -535,21 +533,6 @@ def test_a_checkpointer_that_could_not_be_made_leaves_the_agent(place: Path, mon
     with pytest.raises(PolicyError, match="not now"):
         ts.Checkpointer(policy(place), "run")
     wait_until(lambda: not statuses()[0]["sessions"], "the session ends")
-
-
-def test_ranks_that_could_not_meet_leave_their_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that waits for another one in vain has begun a session by then."""
-    left = []
-
-    def find(_: object) -> None:
-        raise RankFailed("rank 1 does not answer")
-
-    monkeypatch.setattr(SharedPipeline, "__init__", lambda *_: None)
-    monkeypatch.setattr(SharedAgentPipeline, "_find_agents", find)
-    monkeypatch.setattr(SharedAgentPipeline, "_leave_agent", lambda one: left.append(one))
-    with pytest.raises(RankFailed, match="does not answer"):
-        SharedAgentPipeline(None, run="run")  # type: ignore[arg-type]
-    assert len(left) == 1
 
 
 def test_an_idle_agent_ends(place: Path) -> None:
