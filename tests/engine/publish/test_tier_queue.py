@@ -467,7 +467,7 @@ def test_close_tells_of_a_newest_version_that_no_persistent_tier_was_due_to_get(
         said = "closed with step 2, the newest version, in host alone"
         assert [said in record.message for record in caplog.records].count(True) == told
         if told:
-            assert "near has step 1; copy(step=2, to='near') before close keeps it" in caplog.text
+            assert "near has step 1; `copy` it to near before `close` to keep it" in caplog.text
 
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, thread: str, at: int = 1) -> Latch:

@@ -583,7 +583,7 @@ class SavePipeline:
             return ""  # it may be there, as by `copy`
         newest = {name: self._history.newest(name) for name in lasting}
         steps = ", ".join(f"{name} has step {v.step}" if v else f"{name} has none" for name, v in newest.items())
-        remedy = f"; copy(step={latest.step}, to={lasting[0]!r}) before close keeps it" if self.rank is None else ""
+        remedy = f"; `copy` it to {lasting[0]} before `close` to keep it" if self.rank is None else ""
         where = f"step {latest.step}, the newest version, in {', '.join(has)} alone"
         return f"{where}, since by `every` no persistent tier was due: {steps}{remedy}"
 
