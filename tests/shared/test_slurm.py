@@ -103,7 +103,9 @@ def test_a_preempted_job_goes_on_where_it_ended(
 
     job = slurm.run("sbatch", "--parsable", f"--nodes={ranks}", "script", cwd=place)
     until(lambda: told("step"), 120)
-    first = slurm.run("sbatch", "--parsable", "-p", "high", "--nodes=3", "--ntasks-per-node=2", "--wrap", "true")
+    first = slurm.run(
+        "sbatch", "--parsable", "-p", "high", "--nodes=3", "--ntasks-per-node=2", "-o", "/dev/null", "--wrap", "true"
+    )
     until(lambda: slurm.job(first)["JobState"] == "COMPLETED", 120, 0.2)
     (ended,) = set(told("end"))
     with ts.Checkpointer(ts.Policy.parse(POLICY.replace("path: shared", f"path: {place}/shared")), "run") as ckpt:
