@@ -18,6 +18,7 @@ NAMES = {
     "dcp-async": "dcp:DcpAsync",
     "safetensors": "safetensors_file:Safetensors",
     "torchsnapshot": "torchsnapshot_take:TorchSnapshot",
+    "orbax": "orbax_save:Orbax",
     "memcpy": "memory:Memcpy",
     "memcpy-1": "memory:MemcpyAlone",
     "direct": "disk:Direct",
