@@ -41,6 +41,13 @@ def host_of(ckpt: ts.Checkpointer) -> Host:
     return found
 
 
+def saved(ckpt: ts.Checkpointer, state: dict[str, Any]) -> None:
+    """Save, and wait until both tiers have it: the slower one may be the first."""
+    save = ckpt.save(state, step=1)
+    save.wait("host")
+    save.wait("nvme")
+
+
 def read(ckpt: ts.Checkpointer) -> int:
     """Bytes that were read from the host tier into other host memory."""
     found = ckpt.stats().tiers["host"].operations.get("read")
@@ -70,7 +77,7 @@ def test_any_lengths_offsets_and_devices_come_back(
     state |= {"strided": values(6 * MIB).view(torch.int16).view(3, MIB).t(), "host": torch.randn(MIB // 2)}
     spec = policy({"host": {"type": "host"}, "nvme": tier("nvme", place)}, chunk="1MiB", arena={"size": "64MiB"})
     with ts.Checkpointer(spec, "run") as ckpt:
-        ckpt.save(state, step=1).wait()
+        saved(ckpt, state)
         timing(when, seed)
         into = overwritten(state)
         ckpt.restore(into=into)
@@ -81,7 +88,7 @@ def test_any_lengths_offsets_and_devices_come_back(
 
 def test_the_host_reads_none_of_it(ckpt: ts.Checkpointer) -> None:
     state = {str(i): values(3 * MIB) for i in range(4)}
-    ckpt.save(state, step=1).wait()
+    saved(ckpt, state)
     before = read(ckpt)
     into = overwritten(state)
     ckpt.restore(into=into)
@@ -94,7 +101,7 @@ def test_the_host_reads_none_of_it(ckpt: ts.Checkpointer) -> None:
 def test_damage_in_the_memory_is_found_on_the_device(ckpt: ts.Checkpointer, caplog: pytest.LogCaptureFixture) -> None:
     """The chunk comes from the next tier then."""
     state = {str(i): values(3 * MIB) for i in range(2)}
-    ckpt.save(state, step=1).wait()
+    saved(ckpt, state)
     [pack] = [held for key, held in host_of(ckpt)._objects.items() if key.startswith("packs/")]
     pack.pieces[0].buffer[4096] ^= 1
     into = overwritten(state)
@@ -108,7 +115,7 @@ def test_damage_in_the_memory_is_found_on_the_device(ckpt: ts.Checkpointer, capl
 @pytest.mark.parametrize("after", range(8))
 def test_a_copy_that_fails_leaves_it_to_the_slower_way(ckpt: ts.Checkpointer, after: int) -> None:
     state = {str(i): values(2 * MIB) for i in range(2)}
-    ckpt.save(state, step=1).wait()
+    saved(ckpt, state)
     into = overwritten(state)
     fake().synchronize()
     fake().fail("launch", after)
@@ -120,7 +127,7 @@ def test_a_copy_that_fails_leaves_it_to_the_slower_way(ckpt: ts.Checkpointer, af
 def test_a_deleted_version_stays_until_it_has_crossed(ckpt: ts.Checkpointer) -> None:
     tier = host_of(ckpt)
     state = {"a": values(3 * MIB)}
-    ckpt.save(state, step=1).wait()
+    saved(ckpt, state)
     [key] = [key for key in tier._objects if key.startswith("packs/")]
     with tier.reading(key) as held:
         tier.delete(key)
