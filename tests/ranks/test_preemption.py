@@ -120,6 +120,12 @@ def job(folder: str) -> None:
     dist.destroy_process_group()
 
 
+def found_later(place: Path) -> tuple[int, list[int]]:
+    """The step that one process restores, each bit of it checked, and the steps of all versions."""
+    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run", preemption=False) as ckpt:
+        return check(ckpt.restore(into=state_of(0, 0, 1)), 0, 1), [version.step for version in ckpt.versions()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["one rank", "torchrun"])
 def test_a_job_under_torchrun(place: Path, who: str) -> None:
@@ -129,10 +135,8 @@ def test_a_job_under_torchrun(place: Path, who: str) -> None:
         os.kill(*((pids[1], signal.SIGUSR1) if who == "one rank" else (ranks._agent.pid, signal.SIGTERM)))
         (step,) = {ranks.hear(rank, "ended") for rank in range(3)}
         ranks.code()
-    alone = state_of(0, 0, 1)
-    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run", preemption=False) as ckpt:
-        assert check(ckpt.restore(into=alone), 0, 1) == int(step) > 0
-        assert [version.step for version in ckpt.versions()] == [0, int(step)]
+    assert found_later(place) == (int(step), [0, int(step)])
+    assert int(step) > 0
 
 
 def saving_job(folder: str, failing: int | None = None) -> None:
@@ -177,10 +181,8 @@ def test_what_was_in_the_memory_of_each_rank_only_is_brought_by_all_of_them(plac
             os.kill(pids[rank], signal.SIGUSR1)
         (step,) = {ranks.hear(rank, "ended") for rank in range(3)}
         ranks.code()
-    alone = state_of(0, 0, 1)
-    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run", preemption=False) as ckpt:
-        assert check(ckpt.restore(into=alone), 0, 1) == int(step) >= 3
-        assert [version.step for version in ckpt.versions()] == [0, int(step)]
+    assert found_later(place) == (int(step), [0, int(step)])
+    assert int(step) >= 3
 
 
 @pytest.mark.slow
@@ -192,8 +194,7 @@ def test_a_version_of_which_a_rank_has_no_part_is_waited_for_by_none(place: Path
         assert len({ranks.hear(rank, "ended") for rank in range(3)}) == 1
         ranks.code()
     assert time.monotonic() - start < 20, "the whole grace was waited for"
-    with ts.Checkpointer(ts.Policy.parse(POLICY.format(place=place)), "run", preemption=False) as ckpt:
-        assert [version.step for version in ckpt.versions()] == [0]
+    assert found_later(place) == (0, [0])
 
 
 SLOW_POLICY = """

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.rank_jobs import check
-from support.rank_jobs import state_of as rank_state
+from support.rank_jobs import check_versions
 
 import tierstate as ts
 from tierstate.agent.launch import agent_name, agents_of_user, ask_agent, socket_path, start_agent
@@ -231,12 +230,7 @@ def whole(place: Path, tier: str, steps: list[int], ranks: int = 2) -> None:
     """A tier has these steps, each exact for every rank."""
     assert steps_in(place, tier) == steps
     with ts.Checkpointer(without_agent(place, tier), "run") as ckpt:
-        assert not ckpt.verify(deep=True).problems
-        for step in steps:
-            state = rank_state(0, 0, 1)
-            ckpt.restore(state, step=step, only=["rows", "same", "step", "frozen"])
-            state["mine"].value.fill_(-1)
-            assert check(state, 0, 1) == step
+        check_versions(ckpt, steps)
 
 
 def of_hosts(*names: str) -> list[dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,6 +49,17 @@ def check(state: dict[str, Any], rank: int, size: int) -> int:
     mine = state["mine"].value.tolist()
     assert mine == [step, rank] or mine[0] == -1, f"{mine} of step {step}"
     return step
+
+
+def check_versions(ckpt: ts.Checkpointer, steps: Iterable[int]) -> None:
+    """Raise AssertionError unless all that a run has is undamaged, and the versions of these steps are exact, as one
+    process restores them."""
+    assert not ckpt.verify(deep=True).problems
+    for step in steps:
+        state = state_of(0, 0, 1)
+        ckpt.restore(state, step=step, only=["rows", "same", "step", "frozen"])
+        state["mine"].value.fill_(-1)
+        assert check(state, 0, 1) == step
 
 
 def advance(state: dict[str, Any], rank: int, size: int) -> None:

@@ -159,8 +159,8 @@ def remove_version(
     seq = found if isinstance(found, int) else found.version.head.seq
     head = None if one is None else one.version.head
     report = RemoveReport(seq, head.step if head else None, one.version.id if one else "", dry_run)
-    removal = _Removal(tier_runs, one, seq, tags, tier)
-    removal.coming = [] if saving is None else [t.name for t in tier_runs if seq in saving.coming(t.name)]
+    coming = [] if saving is None else [t.name for t in tier_runs if seq in saving.coming(t.name)]
+    removal = _Removal(tier_runs, one, seq, tags, tier, coming)
     removal.look(report)
     if dry_run:
         return report
@@ -190,16 +190,21 @@ def _others(report: RemoveReport | RunRemoval) -> str:
 class _Removal:
     """The removal of a version.
 
-    Attributes:
+    Args:
         coming: tiers to which this process still saves it, and which have it afterwards.
     """
 
-    coming: Sequence[str] = ()
-
     def __init__(
-        self, tier_runs: Sequence[TierRun], one: VersionCopies | None, seq: int, tags: Collection[str], tier: str | None
+        self,
+        tier_runs: Sequence[TierRun],
+        one: VersionCopies | None,
+        seq: int,
+        tags: Collection[str],
+        tier: str | None,
+        coming: Sequence[str],
     ) -> None:
         self._tier_runs, self._one, self._seq, self._tags, self._tier = tier_runs, one, seq, tags, tier
+        self._coming = coming
         if tier is not None:
             tier_run_named(tier_runs, tier)
 
@@ -249,8 +254,8 @@ class _Removal:
             found.reasons.append(f"it has the tag {', '.join(self._tags)}: take that back first")
         if self._seq == last:
             found.forced.append("it is the newest version" + ("" if last == newest else " there"))
-        if self.coming:
-            found.forced.append(f"it is still being saved to {', '.join(self.coming)}, and will be there")
+        if self._coming:
+            found.forced.append(f"it is still being saved to {', '.join(self._coming)}, and will be there")
         if self._tier is not None and tier_run.tier.traits.persistent and not kept:
             found.forced.append("no other persistent tier has all that this one has of it")
         if self._one is None or tier_run.name not in self._one.tiers:

@@ -184,7 +184,7 @@ class Backlog(Generic[C]):
 
         Args:
             missing: whether missing versions may be taken too; false during the back-off after a failure.
-            but: numbers of missing versions that are not taken, as those that are too early.
+            but: numbers of missing versions that are not taken; nor are those that are too early.
         """
         ready = [copy for seq, copy in self.owed.items() if seq not in but and not copy.too_early] if missing else []
         ready += self._waiting.values()
