@@ -11,17 +11,17 @@ import atexit
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Self
 
 from .concurrency import start_thread
+from .thread_stacks import thread_stacks
 
 log = logging.getLogger("tierstate")
 
@@ -95,8 +95,7 @@ class Tracer:
                 time.sleep(PROBE)
                 now = time.perf_counter()
                 if now - due > LATE:
-                    frame = sys._current_frames().get(main)
-                    at = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                    at = "".join(_line_of(*inner) for inner in thread_stacks(1).get(main, ()))
                     cpu, ready = round(time.process_time() - used, 4), round(queue_time() - queued, 4)
                     values = {"cpu": cpu, "queued": ready, "main thread": at}
                     self.add("wait for the interpreter", due, now, values)
@@ -126,6 +125,11 @@ class Tracer:
             self._probe.join()
             self._queue.put(None)
             self._thread.join()
+
+
+def _line_of(code: CodeType, instruction: int) -> str:
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
+    return f"{Path(code.co_filename).name}:{next(lines, None)}"
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 
 from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import NotFound, TierstateError
 from tierstate.tiers.base import Tier
+from tierstate.tiers.thread_stacks import thread_stacks
 
 
 def tried(call: Callable[[], object]) -> TierstateError | None:
@@ -42,7 +42,7 @@ def until(holds: Callable[[], object], within: float = 60, pause: float = 0.01) 
 
 def in_function(thread: int, name: str) -> bool:
     """Whether a thread is in a function of this name now."""
-    return any(frame.f_code.co_name == name for frame, _ in traceback.walk_stack(sys._current_frames()[thread]))
+    return any(code.co_name == name for code, _ in thread_stacks(sys.getrecursionlimit())[thread])
 
 
 class Background:

@@ -8,14 +8,12 @@ autograd uses too. What does not count, such as writes through ``.data``, is loo
 from __future__ import annotations
 
 import selectors
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -26,6 +24,7 @@ from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf
 from tierstate.manifest.format.leaf_path import Path as LeafPath
 from tierstate.tiers.latch import Latch
+from tierstate.tiers.thread_stacks import thread_stacks
 
 PATIENCE = 0.5
 """Seconds that a validation waits for each thread to come to its next instruction, before it compares bytes."""
@@ -236,20 +235,13 @@ def _threads() -> dict[int, ThreadState]:
     """The state of each other thread, by its ident; without the threads of this package."""
     known = {thread.ident: thread for thread in threading.enumerate()}
     found = {}
-    for ident, frame in sys._current_frames().items():
+    for ident, at in thread_stacks(DEPTH).items():
         thread = known.get(ident)
         if ident == threading.get_ident() or (thread is not None and thread.name.startswith("tierstate-")):
             continue
-        # No frame is kept: it would keep the function's variables alive, which may be large.
-        state = ThreadState(tuple((inner.f_code, inner.f_lasti) for inner in islice(_stack(frame), DEPTH)), "")
+        state = ThreadState(at, "")
         found[ident] = state if state.waiting or thread is None else state._replace(ran=_ran(thread.native_id))
     return found
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _ran(thread: int | None) -> str:
