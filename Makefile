@@ -6,7 +6,8 @@ BIN    := $(VENV)/bin
 # Most tests wait for something, so two of them share a core; a worker takes about 1 GiB of memory.
 CORES   := $(shell nproc 2>/dev/null || echo 2)
 WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 8 || echo $$((2 * $(CORES))))
-BESIDE   = -n $(WORKERS) --dist loadgroup
+# A worker that crashes ends the run: in place of another one pytest-xdist 3.8 would wait for ever at the end.
+BESIDE   = -n $(WORKERS) --dist loadgroup --max-worker-restart 0
 
 # The tests start hundreds of processes, each of which would compile all of tierstate again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,8 +37,9 @@ test: $(VENV)/ready
 # that install. Another Python: make test-newest PYTHON=python3.13
 test-lowest: .venv-lowest/ready
 test-newest: .venv-newest/ready
+test-lowest test-newest: WORKERS = $(CORES)
 test-lowest test-newest:
-	HYPOTHESIS_PROFILE=quick $(@:test-%=.venv-%)/bin/pytest -q -n $(CORES) --dist loadgroup -m "not (soak or slow or server or root)"
+	HYPOTHESIS_PROFILE=quick $(@:test-%=.venv-%)/bin/pytest -q $(BESIDE) -m "not (soak or slow or server or root)"
 
 .venv-lowest/ready .venv-newest/ready: pyproject.toml tests/lowest_versions.py
 	$(PYTHON) -m venv --clear $(@D)
