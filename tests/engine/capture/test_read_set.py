@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from tierstate.engine.capture import read_set
 from tierstate.engine.capture.read_set import ReadSet
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf, Spec
+from tierstate.tiers.thread_stacks import thread_stacks
 
 
 def read_set_of(*tensors: torch.Tensor, turn: int = 0) -> ReadSet:
@@ -77,7 +77,7 @@ def on_and_on(thread: Stuck) -> None:
 @pytest.fixture(autouse=True)
 def only_threads_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test runner may have threads that Python's `threading` does not know; they never count as at rest."""
-    before, threads = set(sys._current_frames()), read_set._threads
+    before, threads = set(thread_stacks(1)), read_set._threads
     monkeypatch.setattr(read_set, "_threads", lambda: {i: s for i, s in threads().items() if i not in before})
 
 
