@@ -253,25 +253,30 @@ def test_a_rank_that_is_interrupted_before_it_plans_a_save_keeps_nobody_waiting(
 
 @pytest.mark.parametrize("other", [0, 1])
 @pytest.mark.parametrize(
-    ("key", "found"),
+    ("of_tier", "keys", "found"),
     [
-        ({"every": 2}, "every 2"),
-        ({"chunk": "8KiB"}, "chunk"),
-        ({"digest": "blake3"}, "digest"),
-        ({"agent": {"mode": "auto"}}, "agent"),
-        ({}, "lustre"),
+        ({"every": 2}, {}, "every 2"),
+        ({"encrypt": {"key": "${TEST_KEY}"}}, {}, "encrypted"),
+        ({}, {"seal": {"key": "${TEST_KEY}"}}, "seal"),
+        ({}, {"chunk": "8KiB"}, "chunk"),
+        ({}, {"digest": "sha256"}, "digest"),
+        ({}, {"agent": {"mode": "auto"}}, "agent"),
+        ({}, {}, "lustre"),
     ],
 )
-def test_ranks_whose_policies_differ_are_told_at_once(place: Path, other: int, key: Any, found: str) -> None:
-    """None waits for a vote, or a meeting of a tier, that another rank never comes to."""
+def test_ranks_whose_policies_differ_are_told_at_once(
+    place: Path, other: int, of_tier: Any, keys: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None waits for a vote, or a meeting of a tier, that another rank never comes to; no host saves in plain what
+    another one encrypts."""
+    monkeypatch.setenv("TEST_KEY", "5a" * 32)
 
     def rank(team: Team) -> Any:
-        every, keys = key.get("every"), {name: key[name] for name in key if name != "every"}
         if team.rank != other:
-            every, keys = None, {}
-        tiers = {"nvme": tier("nvme", place, **({"every": every} if every else {}))}
-        more = {"lustre": tier("lustre", place)} if not key and team.rank == other else {}
-        ts.Checkpointer(policy(tiers | more, **keys), "run", team)
+            return ts.Checkpointer(policy({"nvme": tier("nvme", place)}, digest="blake3"), "run", team)
+        more = {} if of_tier or keys else {"lustre": tier("lustre", place)}
+        own = policy({"nvme": tier("nvme", place, **of_tier)} | more, **{"digest": "blake3"} | keys)
+        return ts.Checkpointer(own, "run", team)
 
     errors = together(2, rank, timeouts=CALM)
     assert [type(error) for error in errors] == [ts.PolicyError] * 2

@@ -67,7 +67,9 @@ def compare_policies(team: Team, policy: Policy) -> None:
         RankFailed: a rank does not answer.
     """
     mine: dict[str, Any] = {"chunk": policy.chunk, "digest": policy.digest, "agent": policy.agent.mode}
-    mine |= {"tiers": [f"{tier.name}: every {tier.every}{_bound(tier)}" for tier in policy.tiers]}
+    # Not the keys: their files may be elsewhere on other hosts, and each tier says of which keys it is.
+    mine |= {"seal": policy.seal is not None}
+    mine |= {"tiers": [f"{tier.name}: every {tier.every}{_bound(tier)}{_secrecy(tier)}" for tier in policy.tiers]}
     mine |= {"rules": [f"{rule.match}: {rule.tiers}, lossy {rule.lossy}" for rule in policy.rules]}
     first, *others = (json.loads(said) for said in team.gather("policy", json.dumps(mine).encode()))
     for rank, theirs in enumerate(others, 1):
@@ -78,6 +80,10 @@ def compare_policies(team: Team, policy: Policy) -> None:
 
 def _bound(tier: TierPolicy) -> str:
     return "" if tier.max_lag is None else f", {tier.max_lag!r}"
+
+
+def _secrecy(tier: TierPolicy) -> str:
+    return ", encrypted" if tier.encrypt else ""
 
 
 def _by_time(tier: TierPolicy) -> bool:
