@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from support.checkpointer_worlds import alike, tensors, tier
 from support.checkpointer_worlds import policy as tier_policy
 from support.cli_calls import BITS, Call, damage, odd, state
+from support.equality import difference
 from support.leaks import nothing_left
 
 import tierstate as ts
@@ -120,6 +122,27 @@ def test_long_exports_are_sets_of_files_with_an_index(call: Call, run: Path) -> 
     assert again.status == 2
     assert call("export", "-p", run, "-r", "gpt", to, "--max-shard", "8KiB", "--force").status == 0
     assert torch.equal(safetensors.torch.load_file(run.parent / names[0])["model.w"], state(3)["model"]["w"])
+
+
+def test_an_index_is_json_for_strict_readers_too(policy: Path) -> None:
+    """A loss may be NaN, which JSON does not have; what was exported has it still."""
+    told = {"best": -math.inf, "loss": math.nan}
+    with ts.Checkpointer(policy, "nan") as ckpt:
+        ckpt.save({"a": torch.ones(3), "b": torch.ones(3), "lr": math.nan}, 1, told).wait()
+        export(ckpt, to := policy.parent / "nan.safetensors", max_shard=12)
+    index = to.with_name("nan.safetensors.index.json")
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    found = json.loads(index.read_text(), parse_constant=refuse)
+    with open_source(index) as source:
+        assert difference(told, dict(source.metadata)) == ""
+        assert math.isnan(source.state["lr"])
+    found["metadata"]["tierstate"] = json.loads(found["metadata"]["tierstate"])  # as at first
+    index.write_text(json.dumps(found))
+    with open_source(index) as source:
+        assert (source.step, sorted(source.state)) == (1, ["a", "b", "lr"])
 
 
 def test_no_file_of_a_set_has_more_bytes_of_tensors_than_the_limit(policy: Path) -> None:

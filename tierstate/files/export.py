@@ -462,5 +462,7 @@ def _index(made: Sequence[ExportFile], outline: Mapping[str, Any]) -> bytes:
     """The content of the index of a set of files, as Hugging Face has it, with the outline."""
     weights = {t.name: file.path.name for file in made for t in file.tensors}
     total = sum(t.leaf.spec.nbytes for file in made for t in file.tensors)
-    index = {"metadata": {"total_size": total, OUTLINE: outline}, "weight_map": weights}
+    # As a text: the metadata of a version may have NaN, for which JSON has no number, and strict readers refuse all of
+    # a document in which it stands.
+    index = {"metadata": {"total_size": total, OUTLINE: json.dumps(outline)}, "weight_map": weights}
     return json.dumps(index, indent=2).encode()

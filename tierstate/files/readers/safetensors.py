@@ -65,7 +65,8 @@ def open_safetensors(path: Path, progress: Progress) -> Iterator[ImportSource]:
 def _read_all(path: Path, stack: ExitStack, progress: Progress) -> ImportSource:
     if path.suffix == ".json":
         metadata, entries = _open_index(path, stack)
-        about = {OUTLINE: metadata[OUTLINE]} if OUTLINE in metadata else {}
+        outline = metadata.get(OUTLINE)  # a text; at first it was an object
+        about = {OUTLINE: _loads(outline, f"{path}: outline") if isinstance(outline, str) else outline}
     else:
         metadata, entries = _open_one(path, stack)
         # In files of other programs this field means something else.
