@@ -61,10 +61,10 @@ def run_trainer(place: Path, **given: Any) -> None:
 
 def run_accelerate(place: Path, **given: bool) -> None:
     """Data parallel, or sharded."""
-    policy = place / "policy.yaml"
-    policy.write_text(f"version: 1\narena: {{size: 64MiB}}\ntiers: {{nvme: {{type: nvme, path: '{place}/tier'}}}}\n")
+    tiers = f"{{nvme: {{type: nvme, path: '{place}/tier'}}}}"
+    policy = ts.Policy.parse(f"version: 1\narena: {{size: 64MiB}}\ntiers: {tiers}\n")
     whole: dict[int, str] = {}
-    first = accelerate_job.Job(place, str(policy), **given)
+    first = accelerate_job.Job(place, policy, **given)
     assert first.accelerator.num_processes == 2
     check_sharding(first.net, sharded="sharded" in given)
     buffers: dict[int, list[torch.Tensor]] = {}
@@ -79,7 +79,7 @@ def run_accelerate(place: Path, **given: bool) -> None:
     first.versions.close()
     dist.barrier()
     losses: dict[int, str] = {}
-    again = accelerate_job.Job(place, str(policy), **given)
+    again = accelerate_job.Job(place, policy, **given)
     again.accelerator.load_state(str(place / "step_2"))
     for buffer, was in zip(again.net.buffers(), buffers[2], strict=True):
         expected = was.clone()

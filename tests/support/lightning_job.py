@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import tierstate as ts
 from tierstate.integrations.lightning import RngState, TierCheckpointIO
 
 warnings.simplefilter("ignore")
@@ -67,12 +68,10 @@ def loader(kind: str = "steps") -> Any:
     return made(Points(), batch_size=4, shuffle=True)
 
 
-def policy(folder: Path) -> str:
-    """A policy file with two tiers that last."""
-    path = folder / "policy.yaml"
+def policy(folder: Path) -> ts.Policy:
+    """Two tiers that last. No file: ranks would write it while others read it."""
     tiers = [f"  {name}: {{type: nvme, path: {folder / name}}}\n" for name in ("fast", "slow")]
-    path.write_text("version: 1\narena: {size: 64MiB}\ntiers:\n" + "".join(tiers))
-    return str(path)
+    return ts.Policy.parse("version: 1\narena: {size: 64MiB}\ntiers:\n" + "".join(tiers))
 
 
 def trainer(folder: Path, *callbacks: Any, **more: Any) -> pl.Trainer:
