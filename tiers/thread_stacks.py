@@ -48,7 +48,7 @@ def _uncollected(function: Callable[[], Result]) -> Result:
     also by `sys._current_frames` itself (https://github.com/getsentry/sentry-python/issues/6119 has it from a
     profiler). So collection is switched off around the call, and in one piece: other threads run between two
     instructions only, and all that is called here is called by one. Whoever switches it in another thread finds it as
-    it was, and no second call of this function finds it off.
+    it was, and cannot switch it on within, as in a block with `gc_paused`.
     """
     if not _COLLECTS_WITHIN:
         return function()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from support.checkpointer_worlds import alike, tensors, tier
 from support.checkpointer_worlds import policy as tier_policy
-from support.cli_calls import BITS, Call, damage, odd, state
+from support.cli_calls import BITS, Call, damage, odd, state, strict_json
 from support.equality import difference
 from support.leaks import nothing_left
 
@@ -131,11 +131,7 @@ def test_an_index_is_json_for_strict_readers_too(policy: Path) -> None:
         ckpt.save({"a": torch.ones(3), "b": torch.ones(3), "lr": math.nan}, 1, told).wait()
         export(ckpt, to := policy.parent / "nan.safetensors", max_shard=12)
     index = to.with_name("nan.safetensors.index.json")
-
-    def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is not JSON")
-
-    found = json.loads(index.read_text(), parse_constant=refuse)
+    found = strict_json(index.read_text())
     with open_source(index) as source:
         assert difference(told, dict(source.metadata)) == ""
         assert math.isnan(source.state["lr"])

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from support.checkpointer_worlds import scratch
+from support.cli_calls import strict_json
 from support.state_strategies import ARRAY_DTYPES, make
 
 import tierstate as ts
@@ -150,11 +151,7 @@ def test_the_description_is_json_for_strict_readers_too(fs: TierstateFileSystem,
     """A loss may be NaN, which JSON does not have."""
     with ts.Checkpointer(policy, "nan") as ckpt:
         ckpt.save({"w": torch.ones(1)}, step=1, metadata={"loss": math.nan, "more": [math.inf, -math.inf, 0.5]}).wait()
-
-    def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is not JSON")
-
-    found = json.loads(fs.cat_file(f"{policy}/nan/version.json"), parse_constant=refuse)
+    found = strict_json(fs.cat_file(f"{policy}/nan/version.json"))
     assert found["metadata"] == {"loss": "NaN", "more": ["Infinity", "-Infinity", 0.5]}
 
 

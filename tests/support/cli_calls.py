@@ -20,6 +20,11 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON, though Python reads it")
 
 
+def strict_json(text: str | bytes) -> Any:
+    """What a strict reader of JSON makes of it; ValueError for NaN and Infinity, which JSON does not have."""
+    return json.loads(text, parse_constant=_refuse)
+
+
 class Answer(NamedTuple):
     """What a command did."""
 
@@ -29,7 +34,7 @@ class Answer(NamedTuple):
 
     @property
     def json(self) -> Any:
-        return json.loads(self.out, parse_constant=_refuse)
+        return strict_json(self.out)
 
 
 Call = Callable[..., Answer]

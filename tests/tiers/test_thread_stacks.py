@@ -6,10 +6,10 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 
 import pytest
+from support.outcomes import until
 
 from tierstate.tiers import thread_stacks as module
 from tierstate.tiers.thread_stacks import thread_stacks
@@ -87,9 +87,8 @@ def test_the_innermost_functions_of_each_thread() -> None:
     try:
         begun.wait()
         assert thread.ident is not None
-        while here(thread.ident)[0] != "wait" or "inner" not in here(thread.ident):
-            time.sleep(0.001)
-        assert here(thread.ident) == ["wait", "wait", "inner"]
+        ident = thread.ident
+        until(lambda: here(ident) == ["wait", "wait", "inner"])
         assert [code.co_name for code, _ in thread_stacks(99)[thread.ident]][2:4] == ["inner", "outer"]
     finally:
         over.set()
@@ -108,14 +107,15 @@ def test_garbage_that_is_collected_meanwhile_crashes_nothing() -> None:
 
 @pytest.mark.slow
 def test_collection_is_as_others_switch_it() -> None:
-    wrong, over, interval = [], threading.Event(), sys.getswitchinterval()
+    wrong: list[bool] = []
+    over, interval = threading.Event(), sys.getswitchinterval()
 
     def switch() -> None:
         while not over.is_set():
             gc.disable()
-            wrong.extend([gc.isenabled()])
+            wrong.append(gc.isenabled())
             gc.enable()
-            wrong.extend([not gc.isenabled()])
+            wrong.append(not gc.isenabled())
 
     def look() -> None:
         for _ in range(20_000):
