@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,13 @@ from support.guarded_jobs import Job, gated
 
 import tierstate as ts
 from tierstate.engine.capture import read_set
-from tierstate.engine.capture.read_set import ReadSet
+from tierstate.engine.capture.read_set import ReadSet, ThreadState
 from tierstate.manifest.errors import CaptureError
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.tiers.thread_stacks import thread_stacks
+
+MORE_THAN_A_PIPE_HOLDS = 4 << 20
+"""Bytes; Linux gives a pipe 64 KiB, and at most 1 MiB unless its administrator allows more."""
 
 
 def read_set_of(*tensors: torch.Tensor, turn: int = 0) -> ReadSet:
@@ -31,21 +34,23 @@ def read_set_of(*tensors: torch.Tensor, turn: int = 0) -> ReadSet:
 
 
 class Stuck:
-    """A thread in a function that is over when the pipe is written to, and the event set."""
+    """A thread in a function that writes to the pipe when it begins, and is over when the pipe is closed and the event
+    set."""
 
     def __init__(self, function: Callable[[Stuck], object]) -> None:
-        self.pipe, self._write = os.pipe()
-        self.begun, self.over = threading.Event(), threading.Event()
+        self._read, self.pipe = os.pipe()
+        self.over = threading.Event()
         self._thread = threading.Thread(target=function, args=(self,))
 
     def start(self) -> None:
         self._thread.start()
-        assert self.begun.wait(30)
+        os.read(self._read, 1)
 
     def go_on(self) -> None:
         self.over.set()
-        os.write(self._write, b"x")
+        os.close(self._read)
         self._thread.join()
+        os.close(self.pipe)
 
 
 @contextmanager
@@ -58,18 +63,18 @@ def stuck(function: Callable[[Stuck], object]) -> Iterator[Stuck]:
 
 
 def in_a_call(thread: Stuck) -> None:
-    """In an operation of which Python knows nothing."""
-    thread.begun.set()
-    os.read(thread.pipe, 1)
+    """In an operation of which Python knows nothing: one that begins, and ends when it is let."""
+    with suppress(BrokenPipeError):
+        os.write(thread.pipe, bytes(MORE_THAN_A_PIPE_HOLDS))
 
 
 def in_a_wait(thread: Stuck) -> None:
-    thread.begun.set()
+    os.write(thread.pipe, b"x")
     thread.over.wait()
 
 
 def on_and_on(thread: Stuck) -> None:
-    thread.begun.set()
+    os.write(thread.pipe, b"x")
     while not thread.over.is_set():
         sum(range(100))
 
@@ -77,8 +82,18 @@ def on_and_on(thread: Stuck) -> None:
 @pytest.fixture(autouse=True)
 def only_threads_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test runner may have threads that Python's `threading` does not know; they never count as at rest."""
-    before, threads = set(thread_stacks(1)), read_set._threads
-    monkeypatch.setattr(read_set, "_threads", lambda: {i: s for i, s in threads().items() if i not in before})
+
+    def known() -> dict[int | None, threading.Thread]:
+        return {thread.ident: thread for thread in threading.enumerate()}
+
+    def threads() -> dict[int, ThreadState]:
+        # A thread of the test can get the ident of one that has ended since: it is another thread all the same.
+        now, states = known(), plain()
+        return {i: state for i, state in states.items() if i not in before or before[i] is not now.get(i)}
+
+    plain, there = read_set._threads, known()
+    before = {ident: there.get(ident) for ident in thread_stacks(1)}
+    monkeypatch.setattr(read_set, "_threads", threads)
 
 
 @pytest.fixture
