@@ -83,7 +83,7 @@ def test_saves_reach_every_tier_and_come_back_from_memory(place: Path) -> None:
 
 
 def test_memory_that_is_short_of_one_more_version_keeps_the_newest_of_those_before(place: Path) -> None:
-    with ts.Checkpointer(policy(place, agent="mode: required, idle: 60s, memory: 6MiB"), "run") as ckpt:
+    with ts.Checkpointer(policy(place, agent="mode: required, idle: 10min, memory: 6MiB"), "run") as ckpt:
         for step in (1, 2, 3, 4):
             ckpt.save({"w": state_of(step, 2.0)["w"]}, step=step).wait("slow")
             memory = pipeline(ckpt).memory
@@ -95,7 +95,7 @@ def test_memory_that_is_short_of_one_more_version_keeps_the_newest_of_those_befo
 
 def test_memory_that_is_full_of_what_no_tier_has_drops_the_oldest(place: Path) -> None:
     """All persistent tiers are away: what is in memory is nowhere else."""
-    text = policy_text(place, agent="mode: required, idle: 60s, memory: 9MiB")
+    text = policy_text(place, agent="mode: required, idle: 10min, memory: 9MiB")
     text = text.replace("type: nvme,", "type: nvme, initialized: true,")
     file = place / "policy.yaml"
     file.write_text(f"on_failure: {{action: warn, unprotected: 1h}}\n{text}")
@@ -346,7 +346,7 @@ def test_a_save_does_not_wait_for_a_slow_tier_so_that_an_agent_can_be_used(
     monkeypatch.setattr(AgentPipeline, "_connect", connect)
     monkeypatch.setattr(BackgroundStart, "begin", lambda _: None)
     monkeypatch.setattr(BackgroundStart, "has_started", lambda _: True)
-    spec = policy(place, agent="mode: auto, idle: 60s", every=every)
+    spec = policy(place, agent="mode: auto, idle: 10min", every=every)
     with ts.Checkpointer(spec, "run") as ckpt, ExitStack() as end:
         end.callback(go_on.set)
         save = ckpt.save(state_of(11), step=11)
@@ -362,7 +362,7 @@ def test_a_save_does_not_wait_for_a_slow_tier_so_that_an_agent_can_be_used(
 
 
 def test_a_policy_with_an_agent_begins_without_one(place: Path) -> None:
-    with ts.Checkpointer(policy(place, agent="mode: auto, idle: 60s, memory: 64MiB"), "run") as ckpt:
+    with ts.Checkpointer(policy(place, agent="mode: auto, idle: 10min, memory: 64MiB"), "run") as ckpt:
         ckpt.save(state_of(1), step=1).wait("slow")  # the agent is not there yet
         wait_until(statuses, "the agent is started")
         wait_until(pipeline(ckpt)._agent_start.has_started, "it listens")
@@ -373,14 +373,14 @@ def test_a_policy_with_an_agent_begins_without_one(place: Path) -> None:
 
 
 def test_a_state_longer_than_its_memory_is_published_all_the_same(place: Path) -> None:
-    with ts.Checkpointer(policy(place, agent="mode: required, memory: 1MiB, idle: 60s"), "run") as ckpt:
+    with ts.Checkpointer(policy(place, agent="mode: required, memory: 1MiB, idle: 10min"), "run") as ckpt:
         for step in (1, 2):
             ckpt.save(state_of(step, mib=8), step=step).wait("slow")  # twice the arena, too
         assert same(ckpt.load(), state_of(2, mib=8))
 
 
 def test_a_memory_with_room_for_one_version_has_the_newest(place: Path) -> None:
-    with ts.Checkpointer(policy(place, agent="mode: required, memory: 5MiB, idle: 60s"), "run") as ckpt:
+    with ts.Checkpointer(policy(place, agent="mode: required, memory: 5MiB, idle: 10min"), "run") as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_of(step, mib=3), step=step).wait("slow")
             assert same(ckpt.load(), state_of(step, mib=3))
@@ -390,7 +390,7 @@ def test_a_memory_with_room_for_one_version_has_the_newest(place: Path) -> None:
 
 def test_slabs_are_let_go_though_no_persistent_tier_gets_the_save(place: Path) -> None:
     text = (
-        "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\nagent: {mode: required, idle: 60s, memory: 8MiB}\n"
+        "version: 1\nchunk: 64KiB\narena: {size: 4MiB}\nagent: {mode: required, idle: 10min, memory: 8MiB}\n"
         "tiers:\n  ram: {type: host, keep: {last: 1}}\n"
         f'  disk: {{type: nvme, path: "{place}/disk", every: 100000}}\n'
     )
@@ -474,7 +474,7 @@ def test_an_agent_of_another_version_is_replaced(place: Path, monkeypatch: pytes
         ckpt.save(state_of(1), step=1).wait("slow")
     old = statuses()[0]["pid"]
     monkeypatch.setattr("tierstate.agent.launch.agent_version", lambda: "0.0/1")
-    with ts.Checkpointer(policy(place, agent="mode: auto, memory: 64MiB, idle: 60s"), "run") as ckpt:
+    with ts.Checkpointer(policy(place, agent="mode: auto, memory: 64MiB, idle: 10min"), "run") as ckpt:
         ckpt.save(state_of(2), step=2).wait("slow")
         assert pipeline(ckpt).agent != old
     assert steps_in(place, "slow") == [1, 2]
@@ -517,7 +517,7 @@ def test_a_trainer_from_before_an_upgrade_does_not_replace_the_new_agent(
         patch.setattr("tierstate.agent.version._running", "0.0")
         with pytest.raises(ts.TierUnavailable, match=r"this process runs tierstate 0\.0, and .* is installed by now"):
             ts.Checkpointer(policy(place), "run")
-        with ts.Checkpointer(policy(place, agent="mode: auto, idle: 60s, memory: 256MiB"), "run") as ckpt:
+        with ts.Checkpointer(policy(place, agent="mode: auto, idle: 10min, memory: 256MiB"), "run") as ckpt:
             ckpt.save(state_of(2), step=2).wait("slow")
             assert pipeline(ckpt).agent is None
     assert [one["pid"] for one in statuses()] == [agent]

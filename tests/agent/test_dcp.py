@@ -21,7 +21,7 @@ def policy_of(place: Path) -> Path:
     path = place / "policy.yaml"
     path.write_text(
         "version: 1\nchunk: 4KiB\narena: {size: 1MiB}\n"
-        "agent: {mode: required, idle: 60s, memory: 256MiB}\n"
+        "agent: {mode: required, idle: 10min, memory: 256MiB}\n"
         f"tiers:\n  nvme: {{type: nvme, path: {place}/nvme}}\n"
         f"  lustre: {{type: lustre, path: {place}/lustre}}\n"
     )

@@ -94,7 +94,7 @@ def test_a_sealed_host_tier(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_was_saved_before_the_agent_came_stays_until_it_has_something_newer(place: Path) -> None:
-    agent = "mode: auto, idle: 60s, memory: 64MiB"
+    agent = "mode: auto, idle: 10min, memory: 64MiB"
     with ts.Checkpointer(policy(place, ram="keep: {last: 4}", every="100", agent=agent), "run") as ckpt:
         for step in (1, 2):
             ckpt.save(state_of(step), step=step).wait("ram")

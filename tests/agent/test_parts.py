@@ -116,7 +116,7 @@ def test_cpus() -> None:
 
 @pytest.mark.slow
 def test_limits_of_the_host(place: Path) -> None:
-    agent = "mode: required, memory: 64MiB, idle: 60s, nice: 5, ionice: idle, cpus: '0'"
+    agent = "mode: required, memory: 64MiB, idle: 10min, nice: 5, ionice: idle, cpus: '0'"
     with ts.Checkpointer(policy(place, agent=agent), "run") as ckpt:
         ckpt.save(state_of(1), step=1)
         pid = statuses()[0]["pid"]
@@ -312,7 +312,7 @@ def test_an_agent_that_cannot_see_a_trainer_says_what_to_do(monkeypatch: pytest.
 @pytest.mark.parametrize("there", [False, True])
 def test_a_trainer_goes_on_without_an_agent(place: Path, monkeypatch: pytest.MonkeyPatch, *, there: bool) -> None:
     """That cannot be started, or whose connection cannot be watched."""
-    spec = policy(place, agent="mode: auto, idle: 60s")
+    spec = policy(place, agent="mode: auto, idle: 10min")
     if there:
         start_agent(spec, socket_path(agent_name(policy_text(spec), os.environ)))
     refuse(monkeypatch, "tierstate-agent-watch" if there else "tierstate-agent-start")

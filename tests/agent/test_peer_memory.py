@@ -18,7 +18,7 @@ from tierstate.tiers.peer.tier import Peer
 
 pytestmark = pytest.mark.slow
 
-HOSTS = [{"TIERSTATE_HOST": name, "PEER": "60s", "TIERSTATE_ADDRESS": "127.0.0.1"} for name in ("a", "b")]
+HOSTS = [{"TIERSTATE_HOST": name, "PEER": "10min", "TIERSTATE_ADDRESS": "127.0.0.1"} for name in ("a", "b")]
 
 
 @pytest.fixture

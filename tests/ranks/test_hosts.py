@@ -30,7 +30,7 @@ tiers:
 NVME = '  nvme: {{type: nvme, path: "{place}/disk-${{TIERSTATE_HOST}}", keep: {{last: 3}}}}\n'
 SHARED = '  shared: {{type: lustre, path: "{place}/shared", keep: {{last: 4}}, every: {every}}}\n'
 PEER = (
-    '  peer: {{type: peer, path: "{place}/memory-${{TIERSTATE_HOST}}", keep: {{last: 3}}, deadline: 5s, idle: 60s}}\n'
+    '  peer: {{type: peer, path: "{place}/memory-${{TIERSTATE_HOST}}", keep: {{last: 3}}, deadline: 5s, idle: 10min}}\n'
 )
 
 ROUNDS = int(os.environ.get("TIERSTATE_ROUNDS", "4"))

@@ -44,7 +44,7 @@ def save(place: str, first: str, last: str) -> None:
 
 def save_without(place: str, first: str, last: str) -> None:
     """As `save`, where an agent is wished for and cannot be had by all."""
-    os.environ["AGENT"] = "mode: auto, idle: 60s, memory: 256MiB"
+    os.environ["AGENT"] = "mode: auto, idle: 10min, memory: 256MiB"
     save(place, first, last)
 
 

@@ -70,7 +70,7 @@ def captured(
     Args:
         end: ``close`` or ``kill``: what it does then; else it waits.
     """
-    agent = f"mode: required, idle: 60s, memory: {memory}"
+    agent = f"mode: required, idle: 10min, memory: {memory}"
     ckpt = ts.Checkpointer(policy(Path(place), fast=fast, slow=slow, keep=keep, agent=agent), "run")
     for step in range(int(first), int(first) + int(steps)):
         ckpt.save(state_of(step), step=step)

@@ -121,7 +121,7 @@ def policy_text(
     *,
     slow: str = "",
     fast: str = "",
-    agent: str = "mode: required, idle: 60s, memory: 256MiB",
+    agent: str = "mode: required, idle: 10min, memory: 256MiB",
     ram: str = "",
     every: str = "1",
     keep: str = "",
@@ -146,7 +146,7 @@ def policy_text(
     )
 
 
-def hosts_policy(place: Path, *, peer: str = "", idle: str = "60s", ram: str = "") -> ts.Policy:
+def hosts_policy(place: Path, *, peer: str = "", idle: str = "10min", ram: str = "") -> ts.Policy:
     """A tier of each host (`TIERSTATE_HOST`), and one that all share.
 
     Args:
