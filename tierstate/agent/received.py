@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,7 @@ class IncomingSave:
         save_state: its progress.
         structure: its leaves and shards.
         jobs: the jobs that write from slabs.
+        order: the names of all tiers, fastest first.
         idle: whether the queues of all of them were idle.
 
     Attributes:
@@ -128,8 +130,11 @@ class IncomingSave:
             trainer publishes what is in them.
     """
 
-    def __init__(self, save_state: SaveState, structure: Version, jobs: Sequence[DirectJob], *, idle: bool) -> None:
+    def __init__(
+        self, save_state: SaveState, structure: Version, jobs: Sequence[DirectJob], order: Sequence[str], *, idle: bool
+    ) -> None:
         self.save_state, self._structure, self._jobs, self._idle = save_state, structure, jobs, idle
+        self._order, self._untold, self._lasting = order, {*save_state.tiers} - {MEMORY}, set[str]()
         self.hold = False
         self._held: list[LeasedSlab] = []
         self._lock = threading.Lock()
@@ -158,6 +163,23 @@ class IncomingSave:
             self.hold, held, self._held = False, self._held, []
         for slab in held:
             slab.release()
+
+    def told(self, tier: str, *, lasting: bool) -> bool:
+        """The trainer is told what became of the save in a tier.
+
+        Args:
+            lasting: whether it has arrived there, and the tier is persistent.
+
+        Returns:
+            Whether the slabs are needed no more: whoever takes over after this process copies it from such a tier to
+            slower ones, but never to faster ones.
+        """
+        with self._lock:
+            self._untold.discard(tier)
+            if lasting:
+                self._lasting.add(tier)
+            faster = takewhile(lambda name: name not in self._lasting, self._order)
+            return bool(self._lasting) and self._untold.isdisjoint(faster)
 
     def unchanged(self, rows: Array, digests: Array) -> None:
         """These chunks have not changed, and were not copied."""
@@ -218,7 +240,8 @@ class ReceivingPipeline(SavePipeline):
         self._note_sent(save_state)
         # A list and not a generator: every job must be put, also after the first queue that is not idle.
         idle = all([queue.put(job) or isinstance(job, CascadeJob) for queue, job in jobs])
-        return IncomingSave(save_state, structure, [job for _, job in jobs if isinstance(job, DirectJob)], idle=idle)
+        direct = [job for _, job in jobs if isinstance(job, DirectJob)]
+        return IncomingSave(save_state, structure, direct, list(self._tier_runs), idle=idle)
 
     def stand_beside(self, others: Callable[[], Sequence[ReceivingPipeline]]) -> None:
         """Publish beside others of the same run: retention keeps what they need, and no version is copied twice.

@@ -64,6 +64,13 @@ JOURNALED = ("slab", "unchanged", "captured", "failed", "withdraw", "continue", 
 """Messages that are written to the journal as they came; `_on_begin` writes one with all that it builds on."""
 
 
+ARRIVED = ("committed", "brought")
+"""Events of a save that is in a tier by now."""
+
+OUTCOMES = (*ARRIVED, "failed", "left_out")
+"""Events that say what became of a save in a tier."""
+
+
 ENDING = 60.0
 """Seconds until a process that has closed its connection without a word must have ended, or else lives on. Its last
 descriptors may take long to close; until it is known, nothing of it is committed."""
@@ -320,7 +327,7 @@ class TrainerSession:
             self._break_off()
             failures = [{"kind": "fatal", "error": failures[0]["error"]}]
         for failure in failures:
-            self._outbox.put((failure, ()))
+            self._put(failure)
 
     def _break_off(self) -> None:
         """Publish nothing more: the trainer does it. Before anything fails by that, the other agents can see it; else
@@ -349,18 +356,24 @@ class TrainerSession:
     # What is sent
 
     def _tell(self, event: Mapping[str, Any], *blobs: bytes) -> None:
-        if event["kind"] in ("committed", "brought"):
+        if event["kind"] in ARRIVED:
             self._agent.progressed()
-            if self._tier_runs[event["tier"]].tier.traits.persistent:
-                self._let_go(event["seq"])
         if self._doubted is not None and event["kind"] == "failed" and self.alive:
             self._doubted.add(event)
             return
         if self._doubted is not None and event["kind"] == "brought":
             # Only this rank hears of it. A failure that is still doubted comes first, as it does on all others.
             for failure in self._doubted.take(event["seq"], event["tier"]):
-                self._outbox.put((failure, ()))
+                self._put(failure)
+        self._put(event, *blobs)
+
+    def _put(self, event: Mapping[str, Any], *blobs: bytes) -> None:
         self._outbox.put((event, blobs))
+        if event["kind"] not in OUTCOMES or (save := self._saves.get(event["seq"])) is None:
+            return
+        lasting = event["kind"] in ARRIVED and self._tier_runs[event["tier"]].tier.traits.persistent
+        if save.told(event["tier"], lasting=lasting):
+            self._let_go(event["seq"])  # the trainer hears of its slabs after that, and knows then why they come back
 
     def _send_all(self) -> None:
         while (one := self._outbox.get()) is not None:
@@ -450,7 +463,8 @@ class TrainerSession:
         self._journal.note(seq, head, blobs if stages is None else [*blobs, stages])
 
     def _let_go(self, seq: int) -> None:
-        """A save is durable, or has failed: neither this process nor the next one has to keep its slabs."""
+        """A save is durable, and in all tiers that nothing could be copied to, or the trainer does not want it back:
+        neither this process nor the next one has to keep its slabs."""
         if (save := self._saves.get(seq)) is not None:
             save.let_go()
             self._journal.durable(seq)
