@@ -23,8 +23,8 @@ GROUPS = [*(FILES[number::4] for number in range(4)), OTHERS, pytest.param([EXAM
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    if fake_cuda.compiler() is None:
-        pytest.skip("needs a C++ compiler, to build the fake")
+    if why := fake_cuda.unfit():
+        pytest.skip(why)
     return fake_cuda.environment()
 
 

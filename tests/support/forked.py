@@ -17,6 +17,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -44,8 +45,9 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 @cache
 def _server() -> str:
     """Start the process that all others are forked off; where it listens. It ends with this process."""
-    folder = tempfile.TemporaryDirectory(prefix="tierstate-forks-")
-    place = f"{folder.name}/socket"
+    # No `TemporaryDirectory`: on newer versions of Python a child that is forked off this process would remove it.
+    folder, ours = tempfile.mkdtemp(prefix="tierstate-forks-"), os.getpid()
+    place = f"{folder}/socket"
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-u", "-W", "error", __file__, "--serve", place]
@@ -55,8 +57,9 @@ def _server() -> str:
     assert server.stdout.readline() == b"ready\n"
 
     def end() -> None:
-        server.communicate()
-        folder.cleanup()
+        if os.getpid() == ours:
+            server.communicate()
+            shutil.rmtree(folder)
 
     atexit.register(end)
     return place

@@ -279,8 +279,8 @@ def install(devices: int = 4) -> FakeCuda:
     """
     if _installed:
         return fake()
-    if torch.version.cuda is not None:
-        raise RuntimeError("this torch has CUDA of its own; the fake is for the CPU build")
+    if why := unfit():
+        raise RuntimeError(why)
     device = load(build()[1])
     device.set_device_count(devices)
     made = FakeCuda(device)
@@ -412,6 +412,13 @@ def timing(when: int, seed: int = 0) -> None:
     """Choose when fake devices work, as `FakeCuda.timing`; real ones choose for themselves."""
     if is_installed():
         fake().timing(when, seed)
+
+
+def unfit() -> str:
+    """Why the fake cannot be built here, or this torch not take it; empty if it can."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "this torch has devices of its own; the fake is for the CPU build"
+    return "" if compiler() is not None else "needs a C++ compiler, to build the fake"
 
 
 def has_real() -> bool:
