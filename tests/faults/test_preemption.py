@@ -84,7 +84,7 @@ def test_a_save_under_way_is_finished_and_then_the_process_ends(
     """Also with a signal in the middle of `save`; the previous handler is called once, after the commits."""
     job = Job(place, kind)
     assert (job.status, job.said) == (status, said), job.errors
-    assert "SIGTERM: 20 s for what is under way" in job.errors
+    assert "SIGTERM: 200 s for what is under way" in job.errors
     last = int(said[1].removeprefix("saved ")) if kind.startswith("asks") else 1
     assert steps(place, "nvme") == steps(place, "far") == [*range(last + 1)]
     assert temporary(place) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -420,10 +419,8 @@ def test_an_error_of_the_sink_stops_the_fetch_and_gives_the_slabs_back() -> None
             raise ZeroDivisionError
 
     for workers in (1, 4):
-        start = time.monotonic()
         with pytest.raises(ZeroDivisionError):
             Fetch(found.version, [Holding(tier_run, found.layout)], arena, workers=workers).run(list(range(30)), sink)
-        assert time.monotonic() - start < 10
         assert arena.in_flight == 0
     assert np.asarray(found.layout.present).all()
 
