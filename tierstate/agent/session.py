@@ -452,6 +452,8 @@ class TrainerSession:
         leaf_stages = None if stages is None else np.frombuffer(stages, "i8")
         save = self._saves[head.seq] = self._pipeline.receive(head, structure, leaf_stages, names, total)
         save.hold = MEMORY in names
+        for name in [name for name, outcome in save.save_state.tiers.items() if outcome.done()]:
+            save.told(name, lasting=False)  # it was left out, or failed, before this save could be found
 
     def _note_begin(self, seq: int, said: Mapping[str, Any], stages: bytearray | None) -> None:
         """Write the beginning of a save to the journal, with all that earlier ones have told."""
