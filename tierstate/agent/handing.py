@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,15 +88,6 @@ class BackgroundStart:
         if not self._started and not self._thread.is_alive() and time.monotonic() >= self._next:
             self.begin()
         return self._started
-
-
-def slower_tiers(order: Sequence[str], sources: Collection[str]) -> set[str]:
-    """The tiers that are slower than one of these sources: a version is copied to them, and never to faster ones.
-
-    Args:
-        order: of all tiers, fastest first.
-    """
-    return set(order[min(map(order.index, sources), default=len(order)) + 1 :])
 
 
 class HandingPipeline(SavePipeline):

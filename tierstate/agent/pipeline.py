@@ -20,10 +20,11 @@ from tierstate.tiers.base import layer_of
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.policy.policy import Policy
 
-from .handing import BackgroundStart, HandingPipeline, slower_tiers
+from .handing import BackgroundStart, HandingPipeline
 from .handover import HandOver
 from .memory_tier import HandedMemory
 from .messages import ConnectionLost
+from .received import slower_tiers
 
 log = logging.getLogger("tierstate")
 

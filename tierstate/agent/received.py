@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -115,6 +114,15 @@ class ReportedSave(SaveState):
         self._report({"kind": "left_out", "seq": self.head.seq, "tier": tier, "why": why})
 
 
+def slower_tiers(order: Sequence[str], sources: Collection[str]) -> set[str]:
+    """The tiers that are slower than one of these sources: a version is copied to them, and never to faster ones.
+
+    Args:
+        order: of all tiers, fastest first.
+    """
+    return set(order[min(map(order.index, sources), default=len(order)) + 1 :])
+
+
 class IncomingSave:
     """A save that is being handed over: feeds its jobs with what arrives.
 
@@ -171,15 +179,13 @@ class IncomingSave:
             lasting: whether it has arrived there, and the tier is persistent.
 
         Returns:
-            Whether the slabs are needed no more: whoever takes over after this process copies it from such a tier to
-            slower ones, but never to faster ones.
+            Whether the slabs are needed no more: it can be copied to all tiers of which nothing has been told.
         """
         with self._lock:
             self._untold.discard(tier)
             if lasting:
                 self._lasting.add(tier)
-            faster = takewhile(lambda name: name not in self._lasting, self._order)
-            return bool(self._lasting) and self._untold.isdisjoint(faster)
+            return bool(self._lasting) and self._untold <= slower_tiers(self._order, self._lasting)
 
     def unchanged(self, rows: Array, digests: Array) -> None:
         """These chunks have not changed, and were not copied."""

@@ -29,11 +29,12 @@ from tierstate.tiers.base import RankGroup
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.connections.secret import JobSecret
 
-from .handing import BackgroundStart, HandingPipeline, slower_tiers
+from .handing import BackgroundStart, HandingPipeline
 from .handover import AgentLink, HandOver
 from .launch import greet
 from .messages import encode_error
 from .pipeline import agent_refusal
+from .received import slower_tiers
 from .teams import Place, TeamGreeting
 
 log = logging.getLogger("tierstate")
