@@ -27,6 +27,7 @@ from support.servers.fixtures import (
     swift_once,
 )
 
+from tierstate.engine.store import identity
 from tierstate.manifest.history import log
 from tierstate.tiers.policy.machine import look_at_machine
 
@@ -157,6 +158,12 @@ def numbers_from_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Versions are numbered 1, 2, 3, so that a test can name the one it means; marked `clock_numbers`, by the clock."""
     if request.node.get_closest_marker("clock_numbers") is None:
         monkeypatch.setattr(log, "clock_seq", lambda: 0)
+
+
+@pytest.fixture
+def patient_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first record of a process names all tiers, also where a busy machine reads a marker late."""
+    monkeypatch.setattr(identity, "OTHERS_WAIT", 60.0)
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_new_agents_take_the_keepers_over(memory: Path) -> None:
 
 
 def test_an_agent_stays_as_long_as_it_serves_peer_memory(memory: Path) -> None:
-    hosts = [host | {"PEER": "5s", "IDLE": "1s"} for host in HOSTS]
+    hosts = [host | {"PEER": "12s", "IDLE": "8s"} for host in HOSTS]
     with Gang(2, "support.agent_ranks:save", memory, 1, 2, per_rank=hosts) as gang:
         gang.wait()
     said = statuses()

@@ -40,6 +40,7 @@ def resumed(policy: ts.Policy) -> int | None:
     return None if found is None else found.step
 
 
+@pytest.mark.usefixtures("patient_records")
 def test_another_prefix_is_another_tier(ceph: Ceph, place: Path) -> None:
     prefix = fresh_prefix()
     assert resumed(spec(place, s3=bucket(ceph, prefix))) is None

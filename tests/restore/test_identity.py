@@ -306,6 +306,7 @@ def far_in_place_of_near(place: Path) -> ts.Policy:
     return both
 
 
+@pytest.mark.usefixtures("patient_records")
 def test_a_tier_that_is_mounted_in_the_place_of_another_has_not_changed_its_name(place):
     """The mount point of the tier that it was is empty: what is written there lies on another disk."""
     both = far_in_place_of_near(place)
