@@ -91,6 +91,8 @@ mutants: $(VENV)/ready
 
 soak: $(VENV)/ready .venv-integrations/ready
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q
+	@# Once more, with random pauses of all threads.
+	TIERSTATE_TEST_PAUSES=1 $(BIN)/pytest -q $(BESIDE) -m "not soak"
 	.venv-integrations/bin/pytest -q tests/integrations
 	$(MAKE) fuzz
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from support import fake_cuda
+from support import fake_cuda, pauses
 from support.checkpointer_worlds import meet_strangers, scratch
 from support.servers.fixtures import (
     ceph,
@@ -41,6 +41,12 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 if fake_cuda.VARIABLE in os.environ:
     fake_cuda.install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if pauses.VARIABLE in os.environ:
+        config.pluginmanager.register(pauses.Pauses())
+
 
 # Examples do I/O, so a slow disk must not fail one; HYPOTHESIS_PROFILE=soak looks twenty times as long.
 _IO = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]

@@ -14,6 +14,6 @@ def relays_among_few() -> Iterator[None]:
     """Three leaders are enough for one to pass on to another what it gets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relay, "FANOUT", 1)
-        patch.setattr(relay, "PATIENCE", 2.0)
+        patch.setattr(relay, "PATIENCE", 30.0)
         patch.setattr(commit, "PARTS_IN_STORE", 0)  # more can go wrong
         yield
