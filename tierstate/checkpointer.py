@@ -247,7 +247,7 @@ class Checkpointer(Run):
         policy = policy if isinstance(policy, Policy) else Policy.load(policy)
         run = check_run(run)  # before any tier is opened
         signals = keys_of(preemption, policy.preemption)
-        self._together = join_team(process_group, run, policy)
+        self._together = join_team(process_group, run, policy, preemption=signals is not None)
         self._blocked: deque[float] = deque(maxlen=HISTORY)
         self._saves = 0
         # Saves of several threads are planned and numbered one after the other: a plan is the last one with what has

@@ -261,6 +261,7 @@ def test_a_rank_that_is_interrupted_before_it_plans_a_save_keeps_nobody_waiting(
         ({}, {"chunk": "8KiB"}, "chunk"),
         ({}, {"digest": "sha256"}, "digest"),
         ({}, {"agent": {"mode": "auto"}}, "agent"),
+        ({}, {"preemption": {}}, "preemption"),
         ({}, {}, "lustre"),
     ],
 )
@@ -283,6 +284,20 @@ def test_ranks_whose_policies_differ_are_told_at_once(
     assert "the policy of rank 1 is not that of rank 0" in str(errors[0])
     assert str(errors[0]) == str(errors[1])
     assert found in str(errors[0])
+
+
+def test_ranks_of_which_only_some_watch_for_signals_are_told_at_once(place: Path) -> None:
+    """Else those that do would wait for the others when a signal comes, until the grace is over, and all would stand.
+    What counts is what the program says, where it differs from the policy."""
+    spec = policy({"nvme": tier("nvme", place)}, preemption={})
+
+    def rank(team: Team) -> Any:
+        return ts.Checkpointer(spec, "run", team, preemption=None if team.rank else False)
+
+    errors = together(2, rank, timeouts=CALM)
+    assert [type(error) for error in errors] == [ts.PolicyError] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert "preemption True where rank 0 has False" in str(errors[0])
 
 
 def test_ranks_that_share_a_tier_otherwise_are_told_at_once(place: Path) -> None:

@@ -37,8 +37,11 @@ CLOSE_TIMEOUT = 5.0
 received the last decisions, which may be lost with the coordinator's process (if it serves the store)."""
 
 
-def join_team(process_group: Any, run: str, policy: Policy) -> TeamMember | None:
+def join_team(process_group: Any, run: str, policy: Policy, *, preemption: bool) -> TeamMember | None:
     """This rank as a member of the team that saves together; None where the rank saves alone.
+
+    Args:
+        preemption: whether this rank watches for signals that announce its end.
 
     Raises:
         RankFailed: not all ranks came in time.
@@ -54,7 +57,7 @@ def join_team(process_group: Any, run: str, policy: Policy) -> TeamMember | None
         team = Team.of(process_group, run, timeouts=timeouts, trust=policy.ranks.trust)
     together = TeamMember(team)
     try:
-        compare_policies(team, policy)
+        compare_policies(team, policy, preemption=preemption)
     except BaseException:
         together.close()
         raise

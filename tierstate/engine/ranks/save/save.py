@@ -59,8 +59,11 @@ class StartState(NamedTuple):
     last: dict[str, LastSave | None]
 
 
-def compare_policies(team: Team, policy: Policy) -> None:
+def compare_policies(team: Team, policy: Policy, *, preemption: bool) -> None:
     """Check that the policies of all ranks agree, before any tier is opened; waits for all ranks.
+
+    Args:
+        preemption: whether this rank watches for signals, by its policy or by what its program says.
 
     Raises:
         PolicyError: they differ, so that some ranks would wait for messages that others never post; on every rank.
@@ -68,7 +71,7 @@ def compare_policies(team: Team, policy: Policy) -> None:
     """
     mine: dict[str, Any] = {"chunk": policy.chunk, "digest": policy.digest, "agent": policy.agent.mode}
     # Not the keys: their files may be elsewhere on other hosts, and each tier says of which keys it is.
-    mine |= {"seal": policy.seal is not None}
+    mine |= {"seal": policy.seal is not None, "preemption": preemption}
     mine |= {"tiers": [f"{tier.name}: every {tier.every}{_bound(tier)}{_secrecy(tier)}" for tier in policy.tiers]}
     mine |= {"rules": [f"{rule.match}: {rule.tiers}, lossy {rule.lossy}" for rule in policy.rules]}
     first, *others = (json.loads(said) for said in team.gather("policy", json.dumps(mine).encode()))
