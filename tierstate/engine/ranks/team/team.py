@@ -205,7 +205,7 @@ class Team:
         if rank < 0 or group is None:
             raise ValueError("this process is not in the process group; only its members can save with it")
         found = timeouts or Timeouts()
-        store, hosts = rendezvous(_get_process_group_store(group), f"tierstate/{run}", rank, size, found)
+        store, hosts = rendezvous(_get_process_group_store(group), run, rank, size, found)
         team = cls(store, rank, size, hosts, timeouts=found)
         try:
             team._secret = agree_on_secret(team, trust)
