@@ -98,7 +98,7 @@ def test_a_bucket_in_another_region_is_asked_there(server: Server, store: S3Clie
 
 def test_a_redirect_to_nowhere_passes_or_is_told(server: Server) -> None:
     """As after a bucket was made, until every name server knows it."""
-    tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=0.3)
+    tier = ObjectStore(url="s3://bucket/ckpt", options=options(server), deadline=60)
     server.script = [fail(307, "TemporaryRedirect")] * 100
     with pytest.raises(TierUnavailable, match="redirects every request, and names no region"):
         tier.read("a", [Range(0, empty_buffer(5))])
