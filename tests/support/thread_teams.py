@@ -35,6 +35,16 @@ PATIENCE = 60.0
 Shared = Literal["process", "host", "site"]
 
 
+def tcp() -> Any:
+    """A store of torch that ranks reach over TCP, as in a job."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def keys_in(store: Any) -> int:
+    """How many keys a store has."""
+    return int(store.num_keys())
+
+
 class Seen(Memory):
     """Memory that is seen as a test says, and whose puts and deletes fail as it says.
 
