@@ -272,6 +272,7 @@ class Host(InMemoryTier):
 
     def __init__(self, *, capacity: Size | None = None, arena: KeepingArena | None = None) -> None:
         super().__init__(capacity)
+        self._pinned_traits = replace(self._traits, notes=("memory is pinned",))
         self._arena = arena
         self.copies_short = True
         self._pins: dict[int, _Pin] = {}
@@ -279,7 +280,7 @@ class Host(InMemoryTier):
 
     @property
     def traits(self) -> Traits:
-        return self._traits if current_device() is None else replace(self._traits, notes=("memory is pinned",))
+        return self._traits if current_device() is None else self._pinned_traits
 
     def _copied(self, buffer: Buffer) -> Buffer:
         # Copies are short, so it costs little that torch rounds pinned memory up to powers of two.

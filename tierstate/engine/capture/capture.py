@@ -8,6 +8,7 @@ arena has slabs, while threads digest what has arrived. `CaptureThread` runs one
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from ctypes import c_ubyte, memmove, memset
@@ -31,7 +32,7 @@ from tierstate.tiers.trace import span
 from .chunk_statistics import StatisticsWorker
 from .device_digests import DeviceDigests, Streams
 from .plan import CapturePlan, LastCapture
-from .streamed import COPIES_QUEUED, SLABS_AHEAD, FilledSlab, Filling, StreamedSources
+from .streamed import COPIES_AT_ONCE, COPIES_QUEUED, SLABS_AHEAD, FilledSlab, Filling, StreamedSources
 
 COPY_WORKERS = 4
 """The most threads that copy: with more, memory bandwidth is the limit."""
@@ -250,7 +251,7 @@ class Capture:
             self._arena.prepare_for(sizes)
         self._undigested = None if copied is None or at_once else Undigested(workers, copied)
         slabfuls = iter(planned)
-        filled: SimpleQueue[Filling | None] = SimpleQueue()
+        filled: SimpleQueue[list[Filling] | None] = SimpleQueue()
         digesting, started = range(0), list[threading.Thread]()
         try:
             self._begin(streamed)
@@ -274,7 +275,7 @@ class Capture:
         if copied is not None and at_once:
             copied()
 
-    def _end_copies(self, filled: SimpleQueue[Filling | None]) -> None:
+    def _end_copies(self, filled: SimpleQueue[list[Filling] | None]) -> None:
         """Release what no thread took, as after a failure, which is raised then."""
         self._drop_all(filled)
         if self._undigested is not None:
@@ -284,10 +285,10 @@ class Capture:
             raise self._failures[0]
 
     @staticmethod
-    def _drop_all(filled: SimpleQueue[Filling | None]) -> None:
+    def _drop_all(filled: SimpleQueue[list[Filling] | None]) -> None:
         """Release slabs that devices copy into: not all threads could be started."""
         while not filled.empty():
-            if (filling := filled.get()) is not None:
+            for filling in filled.get() or ():
                 filling.drop()
 
     @staticmethod
@@ -307,15 +308,16 @@ class Capture:
         worth = (int(self._plan.nbytes[sources].sum()) - self._on_device.nbytes) // WORTH_A_THREAD
         return range(min(COPY_WORKERS, usable_cores(), worth) if self._plan.fences else 0)
 
-    def _stream(self, sources: Array, take: Callable[[Filling], None]) -> None:
+    def _stream(self, sources: Array, take: Callable[[list[Filling]], None]) -> None:
         if len(sources):
-            ahead = 0
+            ahead, together = 0, 1
             if take == self._take:  # one thread does it all: enough if devices digest, and fewer threads use Python
-                ahead = COPIES_QUEUED if self._on_device.nbytes else SLABS_AHEAD
-            streamed = StreamedSources(self._plan, self._chunk, self._arena, self._stopped, ahead, self._staging)
+                ahead, together = (COPIES_QUEUED, COPIES_AT_ONCE) if self._on_device.nbytes else (SLABS_AHEAD, 1)
+            plan, arena = self._plan, self._arena
+            streamed = StreamedSources(plan, self._chunk, arena, self._stopped, ahead, self._staging, together)
             with closing(streamed.run(sources, self._first, self._unchanged_on_devices())) as slabs:
-                for filling in slabs:
-                    take(filling)
+                for fillings in slabs:
+                    take(fillings)
             self._on_device.join()
 
     def _unchanged_on_devices(self) -> set[int]:
@@ -331,18 +333,26 @@ class Capture:
         self._keep(kept)
         return set(kept.tolist())
 
-    def _take(self, filling: Filling) -> None:
-        self._give(*filling.settled())
-
-    def _digest_all(self, filled: SimpleQueue[Filling | None]) -> None:
-        """Digest slab after slab, as their copies end. After a failure they are only released."""
-        while (filling := filled.get()) is not None:
-            if self._failures:
+    def _take(self, fillings: list[Filling]) -> None:
+        """Digest and dispatch these slabs, once devices have copied into them. On an error the others are released."""
+        left = deque(fillings)
+        try:
+            while left:
+                self._give(*left.popleft().settled())
+        finally:
+            for filling in left:
                 filling.drop()
+
+    def _digest_all(self, filled: SimpleQueue[list[Filling] | None]) -> None:
+        """Digest slab after slab, as their copies end. After a failure they are only released."""
+        while (fillings := filled.get()) is not None:
+            if self._failures:
+                for filling in fillings:
+                    filling.drop()
                 continue
             try:
                 with relaxed_capture():
-                    self._take(filling)
+                    self._take(fillings)
             except BaseException as error:
                 self._failures.append(error)
 
@@ -444,6 +454,11 @@ class Capture:
         self._sink.dispatch(batch)
 
     def _finish(self, slab: Slab, rows: Array, at: Array, nbytes: Array) -> Array:
+        if len(rows) == 1 and (found := self._on_device.of(int(rows[0]))) is not None:
+            end = int(at[0] + nbytes[0])
+            if end % BLOCK:
+                memset(slab.buffer.data_ptr() + end, 0, -end % BLOCK)
+            return found.reshape(1, 2).copy()  # without a sample: what devices digest is compared there
         # Plain numbers: most slabs hold one chunk, for which each operation of NumPy takes longer than all of this.
         memory, digests, base = view(slab.buffer), [], slab.buffer.data_ptr()
         starts = at.tolist()

@@ -1,7 +1,8 @@
 """Capture of what is not in host memory: device tensors, strided tensors, custom providers, chunk by chunk into slabs.
 
 `StreamedSources` queues copies from devices, and runs ahead of them. Short tensors of a device are gathered in its
-memory first (`DeviceStaging`) and cross the bus in one transfer: to queue one takes longer than to copy 100 KB.
+memory first (`DeviceStaging`) and cross the bus in one transfer: to queue one takes longer than to copy 100 KB. Copies
+of long ones are queued several at a time, as each call lets the training in, and takes the interpreter from it again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Container, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,18 +37,28 @@ SLABS_AHEAD = 2
 
 
 COPIES_QUEUED = 16
-"""Slabs that devices may be copying into. With some 50 events on which threads sleep, recording one more waits until
-the oldest has happened, and lets no other thread run meanwhile (docs/benchmarks-gpu.md)."""
+"""Slabs that devices may be copying into, and events of such copies. With some 50 events on which threads sleep,
+recording one more waits until the oldest has happened, and lets no other thread run meanwhile (docs/benchmarks-gpu.md).
+"""
 
 
-class _Gathered(NamedTuple):
-    """A short chunk that is to be copied with others: its source, its byte offset in the slab, its bytes, and what has
-    to be waited for before they are read."""
+COPIES_AT_ONCE = 8
+"""Slabs whose copies are queued by one call, and waited for as one, if one thread does everything: half of
+`COPIES_QUEUED`, so that devices copy into one half while the other half is worked on."""
+
+
+class _Piece(NamedTuple):
+    """A chunk that is to be copied with others: its source, its byte offset in the slab, its bytes, and what has to be
+    waited for before they are read."""
 
     source: int
     at: int
     data: Buffer
     after: StreamEvent | None
+
+
+_Copies: TypeAlias = tuple[Callable[[], str], Event]
+"""Asynchronous copies: the name of the leaf, or of several, for messages; and the event after them."""
 
 
 FilledSlab: TypeAlias = tuple[Slab, Array, Array, Array]
@@ -59,8 +72,9 @@ class Filling:
     Attributes:
         end: bytes in use.
         rows, at, nbytes: row, byte offset and length of each chunk.
-        events: asynchronous copies into the slab, each with the name of its leaf.
-        gathered: chunks of one device, one after the other in the slab, whose copies are not queued yet.
+        events: asynchronous copies into the slab.
+        gathered: short chunks of one device, one after the other in the slab, whose copies are not queued yet.
+        long: long chunks of devices whose copies are not queued yet.
     """
 
     slab: Slab
@@ -68,8 +82,14 @@ class Filling:
     rows: list[int] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
-    events: list[tuple[str, Event]] = field(default_factory=list)
-    gathered: list[_Gathered] = field(default_factory=list)
+    events: list[_Copies] = field(default_factory=list)
+    gathered: list[_Piece] = field(default_factory=list)
+    long: list[_Piece] = field(default_factory=list)
+
+    @property
+    def copying(self) -> bool:
+        """Whether devices may still be copying into the slab, or are to."""
+        return bool(self.events or self.long)
 
     def settled(self) -> FilledSlab:
         """Wait for all copies into the slab, then return it. Raises CaptureError if a copy failed; the slab is released
@@ -91,7 +111,7 @@ class Filling:
             try:
                 event.synchronize()
             except Exception as error:
-                log.debug("%s: a copy that nobody waits for failed: %s", name, error)
+                log.debug("%s: a copy that nobody waits for failed: %s", name(), error)
         self.slab.release()
 
 
@@ -105,6 +125,7 @@ class StreamedSources:
         stop: called before each chunk; true cancels the capture.
         ahead: slabs that are filled before the first of them is yielded. 0 if other threads wait for their copies.
         staging: where short tensors of devices are gathered.
+        together: slabs that are yielded together, at most, and whose long chunks are queued by one call.
     """
 
     def __init__(
@@ -115,14 +136,16 @@ class StreamedSources:
         stop: Callable[[], bool],
         ahead: int,
         staging: DeviceStaging,
+        together: int = 1,
     ) -> None:
         self._plan, self._chunk, self._arena, self._stop, self._ahead = plan, chunk, arena, stop, ahead
-        self._staging = staging
+        self._staging, self._together = staging, together
         self._open: Filling | None = None
         self._waiting: deque[Filling] = deque()
-        self._queued: deque[list[tuple[str, Event]]] = deque()
+        self._unqueued: list[Filling] = []  # the last of these, which have long chunks that are not queued yet
+        self._queued: deque[_Copies] = deque()
 
-    def run(self, sources: Array, first: Array, kept: Container[int] = ()) -> Generator[Filling]:
+    def run(self, sources: Array, first: Array, kept: Container[int] = ()) -> Generator[list[Filling]]:
         """Yield slabs, into which devices may still copy. The caller must settle or drop each. Order:
         `CapturePlan.in_order`.
 
@@ -149,7 +172,7 @@ class StreamedSources:
         finally:
             self._let_go()
 
-    def _make_room(self, nbytes: int) -> Iterator[Filling]:
+    def _make_room(self, nbytes: int) -> Iterator[list[Filling]]:
         """Open another slab if the open one has no room for the next chunk; yields filled slabs."""
         if self._open is not None:
             self._open.end += -self._open.end % (BLOCK if nbytes >= BIG else GRAIN)
@@ -158,45 +181,90 @@ class StreamedSources:
         yield from self._shut(self._ahead)
         while (slab := self._arena.try_acquire()) is None and self._waiting:
             # No blocking wait for a slab while this generator still holds filled ones: nobody else could release them.
-            yield self._waiting.popleft()
+            yield self._next()
         self._open = Filling(slab if slab is not None else self._arena.acquire(self._stop))
 
-    def _shut(self, ahead: int) -> Iterator[Filling]:
+    def _shut(self, ahead: int) -> Iterator[list[Filling]]:
         """Close the open slab and yield filled ones, except the last ``ahead``, into which devices may still copy."""
         if self._open is not None:
             self._transfer(self._open)
-            self._bound(self._open.events)
             self._waiting.append(self._open)
+            if self._open.long:
+                self._unqueued.append(self._open)
             self._open = None
-        while len(self._waiting) > ahead or (self._waiting and not self._waiting[0].events):
-            yield self._waiting.popleft()
+        if len(self._unqueued) >= self._together:
+            self._queue()
+        while len(self._waiting) > ahead:
+            yield self._next()
+        while self._waiting and not self._waiting[0].copying:
+            yield [self._waiting.popleft()]
 
-    def _bound(self, events: list[tuple[str, Event]]) -> None:
-        """Wait for the oldest slab that devices copy into, if there are `COPIES_QUEUED`."""
-        self._queued.append(events)
+    def _next(self) -> list[Filling]:
+        """The slabs that are yielded next; all their copies are queued."""
+        count = min(self._together, len(self._waiting))
+        if any(self._waiting[i].long for i in range(count)):
+            self._queue()
+        return [self._waiting.popleft() for _ in range(count)]
+
+    def _queue(self) -> None:
+        """Queue the copies of long chunks, those of a device by one call."""
+        fillings, self._unqueued = self._unqueued, []
+        pieces = [(filling, piece) for filling in fillings for piece in filling.long]
+        for device, group in groupby(pieces, lambda one: one[1].data.device):
+            run = list(group)
+            name = self._names([piece for _, piece in run])
+            with _reading(name):
+                for after in {id(piece.after): piece.after for _, piece in run}.values():
+                    if after is not None:
+                        after.wait()
+                torch._foreach_copy_(
+                    [filling.slab.buffer[piece.at : piece.at + piece.data.numel()] for filling, piece in run],
+                    [piece.data for _, piece in run],
+                    non_blocking=True,
+                )
+                event = _recorded(device)
+            for filling in {id(filling): filling for filling, _ in run}.values():
+                filling.events.append((name, event))
+            self._bound(name, event)
+        for filling in fillings:
+            filling.long = []
+
+    def _bound(self, name: Callable[[], str], event: Event) -> None:
+        """Wait for the oldest copies that are queued, if there are `COPIES_QUEUED`."""
+        self._queued.append((name, event))
         if len(self._queued) > COPIES_QUEUED:
-            for name, event in self._queued.popleft():
-                with _reading(name):
-                    event.synchronize()
+            name, event = self._queued.popleft()
+            with _reading(name):
+                event.synchronize()
+
+    def _names(self, run: list[_Piece]) -> Callable[[], str]:
+        """What to call these chunks in a message."""
+        # Not of a method: the plan, with the state's memory, would stay in a circle until garbage is collected.
+        return partial(_told, self._plan, run[0].source, run[-1].source, len(run) - 1)
 
     def _fill(self, source: int, row: int, chunk: Chunk) -> None:
         filling = self._open
         assert filling is not None
-        if isinstance(chunk, DeviceChunk) and chunk.data.is_cuda and chunk.nbytes < BIG:
-            self._gather(filling, _Gathered(source, filling.end, chunk.data, chunk.after))
+        if isinstance(chunk, DeviceChunk) and chunk.data.is_cuda:
+            piece = _Piece(source, filling.end, chunk.data, chunk.after)
+            if chunk.nbytes < BIG:
+                self._gather(filling, piece)
+            else:
+                filling.long.append(piece)
         else:
             self._transfer(filling)
-            name = self._plan.name(source)
+            name = partial(self._plan.name, source)
             with _reading(name):
                 event = chunk.fill(filling.slab.buffer[filling.end : filling.end + chunk.nbytes])
             if event is not None:
                 filling.events.append((name, event))
+                self._bound(name, event)
         filling.rows.append(row)
         filling.at.append(filling.end)
         filling.nbytes.append(chunk.nbytes)
         filling.end += chunk.nbytes
 
-    def _gather(self, filling: Filling, chunk: _Gathered) -> None:
+    def _gather(self, filling: Filling, chunk: _Piece) -> None:
         run = filling.gathered
         if run and (run[0].data.device != chunk.data.device or chunk.at + chunk.data.numel() - run[0].at > STAGING):
             self._transfer(filling)
@@ -208,9 +276,7 @@ class StreamedSources:
         if not run:
             return
         device, slab, start = run[0].data.device, filling.slab.buffer, run[0].at
-        name, last = self._plan.name(run[0].source), self._plan.name(run[-1].source)
-        if len(run) > 1:
-            name = f"{name}, or one of {len(run) - 1} more up to {last},"
+        name = self._names(run)
         with _reading(name):
             for after in {id(chunk.after): chunk.after for chunk in run}.values():
                 if after is not None:
@@ -226,9 +292,9 @@ class StreamedSources:
                 torch._foreach_copy_(parts, [chunk.data for chunk in run])
                 end = run[-1].at + run[-1].data.numel()
                 slab[start:end].copy_(staging[: end - start], non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
+            event = _recorded(device)
         filling.events.append((name, event))
+        self._bound(name, event)
 
     def _let_go(self) -> None:
         """Release the slabs that were not yielded."""
@@ -268,12 +334,24 @@ def checked_chunks(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]
         raise CaptureError(f"{plan.name(source)}: its provider failed: {error!r}") from error
 
 
+def _told(plan: CapturePlan, first: int, last: int, more: int) -> str:
+    name = plan.name(first)
+    return f"{name}, or one of {more} more up to {plan.name(last)}," if more else name
+
+
+def _recorded(device: torch.device) -> Event:
+    """An event after all that is queued so far on this thread's current stream of a device."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 @contextmanager
-def _reading(name: str) -> Iterator[None]:
+def _reading(name: Callable[[], str]) -> Iterator[None]:
     """Turn errors into a CaptureError that names the leaf."""
     try:
         yield
     except TierstateError:
         raise
     except Exception as error:
-        raise CaptureError(f"{name} could not be read: {error}") from error
+        raise CaptureError(f"{name()} could not be read: {error}") from error

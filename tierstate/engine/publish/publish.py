@@ -10,8 +10,9 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -47,6 +48,10 @@ from .tier_write import TierWrite, tier_write_of
 log = logging.getLogger("tierstate")
 
 
+SLABS_AT_ONCE = 16
+"""Slabs that are looked up together in a tier, at most."""
+
+
 class UnchangedChunks(NamedTuple):
     """Chunks that were not copied, because every tier that is written from slabs has them: rows and digests."""
 
@@ -74,6 +79,7 @@ class DirectJob(SlabReceiver):
         self.tier_write = tier_write
         self.due = PendingVersion.of(save_state.head, save_state.nbytes)
         self._queue: SimpleQueue[SlabChunks | UnchangedChunks | Version | BaseException] = SimpleQueue()
+        self._following: UnchangedChunks | Version | BaseException | None = None
         self._ended = False
 
     @property
@@ -95,15 +101,14 @@ class DirectJob(SlabReceiver):
     def run(self) -> Record:
         """Write slab by slab, then commit. After a failure still releases slabs, so that the capture need not wait."""
         failure = self._unexpected()
-        while isinstance(item := self._next(), (SlabChunks, UnchangedChunks)):
+        while isinstance(item := self._next(), (list, UnchangedChunks)):
+            if failure is not None:
+                _release(item)
+                continue
             try:
-                if failure is None:
-                    self._take(item)
+                self._take(item)
             except BaseException as error:
                 failure = error
-            finally:
-                if isinstance(item, SlabChunks):
-                    item.slab.release()
         try:
             if failure is not None:
                 raise failure
@@ -114,16 +119,27 @@ class DirectJob(SlabReceiver):
             self.tier_write.abort(error)
             raise
 
-    def _next(self) -> SlabChunks | UnchangedChunks | Version | BaseException:
-        item = self._queue.get()
-        self._ended = not isinstance(item, (SlabChunks, UnchangedChunks))
-        return item
+    def _next(self) -> list[SlabChunks] | UnchangedChunks | Version | BaseException:
+        """The next item: of slabs all that have come by now, up to `SLABS_AT_ONCE`."""
+        item = self._queue.get() if self._following is None else self._following
+        self._following = None
+        if not isinstance(item, SlabChunks):
+            self._ended = not isinstance(item, UnchangedChunks)
+            return item
+        slabs = [item]
+        with suppress(Empty):
+            while len(slabs) < SLABS_AT_ONCE:
+                item = self._queue.get_nowait()
+                if not isinstance(item, SlabChunks):
+                    self._following = item
+                    break
+                slabs.append(item)
+        return slabs
 
     def drain(self) -> None:
         """Release the slabs of a capture that `run` has not taken, as it failed or was not called, until its end."""
         while not self._ended:
-            if isinstance(item := self._next(), SlabChunks):
-                item.slab.release()
+            _release(self._next())
 
     def _unexpected(self) -> BaseException | None:
         """The error if the tier is not the expected one, or cannot be asked."""
@@ -133,13 +149,19 @@ class DirectJob(SlabReceiver):
             return error
         return None
 
-    def _take(self, item: SlabChunks | UnchangedChunks) -> None:
-        if isinstance(item, SlabChunks):
+    def _take(self, item: list[SlabChunks] | UnchangedChunks) -> None:
+        if isinstance(item, list):
             self.tier_write.take(item)
         elif not self.tier_write.keep(item.rows, item.digests):
             raise Damaged(
                 "chunks that this save relies on were found damaged meanwhile; the next save writes them again"
             )
+
+
+def _release(item: object) -> None:
+    """End the leases of slabs that nobody writes."""
+    for batch in item if isinstance(item, list) else ():
+        batch.slab.release()
 
 
 class NoSource(TierUnavailable):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -143,12 +144,37 @@ class TierWrite:
         """Note chunks that were not copied, since `needless` was true for them. Returns whether the tier has all."""
         return not len(self.missing(rows, digests))
 
-    def take(self, batch: SlabChunks) -> None:
-        """Write the chunks of a slab that the tier needs and lacks. Contiguous raw chunks are written as one run."""
+    def take(self, batches: Sequence[SlabChunks]) -> None:
+        """Write the chunks of slabs that the tier needs and lacks, and end a lease of each slab, also on an error.
+
+        What the tier lacks of them is looked up for all at once: that takes as long as it does for one.
+        """
+        left = deque(batches)
+        try:
+            for missing in self._missing_of(batches):
+                self._take(left[0], missing)
+                left.popleft().slab.release()
+                self._encoder.workers.hand_on()
+        finally:
+            for batch in left:
+                batch.slab.release()
+
+    def _missing_of(self, batches: Sequence[SlabChunks]) -> list[Array]:
+        """For each slab what `missing` returns."""
+        if len(batches) == 1:
+            return [self.missing(batches[0].rows, batches[0].digests)]
+        rows = np.concatenate([batch.rows for batch in batches])
+        missing = self.missing(rows, np.concatenate([batch.digests for batch in batches]))
+        ends = np.cumsum([len(batch.rows) for batch in batches])
+        parts = np.split(missing, np.searchsorted(missing, ends[:-1]))
+        return [part - end + len(batch.rows) for part, end, batch in zip(parts, ends, batches, strict=True)]
+
+    def _take(self, batch: SlabChunks, missing: Array) -> None:
+        """Write those chunks of a slab that are missing. Contiguous raw chunks are written as one run."""
         if len(batch.rows) == 1 and self._raw[batch.rows[0]]:
-            self._take_raw(batch)
+            if len(missing):
+                self._take_raw(batch)
             return
-        missing = self.missing(batch.rows, batch.digests)
         raw = self._raw[batch.rows[missing]]
         for number in np.flatnonzero(~raw).tolist():
             i = int(missing[number])
@@ -162,16 +188,16 @@ class TierWrite:
             if len(run):
                 self._write_run(batch, run)
         self._note_twins(batch, twins)
-        self._encoder.workers.hand_on()
 
     def _take_raw(self, batch: SlabChunks) -> None:
-        """As `take`, for the one chunk of a slab: as for all long leaves, where this takes most of a save's Python."""
-        if len(self.missing(batch.rows, batch.digests)):
-            if self._is_twin(batch, 0, batch.digests.tobytes()):
-                self._note_twins(batch, _FIRST)
-            else:
-                self._write_run(batch, _FIRST)
-        self._encoder.workers.hand_on()
+        """As `_take`, for the one chunk of a slab, which is missing: as for all long leaves, where this takes most of a
+        save's Python."""
+        if self._is_twin(batch, 0, batch.digests.tobytes()):
+            self._note_twins(batch, _FIRST)
+            return
+        first, nbytes = int(batch.at[0]), int(batch.nbytes[0])
+        key, at = self._add_run(batch, first, first + nbytes, batch.digests, batch.nbytes, _FIRST)
+        self._draft.put_run(int(batch.rows[0]), key, at, nbytes, RAW)
 
     def _part_twins(self, batch: SlabChunks, which: Array) -> tuple[Array, Array]:
         """Split chunks into those to write and duplicates of chunks that this save has written."""
@@ -193,13 +219,28 @@ class TierWrite:
     def _write_run(self, batch: SlabChunks, run: Array) -> None:
         """Write contiguous chunks of a slab as one piece, with the gaps between them."""
         first, last = int(batch.at[run[0]]), int(batch.at[run[-1]] + batch.nbytes[run[-1]])
-        if last - first >= BIG and run[-1] == len(batch.rows) - 1:
-            last += -last % BLOCK  # to the end of the block, which is zeros: whole blocks go out without a copy
         offset, nbytes = batch.at[run] - first, batch.nbytes[run]
-        rows = FooterRows(batch.digests[run], nbytes, offset, nbytes, RAW)
-        batch.slab.lease()
-        key, at = self._packs.add_run(batch.slab.buffer[first:last], rows, batch.slab.release)
+        whole = run[-1] == len(batch.rows) - 1
+        key, at = self._add_run(batch, first, last, batch.digests[run], nbytes, offset, whole=whole)
         self._draft.put_run(batch.rows[run], key, offset + at, nbytes, RAW)
+
+    def _add_run(
+        self, batch: SlabChunks, first: int, last: int, digests: Array, nbytes: Array, offset: Array, whole: bool = True
+    ) -> tuple[str, int]:
+        """Append the bytes ``first`` to ``last`` of a slab to the open pack, with their chunks.
+
+        Args:
+            offset: of the chunks, from ``first`` on.
+            whole: whether no chunk follows in the slab.
+
+        Returns:
+            The pack's key, and the offset of these bytes in it.
+        """
+        if whole and last - first >= BIG:
+            last += -last % BLOCK  # to the end of the block, which is zeros: whole blocks go out without a copy
+        batch.slab.lease()
+        rows = FooterRows(digests, nbytes, offset, nbytes, RAW)
+        return self._packs.add_run(batch.slab.buffer[first:last], rows, batch.slab.release)
 
     def write(self, row: int, raw: Buffer, digest: bytes, slab: LeasedSlab | None) -> None:
         """Write one chunk to a pack, unless this save has written the same bytes already.
@@ -384,6 +425,9 @@ class FormattedTierWrite(TierWrite):
 
     @property
     def _files(self) -> LeafFiles:
+        return self._planned()
+
+    def _planned(self) -> LeafFiles:
         """The files. Planned at the first use and not in the constructor, for which the training has to wait."""
         with self._begin:
             if self._begun is None:
@@ -414,10 +458,13 @@ class FormattedTierWrite(TierWrite):
         in_files = self._files.keep(rows, digests)
         return super().keep(rows, digests) and in_files
 
-    def take(self, batch: SlabChunks) -> None:
-        files = self._files
-        super().take(batch)
-        files.take(batch)
+    def missing(self, rows: Array, digests: Array) -> Array:
+        self._planned()  # what goes into files is not missing in packs
+        return super().missing(rows, digests)
+
+    def _take(self, batch: SlabChunks, missing: Array) -> None:
+        super()._take(batch, missing)
+        self._files.take(batch)
 
     def copy(self, version: Version, fetch: Fetch) -> None:
         self._files.copy(version, fetch)
