@@ -1,10 +1,14 @@
-"""What Python leaves of a bus's rate, without a GPU: a device's state is saved to a `host` tier and restored from it.
+"""What Python leaves of a bus's rate, and a save of a training's Python, without a GPU: a device's state is saved to a
+`host` tier and restored from it.
 
 python -m benchmarks.bus [--size 2GiB] [--rate 55] [--rounds 6]
 
 The fake of CUDA of the tests keeps time here: a copy takes as long as it would at the rate (GB/s), and moves nothing;
 kernels take none. So neither the bus nor memory limits anything below the rate. It needs a C++ compiler, and as much
 host memory as twice the state.
+
+Beside a lazy save runs a step that uses the interpreter without a pause: small layers one after the other, whose
+operators let it go for a moment, as those do that queue kernels. A training that is ahead of its device loses less.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -32,6 +36,10 @@ sys.path.insert(0, str(HOUSE / "tests"))
 from support import fake_cuda
 
 CHUNK = 16 << 20
+
+
+LAYER = 10e-6
+"""Seconds that one of the small layers takes, about."""
 
 
 class AddressKernels:
@@ -60,7 +68,28 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - busy
 
 
-def measured(size: int, rate: float, rounds: int, place: str) -> dict[str, list[tuple[float, float]]]:
+class Found(NamedTuple):
+    """What was measured, in turns.
+
+    Attributes:
+        ways: seconds of each way, and seconds of processor time of all threads.
+        steps: seconds of a step alone, of the call of a lazy save, and of a step beside that save.
+    """
+
+    ways: dict[str, list[tuple[float, float]]]
+    steps: list[tuple[float, float, float]]
+
+
+def step_of(optimizer: torch.optim.Optimizer, layers: int) -> None:
+    """Small layers in the host's memory, then the optimizer's step, which waits for the save."""
+    layer, values = torch.nn.Linear(8, 8), torch.zeros(1, 8)
+    with torch.no_grad():
+        for _ in range(layers):
+            layer(values).add_(1).mul_(0.5)
+    optimizer.step()
+
+
+def measured(size: int, rate: float, rounds: int, place: str, layers: int) -> Found:
     """The times of each way, in turns; the first three rounds, which make the slabs, are left out."""
     fake = fake_cuda.install()
     kernels.CompiledKernels, kernels._check = AddressKernels, lambda *_: None  # type: ignore[assignment, misc]
@@ -71,6 +100,8 @@ def measured(size: int, rate: float, rounds: int, place: str) -> dict[str, list[
     rules = [{"match": "**", "tiers": ["host"]}]
     policy = {"chunk": CHUNK, "arena": {"size": 2 * size}, "rules": rules, "tiers": tiers}
     found: dict[str, list[tuple[float, float]]] = {"save to host: captured": [], "restore in place from host": []}
+    steps: list[tuple[float, float, float]] = []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(one.view(torch.float32)) for one in state.values()], lr=0.1)
     with ts.Checkpointer(ts.Policy.parse(yaml.safe_dump(policy)), "run") as ckpt:
         for step in range(rounds + 3):
             AddressKernels.save = step
@@ -78,7 +109,15 @@ def measured(size: int, rate: float, rounds: int, place: str) -> dict[str, list[
             found["save to host: captured"].append(timed(lambda: saves.append(ckpt.save(state, step=step))))  # noqa: B023
             saves[0].wait("host")
             found["restore in place from host"].append(timed(lambda: ckpt.restore(into=state)))
-    return {way: times[3:] for way, times in found.items()}
+        ckpt.guard(optimizer)
+        for step in range(rounds + 3, 2 * rounds + 3):
+            AddressKernels.save = step
+            alone, _ = timed(lambda: step_of(optimizer, layers))
+            call, _ = timed(lambda: saves.append(ckpt.save(state, step=step)))  # noqa: B023
+            beside, _ = timed(lambda: step_of(optimizer, layers))
+            saves[-1].wait("host")
+            steps.append((alone, call, beside))
+    return Found({way: times[3:] for way, times in found.items()}, steps)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,13 +130,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "benchmarks.bus", *(sys.argv[1:] if argv is None else argv)]
         return subprocess.run(command, env=fake_cuda.environment(), cwd=HOUSE, check=False).returncode
     with tempfile.TemporaryDirectory() as place:
-        found = measured(options.size, options.rate, options.rounds, place)
+        # As many as take several times as long as the bus does: the save ends within the step.
+        layers = int(4 * options.size / options.rate / 1e9 / LAYER)
+        found = measured(options.size, options.rate, options.rounds, place, layers)
     chunks = options.size // CHUNK
     least = chunks * CHUNK / options.rate / 1e9
-    for way, times in found.items():
+    for way, times in found.ways.items():
         wall, busy = (statistics.median(column) for column in zip(*times, strict=True))
         share = f"{least / wall:.2f} of the rate, {busy / chunks * 1e6:.0f} µs of processor time for each chunk"
         print(f"{way}: {wall * 1e3:.1f} ms, {share}")
+    alone, call = (statistics.median(column) for column in list(zip(*found.steps, strict=True))[:2])
+    stall = statistics.median(beside - alone for alone, _, beside in found.steps)
+    share = f"{stall * 1e3:.1f} ms more, {stall / chunks * 1e6:.0f} µs for each chunk; the call {call * 1e3:.1f} ms"
+    print(f"step of {alone * 1e3:.0f} ms of Python, beside a lazy save: {share}")
     return 0
 
 

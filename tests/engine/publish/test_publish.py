@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -21,13 +22,14 @@ from tierstate.manifest.arrays import Array, digest_array
 from tierstate.manifest.boxes import Box
 from tierstate.manifest.chunk import as_buffer, to_bytes
 from tierstate.manifest.digest import checksum
-from tierstate.manifest.errors import Damaged
+from tierstate.manifest.errors import Damaged, TierFull
 from tierstate.manifest.format.leaf import Leaf, Spec
 from tierstate.manifest.format.record import Record
 from tierstate.manifest.format.version import Head, ShardRow, Version
 from tierstate.tiers.base import Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.host import Memory
+from tierstate.tiers.testing import Fault, Faulty
 
 LEAVES = 4
 ROWS = np.arange(LEAVES)
@@ -43,11 +45,11 @@ class World:
         truth: by version, what they held.
     """
 
-    def __init__(self, kind: str, nbytes: int) -> None:
-        self.tier, self.kind, self.nbytes = Memory(), kind, nbytes
+    def __init__(self, kind: str, nbytes: int, tier: Tier | None = None) -> None:
+        self.tier, self.kind, self.nbytes = tier or Memory(), kind, nbytes
         self.tier_run = TierRun(self.tier, "run")
         self.tier_run.recall()
-        self.arena = Arena(4 * LEAVES * nbytes, LEAVES * nbytes)
+        self.arena = Arena((LEAVES + 1) * LEAVES * nbytes, LEAVES * nbytes)
         self.leaves = [Leaf((f"leaf{i}",), Spec("tensor", "uint8", 1, (nbytes,))) for i in range(LEAVES)]
         self.now: list[bytes] = []
         self.change(0, set(range(LEAVES)))
@@ -74,18 +76,17 @@ class World:
         route = Route(np.ones(LEAVES, bool), ["raw"] * LEAVES, self.kind)
         return tier_write_of(self.tier_run, self.head(seq), self.leaves, ROWS, route, lambda: ROWS * 0)
 
-    def publish(self, seq: int, publication: TierWrite, kept: Array) -> Record:
-        """Take the same way as a save: what stood is not copied, and all else comes in a slab."""
+    def publish(self, seq: int, publication: TierWrite, kept: Array, slabs: Sequence[Array] | None = None) -> Record:
+        """Take the same way as a save: what stood is not copied, and all else comes in these slabs, or in one."""
         head, nbytes = self.head(seq), self.nbytes
         intake = DirectJob(SaveState(head, LEAVES * nbytes, [self.tier.name], {}), publication)
         if kept.any():
             intake.feed(UnchangedChunks(ROWS[kept], self.digests[kept]))
-        if not kept.all():
+        for rows in slabs or ([] if kept.all() else [ROWS[~kept]]):
             slab = self.arena.acquire()
-            for i in ROWS[~kept].tolist():
+            for i in rows.tolist():
                 slab.buffer[i * nbytes : (i + 1) * nbytes] = as_buffer(self.now[i])
-            rows = ROWS[~kept]
-            intake.feed(SlabChunks(slab, rows, rows * nbytes, np.full(len(rows), nbytes), self.digests[~kept]))
+            intake.feed(SlabChunks(slab, rows, rows * nbytes, np.full(len(rows), nbytes), self.digests[rows]))
         intake.feed(self.version(seq))
         record = intake.run()
         self.truth[seq] = list(self.now)
@@ -170,6 +171,42 @@ def test_a_file_that_is_found_damaged_after_all_has_come_is_not_in_the_version()
     publication.abort(caught.value)
     assert list(world.tier.list("packs/")) == [pack]
     assert pack not in world.save(3).layout.objects
+
+
+@pytest.mark.parametrize(("kind", "nbytes"), [("native", 4096), ("native", 1 << 20), ("safetensors", 4096)])
+@given(cuts=st.sets(st.integers(1, LEAVES - 1)), changed=SETS, alike=SETS)
+@example(cuts={1, 2, 3}, changed={0, 1, 2, 3}, alike=set())
+@example(cuts={1, 2, 3}, changed={1, 3}, alike=set())
+@example(cuts={1, 3}, changed={0, 2, 3}, alike={0, 3})
+def test_slabs_that_come_together_are_each_written_as_far_as_the_tier_lacks_them(
+    kind: str, nbytes: int, cuts: set[int], changed: set[int], alike: set[int]
+) -> None:
+    """With some chunks that the tier has from the version before, and some that are the same as others."""
+    world = World(kind, nbytes)
+    world.save(1)
+    before = set(world.now)
+    world.change(2, changed)
+    world.now = [world.now[0] if i in alike else data for i, data in enumerate(world.now)]
+    publication = world.begin(2)
+    record = world.publish(2, publication, np.zeros(LEAVES, bool), np.split(ROWS, sorted(cuts)))
+    assert held(world.tier, record) == world.now
+    assert world.arena.in_flight == 0
+    if kind == "native":
+        assert publication.stored == nbytes * len({*world.now} - before)
+
+
+@given(cuts=st.sets(st.integers(1, LEAVES - 1)), failing=st.integers(1, LEAVES))
+@example(cuts={1, 2, 3}, failing=2)
+def test_of_slabs_that_come_together_none_is_kept_where_the_tier_fails(cuts: set[int], failing: int) -> None:
+    world = World("native", 4096, Faulty(Memory()))
+    slabs = np.split(ROWS, sorted(cuts))
+    assert isinstance(world.tier, Faulty)
+    world.tier.add(Fault("append", min(failing, len(slabs)), TierFull("no room")))
+    publication = world.begin(1)
+    with pytest.raises(TierFull, match="no room"):
+        world.publish(1, publication, np.zeros(LEAVES, bool), slabs)
+    assert world.arena.in_flight == 0
+    assert list(world.tier.list("packs/")) == []
 
 
 def test_chunks_of_the_same_bytes_are_written_once_and_each_has_its_place() -> None:

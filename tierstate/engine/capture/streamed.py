@@ -222,7 +222,7 @@ class StreamedSources:
                     [piece.data for _, piece in run],
                     non_blocking=True,
                 )
-                event = _recorded(device)
+                event = _Recorded(device)
             for filling in {id(filling): filling for filling, _ in run}.values():
                 filling.events.append((name, event))
             self._bound(name, event)
@@ -292,7 +292,7 @@ class StreamedSources:
                 torch._foreach_copy_(parts, [chunk.data for chunk in run])
                 end = run[-1].at + run[-1].data.numel()
                 slab[start:end].copy_(staging[: end - start], non_blocking=True)
-            event = _recorded(device)
+            event = _Recorded(device)
         filling.events.append((name, event))
         self._bound(name, event)
 
@@ -339,11 +339,20 @@ def _told(plan: CapturePlan, first: int, last: int, more: int) -> str:
     return f"{name}, or one of {more} more up to {plan.name(last)}," if more else name
 
 
-def _recorded(device: torch.device) -> Event:
-    """An event after all that is queued so far on this thread's current stream of a device."""
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+class _Recorded:
+    """An event after all that is queued so far on this thread's current stream of a device. Once it has been waited
+    for, another wait is nothing that lets other threads have the interpreter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+        self._over = False
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        if not self._over:
+            self._event.synchronize()
+            self._over = True
 
 
 @contextmanager
