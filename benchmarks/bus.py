@@ -1,7 +1,7 @@
 """What Python leaves of a bus's rate, and a save of a training's Python, without a GPU: a device's state is saved to a
 `host` tier and restored from it.
 
-python -m benchmarks.bus [--size 2GiB] [--rate 55] [--rounds 6]
+python -m benchmarks.bus [--size 2GiB] [--rate 55] [--rounds 6] [--chunk 16MiB]
 
 The fake of CUDA of the tests keeps time here: a copy takes as long as it would at the rate (GB/s), and moves nothing;
 kernels take none. So neither the bus nor memory limits anything below the rate. It needs a C++ compiler, and as much
@@ -35,7 +35,8 @@ sys.path.insert(0, str(HOUSE / "tests"))
 
 from support import fake_cuda
 
-CHUNK = 16 << 20
+TENSOR = 64 << 20
+"""Bytes of each tensor."""
 
 
 LAYER = 10e-6
@@ -89,16 +90,16 @@ def step_of(optimizer: torch.optim.Optimizer, layers: int) -> None:
     optimizer.step()
 
 
-def measured(size: int, rate: float, rounds: int, place: str, layers: int) -> Found:
+def measured(size: int, rate: float, rounds: int, place: str, layers: int, chunk: int) -> Found:
     """The times of each way, in turns; the first three rounds, which make the slabs, are left out."""
     fake = fake_cuda.install()
     kernels.CompiledKernels, kernels._check = AddressKernels, lambda *_: None  # type: ignore[assignment, misc]
     fake.timing(fake_cuda.EAGER)
-    state = {str(i): torch.empty(4 * CHUNK, dtype=torch.uint8, device="cuda") for i in range(size // (4 * CHUNK))}
+    state = {str(i): torch.empty(TENSOR, dtype=torch.uint8, device="cuda") for i in range(size // TENSOR)}
     fake.pace(rate)
     tiers = {"host": {"type": "host", "keep": {"last": 1}}, "nvme": {"type": "nvme", "path": place}}
     rules = [{"match": "**", "tiers": ["host"]}]
-    policy = {"chunk": CHUNK, "arena": {"size": 2 * size}, "rules": rules, "tiers": tiers}
+    policy = {"chunk": chunk, "arena": {"size": 2 * size}, "rules": rules, "tiers": tiers}
     found: dict[str, list[tuple[float, float]]] = {"save to host: captured": [], "restore in place from host": []}
     steps: list[tuple[float, float, float]] = []
     optimizer = torch.optim.SGD([torch.nn.Parameter(one.view(torch.float32)) for one in state.values()], lr=0.1)
@@ -125,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=parse_size, default="2GiB")
     parser.add_argument("--rate", type=float, default=55, help="GB/s of the bus, each way")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--chunk", type=parse_size, default="16MiB", help="the policy's; a divisor of 64MiB")
     options = parser.parse_args(argv)
     if fake_cuda.VARIABLE not in os.environ:  # the fake has to be there before torch is
         command = [sys.executable, "-m", "benchmarks.bus", *(sys.argv[1:] if argv is None else argv)]
@@ -132,9 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as place:
         # As many as take several times as long as the bus does: the save ends within the step.
         layers = int(4 * options.size / options.rate / 1e9 / LAYER)
-        found = measured(options.size, options.rate, options.rounds, place, layers)
-    chunks = options.size // CHUNK
-    least = chunks * CHUNK / options.rate / 1e9
+        found = measured(options.size, options.rate, options.rounds, place, layers, options.chunk)
+    chunks = options.size // options.chunk
+    least = options.size / options.rate / 1e9
     for way, times in found.ways.items():
         wall, busy = (statistics.median(column) for column in zip(*times, strict=True))
         share = f"{least / wall:.2f} of the rate, {busy / chunks * 1e6:.0f} µs of processor time for each chunk"

@@ -62,7 +62,7 @@ class Chunk(NamedTuple):
 
 
 class DeviceChunk(Chunk):
-    """A chunk whose bytes are contiguous in memory of a device: short ones cross the bus together, without ``fill``.
+    """A chunk whose bytes are contiguous in memory of a device: several cross the bus together, without ``fill``.
 
     Attributes:
         data: the bytes themselves, ``(nbytes,)``.

@@ -219,7 +219,8 @@ def test_an_agent_that_wakes_up_again_touches_nothing_of_the_trainer(
 ) -> None:
     monkeypatch.setattr(handover, "SILENCE", 2.0)
     monkeypatch.setattr("tierstate.agent.handing.TRY_AGAIN", 1000.0)
-    with ts.Checkpointer(policy(place, slow="8MiB/s"), "run") as ckpt:
+    # So slow that slabs are in use while the agent wakes up.
+    with ts.Checkpointer(policy(place, fast="6MiB/s", slow="8MiB/s"), "run") as ckpt:
         ckpt.save(state_of(1), step=1).wait("slow")
         agent = statuses()[0]["pid"]
         begun = ckpt.save(state_of(2), step=2)  # the agent is in the middle of publishing it
@@ -467,6 +468,7 @@ def test_a_closed_trainer_leaves_the_rest_to_the_agent_if_time_is_over(place: Pa
         ckpt.close(timeout=0.1)
         assert steps_in(place, "slow") == []
     wait_until(lambda: steps_in(place, "slow") == [1, 2, 3], "the agent goes on")
+    assert all(same(load(place, "slow", step), state_of(step)) for step in (1, 2, 3))
 
 
 def test_an_agent_of_another_version_is_replaced(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

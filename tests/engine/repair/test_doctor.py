@@ -85,9 +85,17 @@ def test_nothing_is_wrong_with_what_was_saved(shape: Shape) -> None:
 @settings(max_examples=15)
 @given(shapes, st.sampled_from([1, 2]))
 @example(Shape((("raw", "native", 1),), (15, 3, 13), fork=False), 1)
+@example(Shape((("raw", "native", 1), ("raw", "native", 1)), (1, 2, 2), fork=False, parted=True), 1)
+@example(Shape((("raw", "native", 1), ("raw", "native", 1)), (1, 8, 3), fork=False, parted=True), 1)
+@example(Shape((("raw", "native", 1), ("raw", "safetensors", 1)), (1, 2, 2), fork=False, parted=True), 1)
 def test_what_retention_has_dropped_is_not_lost_when_keep_becomes_wider(shape: Shape, kept: int) -> None:
     """Packs that newer versions share are still there, and one of them may say what the version consisted of. What is
-    all there is had again."""
+    all there is had again.
+
+    A leaf that only the first tier had is left out of the version, which another tier still has in part. Not where the
+    first tier's files are of another kind: they have no list of their chunks, so it may be in one of them, or lost.
+    """
+    shape = shape._replace(parted=shape.parted and shape.tiers[0][1] == "native")
     with scratch() as place:
         world = make_world(shape._replace(keep=kept), place)
         world.spec = spec_of(shape._replace(keep=0), place)

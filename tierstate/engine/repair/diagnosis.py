@@ -259,17 +259,22 @@ class Diagnosis:
                 for record in view.records[seq].values():
                     rows |= record.layout.present
             elif view.taken(seq) or seq in self._missing.get(view.name, ()):
-                rows |= self._route(view, version) & ~self._thinned(view, version)
+                rows |= self._route(view, version) & ~self._dropped_leaves(view, version)[version.chunk_leaf]
         return rows
 
-    def _thinned(self, view: TierView, version: Version) -> Array:
-        """``(chunks,)`` of bool: the chunks of leaves that a rule has dropped from a version whose record is lost. They
-        are in no pack any more, and were perhaps in none when it was lost."""
-        gone = np.zeros(len(version.leaves), bool)
-        if any(seq > version.head.seq for seq in view.records) and not self._may_be_elsewhere():
+    def _dropped_leaves(self, view: TierView, version: Version) -> Array:
+        """``(leaves,)`` of bool: the leaves that retention has dropped from a version of which a tier has no record, or
+        a damaged one. They are in no pack any more, and were perhaps in none when it was lost.
+
+        Where no record is left, these are any leaves: the version was perhaps dropped, and `keep` became wider since.
+        """
+        gone, seq = np.zeros(len(version.leaves), bool), version.head.seq
+        if any(newer > seq for newer in view.records) and not view.scan.unread:
             rows = np.array([self.search.is_gone(one) for one in self._ids[version.id]], bool)
             gone[version.chunk_leaf[rows]] = True
-        found: Array = view.tier_run.retention.thinned(version, gone)[version.chunk_leaf]
+        if not view.taken(seq):
+            return gone
+        found: Array = view.tier_run.retention.thinned(version, gone)
         return found
 
     def _may_be_elsewhere(self) -> bool:
