@@ -219,17 +219,17 @@ def test_an_agent_that_wakes_up_again_touches_nothing_of_the_trainer(
 ) -> None:
     monkeypatch.setattr(handover, "SILENCE", 2.0)
     monkeypatch.setattr("tierstate.agent.handing.TRY_AGAIN", 1000.0)
-    # So slow that slabs are in use while the agent wakes up.
-    with ts.Checkpointer(policy(place, fast="6MiB/s", slow="8MiB/s"), "run") as ckpt:
+    # So slow that slabs are in use when the agent wakes up.
+    with ts.Checkpointer(policy(place, fast="2MiB/s", slow="8MiB/s"), "run") as ckpt:
         ckpt.save(state_of(1), step=1).wait("slow")
         agent = statuses()[0]["pid"]
         begun = ckpt.save(state_of(2), step=2)  # the agent is in the middle of publishing it
         os.kill(agent, signal.SIGSTOP)
         begun.wait("slow", timeout=60)
         wait_until(lambda: pipeline(ckpt).agent is None, "the loss is noticed")  # on a slow host it was done already
-        saves = [ckpt.save(state_of(step), step=step) for step in (3, 4)]
+        saves = [ckpt.save(state_of(step), step=step) for step in (3, 4, 5)]
         os.kill(agent, signal.SIGCONT)
-        saves += [ckpt.save(state_of(step), step=step) for step in range(5, 12)]
+        saves += [ckpt.save(state_of(step), step=step) for step in range(6, 12)]
         for save in saves:
             save.wait("slow", timeout=60)
         wait_until(lambda: not statuses()[0]["sessions"], "the agent notices that it was left")
@@ -237,6 +237,25 @@ def test_an_agent_that_wakes_up_again_touches_nothing_of_the_trainer(
     for tier in ("fast", "slow"):
         assert steps_in(place, tier) == list(range(1, 15))
         assert all(same(load(place, tier, step), state_of(step)) for step in range(1, 15))
+
+
+def test_an_agent_that_cannot_take_a_message_touches_nothing_of_the_trainer(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the session, though the trainer lives and has not left: that publishes what is in its slabs."""
+    monkeypatch.setattr("tierstate.agent.handing.TRY_AGAIN", 1000.0)
+    with ts.Checkpointer(policy(place, fast="2MiB/s"), "run") as ckpt:
+        saves = [ckpt.save(state_of(step), step=step) for step in (1, 2, 3)]
+        link = pipeline(ckpt)._link
+        assert link is not None
+        link.send({"kind": "of another version"})
+        wait_until(lambda: pipeline(ckpt).agent is None, "the loss is noticed")
+        saves += [ckpt.save(state_of(step), step=step) for step in range(4, 8)]
+        for save in saves:
+            save.wait("slow", timeout=60)
+    for tier in ("fast", "slow"):
+        assert steps_in(place, tier) == list(range(1, 8))
+        assert all(same(load(place, tier, step), state_of(step)) for step in range(1, 8))
 
 
 def test_what_a_lost_agent_commits_in_its_last_moment_is_no_failure(
@@ -461,12 +480,12 @@ def test_two_trainers_of_one_policy_share_an_agent(place: Path) -> None:
 
 
 def test_a_closed_trainer_leaves_the_rest_to_the_agent_if_time_is_over(place: Path) -> None:
-    with held(policy(place), place, "slow"):
+    with held(policy(place), place, "fast", "slow"):
         ckpt = ts.Checkpointer(policy(place), "run")
         for step in (1, 2, 3):
             ckpt.save(state_of(step), step=step)
         ckpt.close(timeout=0.1)
-        assert steps_in(place, "slow") == []
+        assert steps_in(place, "fast") == steps_in(place, "slow") == []
     wait_until(lambda: steps_in(place, "slow") == [1, 2, 3], "the agent goes on")
     assert all(same(load(place, "slow", step), state_of(step)) for step in (1, 2, 3))
 
