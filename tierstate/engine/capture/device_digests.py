@@ -23,7 +23,7 @@ from tierstate.tiers.memory.kernels import fits_kernel, spare_kernels, xxh3_dige
 from tierstate.tiers.trace import span
 
 from .plan import HOST, CapturePlan
-from .streamed import checked_chunks
+from .streamed import checked_chunks, wait_for_all
 
 log = logging.getLogger("tierstate")
 
@@ -111,9 +111,7 @@ class DeviceDigests:
         stream = streams[device]
         stream.follow()
         with stream.taken():
-            for event in {id(chunk.after): chunk.after for _, chunk in chunks}.values():
-                if event is not None:
-                    event.wait()
+            wait_for_all(chunk.after for _, chunk in chunks)
             try:
                 digests = xxh3_digests(kernels, [chunk.data for _, chunk in chunks])
             except BaseException:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -214,9 +214,7 @@ class StreamedSources:
             run = list(group)
             name = self._names([piece for _, piece in run])
             with _reading(name):
-                for after in {id(piece.after): piece.after for _, piece in run}.values():
-                    if after is not None:
-                        after.wait()
+                wait_for_all(piece.after for _, piece in run)
                 torch._foreach_copy_(
                     [filling.slab.buffer[piece.at : piece.at + piece.data.numel()] for filling, piece in run],
                     [piece.data for _, piece in run],
@@ -278,9 +276,7 @@ class StreamedSources:
         device, slab, start = run[0].data.device, filling.slab.buffer, run[0].at
         name = self._names(run)
         with _reading(name):
-            for after in {id(chunk.after): chunk.after for chunk in run}.values():
-                if after is not None:
-                    after.wait()
+            wait_for_all(chunk.after for chunk in run)
             staging = self._staging.on(device) if len(run) > 1 else None
             to = slab if staging is None else staging
             base = 0 if staging is None else start
@@ -332,6 +328,13 @@ def checked_chunks(plan: CapturePlan, source: int, size: int) -> Iterator[Chunk]
         raise
     except Exception as error:
         raise CaptureError(f"{plan.name(source)}: its provider failed: {error!r}") from error
+
+
+def wait_for_all(events: Iterable[StreamEvent | None]) -> None:
+    """Make all later work of this thread's current streams wait for these events, for each of them once."""
+    for event in {id(event): event for event in events}.values():
+        if event is not None:
+            event.wait()
 
 
 def _told(plan: CapturePlan, first: int, last: int, more: int) -> str:

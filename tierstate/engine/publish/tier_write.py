@@ -423,11 +423,7 @@ class FormattedTierWrite(TierWrite):
         self._begin = threading.Lock()
         self._begun: LeafFiles | None = None
 
-    @property
-    def _files(self) -> LeafFiles:
-        return self._planned()
-
-    def _planned(self) -> LeafFiles:
+    def _leaf_files(self) -> LeafFiles:
         """The files. Planned at the first use and not in the constructor, for which the training has to wait."""
         with self._begin:
             if self._begun is None:
@@ -441,7 +437,7 @@ class FormattedTierWrite(TierWrite):
 
     @property
     def stored(self) -> int:
-        return super().stored + self._files.stored
+        return super().stored + self._leaf_files().stored
 
     @property
     def plain(self) -> Array:
@@ -449,33 +445,33 @@ class FormattedTierWrite(TierWrite):
         return np.zeros(len(self._leaves), bool)
 
     def needless(self, digests: Array) -> Array:
-        in_files = self._files.needless(digests)
+        in_files = self._leaf_files().needless(digests)
         # For the base class, rows that go into files do not go to this tier.
         found: Array = in_files | (super().needless(digests) & (self._elsewhere | self._beside))
         return found
 
     def keep(self, rows: Array, digests: Array) -> bool:
-        in_files = self._files.keep(rows, digests)
+        in_files = self._leaf_files().keep(rows, digests)
         return super().keep(rows, digests) and in_files
 
     def missing(self, rows: Array, digests: Array) -> Array:
-        self._planned()  # what goes into files is not missing in packs
+        self._leaf_files()  # what goes into files is not missing in packs
         return super().missing(rows, digests)
 
     def _take(self, batch: SlabChunks, missing: Array) -> None:
         super()._take(batch, missing)
-        self._files.take(batch)
+        self._leaf_files().take(batch)
 
     def copy(self, version: Version, fetch: Fetch) -> None:
-        self._files.copy(version, fetch)
+        self._leaf_files().copy(version, fetch)
         super().copy(version, fetch)
 
     def commit(self, version: Version, stop: Stop | None = None) -> Record:
-        self._files.finish(self._draft, version)
+        self._leaf_files().finish(self._draft, version)
         return super().commit(version, stop)
 
     def _written_sizes(self) -> dict[str, int]:
-        return super()._written_sizes() | self._files.sizes
+        return super()._written_sizes() | self._leaf_files().sizes
 
     def _discard(self) -> None:
         try:
