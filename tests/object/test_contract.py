@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -136,7 +137,10 @@ def test_swift_lets_several_racers_win_and_the_probe_says_so(swift: Swift) -> No
     pytest.fail(f"{PROBES} probes found one winner in each of their races")
 
 
-def test_a_tier_that_is_dropped_without_being_closed_leaves_no_thread(rclone: Rclone) -> None:
+def test_a_tier_that_is_dropped_without_being_closed_leaves_no_thread(
+    rclone: Rclone, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)  # pytest keeps each record, and botocore's of DEBUG keep the tier
     before = set(threading.enumerate())
     tier = open_tier(rclone, fresh_prefix())
     tier.put("a", random_bytes(24 << 20, 1))

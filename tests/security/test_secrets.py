@@ -110,14 +110,15 @@ def everything_said(text: str, path: Path) -> str:
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     root = logging.getLogger()
-    before, root.level = root.level, logging.DEBUG
+    before = root.level
+    root.setLevel(logging.DEBUG)
     root.addHandler(handler)
     try:
         with redirect_stdout(said), redirect_stderr(said):
             _drive(text, path, said)
     finally:
         root.removeHandler(handler)
-        root.level = before
+        root.setLevel(before)
     return said.getvalue()
 
 
