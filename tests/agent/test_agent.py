@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from contextlib import ExitStack
@@ -24,12 +19,14 @@ from support.agents import (
     agent_logs,
     held,
     load,
+    pipeline,
     policy,
     policy_text,
     same,
     state_of,
     statuses,
     steps_in,
+    trainers,
     wait_until,
     without_agent,
 )
@@ -38,32 +35,13 @@ import tierstate as ts
 from tierstate.agent import handover
 from tierstate.agent.handing import BackgroundStart
 from tierstate.agent.handover import HandOver
-from tierstate.agent.messages import PROTOCOL, ConnectionLost
+from tierstate.agent.messages import ConnectionLost
 from tierstate.agent.pipeline import AgentPipeline
 from tierstate.cli import app
 from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.manifest.errors import PolicyError, WrongTier
 
 pytestmark = pytest.mark.slow
-
-TESTS = Path(__file__).resolve().parents[1]
-
-
-def pipeline(ckpt: ts.Checkpointer) -> AgentPipeline:
-    found = ckpt._pipeline
-    assert isinstance(found, AgentPipeline)
-    return found
-
-
-def trainers(function: str, *args: object) -> list[str]:
-    """Run a function of `support.agent_trainers` in a process of its own; the lines that it has printed."""
-    command = [sys.executable, "-u", str(TESTS / "support/processes.py"), f"support.agent_trainers:{function}"]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    # A file and not a pipe: a child that goes on would keep it open.
-    with tempfile.TemporaryFile("w+") as said:
-        subprocess.run([*command, *map(str, args)], stdout=said, stderr=said, env=environ, timeout=300, check=False)
-        said.seek(0)
-        return said.read().splitlines()
 
 
 def test_saves_reach_every_tier_and_come_back_from_memory(place: Path) -> None:
@@ -488,60 +466,6 @@ def test_a_closed_trainer_leaves_the_rest_to_the_agent_if_time_is_over(place: Pa
         assert steps_in(place, "fast") == steps_in(place, "slow") == []
     wait_until(lambda: steps_in(place, "slow") == [1, 2, 3], "the agent goes on")
     assert all(same(load(place, "slow", step), state_of(step)) for step in (1, 2, 3))
-
-
-def test_an_agent_of_another_version_is_replaced(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ts.Checkpointer(policy(place), "run") as ckpt:
-        ckpt.save(state_of(1), step=1).wait("slow")
-    old = statuses()[0]["pid"]
-    monkeypatch.setattr("tierstate.agent.launch.agent_version", lambda: "0.0/1")
-    with ts.Checkpointer(policy(place, agent="mode: auto, memory: 64MiB, idle: 10min"), "run") as ckpt:
-        ckpt.save(state_of(2), step=2).wait("slow")
-        assert pipeline(ckpt).agent != old
-    assert steps_in(place, "slow") == [1, 2]
-
-
-def installed(site: Path, version: str) -> None:
-    """Install this version in a folder, over the one that is there; the code stays the same."""
-    for before in site.glob("*.dist-info"):
-        shutil.rmtree(before)
-    about = site / f"tierstate-{version}.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tierstate\nVersion: {version}\n")
-    points = importlib.metadata.distribution("tierstate").read_text("entry_points.txt")
-    assert points is not None
-    (about / "entry_points.txt").write_text(points)
-
-
-def test_an_agent_from_before_an_upgrade_in_place_is_replaced(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs the code of the version before, whatever is installed by now."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place / "site"), os.environ.get("PYTHONPATH", "")]))
-    pids, versions = [], ["1.0", "2.0", "2.0"]
-    for step, version in enumerate(versions, 1):
-        installed(place / "site", version)
-        said = trainers("served", place, step)
-        _, pid, found = said[-1].split()
-        assert found == f"{version}/{PROTOCOL}", said
-        pids.append(pid)
-    assert pids[0] != pids[1] == pids[2]
-    assert steps_in(place, "slow") == [1, 2, 3]
-
-
-def test_a_trainer_from_before_an_upgrade_does_not_replace_the_new_agent(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ts.Checkpointer(policy(place), "run") as ckpt:
-        ckpt.save(state_of(1), step=1).wait("slow")
-    agent = statuses()[0]["pid"]
-    with monkeypatch.context() as patch:
-        patch.setattr("tierstate.agent.launch.agent_version", lambda: "0.0/1")
-        patch.setattr("tierstate.agent.version._running", "0.0")
-        with pytest.raises(ts.TierUnavailable, match=r"this process runs tierstate 0\.0, and .* is installed by now"):
-            ts.Checkpointer(policy(place), "run")
-        with ts.Checkpointer(policy(place, agent="mode: auto, idle: 10min, memory: 256MiB"), "run") as ckpt:
-            ckpt.save(state_of(2), step=2).wait("slow")
-            assert pipeline(ckpt).agent is None
-    assert [one["pid"] for one in statuses()] == [agent]
 
 
 def test_a_checkpointer_that_could_not_be_made_leaves_the_agent(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

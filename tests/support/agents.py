@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.processes import TESTS
 from support.rank_jobs import check_versions
 
 import tierstate as ts
 from tierstate.agent.launch import agent_name, agents_of_user, ask_agent, socket_path, start_agent
 from tierstate.agent.launch import policy_text as text_of
 from tierstate.agent.messages import MessageSocket
+from tierstate.agent.pipeline import AgentPipeline
 from tierstate.agent.server import LOG
 from tierstate.manifest.errors import TierstateError
 from tierstate.manifest.format.marker import MARKER_KEY
@@ -249,6 +252,23 @@ def whole_on_all_hosts(place: Path, steps: list[int]) -> None:
     for name in ("a", "b"):
         with ts.Checkpointer(without_agent(place, name), "run") as ckpt:
             assert [info.step for info in ckpt.versions()] == steps
+
+
+def pipeline(ckpt: ts.Checkpointer) -> AgentPipeline:
+    found = ckpt._pipeline
+    assert isinstance(found, AgentPipeline)
+    return found
+
+
+def trainers(function: str, *args: object) -> list[str]:
+    """Run a function of `support.agent_trainers` in a process of its own; the lines that it has printed."""
+    command = [sys.executable, "-u", str(TESTS / "support/processes.py"), f"support.agent_trainers:{function}"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    # A file and not a pipe: a child that goes on would keep it open.
+    with tempfile.TemporaryFile("w+") as said:
+        subprocess.run([*command, *map(str, args)], stdout=said, stderr=said, env=environ, timeout=300, check=False)
+        said.seek(0)
+        return said.read().splitlines()
 
 
 def pair() -> tuple[MessageSocket, MessageSocket]:
