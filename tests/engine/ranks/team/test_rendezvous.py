@@ -47,24 +47,24 @@ def test_ranks_meet_again_and_again_over_what_others_left(make: Any) -> None:
     assert sizes[3] - sizes[2] <= 3, "what each team leaves are the few things that were gathered last"
 
 
-def meet(store: Any, runs: list[str], called: float = 60.0, late: int | None = None) -> list[Any]:
+def meet(store: Any, runs: list[str], *, late: int | None = None, absent: int | None = None) -> list[Any]:
     """What each rank finds that comes to save the run of this name.
 
     Args:
-        called: seconds for which those wait that save the same run as rank 0.
         late: a rank that comes half a second after the others.
+        absent: a rank that never comes.
     """
     found: list[Any] = [None] * len(runs)
 
     def rank(number: int) -> None:
         time.sleep(0.5 * (number == late))
-        timeout = called if number and runs[number] == runs[0] else 60.0
         try:
-            found[number] = rendezvous(store, runs[number], number, len(runs), Timeouts(timeout, 20.0))[1]
-        except RankFailed as error:
+            found[number] = rendezvous(store, runs[number], number, len(runs), Timeouts(600.0, 20.0))[1]
+        except BaseException as error:
             found[number] = error
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(runs))]
+    numbers = [number for number in range(len(runs)) if number != absent]
+    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in numbers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -86,9 +86,9 @@ def short_waits() -> Any:
 @settings(max_examples=12)
 @given(st.lists(st.sampled_from("ab"), min_size=2, max_size=4))
 def test_ranks_that_save_runs_of_different_names_are_told_and_do_not_wait_for_each_other(runs: list[str]) -> None:
-    """As where each rank has the time of day in the name. Who was called by rank 0 hears that rank 0 has failed."""
+    """As where each rank has the time of day in the name. Who was called by rank 0 hears why rank 0 has failed."""
     others = [rank for rank, run in enumerate(runs) if run != runs[0]]
-    found = meet(dist.HashStore(), runs, called=0.5 if others else 60.0)
+    found = meet(dist.HashStore(), runs)
     if not others:
         assert found == [[0] * len(runs)] * len(runs)
     for rank in others:
@@ -97,6 +97,39 @@ def test_ranks_that_save_runs_of_different_names_are_told_and_do_not_wait_for_ea
         assert "right is one name for all ranks" in str(found[0])
         assert found[0].ranks[0] in others
         assert all(isinstance(one, RankFailed) for one in found)
+        for rank in set(range(1, len(runs))) - set(others):
+            assert str(found[rank]) == f"rank 0 has given up the wait for all ranks: {found[0]}"
+            assert found[rank].ranks == found[0].ranks
+
+
+@pytest.mark.parametrize("make", [dist.HashStore, tcp], ids=["threads", "tcp"])
+def test_ranks_that_have_come_are_told_that_rank_0_waits_no_more(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for half an hour. Then all may come once more."""
+    store, wait_for_all = make(), rendezvous_module._wait_for_all
+
+    def is_over(wait: Any) -> bool:
+        name = store.get("tierstate/run/call").decode()
+        return wait._rank == 0 and bool(store.check([f"tierstate/run/{name}/here/1"]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tierstate.engine.ranks.team.rendezvous._Wait.is_over", is_over)
+        found = meet(store, ["run"] * 3, absent=2)
+    assert str(found[0]) == "rank 2 did not come to save together"
+    assert str(found[1]) == "rank 0 has given up the wait for all ranks: rank 2 did not come to save together"
+    assert found[0].ranks == found[1].ranks == (2,)
+
+    def interrupt(*args: Any) -> None:
+        wait_for_all(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous_module, "_wait_for_all", interrupt)
+        found = meet(store, ["run"] * 3)
+    assert isinstance(found[0], KeyboardInterrupt)
+    for rank in (1, 2):
+        assert str(found[rank]) == "rank 0 has given up the wait for all ranks: KeyboardInterrupt: "
+        assert found[rank].ranks == (0,)
+    assert meet(store, ["run"] * 3) == [[0] * 3] * 3
 
 
 @pytest.mark.usefixtures("short_waits")

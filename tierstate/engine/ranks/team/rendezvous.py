@@ -1,8 +1,8 @@
 """Rendezvous: the ranks of a group find each other in a store that may hold keys of other teams and earlier jobs.
 
 The coordinator (rank 0) writes a new unique name under the key ``call``. The other ranks answer with a key under that
-name, and watch ``call`` in case the name changes. All start once every rank has answered. While no rendezvous is open
-``call`` is ``-``, so the open call of a job that died is not taken for a finished one.
+name, and watch ``call`` in case the name changes. All start once every rank has answered, or fail if rank 0 gives up.
+While no rendezvous is open ``call`` is ``-``, so the open call of a job that died is not taken for a finished one.
 
 Teams of different runs do not see each other. So ranks that give different names to one run, as where each takes the
 time of day for it, would wait for each other until all time is over. A rank that has waited for long tells under which
@@ -18,10 +18,11 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tierstate.manifest.arguments import short_repr
-from tierstate.manifest.errors import RankFailed, format_ranks
+from tierstate.manifest.errors import RankFailed, error_text, format_ranks
 from tierstate.manifest.history.leases import this_process
 
 from .heartbeat import Timeouts, heartbeat_key
@@ -152,8 +153,27 @@ def this_host() -> str:
 
 def _call(client: StoreClient, size: int, wait: _Wait) -> tuple[str, Mapping[str, Any]]:
     name = uuid.uuid4().hex
-    client.set({"call": name.encode()})
     keys = [f"{name}/here/{rank}" for rank in range(1, size)]
+    try:
+        client.set({"call": name.encode()})
+        _wait_for_all(client, keys, wait)
+    except BaseException as error:  # those that have answered would wait until all their time is over
+        text, ranks = (str(error), error.ranks) if isinstance(error, RankFailed) else (error_text(error), (0,))
+        failed = {"failed": text, "ranks": ranks}
+        with suppress(RankFailed):  # the store is lost, which they find out themselves
+            client.set({"call": NO_CALL, f"{name}/go": json.dumps(failed).encode()})
+        raise
+    names = [this_host(), *(host.decode(errors="replace") for host in (client.get(keys) if keys else []))]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(names))}
+    told = {"hosts": [numbers[host] for host in names], "last": client.look("last").decode()}
+    client.set({"call": NO_CALL, "last": name.encode(), f"{name}/go": json.dumps(told).encode()})
+    if told["last"] != NOTHING.decode():
+        client.delete([f"{told['last']}/go"])
+    return name, told
+
+
+def _wait_for_all(client: StoreClient, keys: Sequence[str], wait: _Wait) -> None:
+    """Wait for these keys, one for each rank."""
     came = 0
     while came < len(keys):
         if client.has(keys[came : came + 1]):
@@ -166,13 +186,6 @@ def _call(client: StoreClient, size: int, wait: _Wait) -> tuple[str, Mapping[str
             absent = _ranks(client.missing(keys))
             raise RankFailed(f"{format_ranks(absent)} did not come to save together", absent)
         time.sleep(PAUSE)
-    names = [this_host(), *(host.decode(errors="replace") for host in (client.get(keys) if keys else []))]
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(names))}
-    told = {"hosts": [numbers[host] for host in names], "last": client.look("last").decode()}
-    client.set({"call": NO_CALL, "last": name.encode(), f"{name}/go": json.dumps(told).encode()})
-    if told["last"] != NOTHING.decode():
-        client.delete([f"{told['last']}/go"])
-    return name, told
 
 
 def _ranks(keys: Sequence[str]) -> list[int]:
@@ -187,7 +200,11 @@ def _answer(client: StoreClient, rank: int, size: int, wait: _Wait) -> tuple[str
             name = called
             client.set({f"{name}/here/{rank}": this_host().encode()})
         if name and client.has([f"{name}/go"]):
-            return name, json.loads(client.get([f"{name}/go"])[0])
+            told = json.loads(client.get([f"{name}/go"])[0])
+            if "failed" in told:
+                client.delete([f"{name}/here/{rank}"])
+                raise RankFailed(f"rank 0 has given up the wait for all ranks: {told['failed']}", told["ranks"])
+            return name, told
         if wait.is_long() and not name:
             wait.look([0])
         if wait.is_over():
