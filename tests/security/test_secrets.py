@@ -125,8 +125,8 @@ def everything_said(text: str, path: Path) -> str:
 def _drive(text: str, path: Path, said: io.StringIO) -> None:
     path.write_text(text)
     for more in ([], ["--json"]):
-        sys.argv = ["tierstate", "policy", "check", str(path), *more]
-        with suppress(SystemExit):
+        with pytest.MonkeyPatch.context() as patch, suppress(SystemExit):
+            patch.setattr(sys, "argv", ["tierstate", "policy", "check", str(path), *more])
             main()
     try:
         policy = Policy.load(path)

@@ -152,7 +152,7 @@ def _clear(path: str) -> None:
 
 
 def change_over(folder: str, config: str) -> None:
-    """What DeepSpeed has saved is loaded by DeepSpeed until the run has a version. Warnings are printed."""
+    """What DeepSpeed has saved is loaded by DeepSpeed, unless the run has a later one. Warnings are printed."""
     import tierstate as ts
 
     logging.getLogger("tierstate").addHandler(logging.StreamHandler(sys.stdout))
@@ -184,6 +184,15 @@ def change_over(folder: str, config: str) -> None:
     assert resumed() == ("global_step1", "deepspeed", 2)
     _write_latest(path, "global_step1")  # now there is a version
     assert resumed() == ("global_step2", "tierstate", 3)
+    assert resumed("global_step1") == ("global_step1", "deepspeed", 1)
+
+    alone = begin(settings)  # a while without tiers
+    for _ in range(5):
+        train(alone)
+    alone.save_checkpoint(path, client_state={"by": "deepspeed again"})
+    assert resumed("global_step5") == ("global_step5", "deepspeed again", 5)
+    assert resumed() == ("global_step5", "deepspeed again", 6)
+    assert resumed() == ("global_step6", "tierstate", 7)
     print("done", flush=True)
 
 

@@ -292,6 +292,17 @@ def from_its_own(place: str) -> None:
         loaded(place, manager(place), step=5)
     trained(place, STEPS + 2)
     assert steps(place) == [STEPS + 2]
+    assert loaded(place, manager(place), step=4).step == 4
+    assert loaded(place, manager(place)).step == STEPS + 2
+    job = trainer(place, own, steps=STEPS + 6)  # a while without tiers
+    job.train()
+    job.close()
+    other = loaded(place, manager(place))
+    assert (difference(weights(job), weights(other)), other.step) == ("", STEPS + 6)
+    assert loaded(place, manager(place), step=STEPS + 4).step == STEPS + 4
+    trained(place, STEPS + 8)
+    assert steps(place) == [STEPS + 2, STEPS + 8]
+    assert loaded(place, manager(place)).step == STEPS + 8
 
 
 def hugging_face(place: str) -> None:

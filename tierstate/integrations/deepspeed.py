@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ class _Found(NamedTuple):
     """A checkpoint in the tiers.
 
     Attributes:
-        seq, id: its version.
+        seq, id, time: its version, and when that was saved.
         tag: DeepSpeed's name of it.
         latest: whether it counts where no tag is given (``save_latest``).
         ranks: how many ranks saved it.
@@ -68,6 +68,7 @@ class _Found(NamedTuple):
 
     seq: int
     id: str
+    time: float
     tag: str
     latest: bool
     ranks: int
@@ -277,13 +278,13 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if all(self._gather(lambda: there)) and ranks in (None, found.ranks):
             return None
         if newest:  # looked up as `loading` does, which refuses to go back to an older one
-            catalog, run = self.checkpointer._catalog, self.checkpointer.run
-            self._gather(lambda: find_whole_version(catalog(), run, RestoreSpec()).version.id)
+            self._find_newest()
         return found
 
     def changes_over(self, folder: str, tag: str | None, file_of: Callable[[str], str]) -> bool:
-        """Whether DeepSpeed itself shall load, since the run has no version yet, and a checkpoint of DeepSpeed's own is
-        there: the one of the tag, or of `latest`. All ranks call it together.
+        """Whether DeepSpeed itself shall load, since a checkpoint of DeepSpeed's own is there, the one of the tag or of
+        `latest`, and the run has none that was saved later: it has no version yet, or the job went on without tiers for
+        a while. All ranks call it together.
 
         Args:
             file_of: gives the path of what this rank would load of a tag.
@@ -296,13 +297,20 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         def look() -> list[Any]:
             file = None if named is None else file_of(named)
-            native = file is not None and _is_native(file)
+            native = None if file is None else _native_time(file)
             beside = [] if file is None or native or tag is not None else Path(folder).glob(f"*/{Path(file).name}")
-            return [bool(self._seen()), native, sorted(one.parent.name for one in beside if _is_native(str(one)))]
+            return [self._seen(), native, sorted(one.parent.name for one in beside if _native_time(str(one)))]
 
         said = self._gather(look)
-        native, others = any(one[1] for one in said), sorted({name for one in said for name in one[2]})
-        if any(one[0] for one in said) or not (native or others) or self.checkpointer.resume({}) is not None:
+        native, others = max(one[1] or 0.0 for one in said), sorted({name for one in said for name in one[2]})
+        if seen := _by_number(one[0] for one in said):
+            right = _right(seen, os.path.normpath(folder), tag)
+            if not native or (right and right[0].time >= native):
+                return False
+            if tag is None:
+                self._find_newest()
+            return True
+        if not (native or others) or self.checkpointer.resume({}) is not None:
             return False
         if not native:
             raise ts.NotFound(
@@ -348,14 +356,12 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 "all ranks load the same checkpoint together, and they ask for different ones (folder and tag): "
                 f"{tuple(asked[0])} on rank 0, {tuple(asked[other])} on rank {other}"
             )
-        seen = {one.seq: one for one in sorted(_Found(*one) for _, some in said for one in some)}  # one with an id wins
-        checkpoints = [one for _, one in sorted(seen.items(), reverse=True) if one.files]
-        right = [one for one in checkpoints if one.folder == folder and (one.latest if tag is None else one.tag == tag)]
-        if right:
-            return right[0], tag is None and not any(one.id for one in seen.values() if one.seq > right[0].seq)
+        seen = _by_number(some for _, some in said)
+        if right := _right(seen, folder, tag):
+            return right[0], tag is None and not any(one.id for one in seen if one.seq > right[0].seq)
         if tag is None and not seen and self.checkpointer.resume({}) is None:
             return None, False  # every tier has been asked
-        there = ", ".join(os.path.join(one.folder, one.tag) for one in checkpoints[:8]) or "none"
+        there = ", ".join(os.path.join(one.folder, one.tag) for one in [one for one in seen if one.files][:8]) or "none"
         what = "with save_latest" if tag is None else f"{tag!r}"
         raise ts.NotFound(
             f"run {self.checkpointer.run!r} has no checkpoint {what} that was saved to {folder!r}; it has: {there}"
@@ -365,7 +371,13 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """The versions of the run that this rank sees; those that cannot be read without an id, and those that
         something else saved without files."""
         none = {"tag": "", "latest": False, "ranks": 0, "files": [], "folder": ""}
-        return [_Found(one.seq, one.id, **one.metadata.get("deepspeed", none)) for one in self.checkpointer.versions()]
+        versions = self.checkpointer.versions()
+        return [_Found(one.seq, one.id, one.time, **one.metadata.get("deepspeed", none)) for one in versions]
+
+    def _find_newest(self) -> None:
+        """Raises TierstateError if there may be a newer version than those that ranks see, which cannot be read."""
+        catalog, run = self.checkpointer._catalog, self.checkpointer.run
+        self._gather(lambda: find_whole_version(catalog(), run, RestoreSpec()).version.id)
 
     def _gather(self, answer: Callable[[], Any]) -> list[Any]:
         """What this returns on all ranks, by rank, as JSON values; if one raises, all do."""
@@ -420,7 +432,7 @@ def use(
         asked = bound.arguments
         tag = None if asked["tag"] is None else str(asked["tag"])
         if tiers.changes_over(asked["load_dir"], tag, partial(engine._get_ckpt_name, asked["load_dir"])):
-            log.info("run %s has no version yet: DeepSpeed loads its own checkpoint from %s", run, asked["load_dir"])
+            log.info("DeepSpeed loads its own checkpoint from %s: run %s has no later one", asked["load_dir"], run)
             return _natively(engine, native, load, *args, **options)
         wanted = _wanted(engine, asked)
         if (other := tiers.resharded(asked["load_dir"], tag, *wanted)) is not None:
@@ -469,6 +481,18 @@ def _load_universal(
     return engine._get_ckpt_name(asked["load_dir"], found.tag), client
 
 
+def _by_number(seen: Iterable[Iterable[Sequence[Any]]]) -> list[_Found]:
+    """What all ranks see, the newest first."""
+    found = {one.seq: one for one in sorted(_Found(*one) for some in seen for one in some)}  # one with an id wins
+    return [one for _, one in sorted(found.items(), reverse=True)]
+
+
+def _right(seen: Sequence[_Found], folder: str, tag: str | None) -> list[_Found]:
+    """The checkpoints of a folder with this tag, or those that count where no tag is given."""
+    there = [one for one in seen if one.files and one.folder == folder]
+    return [one for one in there if (one.latest if tag is None else one.tag == tag)]
+
+
 def _latest(folder: str) -> str | None:
     """The tag that DeepSpeed's file ``latest`` in a folder names; None if there is none."""
     try:
@@ -489,14 +513,14 @@ def _tell_of_latest(folder: str, tag: str) -> None:
         )  # fmt: skip
 
 
-def _is_native(file: str) -> bool:
-    """Whether a file is one of DeepSpeed's own, and no marker."""
+def _native_time(file: str) -> float | None:
+    """When DeepSpeed has written a file of its own; None for a marker, or if there is no file."""
     begin = _MARKER_BEGIN.encode()
     try:
         with open(file, "rb") as opened:
-            return opened.read(len(begin)) != begin
+            return None if opened.read(len(begin)) == begin else os.fstat(opened.fileno()).st_mtime
     except OSError:
-        return False
+        return None
 
 
 def _new_folder(folder: str, tag: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsspec.core import url_to_fs
 from torchtitan.components.checkpointer import (
     DATALOADER,
     MODEL,
@@ -179,10 +180,9 @@ class TierCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             TierstateError: as `Checkpointer.resume`.
         """
         about: dict[str, Any] = {CONTENTS: "", RANKS: 0}
-        if not self._find(step, about):
+        found = self._find(step, about)
+        if found is None:
             return bool(self._files._load(step))
-        found = self._checkpointer.restored
-        assert found is not None
         if found.step == 0:  # a seed
             self._restore(found.id, self._states(set(self.states) - {MODEL}))
             return True
@@ -197,21 +197,42 @@ class TierCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._restore_generators(found.id, about[RANKS])
         return True
 
-    def _find(self, step: int, about: dict[str, Any]) -> bool:
-        """Restore what a step, or the newest version, is about; False if torchtitan's own manager shall load, since the
-        run has no version yet.
+    def _find(self, step: int, about: dict[str, Any]) -> ts.VersionInfo | None:
+        """Restore what a step, or the newest version, is about.
+
+        Returns:
+            The version; None if torchtitan's own manager shall load, since the run has no such version, or that manager
+            has saved later: the job went on without tiers for a while.
         """
         only = [CONTENTS, RANKS]
-        if step < 0:
-            return self._checkpointer.resume(into=about, only=only) is not None
         try:
-            self._checkpointer.restore(into=about, step=step, only=only)
+            if step >= 0:
+                self._checkpointer.restore(into=about, step=step, only=only)
+            elif self._checkpointer.resume(into=about, only=only) is None:
+                return None
         except ts.NotFound:
-            none = self._checkpointer.resume(into=about, only=only) is None
-            if none and filesystem.isdir(self._files._create_checkpoint_id(step)):
-                return False
+            if step >= 0 and filesystem.isdir(self._files._create_checkpoint_id(step)):
+                return None
             raise
-        return True
+        found = self._checkpointer.restored
+        assert found is not None
+        own = self._files._find_load_step() if step < 0 else step
+        # A folder of a lower step may be a copy, whose time is not when it was saved.
+        if own < found.step or self._saved_by_itself(own) <= found.time:
+            return found
+        log.warning(
+            "torchtitan's own manager has saved step %d to %s, after step %d of run %s was saved: that is loaded",
+            own, self._files.folder, found.step, found.run,
+        )  # fmt: skip
+        return None
+
+    def _saved_by_itself(self, step: int) -> float:
+        """When torchtitan's own manager has saved a step, in seconds since 1970; 0 if it has not, or not all of it."""
+        file = filesystem.join(self._files._create_checkpoint_id(step), ".metadata")
+        if not filesystem.isfile(file):
+            return 0.0
+        files, path = url_to_fs(file)
+        return float(files.modified(path).timestamp())
 
     def _restore(self, version: str, state: dict[str, Any]) -> None:
         optimizers = self.states[OPTIMIZER]
