@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,20 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def world(place: Path, **metrics: object) -> ts.Policy:
     return policy({"nvme": tier("nvme", place, keep={"last": 2}), "lustre": tier("lustre", place)}, metrics=metrics)
+
+
+@pytest.fixture(autouse=True)
+def own_sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test counts, and serves, as if it were alone in the process."""
+    from tierstate.telemetry import prometheus
+
+    served: dict[int, Any] = {}
+    monkeypatch.setattr(prometheus, "_sink", None)
+    monkeypatch.setattr(prometheus, "_served", served)
+    yield
+    for server in served.values():
+        server.shutdown()
+        server.server_close()
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -241,9 +257,6 @@ def test_the_newest_version_is_the_newest_though_an_older_one_comes_later() -> N
 def test_what_is_not_installed_is_told_before_anything_is_opened(
     place: Path, metrics: dict[str, object], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tierstate.telemetry import prometheus
-
-    monkeypatch.setattr(prometheus, "_sink", None)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ts.PolicyError, match=r"is not installed; install tierstate\["):
         ts.Checkpointer(world(place, **metrics), "metrics-run")
