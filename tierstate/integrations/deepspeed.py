@@ -361,7 +361,8 @@ class TierCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return right[0], tag is None and not any(one.id for one in seen if one.seq > right[0].seq)
         if tag is None and not seen and self.checkpointer.resume({}) is None:
             return None, False  # every tier has been asked
-        there = ", ".join(os.path.join(one.folder, one.tag) for one in [one for one in seen if one.files][:8]) or "none"
+        checkpoints = [os.path.join(one.folder, one.tag) for one in seen if one.files]
+        there = ", ".join(checkpoints[:8]) or "none"
         what = "with save_latest" if tag is None else f"{tag!r}"
         raise ts.NotFound(
             f"run {self.checkpointer.run!r} has no checkpoint {what} that was saved to {folder!r}; it has: {there}"
