@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.processes import TESTS
+from support.forked import TESTS, path_with_tests
 from support.rank_jobs import check_versions
 
 import tierstate as ts
@@ -263,7 +263,7 @@ def pipeline(ckpt: ts.Checkpointer) -> AgentPipeline:
 def trainers(function: str, *args: object) -> list[str]:
     """Run a function of `support.agent_trainers` in a process of its own; the lines that it has printed."""
     command = [sys.executable, "-u", str(TESTS / "support/processes.py"), f"support.agent_trainers:{function}"]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    environ = os.environ | {"PYTHONPATH": path_with_tests()}
     # A file and not a pipe: a child that goes on would keep it open.
     with tempfile.TemporaryFile("w+") as said:
         subprocess.run([*command, *map(str, args)], stdout=said, stderr=said, env=environ, timeout=300, check=False)

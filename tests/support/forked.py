@@ -31,6 +31,12 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 
+
+def path_with_tests() -> str:
+    """The ``PYTHONPATH`` of a process that imports from the folder of tests."""
+    return os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+
+
 IMPORTED = ("torch._dynamo", "tierstate.checkpointer", "tierstate.tiers.posix.directory")
 """What is there in each process; the first is what an optimizer imports, in 3 s."""
 
@@ -48,8 +54,7 @@ def _server() -> str:
     # No `TemporaryDirectory`: on newer versions of Python a child that is forked off this process would remove it.
     folder, ours = tempfile.mkdtemp(prefix="tierstate-forks-"), os.getpid()
     place = f"{folder}/socket"
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": path_with_tests(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-u", "-W", "error", __file__, "--serve", place]
     server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     assert server.stdin is not None

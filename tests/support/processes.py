@@ -21,10 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from support.forked import Forked, write_whole_lines
+from support.forked import Forked, path_with_tests, write_whole_lines
 from support.ports import free_port
 
-TESTS = Path(__file__).resolve().parents[1]
 PATIENCE = 120.0
 
 
@@ -66,7 +65,7 @@ class Gang:
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
-                "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": path_with_tests(),
             }
             found |= secret | (env or {}) | (per_rank[rank] if per_rank else {})
             with self._log(rank).open("wb") as log:

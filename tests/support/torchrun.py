@@ -13,9 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from support.forked import Forked, script
+from support.forked import TESTS, Forked, path_with_tests, script
 
-TESTS = Path(__file__).resolve().parents[1]
 PATIENCE = 120.0
 
 LAUNCHER = """
@@ -43,8 +42,7 @@ class Torchrun:
         options = ["--standalone", "--nproc-per-node", size, "--redirects", 3, "--log-dir", self._logs.name]
         rank = script(function) if forked else [TESTS / "support/processes.py", function]
         words = list(map(str, [*options, *rank, *args]))
-        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env = os.environ | {"PYTHONPATH": path_with_tests(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._agent: subprocess.Popen[bytes] | Forked
         with (Path(self._logs.name) / "torchrun.log").open("wb") as log:
             if forked:
