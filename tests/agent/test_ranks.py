@@ -89,6 +89,33 @@ def test_ranks_go_on_without_an_agent_that_was_killed(place: Path, after: float)
     whole(place, "slow", [1, 2, 3, 4, 5])
 
 
+@pytest.mark.parametrize(("every", "step", "there"), [(1, 1, [1, 2]), (5, 9, [1, 5, 10])])
+def test_ranks_of_which_one_plans_a_save_before_it_knows_that_the_agent_was_killed(
+    place: Path, every: int, step: int, there: list[int]
+) -> None:
+    """The other one, which knows it, must not wait for it to look for new agents before that save."""
+    with Gang(2, "support.agent_ranks:lost_within_plan", place, 1, step, env={"EVERY": str(every)}) as gang:
+        os.kill(int(gang.hear(0, "planning")), signal.SIGKILL)
+        said = gang.wait()
+    assert all("by None" in text for text in said)
+    whole(place, "fast", there)
+    whole(place, "slow", there)
+
+
+def test_what_an_earlier_job_left_arrives_though_the_agent_is_killed_before_the_first_save(place: Path) -> None:
+    with Gang(2, "support.agent_ranks:wait_to_be_killed", place, 1, "1KiB/s") as gang:
+        wait_until(lambda: steps_in(place, "fast") == [1], "the fast tier gets it")
+        os.kill(statuses()[0]["pid"], signal.SIGKILL)
+        for rank in range(2):
+            gang.kill(rank)
+        gang.codes()
+    assert steps_in(place, "slow") == []
+    with Gang(2, "support.agent_ranks:lost_within_plan", place, 2, 2, env={"SLOW": "100KiB/s"}) as gang:
+        os.kill(int(gang.hear(0, "planning")), signal.SIGKILL)
+        gang.wait()
+    whole(place, "slow", [1, 2, 3])
+
+
 def test_a_save_that_fails_in_one_rank_of_an_agent_and_is_brought_soon_has_failed_for_all(place: Path) -> None:
     """Only the first rank hears that it was brought, within the seconds for which it doubts the failure."""
     gate = place / "gate"

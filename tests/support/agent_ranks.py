@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from support.agents import hosts_policy, policy
 from support.outcomes import until
@@ -19,7 +21,7 @@ import tierstate as ts
 def opened(place: str, **options: str) -> tuple[ts.Checkpointer, int, int]:
     """The Checkpointer of this rank, its rank, and the number of ranks."""
     dist.init_process_group("gloo")
-    options |= {key: os.environ[key.upper()] for key in ("agent", "ram", "every") if key.upper() in os.environ}
+    options |= {key: os.environ[key.upper()] for key in ("agent", "ram", "every", "slow") if key.upper() in os.environ}
     if "TIERSTATE_HOST" in os.environ:
         told = {key: os.environ[key.upper()] for key in ("peer", "idle", "ram") if key.upper() in os.environ}
         spec = hosts_policy(Path(place), **told)
@@ -220,6 +222,34 @@ def agents_die(place: str, steps: str, pause: str) -> None:
             saved.wait("slow", timeout=90)
         print("by", ckpt._pipeline.agent, flush=True)  # type: ignore[attr-defined]
     print("closed", flush=True)
+    dist.destroy_process_group()
+
+
+def lost_within_plan(place: str, first: str, step: str) -> None:
+    """Save from the first step on. The test kills the agent while the first rank plans this step, which the other one
+    begins once it knows of the loss. They have to ask each other what each of them saves, and save one more step."""
+    ckpt, rank, size = opened(place)
+    pipeline = ckpt._pipeline
+    last = int(step)
+    with ckpt:
+        for before in range(int(first), last):
+            ckpt.save(state_of(before, rank, size), step=before).wait_captured()
+        prepare = pipeline.prepare  # type: ignore[attr-defined]
+
+        def told(seq: int) -> None:
+            prepare(seq)
+            print("planning", pipeline.agent, flush=True)  # type: ignore[attr-defined]
+
+        if rank == 0:
+            pipeline.prepare = told  # type: ignore[attr-defined]
+        else:
+            until(lambda: pipeline._losses == 1)  # type: ignore[attr-defined]
+        more = {"more": torch.arange(100)}
+        saves = [ckpt.save(state_of(now, rank, size) | more, step=now) for now in (last, last + 1)]
+        saves[-1].wait("slow", timeout=60)
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("tierstate-fast") == names.count("tierstate-slow") == 1, names
+        print("by", pipeline.agent, flush=True)  # type: ignore[attr-defined]
     dist.destroy_process_group()
 
 

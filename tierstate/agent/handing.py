@@ -217,8 +217,9 @@ class HandingPipeline(SavePipeline):
         return self._link is not None or self._holding is not None
 
     def _make_queues(self, seq: int) -> None:
-        if not self._hands_over:
-            super()._make_queues(seq)
+        with self._changing:
+            if not self._hands_over and not self.queues:  # there are some, if the agent was lost before the first save
+                super()._make_queues(seq)
 
     def _start(self, seq: int) -> Any:
         capturing = super()._start(seq)

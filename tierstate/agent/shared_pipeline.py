@@ -114,10 +114,9 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
     def __init__(self, parts: RankParts, *, run: str) -> None:
         SharedPipeline.__init__(self, parts)
         self._recent: dict[int, SaveState] = {}
-        self._latest = self._losses = 0
-        self._look_at = math.inf
+        self._latest = self._at_loss = self._seq
+        self._losses, self._look_at = 0, math.inf
         self._agent_start = BackgroundStart(self._ensure_agent)
-        self._latest_at_loss = 0
         self._kept_back: list[Callable[[], None]] = []
         self._doubtful: list[tuple[str, SaveState, Mapping[str, Any]]] = []
         try:
@@ -182,8 +181,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
     def prepare(self, seq: int) -> None:
         """After agents were lost: hand this save and the next ones over, if all ranks find that agents are there again
         and that nothing is under way in their processes."""
-        holding_from = self._latest_at_loss
-        while self._holding is not None and seq >= holding_from + LOOK_EVERY and not self._stopped:
+        while self._holding is not None and seq >= self._at_loss + LOOK_EVERY and not self._stopped:
             time.sleep(0.01)  # until it is known before which save all ranks look
         if self._link is not None or seq < self._look_at:
             return
@@ -301,8 +299,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         with self._changing:
             if (link := self._link) is None:
                 return
-            self._holding, self._link = link, None
-            self._latest_at_loss = self._latest
+            self._holding, self._link, self._at_loss = link, None, self._seq
             self._agent_start.put_off()
             self._doubtful.clear()
             self._drop_memory()
@@ -353,17 +350,18 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         with self._changing:
             latest, saves = self._latest, dict(self._recent)
         mine = {str(seq): self._states(save_state) for seq, save_state in saves.items()}
-        text = json.dumps({"latest": latest, "saves": mine})
+        # No rank has got as far as the save before which all look: also not by one that is just planned, or that no
+        # tier gets.
+        text = json.dumps({"latest": latest, "begun": self._seq, "saves": mine})
         said = self._team.gather(self._loss, text.encode(), stop=lambda: self._stopped)
         every = [json.loads(one) for one in said]
         leaders = {name: self._team.leaders(s.tier.traits.shared) for name, s in self._tier_runs.items()}
         lasting = [name for name, s in self._tier_runs.items() if s.tier.traits.persistent]
         outcomes = decide(every, leaders, lasting)
         self._remove_partial(mine, outcomes)
-        newest = max(one["latest"] for one in every)
-        self._look_at, self._losses = newest + LOOK_EVERY, self._losses + 1
+        self._look_at, self._losses = max(one["begun"] for one in every) + LOOK_EVERY, self._losses + 1
         again = [seq for seq, tiers in outcomes.items() if set(tiers.values()) & {"redo", "copy"}]
-        return outcomes, min(again, default=newest + 1)
+        return outcomes, min(again, default=max(one["latest"] for one in every) + 1)
 
     def _carry_out_all(self, outcomes: Mapping[int, Mapping[str, Outcome]], error: BaseException | None) -> None:
         """Do with everything that this rank holds what was agreed; called with the lock, after which nothing is held.
