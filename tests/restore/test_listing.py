@@ -63,7 +63,7 @@ def lacking(one: TierPolicy, entries: Sequence[VersionCopies], spec: ts.Policy) 
     newest = max(heads, key=lambda head: head.seq, default=None)
     routes = Routes(spec)
     newer = [
-        PendingVersion.of(entry.version.head, entry.version.nbytes)
+        PendingVersion.of(entry.version)
         for entry in entries
         if (newest is None or entry.version.head.seq > newest.seq)
         and routes.of(entry.version.leaves)[one.name].leaves.any()

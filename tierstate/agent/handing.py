@@ -340,7 +340,7 @@ class HandingPipeline(SavePipeline):
             if name in self._in_memory:
                 self._in_memory[name].superseded()
             self._tier_runs[name].look_again()  # what it knows of the tier is outdated
-            self.arrived(name, PendingVersion.of(save_state.head, save_state.nbytes))
+            self.arrived(name, PendingVersion.of(save_state))
             save_state.measured(name)
             save_state.version = str(head.get("id", "")) or save_state.version
             save_state.committed(name)

@@ -121,7 +121,7 @@ class AgentPipeline(HandingPipeline):
         names = [name for name in save_state.tiers if not save_state.tiers[name].done()]
         lasting = [n for n, s in self._tier_runs.items() if s.tier.traits.persistent and n in save_state.tiers]
         copied = slower_tiers(list(self._tier_runs), [name for name in lasting if save_state.done(name)])
-        due, anew = PendingVersion.of(save_state.head, save_state.nbytes), [n for n in names if n not in copied]
+        due, anew = PendingVersion.of(save_state), [n for n in names if n not in copied]
         jobs = self._jobs(save_state, plan, anew, self._routes.of(plan.leaves), plan.stages) if anew else []
         return [*jobs, *((self.queues[n], self._cascade.copy(n, due, save_state)) for n in names if n in copied)]
 

@@ -428,7 +428,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             BaseException: ``error``, if a tier lacks it.
         """
         save_state, plan = handover.save_state, handover.plan
-        due = PendingVersion.of(save_state.head, save_state.nbytes)
+        due = PendingVersion.of(save_state)
         copies, again = list[str](), list[str]()
         for name in [name for name, outcome in save_state.tiers.items() if not outcome.done()]:
             outcome = outcomes.get(name, "failed")

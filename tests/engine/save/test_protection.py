@@ -65,7 +65,7 @@ def test_a_save_waits_until_any_version_that_is_near_enough_is_there(
         save_state = SaveState(Head("run", seq, step, float(step)), 1, ["t"], {})
         lag.sent(save_state)
         if outcome == "committed":
-            newest = PendingVersion.of(save_state.head, 1)
+            newest = PendingVersion.of(save_state)
             save_state.committed("t")
         elif outcome == "failed":
             save_state.failed("t", ts.TierFull("no room"))

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tierstate.engine.placement import Cadence, LastSave, is_due
-from tierstate.manifest.format.version import Head
+from tierstate.manifest.format.version import Version
 from tierstate.tiers.backoff import Backoff
 from tierstate.tiers.policy.models import AutoEvery
 
@@ -38,9 +38,10 @@ class PendingVersion(NamedTuple):
     metadata: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
-    def of(cls, head: Head, nbytes: int) -> PendingVersion:
-        """The pending version with this head; ``nbytes`` is the raw size of the state."""
-        return cls(head.seq, head.step, head.time, nbytes, head.metadata)
+    def of(cls, one: SaveState | Version) -> PendingVersion:
+        """A save, or a version that another tier has, as one that is pending."""
+        head = one.head
+        return cls(head.seq, head.step, head.time, one.nbytes, head.metadata)
 
 
 def missed_versions(every: Cadence, last: LastSave | None, there: Iterable[PendingVersion]) -> list[PendingVersion]:

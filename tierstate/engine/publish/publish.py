@@ -77,7 +77,7 @@ class DirectJob(SlabReceiver):
     def __init__(self, save_state: SaveState, tier_write: TierWrite) -> None:
         self.save_state: SaveState = save_state
         self.tier_write = tier_write
-        self.due = PendingVersion.of(save_state.head, save_state.nbytes)
+        self.due = PendingVersion.of(save_state)
         self._queue: SimpleQueue[SlabChunks | UnchangedChunks | Version | BaseException] = SimpleQueue()
         self._following: UnchangedChunks | Version | BaseException | None = None
         self._ended = False

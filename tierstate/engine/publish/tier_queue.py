@@ -591,7 +591,7 @@ class Cascade:
         faster = [tier_run.name for tier_run in self._whole(name) if tier_run.name in save_state.tiers]
         if all(save_state.error(n) is not None for n in faster):
             return None
-        return self.copy(name, PendingVersion.of(save_state.head, save_state.nbytes), source=save_state)
+        return self.copy(name, PendingVersion.of(save_state), source=save_state)
 
     def hurry(self, newest: PendingVersion, seconds: float) -> tuple[str, int] | None:
         """The process will be ended: see to it that the newest version gets to a persistent tier before anything else.
@@ -703,7 +703,7 @@ class Cascade:
             log.warning("%s: version %d cannot be read: %s", tier_run.name, seq, error)
             return None
         here = self._routes.of(version.leaves)[name].leaves.any()
-        return PendingVersion.of(version.head, version.nbytes) if here else None
+        return PendingVersion.of(version) if here else None
 
     def _faster(self, name: str) -> list[TierRun]:
         faster = list(self._tier_runs.values())[: list(self._tier_runs).index(name)]

@@ -214,7 +214,7 @@ class SavePipeline:
                 log.warning("policy: %s", text)
 
     def _note_sent(self, save_state: SaveState) -> None:
-        self._history.made(PendingVersion.of(save_state.head, save_state.nbytes))
+        self._history.made(PendingVersion.of(save_state))
         for name, bound in self._bounds.items():
             if name in save_state.tiers:
                 bound.sent(save_state)
@@ -394,9 +394,7 @@ class SavePipeline:
 
         def job(name: str) -> Job:
             if name in cascade:
-                return self._cascade.copy(
-                    name, PendingVersion.of(save_state.head, save_state.nbytes), save_state, entries
-                )
+                return self._cascade.copy(name, PendingVersion.of(save_state), save_state, entries)
             tier_run, faster = (
                 self._tier_runs[name],
                 list(takewhile(lambda s: s.name != name, self._tier_runs.values())),

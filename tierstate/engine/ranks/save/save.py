@@ -483,7 +483,7 @@ class SharedPipeline(SavePipeline):
             self.withdraw(self._seq, f"rank {self.rank} has no part of this version", (first,))
             return
         save_state.goes_also(first)
-        due = PendingVersion.of(save_state.head, save_state.nbytes)
+        due = PendingVersion.of(save_state)
         self.queues[first].put(self._cascade.copy(first, due, save_state, [tier_run.name for tier_run in sources]))
 
     def _missed(self, seq: int) -> Sequence[str] | None:
