@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.agents import (
     of_hosts,
+    pipeline,
     policy,
     policy_text,
     same,
@@ -27,7 +28,6 @@ from support.agents import (
 from support.processes import Gang
 
 import tierstate as ts
-from tierstate.agent.handing import HandingPipeline
 from tierstate.agent.memory_tier import HandedMemory
 from tierstate.agent.shared_pipeline import decide
 from tierstate.tiers.base import layer_of
@@ -42,11 +42,6 @@ def own_bytes(ckpt: ts.Checkpointer) -> int:
     handed = layer_of(ckpt._tier_runs[0].tier, HandedMemory)
     assert handed is not None
     return handed.inner.used  # type: ignore[no-any-return]
-
-
-def pipeline(ckpt: ts.Checkpointer) -> HandingPipeline:
-    assert isinstance(ckpt._pipeline, HandingPipeline)
-    return ckpt._pipeline
 
 
 @pytest.mark.parametrize("kind", ["host", "memory"])
@@ -101,7 +96,7 @@ def test_what_was_saved_before_the_agent_came_stays_until_it_has_something_newer
             assert pipeline(ckpt).agent is None
         assert own_bytes(ckpt)
         wait_until(pipeline(ckpt)._agent_start.has_started, "the agent listens")
-        pipeline(ckpt)._look_for_agent()  # type: ignore[attr-defined]
+        pipeline(ckpt)._look_for_agent()
         assert pipeline(ckpt).agent is not None
         assert same(ckpt.load(), state_of(2))
         ckpt.save(state_of(3), step=3).wait("ram")

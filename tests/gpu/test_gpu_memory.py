@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpointer_worlds import policy, tier
+from support.checkpointer_worlds import gpu_of, policy, tier
 from support.outcomes import until
 
 import tierstate as ts
-from tierstate.tiers.base import layer_of
 from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums
-from tierstate.tiers.memory.gpu import Gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,12 +26,6 @@ def ckpt(place: Path) -> Iterator[ts.Checkpointer]:
     tiers = {"gpu": {"type": "gpu", "keep": {"last": 1}}, "nvme": tier("nvme", place)}
     with ts.Checkpointer(policy(tiers, chunk="1MiB", arena={"size": "64MiB"}), "run") as made:
         yield made
-
-
-def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
-    found = layer_of(ckpt._tier_runs[0].tier, Gpu)
-    assert found is not None
-    return found
 
 
 def flushes() -> int:

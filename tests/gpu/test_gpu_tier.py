@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpointer_worlds import policy, tier
+from support.checkpointer_worlds import gpu_of, policy, tier
 from support.device_jobs import DeviceJob, on_the_host
 from support.equality import difference
 
@@ -18,7 +18,7 @@ import tierstate as ts
 from tierstate.engine.restore import restore
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import TierFull
-from tierstate.tiers.base import Range, Tier, layer_of
+from tierstate.tiers.base import Range, Tier
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.block_sums import SUM_BLOCK, block_sums, sums_on_host
 from tierstate.tiers.memory.gpu import DeviceObject, Gpu
@@ -48,12 +48,6 @@ def ckpt(place: Path) -> Iterator[ts.Checkpointer]:
     tiers = {"gpu": {"type": "gpu", "keep": {"last": 2}}, "nvme": tier("nvme", place)}
     with ts.Checkpointer(policy(tiers, chunk="1MiB", arena={"size": "64MiB"}), "run") as made:
         yield made
-
-
-def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
-    found = layer_of(ckpt._tier_runs[0].tier, Gpu)
-    assert found is not None
-    return found
 
 
 def snapshots(ckpt: ts.Checkpointer) -> list[DeviceObject]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpointer_worlds import alike, engine_threads, policy, scratch, tensors, tier
+from support.checkpointer_worlds import alike, engine_threads, gpu_of, policy, scratch, tensors, tier
 from support.mutate_state import flip
 
 import tierstate as ts
@@ -24,10 +24,8 @@ from tierstate.engine.capture import snapshot
 from tierstate.engine.restore import gpu as restore_gpu
 from tierstate.engine.restore import restore
 from tierstate.manifest.errors import untrusted
-from tierstate.tiers.base import layer_of
 from tierstate.tiers.memory import gpu as gpu_tier
 from tierstate.tiers.memory.cuda import CopyStream
-from tierstate.tiers.memory.gpu import Gpu
 
 ERRORS = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -168,12 +166,6 @@ def test_a_snapshot_that_fails_at_any_place_is_captured_by_way_of_the_host_in_ti
         ckpt.save(state, step=2).wait("gpu")
         assert alike(ckpt.load(), state)
     assert engine_threads() == []
-
-
-def gpu_of(ckpt: ts.Checkpointer) -> gpu_tier.Gpu:
-    found = layer_of(ckpt._tier_runs[0].tier, Gpu)
-    assert found is not None
-    return found
 
 
 def test_a_snapshot_that_cannot_even_be_waited_for_gives_its_memory_back(place: Path) -> None:

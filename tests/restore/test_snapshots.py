@@ -18,7 +18,17 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from support.checkpointer_worlds import alike, arena_of, engine_threads, policy, scratch, tensors, tier, unreferenced
+from support.checkpointer_worlds import (
+    alike,
+    arena_of,
+    engine_threads,
+    gpu_of,
+    policy,
+    scratch,
+    tensors,
+    tier,
+    unreferenced,
+)
 from support.equality import difference
 from support.mutate_state import flip
 from support.outcomes import until
@@ -29,7 +39,7 @@ from tierstate.engine.capture import capture
 from tierstate.engine.restore import restore
 from tierstate.manifest.errors import CaptureError, Damaged, TierError
 from tierstate.manifest.format.leaf import Spec
-from tierstate.tiers.base import Range, layer_of
+from tierstate.tiers.base import Range
 from tierstate.tiers.memory.arena import Arena
 from tierstate.tiers.memory.block_sums import SUM_BLOCK
 from tierstate.tiers.memory.gpu import DeviceObject, Gpu
@@ -41,12 +51,6 @@ def ring(place: Path, keep: int = 2, capacity: str | None = None, **keys: Any) -
     """A policy of a gpu tier on the host, before one of files."""
     gpu = {"type": "gpu", "device": "cpu", "keep": {"last": keep}} | ({"capacity": capacity} if capacity else {})
     return policy({"gpu": gpu, "nvme": tier("nvme", place, **keys)})
-
-
-def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
-    found = layer_of(ckpt._tier_runs[0].tier, Gpu)
-    assert found is not None
-    return found
 
 
 def packs(ckpt: ts.Checkpointer) -> list[str]:

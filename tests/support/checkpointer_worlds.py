@@ -22,8 +22,9 @@ from tierstate.manifest.chunk import Buffer
 from tierstate.manifest.errors import NotFound
 from tierstate.manifest.history.leases import Leases
 from tierstate.manifest.history.log import Log
-from tierstate.tiers.base import Tier, Traits
+from tierstate.tiers.base import Tier, Traits, layer_of
 from tierstate.tiers.memory.arena import Arena
+from tierstate.tiers.memory.gpu import Gpu
 from tierstate.tiers.posix.io_engine import UringEngine
 from tierstate.tiers.registry import open_tier
 from tierstate.tiers.testing import Fault, Faulty
@@ -138,6 +139,13 @@ def engine_threads() -> list[str]:
 def arena_of(ckpt: ts.Checkpointer) -> Arena:
     """The arena, to see what is in flight."""
     return ckpt._arena
+
+
+def gpu_of(ckpt: ts.Checkpointer) -> Gpu:
+    """The first tier, which is a `gpu` tier."""
+    found = layer_of(ckpt._tier_runs[0].tier, Gpu)
+    assert found is not None
+    return found
 
 
 class Wrapped(Faulty):

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.filesystems import fuse
+from support.leaks import objects
 
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import (
@@ -59,10 +60,6 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", path], check=True)
 
 
-def files(path: Path) -> list[str]:
-    return sorted(str(found.relative_to(path)) for found in path.rglob("*") if not found.is_dir())
-
-
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
@@ -104,7 +101,7 @@ def test_each_errno_has_its_class(
     assert str(tier.path) in str(found.value)
     assert errno.errorcode[number] in str(found.value)
     assert isinstance(found.value.__cause__, OSError)
-    assert files(tier.path) == []
+    assert objects(tier.path) == []
     assert lease.releases == 1
 
 
@@ -114,7 +111,7 @@ def test_a_full_file_system(mount: Callable[[str], Path]) -> None:
     tier.put("small", random_bytes(1000))
     with pytest.raises(TierFull, match="ENOSPC"):
         tier.put("big", random_bytes(2 << 20))
-    assert files(tier.path) == ["small"]
+    assert objects(tier.path) == ["small"]
     tier.put("other", random_bytes(500_000))
     assert torch.equal(tier.get("small"), random_bytes(1000))
 
@@ -154,10 +151,10 @@ def test_a_missing_root_is_empty_and_made_by_the_first_write(tmp_path: Path) -> 
     for call in (tier.size, tier.get):
         with pytest.raises(NotFound):
             call("a")
-    assert files(tmp_path) == []
+    assert objects(tmp_path) == []
     assert not tier.path.exists()
     tier.put("a", empty_buffer(1))
-    assert files(tmp_path) == ["not/there/a"]
+    assert objects(tmp_path) == ["not/there/a"]
 
 
 def test_a_root_that_is_a_file(tmp_path: Path) -> None:
