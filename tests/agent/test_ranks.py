@@ -94,12 +94,18 @@ def test_ranks_of_which_one_plans_a_save_before_it_knows_that_the_agent_was_kill
     place: Path, every: int, step: int, there: list[int]
 ) -> None:
     """The other one, which knows it, must not wait for it to look for new agents before that save."""
-    with Gang(2, "support.agent_ranks:lost_within_plan", place, 1, step, env={"EVERY": str(every)}) as gang:
-        os.kill(int(gang.hear(0, "planning")), signal.SIGKILL)
+    with Gang(2, "support.agent_ranks:lost_within_save", place, 1, step, "plans", env={"EVERY": str(every)}) as gang:
+        os.kill(int(gang.hear(0, "within")), signal.SIGKILL)
         said = gang.wait()
     assert all("by None" in text for text in said)
     whole(place, "fast", there)
     whole(place, "slow", there)
+
+
+def test_ranks_that_lose_their_agent_and_save_nothing_leave_no_thread(place: Path) -> None:
+    with Gang(2, "support.agent_ranks:lost_before_all", place) as gang:
+        os.kill(int(gang.hear(0, "ready")), signal.SIGKILL)
+        assert [text.splitlines()[-1] for text in gang.wait()] == ["left", "left"]
 
 
 def test_what_an_earlier_job_left_arrives_though_the_agent_is_killed_before_the_first_save(place: Path) -> None:
@@ -110,8 +116,8 @@ def test_what_an_earlier_job_left_arrives_though_the_agent_is_killed_before_the_
             gang.kill(rank)
         gang.codes()
     assert steps_in(place, "slow") == []
-    with Gang(2, "support.agent_ranks:lost_within_plan", place, 2, 2, env={"SLOW": "100KiB/s"}) as gang:
-        os.kill(int(gang.hear(0, "planning")), signal.SIGKILL)
+    with Gang(2, "support.agent_ranks:lost_within_save", place, 2, 2, "", env={"SLOW": "100KiB/s"}) as gang:
+        os.kill(int(gang.hear(0, "within")), signal.SIGKILL)
         gang.wait()
     whole(place, "slow", [1, 2, 3])
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -225,32 +226,56 @@ def agents_die(place: str, steps: str, pause: str) -> None:
     dist.destroy_process_group()
 
 
-def lost_within_plan(place: str, first: str, step: str) -> None:
+def lost_within_save(place: str, first: str, step: str, plans: str) -> None:
     """Save from the first step on. The test kills the agent while the first rank plans this step, which the other one
-    begins once it knows of the loss. They have to ask each other what each of them saves, and save one more step."""
+    begins once it knows of the loss; or when both have planned it, and the agent has nothing of it. They have to ask
+    each other what each of them saves, and save one more step."""
     ckpt, rank, size = opened(place)
     pipeline = ckpt._pipeline
     last = int(step)
     with ckpt:
         for before in range(int(first), last):
             ckpt.save(state_of(before, rank, size), step=before).wait_captured()
-        prepare = pipeline.prepare  # type: ignore[attr-defined]
+        where = "prepare" if plans else "_start"
+        done = getattr(pipeline, where)
 
-        def told(seq: int) -> None:
-            prepare(seq)
-            print("planning", pipeline.agent, flush=True)  # type: ignore[attr-defined]
+        def told(seq: int) -> Any:
+            found = done(seq)
+            print("within", pipeline.agent, flush=True)  # type: ignore[attr-defined]
+            if not plans:
+                until(is_lost)
+            return found
 
-        if rank == 0:
-            pipeline.prepare = told  # type: ignore[attr-defined]
+        def is_lost() -> bool:
+            return pipeline._losses == 1 and pipeline._holding is None  # type: ignore[attr-defined]
+
+        if rank == 0 or not plans:
+            setattr(pipeline, where, told)
         else:
-            until(lambda: pipeline._losses == 1)  # type: ignore[attr-defined]
+            until(is_lost)
         more = {"more": torch.arange(100)}
         saves = [ckpt.save(state_of(now, rank, size) | more, step=now) for now in (last, last + 1)]
         saves[-1].wait("slow", timeout=60)
-        names = [thread.name for thread in threading.enumerate()]
-        assert names.count("tierstate-fast") == names.count("tierstate-slow") == 1, names
+        assert sorted(threads_of_tiers()) == ["fast", "slow"]
         print("by", pipeline.agent, flush=True)  # type: ignore[attr-defined]
     dist.destroy_process_group()
+
+
+def lost_before_all(place: str) -> None:
+    """The test kills the agent, and nothing is saved; say which tiers have a thread."""
+    ckpt, _, _ = opened(place)
+    pipeline = ckpt._pipeline
+    with ckpt:
+        print("ready", pipeline.agent, flush=True)  # type: ignore[attr-defined]
+        until(lambda: pipeline._losses == 1 and pipeline._holding is None)  # type: ignore[attr-defined]
+    print("left", *threads_of_tiers(), flush=True)
+    dist.destroy_process_group()
+
+
+def threads_of_tiers() -> list[str]:
+    """The tiers for which a thread runs."""
+    names = [thread.name.removeprefix("tierstate-") for thread in threading.enumerate()]
+    return [name for name in names if name in ("ram", "fast", "slow")]
 
 
 def one_announces_late(place: str, steps: str, late: str) -> None:

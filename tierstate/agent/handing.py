@@ -217,9 +217,8 @@ class HandingPipeline(SavePipeline):
         return self._link is not None or self._holding is not None
 
     def _make_queues(self, seq: int) -> None:
-        with self._changing:
-            if not self._hands_over and not self.queues:  # there are some, if the agent was lost before the first save
-                super()._make_queues(seq)
+        if not self._hands_over:
+            super()._make_queues(seq)
 
     def _start(self, seq: int) -> Any:
         capturing = super()._start(seq)
