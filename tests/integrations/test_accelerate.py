@@ -92,6 +92,14 @@ def test_killed_and_resumed_to_the_last_bit(
     again.accelerator.end_training()
 
 
+def test_the_training_goes_on_while_its_state_is_captured(tmp_path: Path, policy: str) -> None:
+    job = new_job(tmp_path, policy)
+    trained(job, save=[2])
+    assert job.versions is not None
+    assert job.versions.ckpt._guard.lazy
+    job.accelerator.end_training()
+
+
 @pytest.mark.parametrize("stateful", [False, True], ids=["skipped", "stateful"])
 @pytest.mark.parametrize("done", [3, 4, 5, 7])
 def test_resumed_twice_in_one_epoch(done: int, stateful: bool, tmp_path: Path, policy: str) -> None:

@@ -247,6 +247,35 @@ def test_folders_with_names_of_their_own_stay_and_are_not_counted(tmp_path: Path
     }  # fmt: skip
 
 
+def test_folders_of_another_run_stay(tmp_path: Path) -> None:
+    output, policy = tmp_path / "job", policy_of(tmp_path / "tier", ", keep: {last: 1}")
+    trainer(output, tier={"policy": policy, "run": "first"}, max_steps=3, save_steps=3).train()
+    trainer(output, tier={"policy": policy, "run": "second"}).train()
+    assert steps_of(output) == [3, 12]
+    assert json.loads((output / "checkpoint-3" / "tierstate.json").read_text())["run"] == "first"
+
+
+class Guards(Losses):
+    """Notes at each step whether a save may go on while the training does."""
+
+    job: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy: list[bool] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.lazy.append(self.job._versions._ckpt._guard.lazy)
+
+
+def test_the_training_goes_on_while_its_state_is_captured(tmp_path: Path) -> None:
+    guards = Guards()
+    guards.job = trainer(tmp_path / "job", guards, max_steps=2)
+    for _ in range(2):
+        guards.job.train()
+    assert guards.lazy == [True] * 4
+
+
 def test_a_folder_whose_version_is_gone_is_not_resumed_from(tmp_path: Path) -> None:
     output, policy = tmp_path / "job", policy_of(tmp_path / "tier")
     trainer(output, tier={"policy": policy}).train()

@@ -190,6 +190,7 @@ def trained(place: str, steps: int = STEPS, **options: Any) -> Trainer:
     """A trainer that has trained and is closed."""
     job = trainer(place, manager(place, **options), steps=steps)
     job.train()
+    assert job.checkpointer.checkpointer._guard.lazy, "the training waits while its state is captured"
     job.close()
     return job
 
