@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
+import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,9 +110,11 @@ def test_a_language_model_with_tied_weights(tmp_path: Path) -> None:
         return made
 
     whole, losses = Losses(), Losses()
-    job(TierTrainer, whole).train()
-    job(TierTrainer, losses).train(resume_from_checkpoint=str(tmp_path / "gpt" / "checkpoint-6"))
-    assert losses.found == {step: whole.found[step] for step in range(7, 13)}
+    first, again = (job(TierTrainer, found, logging_steps=4) for found in (whole, losses))
+    first.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "gpt" / "checkpoint-6"))
+    assert losses.found == {step: whole.found[step] for step in (8, 12)}
+    assert again.state.total_flos == first.state.total_flos > 0
 
 
 def test_no_file_of_the_trainer_itself_is_written(tmp_path: Path) -> None:
@@ -190,6 +195,12 @@ def test_a_signal_saves_at_the_end_of_the_step_and_stops(given: dict[str, Any], 
     assert losses.found == {step: whole[step] for step in range(7, 13)}
 
 
+def test_the_trainers_own_way_with_signals_is_undone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    trainer(tmp_path, enable_jit_checkpoint=True)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_folders_that_are_lost_are_made_again_of_the_versions(tmp_path: Path) -> None:
     output, policy = tmp_path / "job", policy_of(tmp_path / "tier")
     whole = Losses()
@@ -245,6 +256,13 @@ def test_folders_with_names_of_their_own_stay_and_are_not_counted(tmp_path: Path
     assert {folder.name for folder in output.glob("checkpoint-*")} == {
         "checkpoint-1", "checkpoint-12", "checkpoint-best",
     }  # fmt: skip
+
+
+def test_only_durable_versions_have_folders(tmp_path: Path) -> None:
+    tiers = f"ram: {{type: host, capacity: 64MiB}}, nvme: {{type: nvme, every: 4, path: '{tmp_path}/tier'}}"
+    policy = ts.Policy.parse(f"version: 1\narena: {{size: 64MiB}}\ntiers: {{{tiers}}}\n")
+    trainer(tmp_path / "job", tier={"policy": policy}).train()
+    assert steps_of(tmp_path / "job") == list(versions(tmp_path / "job", policy)) == [2, 4, 8, 12]
 
 
 def test_folders_of_another_run_stay(tmp_path: Path) -> None:
@@ -482,5 +500,11 @@ def test_what_cannot_be_taken_over_is_refused(tmp_path: Path) -> None:
     job.args.push_to_hub = True
     with pytest.raises(ValueError, match="the folders hold no model"):
         use(job)
+    job.args.push_to_hub = False
+    for version in (1, 2):
+        job.is_fsdp_enabled = True
+        job.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version)))
+        with pytest.raises(ValueError, match="use fsdp_version 2") if version == 1 else nullcontext():
+            use(job)
     with pytest.raises(ValueError, match="search with a plain Trainer"):
         trainer(tmp_path).train(trial={})

@@ -22,6 +22,8 @@ INFO: Any = SimpleNamespace(run="gpt", id="abc", step=3, seq=3)
 
 
 def test_every_beginning_of_a_reference_is_torn(tmp_path: Path) -> None:
+    assert not is_torn(tmp_path)
+    (tmp_path / ".made.part").mkdir()  # a crash has left it
     write_reference(tmp_path / "made", INFO)
     whole = (tmp_path / "made" / REFERENCE).read_bytes()
     found = read_reference(tmp_path / "made")
@@ -52,6 +54,7 @@ def test_what_is_renamed_is_on_stable_storage(there: bool, tmp_path: Path, monke
 
     def synced(descriptor: int) -> None:
         calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        assert os.fstat(descriptor).st_size, "what was written is still in this process"
         sync(descriptor)
 
     def replaced(old: Any, new: Any) -> None:
