@@ -100,6 +100,16 @@ def test_the_training_goes_on_while_its_state_is_captured(tmp_path: Path, policy
     job.accelerator.end_training()
 
 
+def test_whatever_keeps_a_version_from_its_folder_is_told(
+    tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierstate.integrations.accelerate.saved_version", {}.__getitem__)
+    job = new_job(tmp_path, policy)
+    trained(job, save=[2])
+    job.accelerator.end_training()
+    assert "step_2 does not stand for a version: TypeError" in caplog.text
+
+
 @pytest.mark.parametrize("stateful", [False, True], ids=["skipped", "stateful"])
 @pytest.mark.parametrize("done", [3, 4, 5, 7])
 def test_resumed_twice_in_one_epoch(done: int, stateful: bool, tmp_path: Path, policy: str) -> None:

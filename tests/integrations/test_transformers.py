@@ -258,11 +258,20 @@ def test_folders_with_names_of_their_own_stay_and_are_not_counted(tmp_path: Path
     }  # fmt: skip
 
 
-def test_only_durable_versions_have_folders(tmp_path: Path) -> None:
+def test_only_durable_versions_have_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiers = f"ram: {{type: host, capacity: 64MiB}}, nvme: {{type: nvme, every: 4, path: '{tmp_path}/tier'}}"
     policy = ts.Policy.parse(f"version: 1\narena: {{size: 64MiB}}\ntiers: {{{tiers}}}\n")
-    trainer(tmp_path / "job", tier={"policy": policy}).train()
-    assert steps_of(tmp_path / "job") == list(versions(tmp_path / "job", policy)) == [2, 4, 8, 12]
+    trainer(tmp_path / "job", tier={"policy": policy}, max_steps=10).train()
+    assert steps_of(tmp_path / "job") == list(versions(tmp_path / "job", policy)) == [2, 4, 8]
+    assert "has no folder" not in caplog.text
+
+
+def test_whatever_keeps_a_version_from_its_folder_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierstate.integrations.transformers.saved_version", {}.__getitem__)
+    trainer(tmp_path, max_steps=4).train()
+    assert [f"checkpoint-{step} has no folder: TypeError" in caplog.text for step in (2, 4)] == [True, True]
 
 
 def test_folders_of_another_run_stay(tmp_path: Path) -> None:

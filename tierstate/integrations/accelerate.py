@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from tierstate.checkpointer import Checkpointer, Save
-from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError
+from tierstate.manifest.errors import NotFound, StateMismatch, error_text
 from tierstate.manifest.format.version import MAX_SEQ
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
@@ -247,8 +247,8 @@ class AcceleratorVersions:
                     raise error
                 write_reference(folder, saved_version(self.ckpt, save))
                 self._rotate(folder.parent)
-        except (TierstateError, OSError) as why:  # a save that failed is raised by the next one, or at the end
-            log.warning("%s does not stand for a version: %s", folder, why)
+        except Exception as why:  # of any type: nobody hears of what is raised here; the next save raises of this one
+            log.warning("%s does not stand for a version: %s", folder, error_text(why))
 
     def _rotate(self, parent: Path) -> None:
         """Delete folders beyond ``total_limit``, as accelerate does where it names them."""

@@ -38,7 +38,7 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from tierstate.checkpointer import Checkpointer, Save
 from tierstate.engine.info import VersionInfo
-from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError
+from tierstate.manifest.errors import NotFound, StateMismatch, TierstateError, error_text
 from tierstate.manifest.history.log import LONGEST_RUN, check_run
 from tierstate.providers.values.stateful import PerRank, Rng
 from tierstate.tiers.policy.policy import Policy
@@ -424,8 +424,8 @@ class TrainerVersions:
             if best or durable in save.tiers:
                 self._write_folder(info, text)
             self._rotate(ckpt)
-        except (TierstateError, OSError) as error:  # a save that failed is raised by the next one, or at the end
-            log.warning("checkpoint-%d has no folder: %s", save.step, error)
+        except Exception as error:  # of any type: nobody hears of what is raised here; the next save raises of this one
+            log.warning("checkpoint-%d has no folder: %s", save.step, error_text(error))
 
     def _write_folder(self, info: VersionInfo, text: str) -> None:
         folder = self._folder(info.step)
