@@ -247,7 +247,7 @@ class AcceleratorVersions:
                     raise error
                 write_reference(folder, saved_version(self.ckpt, save))
                 self._rotate(folder.parent)
-        except Exception as why:  # of any type: nobody hears of what is raised here; the next save raises of this one
+        except Exception as why:  # of any type, as this thread raises to nobody; the next save tells of a failed one
             log.warning("%s does not stand for a version: %s", folder, error_text(why))
 
     def _rotate(self, parent: Path) -> None:

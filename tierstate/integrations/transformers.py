@@ -424,7 +424,7 @@ class TrainerVersions:
             if best or durable in save.tiers:
                 self._write_folder(info, text)
             self._rotate(ckpt)
-        except Exception as error:  # of any type: nobody hears of what is raised here; the next save raises of this one
+        except Exception as error:  # of any type, as this thread raises to nobody; the next save tells of a failed one
             log.warning("checkpoint-%d has no folder: %s", save.step, error_text(error))
 
     def _write_folder(self, info: VersionInfo, text: str) -> None:
