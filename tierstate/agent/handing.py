@@ -228,7 +228,9 @@ class HandingPipeline(SavePipeline):
         return capturing
 
     def _begin_here(self, seq: int) -> None:
-        """This process publishes from now on."""
+        """This process publishes from now on: from its first save, if it has made none."""
+        if self._capturing is None:
+            return  # that save makes the queues, and `close` ends none before it
         for tier_run in self._tier_runs.values():
             tier_run.look_again()  # the agent has changed the tiers
         super()._make_queues(seq)

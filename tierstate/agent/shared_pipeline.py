@@ -308,13 +308,13 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             self._meet_again()
             outcomes, again = self._agree()
             with self._changing:
-                if not self._stopped and self._capturing is not None:  # else the first save begins here, if one comes
+                if not self._stopped:
                     self._begin_here(again)
                 self._carry_out_all(outcomes, None)
         except BaseException as error:
             log.exception("saves that the agents had cannot be published")
             with self._changing:
-                if not self._stopped and self._capturing is not None and not self.queues:
+                if not self._stopped and not self.queues:
                     self._begin_here(self._latest + 1)
                 self._carry_out_all({}, error)
         finally:
