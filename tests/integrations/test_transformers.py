@@ -7,7 +7,6 @@ import multiprocessing
 import shutil
 import signal
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,23 +97,27 @@ def test_killed_and_resumed_to_the_last_bit(given: dict[str, Any], tmp_path: Pat
     assert max(losses.found) == max(whole)
 
 
+def gpt(output: Path, losses: Losses | None = None, **given: Any) -> Any:
+    torch.manual_seed(4)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=50))
+    made = trainer(output, losses, model=model, remove_unused_columns=False, **given)
+    tokens = torch.randint(0, 50, (40, 16), generator=torch.Generator().manual_seed(1))
+    made.train_dataset = [{"input_ids": row, "labels": row} for row in tokens]
+    return made
+
+
 def test_a_language_model_with_tied_weights(tmp_path: Path) -> None:
-    def model() -> GPT2LMHeadModel:
-        torch.manual_seed(4)
-        return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=50))
-
-    def job(kind: type[Trainer], losses: Losses, **given: Any) -> Any:
-        made = trainer(tmp_path / "gpt", losses, kind, model=model(), remove_unused_columns=False, **given)
-        tokens = torch.randint(0, 50, (40, 16), generator=torch.Generator().manual_seed(1))
-        made.train_dataset = [{"input_ids": row, "labels": row} for row in tokens]
-        return made
-
     whole, losses = Losses(), Losses()
-    first, again = (job(TierTrainer, found, logging_steps=4) for found in (whole, losses))
-    first.train()
-    again.train(resume_from_checkpoint=str(tmp_path / "gpt" / "checkpoint-6"))
-    assert losses.found == {step: whole.found[step] for step in (8, 12)}
-    assert again.state.total_flos == first.state.total_flos > 0
+    gpt(tmp_path, whole).train()
+    gpt(tmp_path, losses).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert losses.found == {step: whole.found[step] for step in range(7, 13)}
+
+
+def test_operations_since_the_last_log_are_counted_after_a_resumption(tmp_path: Path) -> None:
+    whole, again = (gpt(tmp_path, logging_steps=4) for _ in range(2))
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert again.state.total_flos == whole.state.total_flos > 0
 
 
 def test_no_file_of_the_trainer_itself_is_written(tmp_path: Path) -> None:
@@ -271,7 +274,8 @@ def test_whatever_keeps_a_version_from_its_folder_is_told(
 ) -> None:
     monkeypatch.setattr("tierstate.integrations.transformers.saved_version", {}.__getitem__)
     trainer(tmp_path, max_steps=4).train()
-    assert [f"checkpoint-{step} has no folder: TypeError" in caplog.text for step in (2, 4)] == [True, True]
+    for step in (2, 4):
+        assert f"checkpoint-{step} has no folder: TypeError" in caplog.text
 
 
 def test_folders_of_another_run_stay(tmp_path: Path) -> None:
@@ -282,25 +286,11 @@ def test_folders_of_another_run_stay(tmp_path: Path) -> None:
     assert json.loads((output / "checkpoint-3" / "tierstate.json").read_text())["run"] == "first"
 
 
-class Guards(Losses):
-    """Notes at each step whether a save may go on while the training does."""
-
-    job: Any = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lazy: list[bool] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.lazy.append(self.job._versions._ckpt._guard.lazy)
-
-
 def test_the_training_goes_on_while_its_state_is_captured(tmp_path: Path) -> None:
-    guards = Guards()
-    guards.job = trainer(tmp_path / "job", guards, max_steps=2)
+    job = trainer(tmp_path, kind=Recorded, max_steps=2)
     for _ in range(2):
-        guards.job.train()
-    assert guards.lazy == [True] * 4
+        job.train()
+    assert job.lazy == [True] * 4
 
 
 def test_a_folder_whose_version_is_gone_is_not_resumed_from(tmp_path: Path) -> None:
@@ -432,13 +422,17 @@ def test_a_run_is_named_before_the_training(tmp_path: Path) -> None:
 
 
 class Recorded(TierTrainer):
-    """Keeps the loss of each step, and cannot begin once."""
+    """Keeps of each step the loss, and whether a save would be captured beside it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.steps: list[float] = []
+        self.lazy: list[bool] = []
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        ckpt = self._versions._ckpt
+        assert ckpt is not None
+        self.lazy.append(ckpt._guard.lazy)
         loss = super().training_step(*args, **kwargs)
         self.steps.append(float(loss))
         return loss
@@ -509,11 +503,12 @@ def test_what_cannot_be_taken_over_is_refused(tmp_path: Path) -> None:
     job.args.push_to_hub = True
     with pytest.raises(ValueError, match="the folders hold no model"):
         use(job)
-    job.args.push_to_hub = False
-    for version in (1, 2):
-        job.is_fsdp_enabled = True
-        job.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version)))
-        with pytest.raises(ValueError, match="use fsdp_version 2") if version == 1 else nullcontext():
-            use(job)
+    plugin = SimpleNamespace(fsdp_version=1)
+    job.args.push_to_hub, job.is_fsdp_enabled = False, True
+    job.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    with pytest.raises(ValueError, match="use fsdp_version 2"):
+        use(job)
+    plugin.fsdp_version = 2
+    use(job)
     with pytest.raises(ValueError, match="search with a plain Trainer"):
         trainer(tmp_path).train(trial={})

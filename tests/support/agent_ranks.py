@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.agents import hosts_policy, policy
+from support.checkpointer_worlds import engine_threads
 from support.outcomes import until
 from support.rank_jobs import check, state_of
 
@@ -232,7 +233,7 @@ def lost_within_save(place: str, first: str, step: str, plans: str) -> None:
     each other what each of them saves, and save one more step."""
     ckpt, rank, size = opened(place)
     pipeline = ckpt._pipeline
-    last = int(step)
+    last, is_lost = int(step), partial(lost_once, ckpt)
     with ckpt:
         for before in range(int(first), last):
             ckpt.save(state_of(before, rank, size), step=before).wait_captured()
@@ -246,9 +247,6 @@ def lost_within_save(place: str, first: str, step: str, plans: str) -> None:
                 until(is_lost)
             return found
 
-        def is_lost() -> bool:
-            return pipeline._losses == 1 and pipeline._holding is None  # type: ignore[attr-defined]
-
         if rank == 0 or not plans:
             setattr(pipeline, where, told)
         else:
@@ -256,7 +254,7 @@ def lost_within_save(place: str, first: str, step: str, plans: str) -> None:
         more = {"more": torch.arange(100)}
         saves = [ckpt.save(state_of(now, rank, size) | more, step=now) for now in (last, last + 1)]
         saves[-1].wait("slow", timeout=60)
-        assert sorted(threads_of_tiers()) == ["fast", "slow"]
+        assert threads_of_tiers() == ["tierstate-fast", "tierstate-slow"]
         print("by", pipeline.agent, flush=True)  # type: ignore[attr-defined]
     dist.destroy_process_group()
 
@@ -264,18 +262,21 @@ def lost_within_save(place: str, first: str, step: str, plans: str) -> None:
 def lost_before_all(place: str) -> None:
     """The test kills the agent, and nothing is saved; say which tiers have a thread."""
     ckpt, _, _ = opened(place)
-    pipeline = ckpt._pipeline
     with ckpt:
-        print("ready", pipeline.agent, flush=True)  # type: ignore[attr-defined]
-        until(lambda: pipeline._losses == 1 and pipeline._holding is None)  # type: ignore[attr-defined]
+        print("ready", ckpt._pipeline.agent, flush=True)  # type: ignore[attr-defined]
+        until(partial(lost_once, ckpt))
     print("left", *threads_of_tiers(), flush=True)
     dist.destroy_process_group()
 
 
+def lost_once(ckpt: ts.Checkpointer) -> bool:
+    """Whether agents were lost, for the first time, and all ranks have agreed on what becomes of their saves."""
+    return ckpt._pipeline._losses == 1 and ckpt._pipeline._holding is None  # type: ignore[attr-defined]
+
+
 def threads_of_tiers() -> list[str]:
-    """The tiers for which a thread runs."""
-    names = [thread.name.removeprefix("tierstate-") for thread in threading.enumerate()]
-    return [name for name in names if name in ("ram", "fast", "slow")]
+    """The names of the threads that write to tiers, sorted."""
+    return sorted(name for name in engine_threads() if name in ("tierstate-fast", "tierstate-slow"))
 
 
 def one_announces_late(place: str, steps: str, late: str) -> None:

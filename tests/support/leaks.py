@@ -58,8 +58,12 @@ def temporary(folder: Path) -> list[str]:
 
 def objects(folder: Path) -> list[str]:
     """All files below a folder, but the tier's marker."""
-    names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in names if name != MARKER_KEY)
+    return [name for name in files(folder) if name != MARKER_KEY]
+
+
+def files(folder: Path) -> list[str]:
+    """Everything below a folder but folders: temporary files and links, too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
 def at_rest(ckpt: ts.Checkpointer) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaks import objects, open_files
+from support.leaks import files, open_files
 
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import AccessDenied, AlreadyExists, Damaged, NotFound, TierUnavailable
@@ -118,7 +118,7 @@ def test_a_failed_sync_of_the_folder_takes_the_name_back(tier: Nvme, monkeypatch
         patch.setattr(os, "fsync", fail)
         with pytest.raises(TierUnavailable, match=r"nvme: b: cannot write .*tier/b.*EIO"):
             writer.close()
-    assert objects(tier.path) == ["a"]
+    assert files(tier.path) == ["a"]
 
 
 def failing_once(real: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
@@ -157,10 +157,10 @@ def test_a_name_that_cannot_be_taken_back_now_is_before_it_is_read(tier: Nvme, m
             patch.setattr(os, call, failing_once(getattr(os, call)))
         with pytest.raises(TierUnavailable, match=r"nvme: b: cannot write .*tier/b.*EIO"):
             tier.put("b", random_bytes(100))
-    assert "b" in objects(tier.path)
+    assert "b" in files(tier.path)
     with pytest.raises(NotFound):
         tier.size("b")
-    assert "b" not in objects(tier.path)
+    assert "b" not in files(tier.path)
     tier.put("b", random_bytes(200))
     assert torch.equal(tier.get("b"), random_bytes(200))
 
@@ -181,7 +181,7 @@ def test_a_link_whose_answer_is_lost_is_synced(tier: Nvme, synced: list[str], mo
     monkeypatch.setattr(os, "link", failing_once(os.link, after=True))
     tier.put("b", random_bytes(100))
     assert synced == [str(tier.path)]
-    assert objects(tier.path) == ["a", "b"]
+    assert files(tier.path) == ["a", "b"]
 
 
 @pytest.mark.parametrize(("call", "after"), [("fsync", False), ("unlink", True)])
@@ -192,7 +192,7 @@ def test_a_delete_that_is_repeated_is_durable(
     synced.clear()
     monkeypatch.setattr(os, call, failing_once(getattr(os, call), after=after))
     Retried(tier, 2).delete("packs/a")
-    assert objects(tier.path) == []
+    assert files(tier.path) == []
     assert synced == [str(tier.path / "packs")]
 
 
@@ -207,7 +207,7 @@ def test_a_name_taken_by_our_own_link_is_no_conflict(tier: Nvme, monkeypatch: py
     monkeypatch.setattr(os, "link", twice)
     tier.put("a", random_bytes(5))
     assert torch.equal(tier.get("a"), random_bytes(5))
-    assert objects(tier.path) == ["a"]
+    assert files(tier.path) == ["a"]
 
 
 def test_short_writes_and_reads_go_on_where_they_stopped(tier: Nvme, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_links_lead_nowhere(tier: Nvme, tmp_path: Path) -> None:
     with pytest.raises(AlreadyExists):
         tier.put("file", empty_buffer(1))
     tier.delete("file")
-    assert objects(outside) == ["secret"]
+    assert files(outside) == ["secret"]
     assert (outside / "secret").read_text() == "secret"
 
 
@@ -282,7 +282,7 @@ def test_relative_paths_do_not_follow_the_process(tmp_path: Path, monkeypatch: p
     tier = Directory(Path("ckpt"))
     monkeypatch.chdir("/")
     tier.put("a", empty_buffer(1))
-    assert objects(tmp_path) == ["ckpt/a"]
+    assert files(tmp_path) == ["ckpt/a"]
 
 
 def test_descriptors_are_closed(tier: Nvme) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.filesystems import fuse
-from support.leaks import objects
+from support.leaks import files
 
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import (
@@ -101,7 +101,7 @@ def test_each_errno_has_its_class(
     assert str(tier.path) in str(found.value)
     assert errno.errorcode[number] in str(found.value)
     assert isinstance(found.value.__cause__, OSError)
-    assert objects(tier.path) == []
+    assert files(tier.path) == []
     assert lease.releases == 1
 
 
@@ -111,7 +111,7 @@ def test_a_full_file_system(mount: Callable[[str], Path]) -> None:
     tier.put("small", random_bytes(1000))
     with pytest.raises(TierFull, match="ENOSPC"):
         tier.put("big", random_bytes(2 << 20))
-    assert objects(tier.path) == ["small"]
+    assert files(tier.path) == ["small"]
     tier.put("other", random_bytes(500_000))
     assert torch.equal(tier.get("small"), random_bytes(1000))
 
@@ -151,10 +151,10 @@ def test_a_missing_root_is_empty_and_made_by_the_first_write(tmp_path: Path) -> 
     for call in (tier.size, tier.get):
         with pytest.raises(NotFound):
             call("a")
-    assert objects(tmp_path) == []
+    assert files(tmp_path) == []
     assert not tier.path.exists()
     tier.put("a", empty_buffer(1))
-    assert objects(tmp_path) == ["not/there/a"]
+    assert files(tmp_path) == ["not/there/a"]
 
 
 def test_a_root_that_is_a_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.leaks import objects
+from support.leaks import files
 
 from tierstate.manifest.chunk import empty_buffer
 from tierstate.manifest.errors import NotFound, TierFull, TierUnavailable
@@ -54,28 +54,28 @@ KILLED = """
 
 def test_a_writer_that_is_killed_leaves_nothing(tier: Nvme) -> None:
     with start(KILLED, tier.path) as child:
-        assert len(objects(tier.path)) == 2
+        assert len(files(tier.path)) == 2
 
         # While it lives, neither a reader nor another writer sees or removes anything of it.
         tier.put("other", empty_buffer(1))
         assert list(tier.list("")) == ["other", "run/whole"]
-        assert len(objects(tier.path)) == 3
+        assert len(files(tier.path)) == 3
         child.send_signal(signal.SIGKILL)
 
     opened = Nvme(path=tier.path)
     assert list(opened.list("")) == ["other", "run/whole"]
     with pytest.raises(NotFound):
         opened.size("run/half")
-    assert len(objects(tier.path)) == 3, "reading removes nothing"
+    assert len(files(tier.path)) == 3, "reading removes nothing"
     opened.put("run/half", random_bytes(10))
-    assert objects(tier.path) == ["other", "run/half", "run/whole"]
+    assert files(tier.path) == ["other", "run/half", "run/whole"]
 
 
 def test_a_writer_of_the_same_process_is_left_alone(tier: Nvme) -> None:
     with tier.writer("a") as writer:
         writer.append(random_bytes(10))
         Nvme(path=tier.path).put("b", empty_buffer(1))
-    assert objects(tier.path) == ["a", "b"]
+    assert files(tier.path) == ["a", "b"]
 
 
 @pytest.mark.parametrize(("age", "left"), [(3000, True), (4000, False)])
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_locked_or_looked_at_is_removed(
         failing.setattr(module, name, fail)
         with pytest.raises(TierUnavailable, match="ESTALE"):
             tier.put("a", random_bytes(10))
-    assert objects(tier.path) == ["z"]
+    assert files(tier.path) == ["z"]
 
 
 # Races and capacity
@@ -181,7 +181,7 @@ def test_two_processes_race_and_one_wins(tmp_path: Path) -> None:
     for seed in range(2):
         for n in won[seed]:
             assert torch.equal(tier.get(f"run/{n}"), random_bytes(100_000, seed))
-    assert objects(tmp_path) == sorted(f"run/{n}" for n in range(rounds))
+    assert files(tmp_path) == sorted(f"run/{n}" for n in range(rounds))
 
 
 def test_capacity_counts_what_is_there_already(tmp_path: Path) -> None:
