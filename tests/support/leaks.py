@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -31,9 +32,13 @@ def open_files() -> Counter[str]:
 def resident() -> int:
     """Bytes of memory that this process has, by the kernel's own count.
 
-    Without those of programs and libraries, which the kernel takes away at any moment where memory is short.
+    Without those of programs and libraries, which the kernel takes away at any moment where memory is short, and
+    without freed memory that glibc keeps for the next `malloc`: how much it keeps depends on the longest block that any
+    earlier test has freed (`M_MMAP_THRESHOLD` of mallopt(3)).
     """
     gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # musl keeps nothing of big blocks
+        trim(0)
     counts = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return 1024 * sum(int(counts[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem", "SwapPss"))
 

@@ -73,16 +73,16 @@ def test_close_gives_memory_back_at_once_and_the_rest_when_it_comes_back(shared:
     for slab in slabs:
         slab.buffer.fill_(7)
     views = [slab.buffer[PAGE:] for slab in slabs[:4]]
-    assert resident() - before >= 12 * BIG
+    assert resident() - before > 11 * BIG
     for slab in slabs[4:]:
         slab.release()
     arena.close()
-    assert BIG * 4 <= resident() - before <= BIG * 5
+    assert 3 * BIG < resident() - before < 5 * BIG
     assert all(holds(view, 7) for view in views), "what is on loan is left alone"
     views.clear()
     for slab in slabs[:4]:
         slab.release()
-    assert resident() - before <= BIG
+    assert resident() - before < BIG
     assert len(descriptors()) == files
     assert (arena.in_flight, arena.kept, arena.peak) == (0, 0, 12)
 
@@ -105,9 +105,8 @@ def test_a_kept_slab_is_given_back_when_its_tier_lets_go(shared: bool) -> None:
     host.delete("packs/5")
     assert arena.kept == 5
     host.close()
-    # The writer has the last piece, and reading it back took memory too.
-    del writer
-    assert before - resident() > 4 * BIG
+    del writer  # it has the last piece
+    assert before - resident() > 5 * BIG
     assert (arena.in_flight, arena.kept, arena.peak) == (0, 0, 6)
 
 
