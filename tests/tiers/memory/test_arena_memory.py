@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpointer_worlds import own_threads
-from support.leaks import resident
+from support.leaks import open_files, resident
 from support.outcomes import until
 
 from tierstate.manifest.errors import CaptureError, TierstateError
@@ -475,10 +475,10 @@ def test_an_arena_that_is_dropped_closes_its_descriptor() -> None:
 
 
 def test_there_is_one_descriptor_however_many_slabs() -> None:
-    before = os.listdir("/proc/self/fd")
+    before = open_files()
     arena = Arena(5000 * PAGE, PAGE)
     slabs = [arena.acquire() for _ in range(4000)]
-    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    assert (open_files() - before).total() == 1
     for slab in slabs:
         slab.release()
     arena.close()

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from support.leaks import open_files
 from support.peer_hosts import Hosts, meet
 
 from tierstate.manifest.errors import TierError, TierUnavailable
@@ -113,12 +114,12 @@ def test_a_memory_that_is_full_leaves_nothing_open_and_is_named(
     monkeypatch.setattr("tierstate.tiers.peer.server.write_membership", full)
     found = Peer(path=place / "host0")
     for _ in range(2):
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         (error,) = meet([found])
         assert isinstance(error, TierUnavailable)
         assert f"{socket.gethostname()}: peer: {place / 'host0'}: [Errno 28] No space left" in str(error)
         found._home.release()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert not open_files() - before
         assert not keeper_lives(place / "host0")
     assert found.stop()
     found.close()
