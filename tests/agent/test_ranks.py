@@ -108,6 +108,16 @@ def test_ranks_that_lose_their_agent_and_save_nothing_leave_no_thread(place: Pat
         assert [text.splitlines()[-1] for text in gang.wait()] == ["left", "left"]
 
 
+def test_ranks_do_not_wait_for_one_that_cannot_say_what_it_has_after_a_loss(place: Path) -> None:
+    with Gang(2, "support.agent_ranks:one_cannot_tell", place, env={"SLOW": "100KiB/s"}) as gang:
+        os.kill(int(gang.hear(0, "ready")), signal.SIGKILL)
+        said = gang.wait()
+    why = "rank 1 cannot tell what it has of the saves that agents had: MemoryError: this rank has no memory"
+    assert f"slow RankFailed {why}" in said[0].splitlines()
+    assert "slow MemoryError this rank has no memory" in said[1].splitlines()
+    whole(place, "slow", [2])
+
+
 def test_what_an_earlier_job_left_arrives_though_the_agent_is_killed_before_the_first_save(place: Path) -> None:
     with Gang(2, "support.agent_ranks:wait_to_be_killed", place, 1, "1KiB/s") as gang:
         wait_until(lambda: steps_in(place, "fast") == [1], "the fast tier gets it")

@@ -18,6 +18,7 @@ from support.outcomes import until
 from support.rank_jobs import check, state_of
 
 import tierstate as ts
+from tierstate.manifest.errors import TierstateError
 
 
 def opened(place: str, **options: str) -> tuple[ts.Checkpointer, int, int]:
@@ -256,6 +257,31 @@ def lost_within_save(place: str, first: str, step: str, plans: str) -> None:
         saves[-1].wait("slow", timeout=60)
         assert threads_of_tiers() == ["tierstate-fast", "tierstate-slow"]
         print("by", pipeline.agent, flush=True)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+
+
+def one_cannot_tell(place: str) -> None:
+    """The test kills the agent while it has a save, and the last rank cannot say then what it has: the other one must
+    not wait for it. Say what became of that save, and save one more step."""
+    ckpt, rank, size = opened(place)
+    pipeline: Any = ckpt._pipeline
+
+    def unable(*_: object) -> Any:
+        raise MemoryError("this rank has no memory")
+
+    if rank == size - 1:
+        pipeline._states = unable
+    with ckpt:
+        held = ckpt.save(state_of(1, rank, size), step=1)
+        held.wait_captured()
+        print("ready", pipeline.agent, flush=True)
+        until(lambda: pipeline._link is None and pipeline._holding is None)
+        for tier in ("fast", "slow"):
+            try:
+                held.wait(tier, timeout=60)
+            except (TierstateError, MemoryError) as error:
+                print(tier, type(error).__name__, error, flush=True)
+        ckpt.save(state_of(2, rank, size), step=2).wait("slow", timeout=60)
     dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ from tierstate.engine.publish.save_state import SaveState
 from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.engine.ranks.save.leader import remove_record
 from tierstate.engine.ranks.save.save import RankParts, SharedPipeline
-from tierstate.engine.ranks.team.team import Team
+from tierstate.engine.ranks.team.team import Stop, Team, never
 from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError, TierUnavailable
 from tierstate.tiers.base import RankGroup
 from tierstate.tiers.concurrency import start_thread
@@ -157,18 +157,38 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
 
     def _by_all(self, topic: str, call: Callable[[], Any]) -> list[Any]:
         """What this returns on all ranks, by rank; if it fails on one, an error on all."""
+
+        def called() -> Any:
+            try:
+                return call()
+            except TierstateError:
+                raise
+            except Exception as error:
+                raise TierUnavailable(f"no agent can be had: {error!r}") from error
+
+        return self._answers(topic, called, lambda rank, why: PolicyError(f"rank {rank} has no agent: {why}"))
+
+    def _answers(
+        self, topic: str, call: Callable[[], Any], failed: Callable[[int, str], TierstateError], stop: Stop = never
+    ) -> list[Any]:
+        """What this returns on all ranks, by rank.
+
+        Args:
+            failed: makes the error where it fails on another rank, from that one's number and why.
+            stop: ends the waiting for the others.
+        """
         said: dict[str, Any] = {}
-        mine: TierstateError | None = None
+        mine: Exception | None = None
         try:
             said["value"] = call()
         except Exception as error:  # any error: the other ranks wait for an answer
-            mine = error if isinstance(error, TierstateError) else TierUnavailable(f"no agent can be had: {error!r}")
-            said["error"] = f"{type(mine).__name__}: {mine}"
-        every = [json.loads(one) for one in self._team.gather(topic, json.dumps(said).encode())]
+            mine, said["error"] = error, f"{type(error).__name__}: {error}"
+        every = [json.loads(one) for one in self._team.gather(topic, json.dumps(said).encode(), stop=stop)]
         if mine is not None:
             raise mine
-        if failed := [(rank, one["error"]) for rank, one in enumerate(every) if "error" in one]:
-            raise PolicyError(f"rank {failed[0][0]} has no agent: {failed[0][1]}")
+        for rank, one in enumerate(every):
+            if "error" in one:
+                raise failed(rank, one["error"])
         return [one["value"] for one in every]
 
     def _prepare(self) -> None:
@@ -335,7 +355,9 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         for name, tier_run in self._tier_runs.items():
             try:
                 tier_run.tier.meet(group)
-            except TierUnavailable as error:
+            except RankFailed:
+                raise
+            except Exception as error:  # any error: the other ranks go on, and wait for what this one has
                 log.warning("%s: saves go on without it: %s", name, error)
 
     def _agree(self) -> tuple[dict[int, dict[str, Outcome]], int]:
@@ -345,16 +367,14 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
             The outcomes, and the number of the first version that this process publishes.
 
         Raises:
-            RankFailed: a rank does not answer.
+            RankFailed: a rank does not answer, or cannot tell what it has.
         """
-        with self._changing:
-            latest, saves = self._latest, dict(self._recent)
-        mine = {str(seq): self._states(save_state) for seq, save_state in saves.items()}
-        # No rank has got as far as the save before which all look: also not by one that is just planned, or that no
-        # tier gets.
-        text = json.dumps({"latest": latest, "begun": self._seq, "saves": mine})
-        said = self._team.gather(self._loss, text.encode(), stop=lambda: self._stopped)
-        every = [json.loads(one) for one in said]
+
+        def failed(rank: int, why: str) -> RankFailed:
+            return RankFailed(f"rank {rank} cannot tell what it has of the saves that agents had: {why}")
+
+        every = self._answers(self._loss, self._what_is_here, failed, lambda: self._stopped)
+        mine = every[self._team.rank]["saves"]
         leaders = {name: self._team.leaders(s.tier.traits.shared) for name, s in self._tier_runs.items()}
         lasting = [name for name, s in self._tier_runs.items() if s.tier.traits.persistent]
         outcomes = decide(every, leaders, lasting)
@@ -362,6 +382,15 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         self._look_at, self._losses = max(one["begun"] for one in every) + LOOK_EVERY, self._losses + 1
         again = [seq for seq, tiers in outcomes.items() if set(tiers.values()) & {"redo", "copy"}]
         return outcomes, min(again, default=max(one["latest"] for one in every) + 1)
+
+    def _what_is_here(self) -> dict[str, Any]:
+        """What this rank tells the others after a loss; see `decide`."""
+        with self._changing:
+            latest, saves = self._latest, dict(self._recent)
+        mine = {str(seq): self._states(save_state) for seq, save_state in saves.items()}
+        # No rank has got as far as the save before which all look: also not by one that is just planned, or that no
+        # tier gets.
+        return {"latest": latest, "begun": self._seq, "saves": mine}
 
     def _carry_out_all(self, outcomes: Mapping[int, Mapping[str, Outcome]], error: BaseException | None) -> None:
         """Do with everything that this rank holds what was agreed; called with the lock, after which nothing is held.
