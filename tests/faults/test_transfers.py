@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpointer_worlds import alike, scratch, tensors
 from support.leaks import at_rest, nothing_left, objects
+from support.outcomes import until
 
 import tierstate as ts
 from tierstate.tiers.memory.pages import PAGE
@@ -58,8 +59,22 @@ def storm() -> Iterator[list[int]]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         over.set()
         botherer.join()
+        # A thread may not have run since, and without a handler the signal that it has still to get ends the process.
+        until(lambda: not waiting_for(before))
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def waiting_for(numbers: Iterable[signal.Signals]) -> list[str]:
+    """The threads of this process that have still to get one of these signals, by their numbers."""
+    mask, found = sum(1 << number - 1 for number in numbers), []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            lines = [line.split() for line in (task / "status").read_text().splitlines()]
+            found += [
+                task.name for name, *value in lines if name in ("SigPnd:", "ShdPnd:") and int(value[0], 16) & mask
+            ]
+    return found
 
 
 def test_a_storm_of_signals_changes_no_byte(world, place):
