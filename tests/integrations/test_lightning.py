@@ -319,6 +319,17 @@ def test_a_save_that_was_killed_leaves_what_was_there_before(tmp_path: Path, cap
     io.teardown()
 
 
+def test_a_save_that_was_durable_when_its_process_was_killed_is_what_its_path_names(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    found = json.loads((tmp_path / "last.ckpt").read_text())
+    found["targets"][0]["version"] = ""  # the process had no time to write it
+    (tmp_path / "last.ckpt").unlink()
+    (tmp_path / "old.ckpt").write_text(json.dumps(found))
+    io = saved(tmp_path, 4)
+    assert io.load_checkpoint(tmp_path / "old.ckpt")["w"][0] == 3
+    io.teardown()
+
+
 @pytest.mark.parametrize("kind", [PathVersions, RankVersions])
 def test_the_checkpoint_before_a_requeue_is_durable_when_its_save_returns(
     kind: type[PathVersions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -367,6 +378,17 @@ def test_a_save_that_fails_is_told_and_nothing_older_is_removed(tmp_path: Path) 
     assert io.load_checkpoint(old)["global_step"] == 4
     assert io.load_checkpoint(tmp_path / "last.ckpt")["w"][0] == 3
     io.teardown()
+
+
+def test_a_path_that_takes_no_reference_is_told_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    io = saved(tmp_path, 3)
+    (tmp_path / "folder.ckpt").mkdir()
+    before = sorted(tmp_path.iterdir())
+    state = {"global_step": 4, "w": torch.ones(9), "pytorch-lightning_version": "2"}
+    with pytest.raises(IsADirectoryError, match=r"folder\.ckpt"):
+        io.save_checkpoint(state, tmp_path / "folder.ckpt")
+    io.teardown()
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_reference_does_not_grow_while_tiers_are_away(tmp_path: Path) -> None:
