@@ -12,6 +12,7 @@ from support.checkpointer_worlds import faulty, policy, tensors, tier, wrapped
 from support.equality import difference
 from support.outcomes import until
 from support.slow_tiers import GONE, lingering, state, steps, tables
+from support.storage_sites import tried
 
 import tierstate as ts
 from tierstate.engine.capture import plan
@@ -196,6 +197,31 @@ def test_cadence_by_time_goes_on_after_a_restart_and_a_failed_save_does_not_coun
         assert "slow" in save.tiers
         save.wait("slow")
         assert "slow" not in ckpt.save(state(22), step=22).tiers
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_close_waits_for_a_faster_tier_and_not_for_the_pause_of_the_slower_one(late, slow, fails):
+    """What it failed to get may come from the faster one: the last try is made once that is known."""
+    with wrapped(Memory()) as first:
+        ckpt = ts.Checkpointer(policy({"first": first, "slow": slow}), "run")
+        ckpt._pipeline.required = ("slow",)  # both are written from slabs
+        gate = faulty(first).shut("writer")
+        faulty(slow).add(Fault("writer", 0, GONE))
+        save = ckpt.save(state(1), step=1)
+        with pytest.raises(ts.TierUnavailable):
+            save.wait("slow")
+        faulty(slow).heal()
+        closing = threading.Thread(target=lambda: outcome.append(tried(ckpt.close)))
+        outcome: list[Any] = []
+        closing.start()
+        until(lambda: ckpt._pipeline.queues["slow"]._ended)
+        if fails:
+            faulty(first).add(Fault("writer", 0, GONE))
+        gate.set()
+        closing.join(60)
+        assert outcome, "it still waits"
+        with ts.Checkpointer(policy({"first": first, "slow": slow}), "run") as again:
+            assert steps(again, "slow") == ([] if fails else [1])
 
 
 # What retention holds back

@@ -283,7 +283,7 @@ class TierQueue:
                     self._running, self._busy = job, job is not None
                     return job
                 look = LOOK_FOR_SOURCE if early else LOOK_AT_OTHERS if others else 0.0
-                until = max(self._retry_timer.left, look)
+                until = look if self._ended else max(self._retry_timer.left, look)  # the last try waits for no pause
                 self._changed.wait(paused or (until if self._backlog.owed else None))
 
     def _take(self, missing: bool, others: Collection[int]) -> Job | None:
