@@ -24,7 +24,7 @@ from tierstate.engine.publish.tier_queue import TierQueue
 from tierstate.engine.ranks.save.leader import remove_record
 from tierstate.engine.ranks.save.save import RankParts, SharedPipeline
 from tierstate.engine.ranks.team.team import Stop, Team, never
-from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError, TierUnavailable
+from tierstate.manifest.errors import PolicyError, RankFailed, TierstateError, TierUnavailable, error_text
 from tierstate.tiers.base import RankGroup
 from tierstate.tiers.concurrency import start_thread
 from tierstate.tiers.connections.secret import JobSecret
@@ -182,7 +182,7 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         try:
             said["value"] = call()
         except Exception as error:  # any error: the other ranks wait for an answer
-            mine, said["error"] = error, f"{type(error).__name__}: {error}"
+            mine, said["error"] = error, error_text(error)
         every = [json.loads(one) for one in self._team.gather(topic, json.dumps(said).encode(), stop=stop)]
         if mine is not None:
             raise mine
