@@ -211,8 +211,8 @@ def test_close_waits_for_a_faster_tier_and_not_for_the_pause_of_the_slower_one(l
         with pytest.raises(ts.TierUnavailable):
             save.wait("slow")
         faulty(slow).heal()
-        closing = threading.Thread(target=lambda: outcome.append(tried(ckpt.close)))
         outcome: list[Any] = []
+        closing = threading.Thread(target=lambda: outcome.append(tried(ckpt.close)))
         closing.start()
         until(lambda: ckpt._pipeline.queues["slow"]._ended)
         if fails:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import threading
@@ -16,6 +15,7 @@ from support.checkpointer_worlds import arena_of
 
 import tierstate as ts
 from tierstate.manifest.format.marker import MARKER_KEY
+from tierstate.tiers.libc import libc
 
 
 def open_files() -> Counter[str]:
@@ -37,7 +37,7 @@ def resident() -> int:
     earlier test has freed (`M_MMAP_THRESHOLD` of mallopt(3)).
     """
     gc.collect()
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # musl keeps nothing of big blocks
+    if (trim := getattr(libc(), "malloc_trim", None)) is not None:  # musl keeps nothing of big blocks
         trim(0)
     counts = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return 1024 * sum(int(counts[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem", "SwapPss"))
