@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import random
@@ -21,6 +20,7 @@ from support.leaks import at_rest, nothing_left, objects
 from support.outcomes import until
 
 import tierstate as ts
+from tierstate.tiers.libc import libc
 from tierstate.tiers.memory.pages import PAGE
 from tierstate.tiers.posix import io_engine
 from tierstate.tiers.posix import io_engine as engine_room
@@ -35,7 +35,7 @@ def storm() -> Iterator[list[int]]:
     """Signals every millisecond to the process, and as fast as can be to each thread of the engine."""
     caught: list[int] = []
     over = threading.Event()
-    send = ctypes.CDLL(None, use_errno=True).tgkill
+    send = libc().tgkill
 
     def bother() -> None:
         while not over.wait(0.0005):
