@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -25,7 +26,7 @@ class Fault:
     Attributes:
         operation: the operation; ``append`` and ``close`` are those of writers, counted over all writers.
         at: number of the call, from 1; 0 for every call.
-        error: raised instead of the call, or after it.
+        error: raised instead of the call, or after it: a copy each time, as a tier makes its errors anew.
         after: the call takes effect before ``error`` is raised: its answer is lost.
         damage: without any error, ``flip`` inverts bit ``8 * where`` of the bytes, ``truncate`` loses the bytes from
             ``where`` on, ``drop`` skips the call. A truncated or dropped read leaves the rest of ``out`` as it was.
@@ -71,7 +72,7 @@ class Faulty(Wrapping):
             n = self.calls[operation]
         fault = next((f for f in self.faults if f.operation == operation and f.at in (0, n)), None)
         if fault is not None and fault.error is not None and not fault.after:
-            raise fault.error
+            raise _anew(fault.error)
         return fault
 
     def put(self, key: str, data: Buffer) -> None:
@@ -181,7 +182,16 @@ def damaged(data: Buffer, fault: Fault | None) -> Buffer:
 def end(fault: Fault | None) -> None:
     """Raise the fault's error, if it comes after the call's effect."""
     if fault is not None and fault.error is not None and fault.after:
-        raise fault.error
+        raise _anew(fault.error)
+
+
+def _anew(error: BaseException) -> BaseException:
+    """A copy of an error, so that traceback and notes of one call do not get into the next one's; the error itself if
+    its class cannot be copied."""
+    try:
+        return copy(error)
+    except Exception:
+        return error
 
 
 def _dropped(fault: Fault | None) -> bool:

@@ -23,6 +23,30 @@ def test_an_error_before_and_after() -> None:
         assert tier.calls["put"] == 3
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_what_a_caller_notes_on_an_error_stays_with_that_call(after: bool) -> None:
+    given = TierUnavailable("down", tier="far", key="a")
+    tier = Faulty(Memory(), Fault("put", 0, given, after=after))
+    for key in "ab":
+        with pytest.raises(TierUnavailable) as caught:
+            tier.put(key, empty_buffer(1))
+        assert (str(caught.value), caught.value.tier, caught.value.key) == ("down", "far", "a")
+        assert not hasattr(caught.value, "__notes__")
+        caught.value.add_note(f"this was {key}")
+    assert (given.__traceback__, hasattr(given, "__notes__")) == (None, False)
+
+
+def test_an_error_of_a_class_that_cannot_be_copied_is_raised_too() -> None:
+    class Full(Exception):
+        def __init__(self, needed: int, free: int) -> None:
+            super().__init__(f"{needed} > {free}")
+
+    tier = Faulty(Memory(), Fault("put", 0, Full(2, 1)))
+    for key in "ab":
+        with pytest.raises(Full, match="2 > 1"):
+            tier.put(key, empty_buffer(1))
+
+
 @pytest.mark.parametrize("operation", ["put", "read", "list", "size", "delete", "writer", "append", "close"])
 def test_every_operation_can_fail(operation: Any) -> None:
     tier = Faulty(Memory())
