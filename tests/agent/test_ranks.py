@@ -148,6 +148,19 @@ def test_a_save_that_fails_in_one_rank_of_an_agent_and_is_brought_soon_has_faile
     whole(place, "slow", [1, 2, 3])
 
 
+def test_a_rank_that_cannot_take_what_its_agent_says_goes_on_without_agents(place: Path) -> None:
+    gate = place / "gate"
+    start_with(policy(place), FAIL_ONCE.format(prefix=f"{place}/slow/packs/", gate=str(gate)))
+    with Gang(2, "support.agent_ranks:one_cannot_hear_of_a_failure", place, 3) as gang:
+        for rank in range(2):
+            gang.hear(rank, "1 arrived")
+        gate.touch()
+        said = gang.wait()
+    assert "unable" in said[1]
+    assert all("3 arrived" in text for text in said)
+    whole(place, "slow", [1, 2, 3])
+
+
 class Lives:
     """A check of the other ranks, which says what the test says."""
 

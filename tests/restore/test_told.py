@@ -91,7 +91,9 @@ def test_close_waits_no_longer_than_it_is_told_and_says_what_is_late(place):
         ckpt = ts.Checkpointer(spec, "run")
         gate = faulty(slow).shut("writer")
         faulty(bad).add(Fault("put", 0, ts.AccessDenied("not yours", tier="bad")))
-        ckpt.save(tensors(9000), step=1).wait()
+        save = ckpt.save(tensors(9000), step=1)
+        save.wait()
+        until(lambda: "bad" in save.errors())
         with pytest.raises(ts.TierUnavailable, match="step 1 to slow") as caught:
             ckpt.close(timeout=0.5)
         assert not gate.is_set(), "what is late is still under way"

@@ -118,6 +118,22 @@ def tell_outcomes(place: str, steps: str) -> None:
     dist.destroy_process_group()
 
 
+def one_cannot_hear_of_a_failure(place: str, steps: str) -> None:
+    """As `tell_outcomes`, but the last rank has no memory for what its agent says of the first failure."""
+    from tierstate.agent import handing
+
+    plain = handing.decode_error
+
+    def unable(encoded: Any) -> Any:
+        handing.decode_error = plain
+        print("unable", flush=True)
+        raise MemoryError("this rank has no memory")
+
+    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        handing.decode_error = unable
+    tell_outcomes(place, steps)
+
+
 def go_back(place: str, steps: str, to: str) -> None:
     """Save so many steps, wait for the host tier, restore one of them, and say from where; then go on from there."""
     ckpt, rank, size = opened(place)

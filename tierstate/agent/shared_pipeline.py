@@ -247,10 +247,14 @@ class SharedAgentPipeline(HandingPipeline, SharedPipeline):
         pause = max(1.0, self._team.size / LOOKS)
         while not link.over.wait(pause):
             doubtful = list(self._doubtful)  # of before the look
-            if self._is_announced():
-                link.give_up("another rank has lost its agent")
-            else:
-                self._believe(doubtful)
+            try:
+                if self._is_announced():
+                    link.give_up("another rank has lost its agent")
+                else:
+                    self._believe(doubtful)
+            except Exception as error:  # no memory, say: a save that nothing tells of would be waited for without end
+                log.exception("what became of saves in agents cannot be told")
+                link.give_up(error_text(error))
 
     def _is_announced(self) -> bool:
         try:
