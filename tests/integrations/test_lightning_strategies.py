@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,18 @@ def test_a_save_that_fails_on_one_rank_raises_on_all(failing: int, tmp_path: Pat
     assert said[1 - failing][0].startswith(f"said 4 RankFailed rank {failing}: CaptureError: state_dict.bad")
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["2.ckpt", "6.ckpt"]
     assert [version.step for version in versions(tmp_path).values()] == [2, 6]
+
+
+def test_what_is_saved_after_a_restore_is_waited_for_only_before_a_requeue(trained: Path, tmp_path: Path) -> None:
+    folder, refused = tmp_path / "copied", "a Linear in a checkpoint would come back as its state_dict"
+    shutil.copytree(trained, folder)
+    for rank, said in enumerate(run(2, "goes_on", folder)):
+        if rank == 0:
+            assert said[0] == "step.ckpt captured"
+        assert said[1] == "hpc_ckpt_1.ckpt durable"
+        assert said[2].startswith("odd.ckpt RankFailed rank 0" if rank else "odd.ckpt CaptureError")
+        assert refused in said[2]
+    assert not (folder / "odd.ckpt").exists()
 
 
 def test_what_does_not_fit_is_refused_by_all_ranks(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ Losses of all steps are appended to ``losses-RANK.txt`` in the folder, one line 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import tierstate as ts
 from tierstate.integrations.lightning import RngState, TierCheckpointIO
 from tierstate.integrations.lightning_strategies import TierFSDPStrategy, TierModelParallelStrategy
+from tierstate.integrations.lightning_versions import PathVersions
 
 POLICY = """
 version: 1
@@ -266,6 +270,40 @@ def one_rank_fails(folder: str, which: str) -> None:
     job = seeded(place, Failing(), max_epochs=1, enable_checkpointing=False)
     job.fit(Sharded(), loader())
     print("said", Failing.said.replace("\n", " "), flush=True)
+    leave()
+
+
+def goes_on(folder: str) -> None:
+    """After a restore, save while tiers are slow, before SLURM requeues the job, and with a module in the checkpoint;
+    say of each whether the version was durable when the save returned."""
+    place, wait, gate = Path(folder), PathVersions._wait, threading.Event()
+
+    def slow(self: Any, save: Any) -> Any:
+        gate.wait()
+        time.sleep(0.5)
+        return wait(self, save)
+
+    class Saves(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            PathVersions._wait = slow  # type: ignore[method-assign]
+            for name in ("step.ckpt", "hpc_ckpt_1.ckpt", "odd.ckpt"):
+                self.odd = name == "odd.ckpt"
+                try:
+                    trainer.save_checkpoint(place / name)
+                except ts.TierstateError as error:
+                    print(name, type(error).__name__, error, flush=True)
+                else:
+                    (target,) = json.loads((place / name).read_text())["targets"]
+                    print(name, "durable" if target["version"] else "captured", flush=True)
+                gate.set()
+            trainer.should_stop = True
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            if self.odd:
+                checkpoint["model"] = torch.nn.Linear(2, 2)
+
+    job = seeded(place, Saves(), max_epochs=4, enable_checkpointing=False)
+    job.fit(Sharded(), loader(), ckpt_path=place / "ckpt" / "last.ckpt")
     leave()
 
 
