@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from support.agents import (
     FAIL_ONCE,
+    held,
     of_hosts,
     policy,
     start_with,
@@ -109,7 +110,7 @@ def test_ranks_that_lose_their_agent_and_save_nothing_leave_no_thread(place: Pat
 
 
 def test_ranks_do_not_wait_for_one_that_cannot_say_what_it_has_after_a_loss(place: Path) -> None:
-    with Gang(2, "support.agent_ranks:one_cannot_tell", place, env={"SLOW": "30KiB/s"}) as gang:
+    with held(policy(place), place, "fast", "slow"), Gang(2, "support.agent_ranks:one_cannot_tell", place) as gang:
         os.kill(int(gang.hear(0, "ready")), signal.SIGKILL)
         said = gang.wait()
     why = "rank 1 cannot tell what it has of the saves that agents had: MemoryError: this rank has no memory"

@@ -231,7 +231,7 @@ def load(place: Path, tier: str, step: int, run: str = "run") -> dict[str, Any]:
 
 def whole(place: Path, tier: str, steps: list[int], ranks: int = 2) -> None:
     """A tier has these steps, each exact for every rank."""
-    assert steps_in(place, tier) == steps
+    assert (found := steps_in(place, tier)) == steps, f"{tier} has {found}, and not {steps}"
     with ts.Checkpointer(without_agent(place, tier), "run") as ckpt:
         check_versions(ckpt, steps)
 
