@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -133,16 +135,24 @@ def test_what_an_earlier_job_left_arrives_though_the_agent_is_killed_before_the_
     whole(place, "slow", [1, 2, 3])
 
 
-def test_a_save_that_fails_in_one_rank_of_an_agent_and_is_brought_soon_has_failed_for_all(place: Path) -> None:
-    """Only the first rank hears that it was brought, within the seconds for which it doubts the failure."""
+@contextmanager
+def second_save_failed(place: Path, function: str) -> Iterator[Gang]:
+    """Two ranks that have saved three steps, one after the other; in one of them the second one has failed in the slow
+    tier, once."""
     gate = place / "gate"
     start_with(policy(place), FAIL_ONCE.format(prefix=f"{place}/slow/packs/", gate=str(gate)))
-    with Gang(2, "support.agent_ranks:tell_outcomes", place, 3) as gang:
+    with Gang(2, f"support.agent_ranks:{function}", place, 3) as gang:
         for rank in range(2):
             gang.hear(rank, "1 arrived")
         gate.touch()
         gang.wait()
         assert not gate.exists()
+        yield gang
+
+
+def test_a_save_that_fails_in_one_rank_of_an_agent_and_is_brought_soon_has_failed_for_all(place: Path) -> None:
+    """Only the first rank hears that it was brought, within the seconds for which it doubts the failure."""
+    with second_save_failed(place, "tell_outcomes") as gang:
         for rank in range(2):
             assert "(ETIMEDOUT)" in gang.hear(rank, "2 failed")
             gang.hear(rank, "3 arrived")
@@ -150,15 +160,10 @@ def test_a_save_that_fails_in_one_rank_of_an_agent_and_is_brought_soon_has_faile
 
 
 def test_a_rank_that_cannot_take_what_its_agent_says_goes_on_without_agents(place: Path) -> None:
-    gate = place / "gate"
-    start_with(policy(place), FAIL_ONCE.format(prefix=f"{place}/slow/packs/", gate=str(gate)))
-    with Gang(2, "support.agent_ranks:one_cannot_hear_of_a_failure", place, 3) as gang:
+    with second_save_failed(place, "one_cannot_hear_of_a_failure") as gang:
+        gang.hear(1, "unable")
         for rank in range(2):
-            gang.hear(rank, "1 arrived")
-        gate.touch()
-        said = gang.wait()
-    assert "unable" in said[1]
-    assert all("3 arrived" in text for text in said)
+            gang.hear(rank, "3 arrived")
     whole(place, "slow", [1, 2, 3])
 
 

@@ -119,7 +119,7 @@ def tell_outcomes(place: str, steps: str) -> None:
 
 
 def one_cannot_hear_of_a_failure(place: str, steps: str) -> None:
-    """As `tell_outcomes`, but the last rank has no memory for what its agent says of the first failure."""
+    """As `tell_outcomes`, but the second rank has no memory for what its agent says of the first failure."""
     from tierstate.agent import handing
 
     plain = handing.decode_error
@@ -129,7 +129,7 @@ def one_cannot_hear_of_a_failure(place: str, steps: str) -> None:
         print("unable", flush=True)
         raise MemoryError("this rank has no memory")
 
-    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+    if os.environ["RANK"] == "1":
         handing.decode_error = unable
     tell_outcomes(place, steps)
 
